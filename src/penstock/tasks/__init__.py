@@ -46,7 +46,8 @@ _TEXT: dict[str, type[TextTask]] = {
 
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:
-    """What a model is trained for; `auto` is the task of its family. `init_from` are the weights that it starts from.
+    """Task that a model is trained for; `auto` is the task of its family. `init_from` are the weights that it starts
+    from.
 
     Raises ConfigError for a model that cannot be trained yet, and for a task that does not fit it.
     """

@@ -38,8 +38,8 @@ class Embedding(TextTask):
     compared within their micro-batch alone, so the loss of a step, the mean over its pairs, depends on how many pairs a
     micro-batch has.
 
-    Metrics: `recall_at_1`, `_5` and `_10` are the shares of first texts whose second is among so many nearest of the
-    whole split, and `loss` is that of telling it from all of these. Of very large splits the first pairs are taken.
+    Metrics: `recall_at_1`, `_5` and `_10` are the shares of first texts whose second is among as many nearest of the
+    whole split, and `loss` is that of choosing it from all of these. Of very large splits the first pairs are taken.
     """
 
     unit = "pairs"

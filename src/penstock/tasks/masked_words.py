@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 SHARE = 0.15
-"""Of a sample's tokens that are hidden, at the most."""
+"""Share of a sample's tokens that are hidden, at most."""
 MASKED, SWAPPED = 0.8, 0.1
 """Shares of hidden tokens that become the mask, and that become any token; the others stay."""
 

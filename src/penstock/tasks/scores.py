@@ -19,7 +19,7 @@ Sums = NDArray[np.float64]
 
 
 def class_scores(hits: Sums, told: Sums, true: Sums) -> dict[str, float]:
-    """Accuracy, F1 and Matthews' correlation of how often each class was right, was told, and was true: (C,) each.
+    """Accuracy, F1 and Matthews' correlation of how often each class was right, was predicted, and was true: (C,) each.
 
     F1 is that of class 1 where there are two, else the mean over classes (Sokolova & Lapalme, 2009). Matthews'
     correlation of several classes is Gorodkin's (2004, eq. 8).
@@ -61,9 +61,8 @@ RANKS = (1, 5, 10)
 
 
 def search_scores(asked: Sums, answers: Sums, temperature: float) -> dict[str, float]:
-    """Of unit vectors (N, D), whose right answer has the same number: how often it is among the 1, 5 and 10 nearest of
-    all N, and the mean loss, in nats, of telling it from all others.
-    """
+    """Scores of unit vectors (N, D), whose right answer has the same number: how often it is among the 1, 5 and 10
+    nearest of all N, and the mean loss, in nats, of choosing it from all N."""
     places, losses = [], []
     for start in range(0, len(asked), 1024):
         near = asked[start : start + 1024] @ answers.T
@@ -82,16 +81,15 @@ def search_scores(asked: Sums, answers: Sums, temperature: float) -> dict[str, f
 # -- texts
 
 ORDERS = 6
-"""Of characters in a row that chrF counts."""
+"""Longest run of characters that chrF counts."""
 _BETA = 2.0
 CHRF_SUMS = 3 * ORDERS
 BLEU_SUMS = 10
 
 
 def chrf_sums(said: str, meant: str) -> list[int]:
-    """What a text adds to chrF (Popović, WMT 2015): for 1 to 6 characters in a row, how many both texts have, how many
-    it has, and how many it should have. White space does not count.
-    """
+    """A text's contribution to chrF (Popović, WMT 2015): for 1 to 6 characters in a row, how many both texts have, how
+    many it has, and how many it should have. White space does not count."""
     found: list[int] = []
     said, meant = "".join(said.split()), "".join(meant.split())
     for order in range(1, ORDERS + 1):
@@ -120,9 +118,8 @@ def has_bleu() -> bool:
 
 
 def bleu_sums(said: str, meant: str) -> list[int]:
-    """What a text adds to BLEU (Papineni et al., ACL 2002), by sacrebleu's tokenisation: shared and told n-grams of one
-    to four words, and both lengths.
-    """
+    """A text's contribution to BLEU (Papineni et al., ACL 2002), by sacrebleu's tokenisation: shared and generated
+    n-grams of one to four words, and both lengths."""
     score: Any = _sacrebleu().sentence_score(said, [meant])
     return [*score.counts, *score.totals, score.sys_len, score.ref_len]
 

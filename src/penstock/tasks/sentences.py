@@ -1,4 +1,4 @@
-"""Sentences and pairs of them, told apart by classes or rated by numbers (Devlin et al., NAACL 2019, section 4.1)."""
+"""Sentences and pairs of them, classified or rated by numbers (Devlin et al., NAACL 2019, section 4.1)."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Sentences(TextTask):
         return F.cross_entropy(outputs.float(), batch.labels, reduction=reduction)
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
-        """How many samples have numbers, and the loss. Then hits, what was told and what is true of each class; or what
-        was told and what is true of each sample, at its place in the split."""
+        """How many samples have numbers, and the loss. Then hits, predictions and truths of each class; or prediction
+        and truth of each sample, at its place in the split."""
         labels = batch.labels
         assert labels is not None
         loss = self._loss(outputs, batch, "sum").double()
@@ -116,7 +116,7 @@ class Sentences(TextTask):
         return f"{model.tokens} tokens of {model.vocabulary:,} words, {what}"
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """The first texts, with what the model tells of each and what is true."""
+        """The first texts, each with the model's answer and the true one."""
         tokenizer, classes = tokenizer_of(source), _classes(source)
         host = first_samples(source, 3)
         segments = getattr(getattr(model, "config", None), "token_types", 0) > 1
@@ -148,7 +148,7 @@ def _classes(source: Source) -> tuple[str, ...] | None:
 
 class PrepareSentences:
     """Makes batches of labelled rows, cut to the longest of the batch. `samples` are those of the split; `segments`
-    says whether the model tells the second text from the first."""
+    says whether the model distinguishes the second text from the first."""
 
     def __init__(self, samples: int, *, segments: bool) -> None:
         self.samples, self.segments = samples, segments

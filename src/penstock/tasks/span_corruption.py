@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 SHARE = 0.15
-"""Of a text's tokens that are taken out."""
+"""Share of a text's tokens that are taken out."""
 SPAN = 3.0
 """Tokens of a span, on average."""
 
 
 class Sizes(NamedTuple):
-    """Of one sample: all samples have the same, so nothing is padded."""
+    """Sizes of one sample: all samples have the same, so nothing is padded."""
 
     text: int
     """Tokens of the text."""
     noise: int
-    """Of these, taken out."""
+    """Tokens taken out of it."""
     spans: int
 
     @classmethod
     def of(cls, text: int) -> Sizes:
-        """Of a text of so many tokens."""
+        """Sizes for a text of `text` tokens."""
         noise = min(max(1, round(text * SHARE)), text - 1)
         return cls(text, noise, max(1, round(noise / SPAN)))
 

@@ -1,4 +1,5 @@
-"""What a model is trained for: one protocol, which the training loop, evaluation and the ladder know instead of images.
+"""Tasks that a model is trained for: one protocol, which the training loop, evaluation and the ladder know instead of
+images.
 
 A new task is one file beside this one and a line in `task_of`.
 """
@@ -26,7 +27,7 @@ Prepare = Callable[[Any, torch.device], Any]
 
 
 class Fullness(NamedTuple):
-    """What batches of a source are like."""
+    """Typical size of a source's batches."""
 
     model: ModelConfig
     """The model with samples as long as they are on average, padding included."""
@@ -43,7 +44,7 @@ class Task(ABC):
     """
 
     unit: str
-    """What a sample is called, in the plural."""
+    """Name of a sample, in the plural."""
     size_setting: str
     """The setting that makes each sample smaller."""
     augments: frozenset[str] = frozenset()
@@ -70,7 +71,7 @@ class Task(ABC):
         """Arguments of the model for one sample of nothing, for a rank that must take part without samples."""
 
     def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
-        """What batches of so many samples are like, for predictions."""
+        """Typical size of batches of `batch` samples, for predictions."""
         return Fullness(model)
 
     # -- training
@@ -100,8 +101,8 @@ class Task(ABC):
 
     @abstractmethod
     def tally(self, outputs: Any, batch: Any) -> Tensor:
-        """What the batch adds to the sums that metrics are made of: (K,) float64, on the device, K the same for all
-        batches of a split."""
+        """The batch's contribution to the sums that metrics are made of: (K,) float64, on the device, K the same for
+        all batches of a split."""
 
     def assess(self, model: nn.Module, batch: Any) -> Tensor:
         """Forward pass and tally in one, in evaluation mode; a task that generates does so here."""
@@ -113,7 +114,7 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
-        """Metrics by name, of so many samples with these sums."""
+        """Metrics by name, of `samples` samples with these sums."""
 
     @abstractmethod
     def describe(self, metrics: Mapping[str, float | None]) -> str:
@@ -121,7 +122,7 @@ class Task(ABC):
 
     @abstractmethod
     def describe_model(self, model: ModelConfig) -> str:
-        """What the model's outputs tell, in a few words."""
+        """The model's outputs, in a few words."""
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """A few lines that show what the model makes of a sample, for people; empty where there is nothing to show. The

@@ -1,4 +1,4 @@
-"""What tasks on text share: batches, the tokenizer, sizes that compiled code meets again, and metrics of a loss.
+"""Shared parts of tasks on text: batches, the tokenizer, sizes that compiled code meets again, and metrics of a loss.
 
 Shapes: B samples, N tokens, V vocabulary.
 """
@@ -40,31 +40,31 @@ SIZES = 8
 VOCABULARY_MULTIPLE = 8
 """Rows of logits then start at a multiple of 16 bytes in half precision, which matrix units ask for."""
 MOST_NATS = 80.0
-"""A loss beyond it is told as the perplexity of this one: e⁸⁰ still fits fp32."""
+"""A loss beyond it is reported as the perplexity of this one: e⁸⁰ still fits fp32."""
 DRAWN = 64
 """Batches of which it is asked how long they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """What a training step takes."""
+    """Batch of text for a training step."""
 
     inputs: tuple[Any, ...]
     """The model's arguments."""
     ids: NDArray[np.int64]
     """(B,) sample numbers, on the host."""
     tokens: int
-    """That are no padding."""
+    """Tokens that are not padding."""
     labels: Tensor | None = None
-    """What is compared with the outputs, where the model has not done so itself."""
+    """Labels to compare with the outputs, where the model has not done so itself."""
     count: int | None = None
     """Targets that the loss is the mean over; None where it is made of samples."""
     bytes: float = 0.0
-    """Of the text that the targets stand for; 0 where it is not known."""
+    """Bytes of the text that the targets stand for; 0 where it is not known."""
     places: Tensor | None = None
     """(B,) where in the stream the samples are; in an evaluation, in the split."""
     most: int = 0
-    """Samples that an evaluation tells apart by their places; of a translation, tokens that it may have."""
+    """Samples that an evaluation distinguishes by their places; of a translation, tokens that it may have."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -183,13 +183,13 @@ class WordTask(TextTask):
 
 
 def tokenizer_of(source: Source) -> Tokenizer:
-    """The tokenizer whose numbers a source gives."""
+    """The tokenizer whose numbers a source returns."""
     found: Tokenizer = cast(Any, source).tokenizer
     return found
 
 
 def shifted(targets: Tokens, start: int) -> Tokens:
-    """What a decoder is given to say targets (B, N): each one later, after `start`."""
+    """A decoder's inputs for the targets (B, N): each token one place later, after `start`."""
     before = np.full((len(targets), 1), start, targets.dtype)
     return np.concatenate([before, targets[:, :-1]], axis=1)
 

@@ -40,7 +40,7 @@ SHOWN = 3
 class Translation(WordTask):
     """Mean cross entropy of the target's tokens, with `recipe.augment.label_smoothing` in training.
 
-    In an evaluation each source is translated besides, token by token without a search. Metrics, besides those of the
+    In an evaluation each source is also translated, token by token without a search. Metrics, besides those of the
     loss: `exact_match` is the share of translations that equal the reference; `chrf` and, with the package sacrebleu,
     `bleu` are of the whole split, in [0, 100].
     """
@@ -92,7 +92,7 @@ class Translation(WordTask):
             sample(model, prompts, Decoding(max_tokens=target.shape[1]), ends=())
 
     def _translated(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        """Each half as long again as its reference at the most; ranks that share weights take all steps together."""
+        """Each at most half as long again as its reference; ranks that share weights take all steps together."""
         assert self._tokenizer is not None
         source, _, lengths, targets = batch.inputs[:4]
         limits = (targets != IGNORED).sum(1) * 3 // 2 + 1

@@ -49,7 +49,7 @@ def _between_steps(step: TrainStep, micro_batches: Sequence[Any]) -> int:
     """Bytes that are there when a step starts: weights, buffers, optimizer state, batch; each storage once.
 
     Gradients of the last step are let go first, as they would be within the step, where neither count would see it.
-    Those in a buffer that stays are counted: a reference that keeps nothing alive tells which these are.
+    Those in a buffer that stays are counted: a weak reference shows which these are.
     """
     model, optimizer = step.model, step.optimizer
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]

@@ -36,7 +36,7 @@ _WORDS = {
 
 @lru_cache(maxsize=64)
 def table(plan: Plan, micro_batches: int) -> Schedule:
-    """What each rank of a pipeline does, transfers included."""
+    """The actions of each rank of a pipeline, transfers included."""
     return with_communication(schedule_of(plan, micro_batches))
 
 
@@ -101,7 +101,7 @@ class Pipeline:
         return parameter if self.masters is None else self.masters.master_of(parameter)
 
     def _told(self, loss: StepLoss | None) -> Tensor:
-        """The loss of the micro-batches, which the last stage tells the others."""
+        """The loss of the micro-batches, which the last stage sends to the others."""
         stages = self.stages
         dtype = torch.float64 if stages.like() == torch.float64 else torch.float32
         told = torch.zeros((), dtype=dtype, device=stages.device)
@@ -137,7 +137,7 @@ class _Step:
         self._began = 0.0
 
     def perform(self, action: Action) -> None:
-        """Do what the schedule says. What goes wrong is told with stage and micro-batch."""
+        """Do what the schedule says. An error is raised with stage and micro-batch."""
         try:
             self._began = self._now()
             self._does[action.kind](action.stage, action.micro_batch)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came out of a step. Tensors are on the device and may not be computed yet: reading them waits."""
+    """Result of a step. Tensors are on the device and may not be computed yet: reading them waits."""
 
     loss: Tensor
     """This rank's part of the step's loss, 0-d, detached, without loss scale. The average over ranks, and what one rank
@@ -93,7 +93,7 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Take one step. Raises ConfigError when there is no micro-batch."""
         if not micro_batches:
-            raise ConfigError("A training step was given no micro-batch; give it at least one.")
+            raise ConfigError("A training step received no micro-batch; pass it at least one.")
         set_host_memory(keep=self.plan.host_memory == "keep")
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()

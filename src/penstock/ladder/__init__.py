@@ -31,7 +31,7 @@ _NAMES = {
     "settings": ("LadderConfig",),
     "show": ("table", "write"),
 }
-"""By module."""
+"""Public names by module."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 

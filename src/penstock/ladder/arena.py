@@ -21,7 +21,7 @@ from penstock.ladder.team import Team
 T = TypeVar("T")
 
 COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0}
-"""Before anything was compiled: measured for ViT-Ti/16 on one core. What is compiled first corrects it."""
+"""Seconds of compiling before any was measured: those of ViT-Ti/16 on one core. What is compiled first corrects it."""
 AGAIN = 0.3
 """Share of that which a form takes that was compiled before: torch's cache has its kernels."""
 MEMORY_SHARE = 0.5
@@ -181,7 +181,7 @@ class Arena:
         return found and found.times(self.subject.samples(setting) / self.subject.samples(over))
 
     def speed(self, setting: Setting) -> float | None:
-        """Its speed over the baseline's by all rounds, without an interval."""
+        """A setting's speed over the baseline's by all rounds, without an interval."""
         if setting == self.baseline:
             return 1.0
         found = self.wall.joint().speed(setting, self.baseline)

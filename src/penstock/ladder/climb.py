@@ -237,7 +237,8 @@ class _Climb:
         arena.play(ends, max(FEWEST, min(self.config.rounds, rounds)))
 
     def _until(self, phase: Phase, *, weighing: bool = False) -> float:
-        """When a phase begins nothing new: at its share of the budget, or earlier, so that what must come can come.
+        """Time after which a phase begins nothing new: at its share of the budget, or earlier, so that what must come
+        can come.
 
         That is the path until it was climbed, `weighing` its steps, and the last race.
         """

@@ -88,7 +88,7 @@ class Corrected:
 
 
 def expected_gain(mean: float, deviation: float) -> float:
-    """By how much something of this mean and deviation exceeds zero, on average (0 where it does not)."""
+    """Average excess over zero of a normal value with this mean and deviation (0 where it is below)."""
     if deviation <= 0:
         return max(0.0, mean)
     z = mean / deviation

@@ -82,7 +82,7 @@ class Bench:
         self._warm: dict[Setting, Warm] = {}
 
     def ask(self, do: str, *arguments: Any) -> list[Any]:
-        """As `Crew`, of this process alone."""
+        """Answer as a `Crew` does, for this process alone."""
         return [getattr(self, do)(*arguments)]
 
     def contend(self, setting: Setting, seed: int) -> tuple[float, float | None]:

@@ -36,7 +36,8 @@ from penstock.tasks import Loss, mean_loss
 
 
 class Own(Subject):
-    """Its one batch is fed at every step. Further micro-batches, and other ranks, get its samples drawn again."""
+    """A user's own model as subject: its one batch is fed at every step. Further micro-batches, and other ranks, get
+    its samples drawn again."""
 
     unit, data = "samples", "the factory's batch"
 

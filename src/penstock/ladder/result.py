@@ -42,7 +42,7 @@ class Estimate:
         return cls(value=value, low=value, high=value)
 
     def times(self, factor: float) -> Estimate:
-        """In another unit."""
+        """The estimate in another unit."""
         return dataclasses.replace(
             self, value=self.value * factor, low=self.low * factor, high=self.high * factor
         )
@@ -116,7 +116,7 @@ class RungResult:
     memory_by_rank: tuple[int, ...] = ()
     """The same of each process, where there are several."""
     equality: Equality | None = None
-    """For a rung of several processes: whether they compute what one does."""
+    """Whether a rung's several processes compute what one does."""
     compile_seconds: float | None = None
     losses: tuple[float, ...] = ()
     loss: float | None = None
@@ -152,7 +152,7 @@ class Control:
 
     ratio: Estimate
     processor_ratio: Estimate | None
-    """In processor time; on a CPU only."""
+    """Ratio in processor time; on a CPU only."""
     floor: float
     """The noise floor: two settings are called different only if the interval of their ratio leaves 1 ± this."""
 
@@ -174,7 +174,7 @@ class Chosen:
     """A Plan that the ladder ends with."""
 
     plan: str
-    """As a line."""
+    """The Plan as a line."""
     model: dict[str, Any]
     """Fields of the model and the data that it changes."""
     rungs: tuple[str, ...]
@@ -182,13 +182,13 @@ class Chosen:
     train_command: str
     """The command that trains with it, or the Python call for a model of one's own."""
     speedup: Estimate
-    """Over the baseline."""
+    """Speed over the baseline's."""
     samples_per_second: Estimate
     predicted: float
     """`speedup` as the planner alone predicts it."""
     memory_bytes: int | None
     loss_difference: float | None
-    """Its loss less the baseline's; none where no losses were run."""
+    """The loss less the baseline's; none where no losses were run."""
     within_noise: bool | None
     """Whether that is at most two standard deviations over seeds."""
 
@@ -208,7 +208,7 @@ class LadderReport:
     fastest: Chosen | None
     """The fastest Plan of all, where one that changes results is faster."""
     control: Control | None
-    """None where nothing was measured but the baseline, or where steps are too long for it."""
+    """The baseline against itself; None where only it was measured, or where steps are too long for this."""
     tried: tuple[Tried, ...]
     """Every setting that was measured with one process, the fastest first."""
     candidates: int
@@ -222,7 +222,7 @@ class LadderReport:
     machine: dict[str, Any]
     """The Machine that predictions were made with."""
     environment: dict[str, Any]
-    """Where it was measured; see `penstock.report.record`."""
+    """Machine and software of the measurement; see `penstock.report.record`."""
     command: str
     """The command that makes this report again."""
     wall_seconds: float
@@ -280,7 +280,7 @@ class Progress:
     phase: Phase
     doing: Literal["building", "compiling", "timing", "training", "weighing"]
     what: str
-    """In words for a reader: the rung's title, or the Plan's line."""
+    """The subject in words: the rung's title, or the Plan's line."""
     plans: tuple[str, ...]
     """Lines of the Plans that take part."""
     expected_seconds: float

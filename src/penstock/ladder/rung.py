@@ -71,17 +71,17 @@ class Rung:
     """One optimisation. `apply` says what changes, `refusal` why that cannot be done here, if it cannot."""
 
     name: str
-    """Its name in `--rungs` and `--skip`; the part before the first dash is its group."""
+    """Name in `--rungs` and `--skip`; the part before the first dash is its group."""
     place: int
-    """Where it stands on the ladder: of rungs that gain, the path climbs the lowest first."""
+    """Its place on the ladder: of rungs that gain, the path climbs the lowest first."""
     title: str
     """A few words, for tables and figures."""
     why: str
     """Its effect and why that should pay: one or two sentences for the reader of the page."""
     apply: Callable[[Setting, Situation], Setting]
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
-    """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of
-    Plans say is not repeated here."""
+    """A sentence why the rung cannot or need not be applied to a setting, or None. The rules of Plans are not repeated
+    here."""
     choice: str = ""
     """Rungs of one choice exclude each other; by default those of a group do."""
     compared_by: Literal["samples", "flops"] = "samples"
@@ -155,7 +155,7 @@ def group_of(rung: Rung) -> str:
 
 
 REGISTERED: dict[str, Rung] = {}
-"""By name."""
+"""All rungs by name."""
 
 
 def register(rung: Rung) -> Rung:

@@ -210,7 +210,7 @@ class Search:
         return found
 
     def _gain(self, candidate: Candidate) -> float:
-        """By how much a candidate is expected to be faster than the best, as a ratio less one."""
+        """Expected gain of a candidate over the best, as a ratio less one."""
         ahead = math.log(self.speed(candidate)) - math.log(self.speed(self.best))
         return expected_gain(ahead, self.corrected.deviation(candidate.key))
 

@@ -245,7 +245,7 @@ class Joint(Generic[K]):
 
     @functools.cached_property
     def _group(self) -> list[int]:
-        """For each setting, a number that it shares with those that a chain of rounds connects it to."""
+        """A number for each setting, shared with those that a chain of rounds connects it to."""
         group = list(range(len(self._index)))
         for turn in self._turns:
             joined = {group[self._index[s]] for s in turn}

@@ -60,13 +60,13 @@ class Subject(ABC):
     procs: int = 1
     """Processes that rungs of several may start."""
     rank: int = 0
-    """Which of them this is."""
+    """The number of this one among them."""
     path: str | None = None
     """The factory as `package.module:name`, where other processes can find it so."""
     splittable: bool = True
     """Whether its batch can be made larger."""
     data: str
-    """Where its batches come from."""
+    """The origin of its batches."""
 
     attention: tuple[str, ...] = get_args(AttentionBackend)
     """Attention backends that its model can be switched to."""
@@ -139,7 +139,7 @@ class Subject(ABC):
         """How to train with a setting."""
 
     def dims(self, plan: Plan) -> ParallelDims:
-        """Where this process stands under a Plan."""
+        """This process's place under a Plan."""
         return ParallelDims.of(plan, rank=self.rank if plan.gpus > 1 else 0)
 
     def worth(self, setting: Setting) -> float:
@@ -245,7 +245,7 @@ class Configured(Subject):
         return replace(fitted, vocabulary=max(model.vocabulary, fitted.vocabulary))
 
     def worth(self, setting: Setting) -> float:
-        """By the tokens that are no padding, where documents are packed."""
+        """Worth by the tokens that are not padding, where documents are packed."""
         if not setting.packed:
             return 1.0
         each = [found.model.tokens * found.real for found in map(self._fullness, (setting, self.first))]

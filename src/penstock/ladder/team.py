@@ -42,7 +42,7 @@ class Hello:
     device: str
     threads: int
     path: list[str]
-    """Where it finds modules: as the climb does."""
+    """Folders in which it finds modules: the climb's own."""
 
 
 @dataclass(frozen=True, slots=True)

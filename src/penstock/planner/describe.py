@@ -79,7 +79,7 @@ def attention_form(plan: Plan, model: ModelConfig, device: str, avx512: bool) ->
 
 @lru_cache(maxsize=4096)
 def described(model: ModelConfig, terms: Terms) -> Workload:
-    """As `describe`, from the terms alone."""
+    """Workload as from `describe`, from the terms alone."""
     alone = Terms(software=terms.software)
     to = Lister(terms)
     tied = _entrance(to, model)

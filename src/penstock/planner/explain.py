@@ -94,7 +94,7 @@ def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 
 def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Prediction) -> Iterator[str]:
-    """For each choice of the best layout, the best with another, and what it pays; and what memory rules out.
+    """Sentences on each choice of the best layout: the best with another, its extra cost; and layouts that do not fit.
 
     A layout is named once, under the first choice in which it differs.
     """

@@ -30,13 +30,13 @@ class Space:
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
-    """Left empty: powers of two that leave each device at least `LEAST_TOKENS` of a sample."""
+    """Context parallel degrees. Empty: powers of two that leave each device at least `LEAST_TOKENS` of a sample."""
     ep: tuple[int, ...] = ()
     micro_batch: tuple[int, ...] = ()
     virtual: tuple[int, ...] = ()
     sharding: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
     shard: tuple[int, ...] = ()
-    """Sizes of a shard group under hsdp. Left empty: as many replicas as one node has, and twice as many."""
+    """Sizes of a shard group under hsdp. Empty: as many replicas as one node has, and twice as many."""
     recompute: tuple[str, ...] = ("none", "selective", "operators", "early")
     sp: tuple[bool, ...] = (True,)
     """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""

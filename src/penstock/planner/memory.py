@@ -25,7 +25,7 @@ CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
 of 8 lines of 16 bytes for each of 512 threads and of 120 elements of 8 bytes for each of 640 (its `init.cc`), and 4 MiB
 for long ones (NCCL_BUFFSIZE)."""
 NEIGHBOURS = 3
-"""In each channel: one in the ring, two in the tree."""
+"""Neighbours in each channel: one in the ring, two in the tree."""
 
 
 class Held(NamedTuple):

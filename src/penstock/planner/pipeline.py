@@ -17,8 +17,8 @@ StageTimes = tuple[float, float, float]
 
 
 def evenly(depth: int, stages: int) -> tuple[int, ...]:
-    """As many of `depth` blocks for each stage. Where they come out even only with entrance and exit in a block's place
-    each, so; else the first stages take one more than the others."""
+    """Blocks of each stage, equally many. Where that works only with entrance and exit each counted as a block, so they
+    count; else the first stages take one more than the others."""
     ends = depth % stages > 0 and (depth + 2) % stages == 0
     each, more = divmod(depth + 2 * ends, stages)
     return tuple(each + (i < more) - (ends and i in (0, stages - 1)) for i in range(stages))

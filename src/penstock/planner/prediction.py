@@ -39,7 +39,7 @@ class Prediction:
     iteration_seconds: float
     """One optimizer step: `plan.accumulate` micro-batches and one update."""
     samples_per_second: float
-    """Over all devices."""
+    """Samples per second over all devices."""
     memory_bytes: int
     """Peak, without what the allocator and libraries add on one device; with a margin for it on several."""
     fits: bool
@@ -71,7 +71,7 @@ class Prediction:
     forward_seconds: float = 0.0
     """Forward pass of the slowest stage, for one micro-batch."""
     backward_seconds: float = 0.0
-    """Its backward pass, with what is computed again."""
+    """Backward pass of that stage, with what is computed again."""
     weight_gradient_seconds: float = 0.0
     """Part of `backward_seconds` for the gradients of weights, which a zero-bubble schedule defers."""
     memory_limit_bytes: int = 0
@@ -121,7 +121,8 @@ def predict(
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:
-    """As `predict`, of operators that are known: those of `describe`, or those recorded of a model in fp32."""
+    """Predict, as `predict` does, from operators that are known: those of `describe`, or those recorded of a model in
+    fp32."""
     _refuse(None, machine, plan)
     work = work if work.kept_bytes is None else as_planned(work, plan)
     return predicted(work, machine, plan, rates_of(machine, plan), work.parameters)
@@ -137,7 +138,8 @@ def predicted(
     work: Workload, machine: Machine, plan: Plan, rates: Rates, parameters: int, *,
     parts: dict[str, float] | None = None, software: Software = PENSTOCK,
 ) -> Prediction:  # fmt: skip
-    """As `predict`, of a layout known to be possible; `parts` is its memory where it is known already."""
+    """Predict, as `predict` does, for a layout known to be possible; `parts` is its memory where it is known
+    already."""
     time = step(work, rates, plan, software)
     share_processors(time, work, rates, plan)
     seconds = time.total

@@ -83,7 +83,7 @@ class Products(NamedTuple):
     chip: Chip | None
     """How a GPU without measured products cuts them up."""
     ragged: float = 1.0
-    """On a CPU, the share of its rate that a product has whose rows of outputs begin inside of a vector."""
+    """Share of its rate that a CPU's product keeps when its rows of outputs begin inside a vector."""
 
     def seconds(
         self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False

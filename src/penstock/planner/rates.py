@@ -49,9 +49,9 @@ class Rates:
     exponentials: float
     """Exponentials of softmax per second."""
     memory: float
-    """Streaming kernels, bytes per second."""
+    """Bytes per second of streaming kernels."""
     kernel_seconds: float
-    """Between two dependent kernels of a GPU."""
+    """Gap between two dependent kernels of a GPU."""
     cpu: bool
     kernels: dict[str, Samples]
     """Measured rates of a CPU's operators by name, over tokens and features."""
@@ -64,7 +64,7 @@ class Rates:
     scattering: float
     """Reduce-scatter's."""
     sending: float
-    """From one device to another in its node."""
+    """Rate from one device to another in its node."""
     node: float
     """Bus bandwidth out of a node, of all its devices together."""
     call_seconds: float
@@ -74,7 +74,7 @@ class Rates:
     taken: float
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
     host: float
-    """Between a device and host memory, one direction."""
+    """Rate between a device and host memory, one direction."""
 
     def kernel(self, name: str, tokens: float = 1, features: float = 1) -> float | None:
         """Per second, of a CPU's operator of that shape; None if it was not measured."""

@@ -181,7 +181,7 @@ def choose(work: Workload, allowed: float) -> tuple[tuple[Part, tuple[tuple[str,
 class _Point(NamedTuple):
     kept: float
     cost: float
-    """In FLOPs: `FLOPS_PER_BYTE`."""
+    """Cost in FLOPs: see `FLOPS_PER_BYTE`."""
     kind: str
 
 
@@ -214,15 +214,15 @@ def _cost(op: Op) -> float:
 
 
 def every_nth(plan: Plan, depth: int) -> list[str]:
-    """In which way each of so many blocks recomputes where no budget chooses: n of every n-th, and where n is not whole
-    the first from each multiple of n on."""
+    """The way in which each of `depth` blocks recomputes where no budget chooses: one of every n, and where n is not
+    whole the first from each multiple of n on."""
     turns = {math.ceil(turn * plan.recompute_every) for turn in range(depth)}
     return [plan.recompute if index in turns else "none" for index in range(depth)]
 
 
 def block_kinds(model: ModelConfig, plan: Plan, work: Workload) -> list[str]:
-    """In which way each block of a model recomputes under a Plan, in the order in which they run. A budget's choices
-    for blocks of one kind are spread evenly, so that each stage of a pipeline has its share."""
+    """The way in which each block of a model recomputes under a Plan, in the order in which they run. A budget's
+    choices for blocks of one kind are spread evenly, so that each stage of a pipeline has its share."""
     if plan.recompute != "budget":
         return every_nth(plan, work.depth)
     chosen = dict(Recompute.of(plan, work).chosen)

@@ -104,7 +104,7 @@ def explore(
     model: ModelConfig, machine: Machine, gpus: int, *, global_batch: int | None = None, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), space: Space | None = None, keep: int | None = 50,
 ) -> Found:  # fmt: skip
-    """As `search`, with what became of the layouts that lose. Raises ConfigError as it does."""
+    """Search as `search` does, and count the layouts that lose. Raises ConfigError likewise."""
     require("gpus", gpus, Count)
     base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
     problems = rules.problems(base, model, machine, degrees=False)
@@ -154,7 +154,7 @@ def explore(
 
 
 def _budgeted(work: Workload, plan: Plan, limit: float, *, cpu: bool) -> Plan:
-    """With a budget of recomputation that fills the `limit`; 0, which is the least, where nothing does."""
+    """The plan with a budget of recomputation that fills the `limit`; 0, the least, where nothing does."""
     if math.isinf(limit):
         return vary(plan, recompute="none")
     budget = limit
@@ -193,8 +193,8 @@ def _neighbours(
 
 
 def _even_first(ranked: list[Prediction]) -> list[Prediction]:
-    """With an odd micro-batch first only where it wins by more than predictions of one model are off: kernels are made
-    for even ones, and what an odd one loses in them is not predicted."""
+    """Predictions with an odd micro-batch first only if it wins by more than predictions of one model are off: kernels
+    are made for even ones, and what an odd one loses in them is not predicted."""
     if not ranked or ranked[0].interval is None or not _odd(ranked[0]):
         return ranked
     equal = ranked[0].iteration_seconds * (1 + ranked[0].interval.apart)

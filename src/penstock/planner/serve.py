@@ -70,11 +70,11 @@ class InferencePrediction:
 
     serving: Serving
     prefill_seconds: float
-    """Until the first token."""
+    """Seconds until the first token."""
     decode_seconds_per_token: float
-    """Between two tokens of a sequence, at the mean length of the cache."""
+    """Seconds between two tokens of a sequence, at the mean length of the cache."""
     tokens_per_second: float
-    """Generated, of all sequences together, prefill included."""
+    """Generated tokens of all sequences together, prefill included."""
     weights_bytes: int
     cache_bytes: int
     memory_bytes: int

@@ -17,12 +17,12 @@ SHOWN = 8
 
 
 def times(found: Sequence[Prediction]) -> Section:
-    """Where the time of each goes."""
+    """Section on where each layout's time goes."""
     return _stacked(found, "Where the time goes", "Time of one step by part", "s", _seconds, SECOND_WORDS)
 
 
 def memories(found: Sequence[Prediction], limit: float | None = None) -> Section:
-    """Where the memory of each goes; `limit` in bytes is what a device has room for."""
+    """Section on where each layout's memory goes; `limit` in bytes is a device's room."""
     words = "On the fullest device."
     if limit is not None:
         words += " The limit leaves room for the context, libraries and the allocator."

@@ -24,7 +24,7 @@ def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
 
 
 def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:
-    """As `stage_costs`, of a described model."""
+    """Costs as from `stage_costs`, of a described model."""
     machine, layout = rates.machine, layout_of(plan, work)
     host = (machine.operator_seconds or machine.launch_seconds) if rates.cpu else 0.0
 

@@ -29,7 +29,7 @@ class DeviceShare(NamedTuple):
     """Parameters of the fullest stage on one device."""
 
     held: float
-    """Before data parallel sharding."""
+    """Parameters before data parallel sharding."""
     sharded: float
     """Parameters of these that remain after sharding."""
     kept: float

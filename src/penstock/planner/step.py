@@ -71,7 +71,7 @@ class Parts(NamedTuple):
         return sum(self)
 
     def plus(self, other: Parts, times: float = 1.0) -> Parts:
-        """With `other` added `times` times."""
+        """The sum with `times` times `other`."""
         return Parts(*[mine + times * theirs for mine, theirs in zip(self, other)])
 
 
@@ -91,7 +91,7 @@ class PartTime(NamedTuple):
         return self.backward.total + self.again
 
     def plus(self, other: PartTime, times: float) -> PartTime:
-        """With `other` added `times` times."""
+        """The sum with `times` times `other`."""
         return PartTime(
             self.forward.plus(other.forward, times),
             self.backward.plus(other.backward, times),

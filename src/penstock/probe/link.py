@@ -102,7 +102,7 @@ def alone_speedup(device: torch.device) -> float:
 
 
 def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
-    """By how many seconds a small all-reduce between products makes ranks take longer, on average."""
+    """Seconds that a small all-reduce between products adds for a rank, on average."""
     products, few = _Products(device), torch.zeros(SMALL, device=device)
     longer = 0.0
     for _ in range(TURNS):

@@ -13,7 +13,7 @@ import torch
 log = logging.getLogger(__name__)
 
 SECONDS = 60.0
-"""After a minute a GPU's clock has settled under its power limit."""
+"""Time after which a GPU's clock has settled under its power limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ _SCORES = ((12608, 16), (1024, 197), (100, 2017))
 do not fill."""
 _LAYERS = 8
 _OPERATORS_PER_LAYER = 8
-"""As the planner counts: a norm and its gradient, a linear layer and its three gradients, GELU and its gradient."""
+"""Operators as the planner counts them: a norm and its gradient, a linear layer and its three gradients, GELU and its
+gradient."""
 _BACKWARD_PRODUCTS = 2.5
 """Products of fused attention's backward pass, relative to its forward pass: it computes the scores again."""
 

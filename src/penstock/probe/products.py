@@ -36,7 +36,7 @@ _CPU_QUICK = ("square half", "mlp in", "mlp out")
 _LAYERS = ("mlp in", "mlp out", "qkv")
 """Shapes whose gradients are measured too, on a CPU."""
 _RAGGED = "mlp in"
-"""This one a CPU computes with one output more, too."""
+"""Shape that a CPU also computes with one output more."""
 _CUDA_SHAPES: dict[str, Shape] = {
     "square": (8192, 8192, 8192),
     "deep": (2048, 2048, 13312),

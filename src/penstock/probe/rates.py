@@ -19,7 +19,7 @@ _PAGE_BYTES = 4096
 _sharing = ContextVar("_sharing", default=0.0)
 """How many times as long work takes than a process computes, where ranks measure together; 0 where they do not."""
 _WAITS_SECONDS = 1.0
-"""For which ranks compute to learn what they wait: many turns of the scheduler."""
+"""Time that ranks compute to learn how long they wait: many turns of the scheduler."""
 
 
 @contextmanager

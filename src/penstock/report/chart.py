@@ -99,7 +99,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Where a line of text stands: its corners, the upper left one first."""
+    """A line of text and its corners, the upper left one first."""
 
     words: str
     x1: float

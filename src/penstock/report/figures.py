@@ -76,7 +76,7 @@ class Stack:
 
     @property
     def total(self) -> float:
-        """Its length."""
+        """Length of the bar."""
         return sum(self.parts.values())
 
 
@@ -160,7 +160,7 @@ class _Rows(Chart):
                 self.text(2, y, words, fill=fill, halo=True)
 
     def span(self, index: int) -> tuple[float, float]:
-        """Where the bar of a row begins and ends, from above."""
+        """The upper and lower end of a row's bar."""
         y = self.tops[index + 1] - self.thick - 4 if self.narrow else self.tops[index] + self.bar_top
         return y, y + self.thick
 

@@ -94,7 +94,7 @@ def _fate(exponent: int, shift: int) -> str:
 
 
 def _limits(chart: Chart) -> None:
-    """Where fp16 ends, each with its name above; on a narrow chart one name above the other."""
+    """Draw the limits of fp16, each with its name above; on a narrow chart one name above the other."""
     ends = (_SMALLEST, _power(_SMALLEST), "smallest"), (_NORMAL, _power(_NORMAL), "smallest normal")
     for row, (exponent, number, words) in enumerate([*ends, (_LARGEST, "65,504", "largest")]):
         x, y = chart.x(exponent), chart.y.stop - 14 - (26 * row if chart.narrow else 0)

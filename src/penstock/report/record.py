@@ -1,4 +1,4 @@
-"""Where a number comes from: machine, versions, commit and command. Every result file has this."""
+"""Origin of a number: machine, versions, commit and command. Every result file has this."""
 
 from __future__ import annotations
 

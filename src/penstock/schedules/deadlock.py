@@ -1,4 +1,4 @@
-"""Which rank waits for which when a schedule is stuck, and whether blocking sends and receives all
+"""Deadlocks: which rank waits for which when a schedule is stuck, and whether blocking sends and receives all
 complete."""
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Schedule:
         return tuple(home[0] for home in homes)
 
     def computations(self) -> Schedule:
-        """This schedule without its sends and receives."""
+        """The schedule without its sends and receives."""
         if not self.communicates:
             return self
         return Schedule(tuple(tuple(a for a in order if not a.communicates) for order in self.ranks))

@@ -31,7 +31,7 @@ class Simulation:
     schedule: Schedule
     costs: Costs
     makespan: Number
-    """From the first start to the last end."""
+    """Time from the first start to the last end."""
     ideal: Number
     """The makespan without any bubble: the mean of `busy`."""
     busy: tuple[Number, ...]
@@ -39,7 +39,7 @@ class Simulation:
     peak_memory: tuple[Number, ...]
     """Peak memory of each rank."""
     starts: tuple[tuple[Number, ...], ...]
-    """When each rank starts each of its actions."""
+    """The time at which each rank starts each of its actions."""
 
     @property
     def idle(self) -> tuple[Number, ...]:
@@ -109,7 +109,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 _Box = list[Any]
-"""For each micro-batch the time when an input arrives; before that is known, the rank that waits for it, or
+"""Time when an input arrives, for each micro-batch; before that is known, the rank that waits for it, or
 None. The type is Any, because type checks would slow the inner loop."""
 _Links = dict[Kind, list[tuple[_Box, Number, _Box, Number, _Box]]]
 _Runner = Generator[None, None, None]
@@ -163,7 +163,7 @@ def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Num
 
 
 def links_of(schedule: Schedule, costs: Costs) -> _Links:
-    """For each kind and stage: the box of its input, its duration, the box and delay of its output, and the
+    """The link of each kind and stage: the box of its input, its duration, the box and delay of its output, and the
     box that shows W that I is done.
 
     The forward and the backward of a micro-batch are one chain of 2·S links: F of stage s is link s, and its

@@ -97,7 +97,7 @@ class Pipeline:
         return self.stages.whole_norm(norm, self._holder)
 
     def _holder(self, parameter: Tensor) -> Tensor:
-        """Where the gradient of a parameter is."""
+        """The tensor that holds the gradient of a parameter."""
         return parameter if self.masters is None else self.masters.master_of(parameter)
 
     def _told(self, loss: StepLoss | None) -> Tensor:

@@ -21,7 +21,7 @@ class Runner(Protocol):
 
     loss: Loss
     divisor: Tensor | None
-    """What the gradients are still to be divided by after the passes, 0-d; None for nothing. See `StepLoss`."""
+    """Divisor of the gradients after the passes, 0-d; None where they are complete. See `StepLoss`."""
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         """Leave the gradients of the step's loss where the optimizer takes them, with the loss scale in them if there

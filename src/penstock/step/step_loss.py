@@ -43,7 +43,7 @@ class StepLoss:
             self._total = self._per_rank(sum(self._counts))
 
     def share(self, index: int, found: Tensor | tuple[Tensor, Count]) -> Tensor:
-        """What the loss of micro-batch `index` adds to the loss of the step; differentiable."""
+        """The part of micro-batch `index` in the loss of the step; differentiable."""
         if len(self._losses) > 0 and isinstance(found, tuple) != bool(self._counted):
             raise ConfigError(
                 "The loss function returned (sum, count) for some batches only; let it do so for all."
@@ -63,8 +63,8 @@ class StepLoss:
         return share
 
     def result(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's part of the step's loss, 0-d: its average over ranks is the loss. And what gradients are still to
-        be divided by, 0-d, if anything.
+        """This rank's part of the step's loss, 0-d, whose average over ranks is the loss; and the divisor of the
+        gradients, 0-d, where they still need one.
         """
         losses = torch.stack(self._losses)
         if self._counted:

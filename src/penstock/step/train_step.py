@@ -116,7 +116,7 @@ class TrainStep:
         return StepResult(loss=loss, grad_norm=norm)
 
     def _tell_unused(self, switch: Switch) -> None:
-        """After the first pass: a choice of attention that the model has no use for is said, and not asked again."""
+        """Warn, once after the first pass, of a choice of attention that the model has no use for."""
         self._unused = None
         if not switch.used:
             name = type(self.model).__name__
@@ -129,8 +129,8 @@ class TrainStep:
             )
 
     def first_overflow(self, micro_batches: Sequence[Any]) -> Overflow | None:
-        """Where the forward and backward passes on micro-batches first give a number that is not finite, to explain why
-        a run ends. Weights stay as they are, gradients do not. All ranks must call it. Waits for the device.
+        """The first tensor in the passes on micro-batches that is not finite, to explain why a run ends. Weights stay
+        as they are, gradients do not. All ranks must call it. Waits for the device.
         """
         trace = OverflowTrace([self.model])
         with matmul_precision(self.plan.matmul), trace:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 TEMPERATURE = 0.05
-"""By which similarities are divided (Gao et al., EMNLP 2021, section 3)."""
+"""Divisor of similarities (Gao et al., EMNLP 2021, section 3)."""
 MOST = 1 << 22
 """Numbers of the vectors that an evaluation keeps: of larger splits, the first pairs are searched among."""
 SHOWN = 16

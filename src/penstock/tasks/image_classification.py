@@ -44,7 +44,7 @@ class ImageClassification(Task):
         return open_source(data, split=split, channels=model.channels, image_size=model.image_size)
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """As many classes as the data has, where the model was left at its default number; that is said."""
+        """The model with as many classes as the data, where its number was left at the default; this is logged."""
         model = require_vision(model)
         assert isinstance(source, ImageSource)
         found = len(source.classes)

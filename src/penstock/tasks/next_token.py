@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SHOWN = 48
 """Tokens that a printed sample goes on for."""
 WARMTH = 0.8
-"""Its temperature: the likeliest tokens alone soon repeat themselves (Holtzman et al., ICLR 2020)."""
+"""Temperature of a printed sample: the likeliest tokens alone soon repeat themselves (Holtzman et al., ICLR 2020)."""
 
 
 class NextToken(WordTask):

@@ -85,7 +85,7 @@ class Task(ABC):
         """Mean loss of the model's outputs over the batch's `targets`, 0-d; 0 where there is none."""
 
     def targets(self, batch: Any) -> Tensor | float:
-        """How many targets `loss` is the mean over: a number, or 0-d on the device. Every batch counts for so much in
+        """How many targets `loss` is the mean over: a number, or 0-d on the device. Every batch counts for as much in
         the loss of a step. Known without a forward pass and without waiting for the device; here its samples."""
         return len(batch)
 

@@ -98,7 +98,7 @@ class TextTask(Task):
         raise NotImplementedError
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """With a vocabulary as large as the tokenizer's; loaded weights have theirs."""
+        """The model with a vocabulary as large as the tokenizer's; loaded weights have theirs."""
         return self.fit_vocabulary(model, tokenizer_of(source))
 
     def fit_vocabulary(self, model: C, tokenizer: Tokenizer) -> C:

@@ -1,4 +1,4 @@
-"""At which steps a run evaluates, saves and logs: plain arithmetic, the same after every resume."""
+"""The steps at which a run evaluates, saves and logs: plain arithmetic, the same after every resume."""
 
 from __future__ import annotations
 

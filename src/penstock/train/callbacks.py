@@ -19,18 +19,20 @@ class Callback:
     """
 
     def on_start(self, record: Record) -> None:
-        """Before the first step. `event` is `start` or `resume`; `output` is the run's folder, `total` its steps."""
+        """Called before the first step. `event` is `start` or `resume`; `output` is the run's folder, `total` its
+        steps."""
 
     def on_step(self, record: Record) -> None:
-        """After every `log_every` steps, which is when numbers come from the device: `loss` is their mean, `losses`
-        holds each, `lr`, `grad_norm` and `samples_per_second` are those of the latest. With `log_every=1` it is called
-        after each step, and the host waits for the device as often."""
+        """Called after every `log_every` steps, which is when numbers come from the device: `loss` is their mean,
+        `losses` holds each, `lr`, `grad_norm` and `samples_per_second` are those of the latest. With `log_every=1` it
+        is called after each step, and the host waits for the device as often."""
 
     def on_evaluation(self, record: Record) -> None:
-        """After an evaluation: the task's metrics by name, `samples` and `seconds`."""
+        """Called after an evaluation: the task's metrics by name, `samples` and `seconds`."""
 
     def on_save(self, record: Record) -> None:
-        """After a checkpoint: `path` is its folder, `seconds` what it took. In the background, it is under way."""
+        """Called after a checkpoint: `path` is its folder, `seconds` its duration. In the background, it is under
+        way."""
 
     def on_end(self) -> None:
         """The run has ended, for whatever reason; close what is open."""

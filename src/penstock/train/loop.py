@@ -76,7 +76,7 @@ class TrainResult:
     loss: float
     """Mean training loss of the last logged steps."""
     evaluation: Evaluation
-    """On the validation split at the end, of the EMA weights where there are any."""
+    """Evaluation on the validation split at the end, of the EMA weights where there are any."""
     output: Path
     export: Path
     """Hugging Face folder of the final weights: what was evaluated."""

@@ -19,7 +19,7 @@ _LIMIT = 1 << 32
 
 
 class Records:
-    """Where the records of a run go. Only rank 0's go anywhere: `main` says whether this is it.
+    """Writer of a run's records. Only rank 0 writes: `main` says whether this is it.
 
     `metrics.jsonl` has one JSON object a line, and each whole line is on its way to the disk at once. A kill can tear
     only the last line. `rewind`, called when a run resumes, drops that and everything that the run is about to do

@@ -45,7 +45,8 @@ _SAID = ("recipe.spikes", "recipe.spike_deviations")
 
 
 def require_wanted(stop: Requests, dims: ParallelDims) -> None:
-    """Before the first step, when there is nothing to save yet. All ranks must call this, and all raise alike.
+    """Stop before the first step if asked to, when there is nothing to save yet. All ranks must call this and raise
+    alike.
 
     Raises:
         SavedRequeue: one of them has been asked to stop.

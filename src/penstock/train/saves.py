@@ -1,4 +1,4 @@
-"""Where a run saves itself, at once or in the background while training goes on, and what it leaves at its end."""
+"""Saves of a run, at once or in the background while training goes on, and the files that it leaves at its end."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class StepSkipper:
         return skip
 
     def skip_above(self, limit: float) -> None:
-        """From now on skip steps with a greater loss. Waits for nothing."""
+        """Skip steps with a greater loss from now on. Waits for nothing."""
         if self._limit is None:
             self._limit = torch.zeros_like(self._bad_in_a_row)
         self._limit.fill_(limit)
@@ -125,7 +125,7 @@ class SpikeDetector:
         return mean + max(self._deviations * statistics.pstdev(self._losses), _LEAST * abs(mean))
 
     def observe(self, losses: Sequence[float]) -> list[int]:
-        """Which of the next losses are spikes, by their index. Those that are not finite are the skipper's concern."""
+        """Indices of the next losses that are spikes. Those that are not finite are the skipper's concern."""
         limit = self.limit
         found = [index for index, loss in enumerate(losses) if math.isfinite(loss) and loss > limit]
         # A spike counts as no more than the limit: it must not widen what is normal at once, but a loss that stays

@@ -96,7 +96,7 @@ class Speedometer:
         self._tokens.append(tokens)
 
     def read(self) -> dict[str, float]:
-        """As `speed`, of the steps since `start`. On CUDA this waits for the last one."""
+        """The `speed` of the steps since `start`. On CUDA this waits for the last one."""
         marks, self._marks = self._marks, []
         if self._cuda and marks:
             marks[-1].synchronize()
@@ -109,7 +109,7 @@ class Speedometer:
         return self.speed(times, waited, self._tokens[-len(times) :])
 
     def whole_run(self) -> dict[str, float]:
-        """As `speed`, of all steps but the first ones, which compile, allocate and choose kernels."""
+        """The `speed` of all steps but the first ones, which compile, allocate and choose kernels."""
         if not self.times:
             return {}
         first = min(5, len(self.times) // 2)

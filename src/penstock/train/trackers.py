@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.train.callbacks import Callback, Record, numbers
 
 _ID = "tracker.json"
-"""In the run's folder: under which identity a tracker knows the run, so that a resumed one goes on there."""
+"""File in the run's folder with the identity under which a tracker knows the run, so that a resumed one goes on."""
 
 
 class _Tracker(Callback):
@@ -143,7 +143,7 @@ def _facts(record: Record) -> dict[str, Any]:
 
 
 def _identity(output: Path, tracker: str) -> str | None:
-    """Under which identity the tracker knows the run in this folder."""
+    """The identity under which the tracker knows the run in this folder."""
     if not (output / _ID).exists():
         return None
     known = read_tree(output / _ID, "The list of trackers")

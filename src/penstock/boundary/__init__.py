@@ -1,1 +1,1 @@
-"""What comes from outside comes in here: one bounded reader per kind of input, with typed errors, free of torch."""
+"""One bounded reader for each kind of outside input, with typed errors; free of torch."""

@@ -16,7 +16,7 @@ from penstock.boundary.files import AnyPath, Unreadable, open_regular, quoted, s
 from penstock.errors import DataError
 
 LABEL_BYTES = 1 << 16
-"""What may be larger than this is content, for which an archive is read; the rest is data about it."""
+"""A larger member is content, for which an archive is read; a smaller one is metadata."""
 
 _BLOCK = 512
 _NAME_BYTES = 4096

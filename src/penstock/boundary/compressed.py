@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from penstock.boundary.files import Unreadable
 
 BROKEN = (Unreadable, OSError, EOFError, zlib.error, lzma.LZMAError)
-"""What reading compressed data raises where it is broken."""
+"""Exceptions that reading broken compressed data raises."""
 
 _FREE_BYTES, _RATIO = 64 << 20, 100
 """Samples hardly shrink, and text some ten times. Beyond the first 64 MB what expands 100 times is a bomb."""
@@ -26,7 +26,7 @@ _BLOCK = 512
 
 
 def expanded(file: BinaryIO) -> io.BufferedReader:
-    """What a file holds after decompression, if it is compressed. Reading may raise Unreadable, OSError, EOFError,
+    """The content of a file, decompressed if it is compressed. Reading may raise Unreadable, OSError, EOFError,
     zlib.error or lzma.LZMAError, all of which `BROKEN` names.
     """
     head = file.read(6)

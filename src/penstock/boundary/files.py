@@ -41,7 +41,7 @@ _CAUSES: dict[int, tuple[str, str]] = {
     errno.EIO: ("the disk fails", "Look into the system's log, and copy the data from elsewhere."),
     errno.ESTALE: ("the network's file system has lost it", "Mount it again."),
 }
-"""What an error number of the system means to a user, and what to do next."""
+"""Cause of each error number of the system, in a user's words, and what to do next."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -180,7 +180,7 @@ def why(problem: OSError, path: AnyPath | None = None) -> str:
 
 
 def remedy_for(problem: OSError) -> str:
-    """What to do about an error of the system: a sentence."""
+    """The remedy for an error of the system: a sentence."""
     known = _CAUSES.get(problem.errno or 0)
     return known[1] if known else "Check the path and the disk."
 

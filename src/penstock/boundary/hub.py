@@ -82,7 +82,7 @@ def _home() -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What lies at the bottom of a chain of exceptions, in one line."""
+    """The root cause of a chain of exceptions, in one line."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

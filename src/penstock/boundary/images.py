@@ -28,7 +28,7 @@ of a few bytes can make libjpeg pass over all of the image, at about 0.8 ns per 
 
 
 class Header(NamedTuple):
-    """What an image claims to be."""
+    """The format and size that an image's header claims."""
 
     format: Literal["JPEG", "PNG", "WEBP"]
     width: int

@@ -27,7 +27,7 @@ INTEGERS = range(-(1 << 63), 1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a tree may hold."""
+    """Limits on the content of a tree."""
 
     bytes: int = 1 << 20
     values: int = 100_000
@@ -47,7 +47,7 @@ YAML = Bounds(bytes=1 << 16, values=10_000)
 
 
 class _Problem(Exception):
-    """What is wrong with a tree, to complete `<the file> is refused: ...`, and where in it."""
+    """A fault in a tree, to complete `<the file> is refused: ...`, and its place there."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

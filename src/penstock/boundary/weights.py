@@ -39,14 +39,14 @@ _DIMENSIONS = 64
 
 
 class TensorInfo(NamedTuple):
-    """What a file's header says of one tensor; the dtype by safetensors' name."""
+    """A tensor's entry in a file's header; the dtype by safetensors' name."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class _Lie(Exception):
-    """What is wrong with a header, to complete `<the file> is refused: ...`."""
+    """A fault in a header, to complete `<the file> is refused: ...`."""
 
 
 def read_header(

@@ -73,7 +73,7 @@ BROKEN = {
         "would separate the plan.cp=2 ranks that split a sample's tokens",
     ),
     "runtime_has_the_setting": ("ep=2 dp=2", "vit-s16", "h100", "training cannot run it yet"),
-    "heads_of_keys_are_split": ("tp=16", "llama3-8b", "h100", "8 heads of keys, which can be predicted"),
+    "heads_of_keys_are_split": ("tp=16", "llama3-8b", "h100", "8 KV heads, which can be predicted"),
     "split_layers_have_plain_weights": (
         "tp=2 fp8=true precision=O1",
         "gpt2",

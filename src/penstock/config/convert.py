@@ -32,7 +32,7 @@ FALSE_WORDS = ("false", "no", "off", "0")
 HUGE = 1e30
 """Above every rate, time and number of FLOPs, and far from where products of several such numbers overflow."""
 TINY = 1e-30
-"""What is nearer to 0 without being 0 has no use, and dividing by it overflows."""
+"""A number nearer to 0, other than 0, has no use, and dividing by it overflows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Range:
         return f"{low}, {'<' if self.open_high else '≤'} {_figure(self.high)}" if reached else low
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with `value`, to complete `<key> is <value>, but ...`, or None."""
+        """The fault of `value`, to complete `<key> is <value>, but ...`, or None."""
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
         if above and below:
@@ -79,7 +79,7 @@ class Text:
     longest: int = 4096
 
     def problem(self, value: str) -> str | None:
-        """As of `Range`."""
+        """The fault of `value`, as from `Range.problem`."""
         if not value.strip():
             return "must not be empty; leave it out if you do not mean it."
         if len(value) > self.longest:

@@ -16,7 +16,7 @@ Bias = Annotated[str, Text(r"\d{1,9}=[+-]?\d{1,9}(\.\d{1,9})?", "a token's numbe
 
 
 USUAL_TOKENS = 128
-"""New tokens at the most where nobody says, if the model has positions for them."""
+"""Most new tokens where nobody says, if the model has positions for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Decoding(Checked, where="decoding"):
     """
 
     max_tokens: Natural = 0
-    """New tokens at the most; 0: 128, or fewer where the model's positions end before."""
+    """Most new tokens; 0: 128, or fewer where the model's positions end before."""
     min_tokens: Natural = 0
     """New tokens before which the text may not end."""
     temperature: Annotated[float, Range(0, 100)] = 0.0
@@ -49,13 +49,13 @@ class Decoding(Checked, where="decoding"):
     no_repeat_ngram: Natural = 0
     """No sequence of so many tokens comes twice, the prompt included; 0: any may."""
     bias: tuple[Bias, ...] = ()
-    """What is added to logits: a token's number and an amount each, as `42=-1.5`."""
+    """Biases added to logits: a token's number and an amount each, as `42=-1.5`."""
     stop: tuple[str, ...] = ()
     """Texts before which generation ends."""
     ignore_end: bool = False
     """Whether the model's end of text is a token like any other."""
     seed: Natural | None = None
-    """Makes drawing repeatable, whatever else runs beside it; none: drawn anew each time."""
+    """Makes drawing repeatable, whatever else runs beside it; none: drawn again each time."""
     beams: Annotated[int, Range(1, 256)] = 1
     """Texts that beam search keeps at each step."""
     beam_groups: Annotated[int, Range(1, 256)] = 1
@@ -160,7 +160,7 @@ class InferConfig(Checked, where=""):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(InferConfig, where=""):
-    """What `penstock generate` does."""
+    """Settings of `penstock generate`."""
 
     decoding: Decoding = field(default_factory=Decoding)
     draft: str | None = None
@@ -169,9 +169,9 @@ class GenerateConfig(InferConfig, where=""):
     """A file of token numbers: nothing else is generated but what ends a text, and the output is computed for these
     alone."""
     plan: str = ""
-    """What several devices do, each with a process of its own (`penstock launch --procs N -- generate …`): `tp=2`
-    splits each layer, `pp=2` gives each half of the blocks, `dp=2` shares out the texts. Besides,
-    `compile=whole` compiles the step that makes the next tokens."""
+    """The work of several devices, each with a process of its own (`penstock launch --procs N -- generate …`): `tp=2`
+    splits each layer, `pp=2` gives each device half of the blocks, `dp=2` splits the texts. Also, `compile=whole`
+    compiles the step that generates the next tokens."""
 
     @property
     def as_plan(self) -> Plan:
@@ -192,4 +192,4 @@ class GenerateConfig(InferConfig, where=""):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeConfig(InferConfig, where=""):
-    """What `penstock embed` and `penstock classify` do."""
+    """Settings of `penstock embed` and `penstock classify`."""

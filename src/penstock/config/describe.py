@@ -29,7 +29,7 @@ class Field:
     help: str
     """The docstring below the field; may be empty."""
     families: tuple[str, ...] = ()
-    """Those that have it, where the default of this part is of another family or is none; empty otherwise."""
+    """Families that have it, where the default of this part is of another family or is none; empty otherwise."""
 
 
 def field_docs(cls: type) -> dict[str, str]:

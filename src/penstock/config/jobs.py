@@ -1,4 +1,4 @@
-"""What `penstock train NAME` does without another word: settings that suit a preset, or what it is trained for.
+"""Defaults of `penstock train NAME`: settings that suit a preset, or what it is trained for.
 
 Each table is a layer of a configuration, above the general defaults and below a file and the command line. A setting
 that is not in it has its general default.

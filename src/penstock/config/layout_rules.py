@@ -150,7 +150,7 @@ def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterato
             )
         elif kv % plan.tp and plan.tp % kv:
             yield (
-                f"plan.tp={plan.tp} neither divides the model's {kv} heads of keys nor is a multiple of them; "
+                f"plan.tp={plan.tp} neither divides the model's {kv} KV heads nor is a multiple of them; "
                 f"use a tp that divides {kv}, or a multiple of it."
             )
     for width in dict.fromkeys(layer.hidden for layer in layers):

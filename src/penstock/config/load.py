@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 COMMAND_LINE = "the command line"
 MOST_PROBLEMS = 10
-"""That are told at once."""
+"""Most problems that one error lists."""
 
 
 def load(
@@ -300,7 +300,7 @@ class _Node:
 
 
 def _nested(values: Mapping[str, Any], layer: _Layer) -> dict[str, list[Any]]:
-    """What a layer gives to each field, with the first part of dotted keys split off: `{"a.b": 1}` becomes
+    """The values that a layer has for each field, with the first part of dotted keys split off: `{"a.b": 1}` becomes
     `{"a": [{"b": 1}]}`. A part may have two values, a whole one and a table that changes it: `--plan "…"` and
     `--plan.optimizer fused`.
     """

@@ -24,9 +24,9 @@ ASSUMED_LAUNCH_SECONDS = 5e-6
 
 
 ProductForm = Literal["forward", "input", "weight", "ragged"]
-"""What a product makes of a linear layer: its output, the gradient of its input, or that of its weight. The factors of
-the three lie differently in memory, and some CPU kernels are ten times slower for one than for another. `ragged` is an
-output whose rows begin inside of a vector, as those of a vocabulary of 50,257 words do."""
+"""The result of a linear layer's matrix product: its output, the gradient of its input, or that of its weight. The
+factors of the three are laid out differently in memory, and some CPU kernels are ten times slower for one than for
+another. `ragged` is an output whose rows begin inside a vector, as those of a vocabulary of 50,257 tokens do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class KernelSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """What was measured between processes; the fields are those of Machine."""
+    """Rates measured between processes; the fields are those of Machine."""
 
     collective_bytes_per_second: NotNegative
     collective_seconds: NotNegative = 0.0
@@ -68,7 +68,7 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link(LinkRates):
-    """What was measured between all processes of a run, and between pairs of them."""
+    """Rates measured between all processes of a run, and between pairs of them."""
 
     pairs: LinkRates | None = None
 
@@ -94,7 +94,7 @@ class Machine(Checked, where="machine"):
     achievable_flops: dict[str, Positive] = field(default_factory=dict)
     """Best known rate of a large matrix product, by type: from published sweeps, or measured here."""
     sustained_share: NotNegative = 0.0
-    """Of the best rate, what the chip sustains under load; 0 if it was not measured."""
+    """Share of the best rate that the chip sustains under load; 0 if not measured."""
     memory_bytes: NotNegative = 0.0
     memory_bytes_per_second: NotNegative = 0.0
     launch_seconds: NotNegative = 0.0
@@ -123,12 +123,12 @@ class Machine(Checked, where="machine"):
     gather_bytes_per_second: NotNegative | None = None
     """Measured bus bandwidth of all-gather; that of all-reduce if not measured, as for the next two."""
     scatter_bytes_per_second: NotNegative | None = None
-    """Of reduce-scatter."""
+    """Measured bus bandwidth of reduce-scatter."""
     send_bytes_per_second: NotNegative | None = None
     """Measured rate from one process to another."""
     pairs: LinkRates | None = None
-    """What was measured between pairs of more than two processes, all pairs at once: of them tensor parallel groups
-    of two are made. None if it was not."""
+    """Rates measured between pairs of more than two processes, all pairs at once, as in tensor parallel groups of two.
+    None if not measured."""
     alone_speedup: NotNegative = 0.0
     """How many times as fast a process computes while the others wait, where all were measured at once on a CPU that
     they share; 0 if they were not."""

@@ -35,7 +35,7 @@ Tokens = Annotated[int, Range(1, 1 << 28)]
 
 
 class _Family(Checked, where="model"):
-    """What the configurations of all families have in common."""
+    """The fields and methods that configurations of all families share."""
 
     @classmethod
     def parse(cls, name: str) -> ModelConfig:
@@ -63,8 +63,8 @@ class ViTConfig(Stack, _Family):
     channels: Annotated[int, Range(1, 1 << 12)] = 3
     classes: Words = 1000
     classifier: Classifier = "token"
-    """What the head reads: a learned class token (`token`), or the mean over patches (`pooled`), which means
-    196 tokens instead of 197."""
+    """Input of the head: a learned class token (`token`), or the mean over patches (`pooled`), which means 196 tokens
+    instead of 197."""
     stem: Stem = "patchify"
     """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
     pool_norm: PoolNorm = "before"
@@ -164,11 +164,11 @@ class EncoderConfig(_OneStack):
     token_types: Annotated[int, Range(0, 1 << 24)] = 0
     """Rows in the table of segment embeddings; 0 means no table."""
     head: EncoderHead = "words"
-    """What the model gives: logits of each token over the vocabulary (`words`), logits of each sample over `classes`,
-    read from its first token, or each token's features."""
+    """Output of the model: logits of each token over the vocabulary (`words`), logits of each sample over `classes`,
+    read from its first token, or each token's features (`none`)."""
     classes: Words = 2
     pooler: Pooler = "tanh"
-    """What comes before `classes`: a dense layer and tanh, as in BERT, or what comes before words, a dense layer, the
+    """Layers before `classes`: a dense layer and tanh, as in BERT, or those before `words`, a dense layer, the
     activation and a norm (`norm`), as in ModernBERT."""
     output_bias: bool = True
 

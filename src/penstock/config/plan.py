@@ -30,8 +30,8 @@ LOSS_BUDGET = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Bytes that the logits of `loss=chunked`, and what is made of them, take at one time. Each chunk reads all weights of
 the output and adds to their gradients, so that a quicker device needs more rows in one."""
 LOGIT_BYTES = {2: 10, 4: 8, 8: 16}
-"""What one of these logits takes at the most, by the bytes of a number: itself, its log-probability, and of a half one
-its cast to fp32."""
+"""Most bytes that one of these logits takes, by the bytes of an element: itself, its log-probability, and, of a half
+one, its cast to fp32."""
 LOSS_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits of whose loss the gradient is made at one time, with `loss=whole`. What a CPU makes of them stays in its
 caches; a GPU needs more of them to be busy, and makes 64 MiB of fp32."""
@@ -70,7 +70,7 @@ EFFECTS: dict[Effect, str] = {
     "precision": "Changes results within the rounding of its types.",
     "model": "Changes results.",
 }
-"""What a change of a setting does to results, from the least to the most."""
+"""The effects of a changed setting on results, from the least to the most."""
 
 _NOTHING, _ROUNDING, _BATCH, _PRECISION, _MODEL = ({"effect": effect} for effect in EFFECTS)
 
@@ -106,13 +106,13 @@ class Plan(Checked, where="plan"):
     and sequence length; the others fix one backend of SDPA."""
     loss: LossForm = field(default="whole", metadata=_ROUNDING)
     """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
-    made along with it, so that logits take 64 MiB at the most, on a GPU 1 GiB."""
+    made along with it, so that logits take at most 64 MiB, on a GPU 1 GiB."""
     padding: Padding = field(default="keep", metadata=_ROUNDING)
     """Whether an encoder computes padding: `remove` saves its share of the tokens of a batch. On a CPU, and on
     a GPU with `attention=flash`, attention then goes from sample to sample; elsewhere it alone still sees padding."""
     compile: Compile = field(default="none", metadata=_ROUNDING)
-    """What torch.compile compiles: nothing, each repeated block (`blocks`; they share one compilation), or
-    the whole model."""
+    """Scope of torch.compile: nothing, each repeated block (`blocks`; they share one compilation), or the whole
+    model."""
     host_memory: HostMemory = field(default="release", metadata=_NOTHING)
     """Whether memory that a step frees on a CPU is returned to the kernel or stays mapped for the next
     step."""
@@ -123,8 +123,8 @@ class Plan(Checked, where="plan"):
     dp: Count = field(default=1, metadata=_BATCH)
     """Data parallel degree: the number of replicas, whole or sharded, which use different samples."""
     sharding: Sharding = field(default="ddp", metadata=_ROUNDING)
-    """What the replicas shard: nothing (ddp), the optimizer's states (zero1), gradients too (zero2), weights
-    too (fsdp), or all of these within groups of `shard` replicas (hsdp)."""
+    """State that the replicas shard: nothing (ddp), the optimizer's states (zero1), gradients too (zero2), weights too
+    (fsdp), or all of these within groups of `shard` replicas (hsdp)."""
     shard: Count = field(default=1, metadata=_ROUNDING)
     """Number of replicas in a group that shards everything, with sharding=hsdp."""
     tp: Count = field(default=1, metadata=_ROUNDING)
@@ -146,11 +146,11 @@ class Plan(Checked, where="plan"):
     ep: Count = field(default=1, metadata=_ROUNDING)
     """Expert parallel degree: number of data parallel replicas over which experts are split."""
     recompute: Recompute = field(default="none", metadata=_NOTHING)
-    """What the backward pass recomputes: nothing; the attention scores (selective); everything except
-    attention and every second matrix product (operators: torch's per-operator policy); or each block from its
-    input, either whole (full) or until everything needed is available (early: torch's own checkpointing,
-    which omits a block's last product). `budget` chooses for each block what frees the most bytes for the least
-    computation, until activations fit in `budget`."""
+    """Part of the forward pass that the backward pass recomputes: nothing; the attention scores (selective); everything
+    except attention and every second matrix product (operators: torch's per-operator policy); or each block from its
+    input, either whole (full) or until everything needed is available (early: torch's own checkpointing, which omits a
+    block's last product). `budget` chooses for each block what frees the most bytes for the least computation, until
+    activations fit in `budget`."""
     recompute_every: Annotated[float, Range(1, 1 << 14)] = field(default=1.0, metadata=_NOTHING)
     """Every n-th block recomputes. n need not be whole: 1.25 is four of five blocks, 2.5 two of five."""
     budget: Annotated[float, Range(0, 1 << 20)] = field(default=0.0, metadata=_NOTHING)
@@ -165,7 +165,7 @@ class Plan(Checked, where="plan"):
     """Type in which gradients are accumulated and reduced: that of the weights that the optimizer updates
     (fp32 if these are sharded), fp32, or half precision."""
     offload: Offload = field(default="none", metadata=_ROUNDING)
-    """What is kept in host memory."""
+    """Tensors kept in host memory."""
     overlap: bool = field(default=True, metadata=_NOTHING)
     """Whether data parallel collectives overlap with forward and backward, where possible."""
     tp_overlap: TensorOverlap = field(default="weights", metadata=_ROUNDING)
@@ -273,7 +273,7 @@ class Plan(Checked, where="plan"):
 
 
 def effect_of(name: str, *values: Any) -> Effect:
-    """What a change of the Plan's field `name` does to results, where it becomes or was one of `values`."""
+    """The effect on results of a change of the Plan's field `name`, where it becomes or was one of `values`."""
     metadata = Plan.__dataclass_fields__[name].metadata
     effects: list[Effect] = [
         metadata["effect"],

@@ -1,4 +1,4 @@
-"""What a rule of Plans is, and how functions become rules."""
+"""Rules of Plans: their type, and how functions become rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rule:
     name: str
     kind: Kind
     text: str
-    """What it requires, in one sentence."""
+    """The requirement, in one sentence."""
     check: Check
     takes: tuple[str, ...]
     """The names of its parameters, out of plan, model and machine."""
@@ -40,6 +40,6 @@ class Rules(list[Rule]):
 
 
 def divisors(number: int) -> str:
-    """Those of a number, in words: `1, 2 or 4`."""
+    """The divisors of a number, in words: `1, 2 or 4`."""
     found = [str(i) for i in range(1, number + 1) if number % i == 0]
     return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]

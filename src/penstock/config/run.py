@@ -51,7 +51,7 @@ class DataConfig(Checked, where="data"):
     """Where samples come from and how they are read."""
 
     SHORT_FIELD: ClassVar[str] = "source"
-    """What `--data TEXT` sets."""
+    """The field that `--data TEXT` sets."""
 
     source: str = "auto"
     """`auto` (what the task brings), `digits`, `stdlib`, `numbers` (embedded), `imagefolder:PATH`, `text:PATH`,
@@ -59,7 +59,7 @@ class DataConfig(Checked, where="data"):
     workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
-    """What to do with a broken image: end the run, or log and skip it (up to 1 % of the images)."""
+    """Response to a broken image: end the run, or log and skip it (up to 1 % of the images)."""
     max_pixels: Count = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
     transform: FunctionPath | None = None
@@ -76,7 +76,7 @@ class DataConfig(Checked, where="data"):
     group_by_length: bool = False
     """Whether batches hold rows of similar length, which saves padding."""
     bad_rows: Literal["fail", "skip"] = "fail"
-    """What to do with a broken line or row of text: end the run, or log and skip it (up to 1 % of the rows)."""
+    """Response to a broken line or row of text: end the run, or log and skip it (up to 1 % of the rows)."""
     limit: Count | None = None
     """How many documents or rows are read of each source at most; none: all."""
     streaming: bool = False
@@ -200,8 +200,8 @@ class Recipe(Checked, where="recipe"):
     """A constant loss scale, such as `penstock scale` recommends; none: a dynamic one. Used only with
     fp16."""
     spikes: Literal["log", "skip", "rewind"] = "log"
-    """What to do when the loss jumps: log it, skip the step, or rewind to the newest checkpoint and continue
-    with later samples. Steps that are not finite are always skipped, and three in a row end the run."""
+    """Response to a jump of the loss: log it, skip the step, or rewind to the newest checkpoint and continue with later
+    samples. Steps that are not finite are always skipped, and three in a row end the run."""
     spike_deviations: Positive = 8.0
     """A jump is a loss more than this many standard deviations above the mean of the last 50."""
     ema_decay: Probability | None = None
@@ -234,8 +234,9 @@ class RunConfig(Checked):
     model: ModelConfig = PRESETS["vit-digits"]
     """Name of a preset (`vit-s16`); single fields can be overridden."""
     task: TaskName = "auto"
-    """What the model is trained for. `auto`: classes of images for a Vision Transformer, the next token for a decoder,
-    masked words for an encoder (`pairs` where its head gives classes), span corruption for an encoder–decoder."""
+    """Task that the model is trained for. `auto`: classes of images for a Vision Transformer, the next token for a
+    decoder, masked words for an encoder (`pairs` where its head gives classes), span corruption for an
+    encoder–decoder."""
     data: DataConfig = field(default_factory=DataConfig)
     """`auto` (what the task brings), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)

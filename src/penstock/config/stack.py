@@ -114,9 +114,9 @@ class Stack:
     dropout: Probability = 0.0
     """Dropout probability of the embeddings and of both residual branches."""
     attention_dropout: Probability | None = None
-    """That of attention weights; none: `dropout`."""
+    """Dropout probability of attention weights; none: `dropout`."""
     mlp_dropout: Probability | None = 0.0
-    """That of the MLP's activations; none: `dropout`."""
+    """Dropout probability of the MLP's activations; none: `dropout`."""
     experts: Experts = 0
     """Number of experts in a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
     experts_per_token: Annotated[int, Range(1, 1 << 16)] = 1

@@ -1,4 +1,4 @@
-"""What can be built and trained today, out of what `penstock plan` can predict."""
+"""Models and Plans that can be built and trained today, out of those that `penstock plan` can predict."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_keys_that_cannot_be_shared_out_are_refused() -> None:
     three = replace(PRESETS["llama3-8b"], heads=24, kv_heads=3, width=3072, mlp_width=12288)
     said = rules.problems(Plan(tp=2), three)
     assert len(said) == 1
-    assert "3 heads of keys" in said[0]
+    assert "3 KV heads" in said[0]
     assert not rules.problems(Plan(tp=6), three)
 
 

@@ -1,4 +1,4 @@
-"""What a model consists of, as data: stacks of blocks whose parts have roles.
+"""The parts of a model, as data: stacks of blocks whose parts have roles.
 
 A family is enrolled with `enrol`, by the class path of its module, so that foreign libraries are never imported. Any
 other module is searched for its repeated blocks, which is all that most optimisations need. Those that need roles
@@ -129,7 +129,7 @@ class Family:
     share_tokens: Callable[[Any, Cut], None] | None = None
     """Compute this rank's tokens of samples that are cut over several."""
     set_heads: Callable[[Any, int, int], None] | None = None
-    """Called where ranks share out the heads, with this rank's place and how many ranks there are: for what a model
+    """Called where ranks split the heads, with this rank's place and how many ranks there are: for what a model
     makes for all heads without weights."""
 
 
@@ -188,7 +188,7 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
 
 
 def recompute_scores(model: nn.Module, block: str) -> None:
-    """Let a block's backward pass compute attention's scores anew, where they would be kept for it. Of a family that
+    """Let a block's backward pass compute attention's scores again, where they would be kept for it. Of a family that
     does not say how, and of any other module, calls of torch's `scaled_dot_product_attention` are made so.
     """
     model = uncompiled(model)

@@ -1,4 +1,4 @@
-"""What our models of all families share: how they are allocated, and what can be chosen after they are made."""
+"""The base of our models of all families: how they are allocated, and what can be chosen after they are made."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _RATE_UNIT = 2.0**-24
 
 
 class Context(NamedTuple):
-    """What all blocks of a stack are given besides the tokens, in one pass. Masks are as `attention` takes them."""
+    """The inputs of all blocks of a stack besides the tokens, in one pass. Masks are as `attention` takes them."""
 
     mask: Tensor | Sight | None = None
     near: Tensor | Sight | None = None
@@ -35,9 +35,9 @@ class Context(NamedTuple):
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
     near_rotation: tuple[Tensor, Tensor] | None = None
-    """Those of blocks with a sliding window, where they differ."""
+    """Cosine and sine for blocks with a sliding window, where they differ."""
     memory: Tensor | None = None
-    """What cross attention reads, in the order of the tokens."""
+    """Features that cross attention reads, in the order of the tokens."""
     memory_mask: Tensor | Sight | None = None
     real: Real | None = None
     """Which tokens are computed, if padding is left out but attention sees it: see `penstock.kernels.padding`."""
@@ -47,7 +47,7 @@ _ALONE = Context()
 
 
 class Past(Protocol):
-    """What is kept of earlier tokens, so that a model continues them: see `penstock.infer.past`."""
+    """The keys and values of earlier tokens, with which a model continues them: see `penstock.infer.past`."""
 
     places: Tensor
     """Positions of the tokens of this pass, (N,) or (B, N)."""
@@ -55,7 +55,7 @@ class Past(Protocol):
     """Whether it keeps the keys and values of the memory too, so that no source need be encoded."""
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
-        """What the blocks of a `TokenStack` are given in this pass."""
+        """The `Context` for the blocks of a `TokenStack` in this pass."""
         ...
 
 
@@ -104,7 +104,7 @@ def drop_path(branch: Tensor, rate: Tensor, *, batch_dim: int) -> Tensor:
 
 
 class _Attending(nn.Module):
-    """What self-attention and cross attention share; `backend` and `sequence_first` change how attention is computed
+    """The base of self-attention and cross attention; `backend` and `sequence_first` change how attention is computed
     and never its result.
     """
 
@@ -117,7 +117,7 @@ class _Attending(nn.Module):
         self.backend: AttentionBackend = "sdpa"
         self.sequence_first = False
         self.scores_again = False
-        """Whether the backward pass computes scores anew, where they would be kept for it."""
+        """Whether the backward pass computes scores again, where they would be kept for it."""
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
 
@@ -221,7 +221,7 @@ class MLP(nn.Module):
 
 
 class Branch(nn.Module):
-    """What happens to a residual branch before it is added: dropout, LayerScale, stochastic depth.
+    """The operations on a residual branch before it is added: dropout, LayerScale, stochastic depth.
 
     LayerScale (Touvron et al., ICCV 2021, "Going deeper with Image Transformers", eq. 4) is a learned factor
     per feature, at first `layer_scale`; none leaves it out. `drop_path` is the rate of stochastic depth, none leaves it

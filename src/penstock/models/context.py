@@ -74,7 +74,7 @@ class _Tokens:
         )
 
     def _biases(self, stack: TokenStack, device: torch.device) -> Tensor | None:
-        """What a stack adds to scores by distance, as `Shared` takes it."""
+        """The values that a stack adds to scores by distance, as `Shared` takes them."""
         sizes, reach = stack.sizes, Shared(self.cut, self.count).reach
 
         def between(looking: int, seen: int) -> Tensor:
@@ -88,7 +88,7 @@ class _Tokens:
         return torch.cat([between(reach, 1)[:, :, 0].flip(1), between(1, reach)[:, 0, 1:]], dim=1)
 
     def seen_by(self, queries: int) -> Shared:
-        """What so many tokens of another stack see of these."""
+        """The view that `queries` tokens of another stack have of these."""
         return Shared(self.cut, self.count, lengths=self._known["lengths"], queries=queries)
 
 
@@ -209,7 +209,7 @@ def _share_patches(model: ViT, cut: Cut) -> None:
 
 
 class _Taken:
-    """What comes before the blocks, and of it this rank's tokens."""
+    """The layers before the blocks, whose result is cut to this rank's tokens."""
 
     def __init__(self, model: ViT, embed: Callable[[Tensor], Tensor], cut: Cut) -> None:
         self.stem, self.embed, self.cut = model.stem, embed, cut
@@ -219,7 +219,7 @@ class _Taken:
 
 
 class _Gathered:
-    """What comes after the blocks, of all tokens."""
+    """The layers after the blocks, which read all tokens."""
 
     def __init__(self, model: ViT, read_out: Callable[[Tensor], Tensor], cut: Cut) -> None:
         self.stem, self.read_out, self.cut, self.count = model.stem, read_out, cut, model.config.tokens

@@ -14,7 +14,7 @@ from penstock.models.stack import TextModel, TokenStack
 
 
 class Transform(nn.Module):
-    """What comes before the output of masked words: a dense layer, the activation and a norm, (…, D) → (…, D)."""
+    """The layers before the output of masked words: dense, the activation and a norm, (…, D) → (…, D)."""
 
     def __init__(self, config: EncoderConfig, **where: Any) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 Shapes: B samples, N tokens that look, M tokens that are looked at, D width, H heads, K features per head. `places` are
 the positions of tokens: (N,), or (B, N) where documents are packed into samples.
 
-Nothing here is kept as a buffer, which a cast of the model to half precision would round: angles are computed anew in
+Nothing here is kept as a buffer, which a cast of the model to half precision would round: angles are computed again in
 fp32 once per pass, and all blocks share them.
 """
 
@@ -56,7 +56,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotations(sizes: Stack, places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
-    """What the `Context` of a stack holds of its rotary positions; nothing for other stacks."""
+    """The entries of a stack's `Context` for rotary positions; none for other stacks."""
     if sizes.positions != "rotary":
         return {}
     found = {"rotation": _rotation(sizes, sizes.rotary, places, sequence_first=sequence_first)}
@@ -198,7 +198,7 @@ def visible(
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as numbers to add to scores of this type, so that no block has to make them anew. What is learned stays in
+    """A mask as numbers to add to scores of this type, so that no block makes them again. What is learned stays in
     its own type, in which its gradients add up.
     """
     if mask is None or mask.requires_grad:

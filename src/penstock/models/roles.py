@@ -182,7 +182,8 @@ def owned(role: Role) -> tuple[str, ...]:
 
 
 def share(role: Role, tensor: Tensor, index: int, count: int) -> Tensor:
-    """What device `index` of `count` has of a parameter of this role, as a copy: some of its rows or columns, or all.
+    """The part that device `index` of `count` has of a parameter of this role, as a copy: some of its rows or columns,
+    or all.
 
     The bias of a row-split linear is added once: the first device has it, and the others have zeros. Of fused matrices
     each device has a share of every one. Raises ValueError where the sizes do not divide.
@@ -204,7 +205,7 @@ def _cut(tensor: Tensor, dim: int, fused: tuple[int, ...], index: int, count: in
     unit = tensor.shape[dim] // (sum(fused) * count)
     if unit * sum(fused) * count != tensor.shape[dim]:
         raise ValueError(
-            f"{tensor.shape[dim]} rows or columns cannot be shared out over {count} devices as {fused}."
+            f"{tensor.shape[dim]} rows or columns cannot be split over {count} devices as {fused}."
         )
     sizes = [unit * size for size in fused for _ in range(count)]
     return torch.cat(torch.split(tensor, sizes, dim)[index::count], dim)

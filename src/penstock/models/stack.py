@@ -59,7 +59,7 @@ class TokenStack(nn.Module):
         self.padding: Padding = "keep"
         self.backend: AttentionBackend = "sdpa"
         self.heads = slice(None)
-        """Those of all heads that are computed here."""
+        """Slice of all heads that is computed here."""
         self.places: Learned | Sinusoidal | None = None
         if sizes.positions == "learned":
             self.places = Learned(config.max_positions or config.sequence, sizes.width, **where)
@@ -237,7 +237,7 @@ class Vocabulary(nn.Linear):
 
 
 class TextModel(Switched):
-    """What decoders, encoders and encoder–decoders share: the table of tokens, the loss, and how weights are drawn.
+    """The base of decoders, encoders and encoder–decoders: the table of tokens, the loss, and how weights are drawn.
 
     A forward pass that is given `targets`, int64, of which −100 counts nothing, returns the sum of −log p over them,
     0-d in fp32, with `smoothing` for that of labels, as `penstock.kernels.linear_cross_entropy` makes it. `rows` (M,)
@@ -310,7 +310,7 @@ class TextModel(Switched):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew, as `config.init` says: biases 0, norms 1."""
+        """Draw all weights, as `config.init` says: biases 0, norms 1."""
         if self.config.tied and self.head is not None and self._gives_words:
             self.head.weight = self.tokens.weight
             if isinstance(self.head, Vocabulary):

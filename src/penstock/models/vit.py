@@ -107,7 +107,7 @@ class ViT(Switched):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew: normal of deviation 0.02, biases 0, norms 1, convolutions by He et al."""
+        """Draw all weights: normal of deviation 0.02, biases 0, norms 1, convolutions by He et al."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)

@@ -30,7 +30,9 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 
 def described(path: str | Path) -> dict[str, Tensor]:
-    """What `read_state_dict` will give, on the meta device: names, types and shapes, and nothing read but headers."""
+    """The tensors that `read_state_dict` will return, on the meta device: names, types and shapes. Only headers are
+    read.
+    """
     return {
         name: torch.empty(info.shape, dtype=getattr(torch, DTYPES[info.dtype][0]), device="meta")
         for header in _headers(Path(path)).values()
@@ -71,8 +73,8 @@ def _of_index(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
 
 
 def said_in(source: Path) -> dict[str, Any]:
-    """What config.json and generation_config.json say in a folder of weights, or beside a file of them; the latter is
-    what transformers generates by.
+    """The content of config.json and generation_config.json in a folder of weights, or beside a file of them; the
+    latter wins, since transformers generates by it.
     """
     folder = source if source.is_dir() else source.parent
     said: dict[str, Any] = {}
@@ -83,7 +85,7 @@ def said_in(source: Path) -> dict[str, Any]:
 
 
 def first_token(said: dict[str, Any]) -> int | None:
-    """What a decoder begins with, by `said_in`."""
+    """The first token of a decoder, by `said_in`."""
     start = said.get("decoder_start_token_id")
     return start if isinstance(start, int) else None
 

@@ -63,7 +63,7 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Theirs:
-    """What a config.json says that decides the model, with transformers' defaults."""
+    """The entries of a config.json that decide the model, with transformers' defaults."""
 
     model_type: str = "vit"
     hidden_act: str = "gelu"

@@ -64,7 +64,7 @@ class Library:
     architectures: Mapping[str, str]
     """Classes with a head, by ours: `words`, or what an encoder has."""
     base: ModelConfig
-    """What all configurations of theirs are, where no option says otherwise."""
+    """Configuration that holds for all of theirs, where no option says otherwise."""
     options: Mapping[str, Option]
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Options that must have one of these values; the first is written."""
@@ -72,7 +72,7 @@ class Library:
     """The option that names the activation, and what its values are."""
     names: Callable[[TextConfig], tables.Names]
     prefix: str
-    """What the base model's weights have before them where there is a head."""
+    """Prefix of the base model's weights where there is a head."""
     heads: tuple[str, ...]
     """How names of other weights begin."""
     ignored: str = r"(?!)"

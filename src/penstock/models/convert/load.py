@@ -37,7 +37,7 @@ _IGNORED = ("vit.pooler.", "vit.embeddings.mask_token", "decoder.", "vit.decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What `load_weights` did."""
+    """The result of `load_weights`."""
 
     names: Names
     """Whose names the weights carried."""
@@ -83,7 +83,7 @@ def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head:
     else:
         state = source
     state, loaded = fitted(whole, state, new_head, model_type)
-    if whole is not model:  # what other ranks hold, and what is drawn anew, stays as it is
+    if whole is not model:  # what other ranks hold, and what is drawn again, stays as it is
         held = model.state_dict()
         state = held | {name: value for name, value in state.items() if name in held and not value.is_meta}
     if loaded.ignored:
@@ -175,7 +175,7 @@ def _fitted_text(
         state |= dict.fromkeys((name for name in ours.left if name not in other), torch.empty(0))
     elif shares_head(model.config):
         state["head.weight"] = state["tokens.weight"]
-    # What turns features into outputs, and may be learned anew.
+    # What turns features into outputs, and may be learned again.
     head = tuple(name for name in expected if name.startswith(_OUR_HEADS))
     drawn: tuple[str, ...] = ()
     if new_head:

@@ -312,6 +312,6 @@ def _together(parts: list[Tensor], name: str, entry: Theirs, config: TextConfig)
 
 
 def left_over(names: list[str], ignored: str) -> tuple[list[str], list[str]]:
-    """Of weights that no module of ours takes: those that may be left out, by a regular expression, and the others."""
+    """The weights that no module of ours takes: those that may be left out, by a regular expression, and the others."""
     free = [name for name in names if re.search(ignored, name)]
     return free, [name for name in names if name not in free]

@@ -32,7 +32,7 @@ class _Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ropes:
-    """Those of blocks that see all tokens, and of blocks with a window."""
+    """Rotary options of blocks that see all tokens, and of blocks with a window."""
 
     full_attention: _Rope | None = None
     sliding_attention: _Rope | None = None
@@ -59,13 +59,13 @@ _ALTERNATING: dict[str, tuple[Any, Any]] = {
     "local_rope_theta": (Positive, 10000.0),
     "rope_parameters": (_Ropes | None, None),
 }
-"""Of those whose blocks have a window by turns."""
+"""Options of libraries whose blocks have a window by turns."""
 _WINDOW: dict[str, tuple[Any, Any]] = {"sliding_window": (Count | None, 4096)}
-"""Of those that always have one."""
+"""Options of libraries whose blocks always have a window."""
 
 
 def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
-    """What a config.json of this library may hold of them: each option with its type and its default."""
+    """The options on positions and windows in a config.json of this library, each with its type and its default."""
     windows = {"none": {}, "flagged": _WINDOWED, "always": _WINDOW, "alternating": _ALTERNATING}
     return (_TURNING if library.rotary else {}) | windows[library.window]
 
@@ -90,7 +90,7 @@ def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, 
 
 
 def _rotary(config: Any, problems: list[str]) -> Rotary:
-    """What version 4 of transformers writes as rope_theta and rope_scaling, and version 5 as rope_parameters."""
+    """Rotary positions as transformers writes them: rope_theta and rope_scaling (version 4), or rope_parameters (5)."""
     given = config.rope_parameters or config.rope_scaling or _Rope()
     return _turning(given, config.rope_theta or Rotary.base, config.max_position_embeddings, problems)
 
@@ -178,7 +178,7 @@ def _kind(windowed: bool) -> str:
 
 
 def written_places(stack: Any, library: Library) -> dict[str, Any]:
-    """What a config.json of this library says of a stack's."""
+    """The entries on a stack's positions and windows in a config.json of this library."""
     if library.window == "alternating":
         return _written_alternating(stack)
     if not library.rotary:

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.models.convert.text_config import library_of
 
 _OLD = ((r"\bLayerNorm\.gamma$", "LayerNorm.weight"), (r"\bLayerNorm\.beta$", "LayerNorm.bias"))
-"""What TensorFlow calls a norm's weights; the first BERTs on the hub do, too."""
+"""TensorFlow's names of a norm's weights, which the first BERTs on the hub have, too."""
 _WORDS = "cls.predictions."
 _ROBERTA = (
     (r"^roberta\.", "bert."),

@@ -33,7 +33,7 @@ def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Ten
 
 
 def text_pending(state: Mapping[str, Tensor], config: TextConfig) -> list[Pending]:
-    """What `text_to_hf` gives, each weight of which is made of ours when it is fetched, and not kept."""
+    """The result of `text_to_hf`, each weight of which is made of ours when it is fetched, and not kept."""
 
     def made(theirs: str, ours: str) -> Tensor:
         return text_to_hf({ours: state[ours]}, config)[theirs]

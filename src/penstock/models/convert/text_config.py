@@ -87,7 +87,7 @@ def _own(library: Library) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Own:
-    """What config.json keeps under `penstock`, because transformers has no field for it."""
+    """The entries that config.json keeps under `penstock`, because transformers has no field for them."""
 
     init: Init | None = None
     sequence: Tokens | None = None
@@ -106,7 +106,7 @@ _LABELS: dict[str, tuple[Any, Any]] = {
 
 @cache
 def _record(model_type: str) -> type:
-    """What the config.json of a library may hold: each option with the type and the range of our field that it is."""
+    """The dataclass of a library's config.json: each option with the type and the range of our field that it is."""
     library = library_of(model_type)
     entries = {
         **_LABELS,
@@ -125,7 +125,7 @@ def _record(model_type: str) -> type:
 
 
 def _value(given: Any, option: str, library: Library) -> Any:
-    """What config.json says of an option, or its default there."""
+    """The value of an option in config.json, or its default there."""
     default, found = library.options[option][0], getattr(given, option)
     if found is None and isinstance(default, str):
         return _value(given, default.removeprefix("="), library)
@@ -153,7 +153,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What an encoder gives, by the class in config.json's architectures."""
+    """The output of an encoder, by the class in config.json's architectures."""
     name = (given.architectures or [library.architectures["words"]])[0]
     heads = {theirs: ours for ours, theirs in library.architectures.items()} | {"BertForPreTraining": "words"}
     if name not in heads:
@@ -192,7 +192,7 @@ def _require_loss(problem: str | None, classes: int) -> None:
 
 
 def _problem(classes: int) -> _Problem:
-    """What transformers calls the loss of a head."""
+    """The name that transformers has for the loss of a head."""
     return "regression" if classes == 1 else "single_label_classification"
 
 

@@ -25,7 +25,7 @@ from penstock.models.roles import Head, placed
 
 
 def unrepresentable(config: ViTConfig) -> list[str]:
-    """What of a model transformers' ViT does not have, as sentences; empty if it has all."""
+    """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
     checks = {
         "model.classifier 'pooled'": config.classifier == "pooled",
         "model.stem 'conv'": config.stem == "conv",

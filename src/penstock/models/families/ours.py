@@ -66,7 +66,7 @@ def text_anatomy(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> Anato
 
 
 def _entrance(config: ModelConfig, sizes: Sizes, name: str) -> tuple[Role, ...]:
-    """What a stack of a text model has before its blocks, in the order in which it runs."""
+    """The parts of a text model's stack before its blocks, in the order in which they run."""
     assert not isinstance(config, ViTConfig)
     position = (Embedding(f"{name}.places", "position"),) if sizes.positions == "learned" else ()
     relative = (Embedding(f"{name}.relative", "relative"),) if sizes.positions == "relative" else ()
@@ -76,7 +76,7 @@ def _entrance(config: ModelConfig, sizes: Sizes, name: str) -> tuple[Role, ...]:
 
 
 def _exit(config: ModelConfig) -> tuple[Role, ...]:
-    """What a text model has after its last stack."""
+    """The parts of a text model after its last stack."""
     if not isinstance(config, EncoderConfig) or config.head == "none":
         return () if isinstance(config, EncoderConfig) else (Head("head"),)
     if config.head == "classes":

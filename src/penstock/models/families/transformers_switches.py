@@ -1,4 +1,4 @@
-"""What a Plan chooses in models of Hugging Face transformers: attention's kernel, the form of the loss over a
+"""The choices of a Plan in models of Hugging Face transformers: attention's kernel, the form of the loss over a
 vocabulary, and whether padding is computed.
 
 Shapes: B samples, N tokens, T tokens that are no padding, D width, H heads, K features per head.
@@ -37,7 +37,7 @@ _AGAIN = "penstock_scores_again"
 _LENGTHS = "penstock_lengths"
 """The attention function of transformers' registry that knows which tokens belong together."""
 _FOUND = "penstock_found"
-"""What blocks hand on to it."""
+"""Keyword argument that blocks hand on to it."""
 
 
 def set_vit_attention(model: nn.Module, backend: AttentionBackend) -> None:
@@ -175,7 +175,7 @@ def _backend(switch: Switch | None, query: Tensor, dropout: float) -> AttentionB
 
 
 class _Found:
-    """What a mask says: which tokens are no padding, and how attention goes by that."""
+    """The content of a mask: which tokens are not padding, and how attention uses that."""
 
     def __init__(self, real: Real, lengths: Tensor, mask: Tensor) -> None:
         self.real, self._lengths, self._mask = real, lengths, mask
@@ -198,7 +198,7 @@ class _Found:
 
 
 class _Known:
-    """What the last mask said, so that it is looked at once for all blocks."""
+    """The content of the last mask, so that it is read once for all blocks."""
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None

@@ -1,6 +1,6 @@
 """Multi-head self-attention: softmax(q kᵀ / √K) v, in one plain form and through torch's fused ones.
 
-Shapes: B samples, N tokens, H heads, K features per head, D = H·K; G heads of keys and values, each shared by H / G
+Shapes: B samples, N tokens, H heads, K features per head, D = H·K; G KV heads, each shared by H / G
 queries. The packed form takes the output of one fused qkv projection whose features are ordered
 (head of keys, {its queries, k, v}, K). Two things follow from grouping by head:
 
@@ -64,7 +64,7 @@ class Sight(Protocol):
 
 
 class Scores(NamedTuple):
-    """What is done to the scores besides the product: all of it may be left out."""
+    """The options of attention scores besides the product; all may be left out."""
 
     mask: Tensor | Sight | None = None
     """Broadcast to (B, H, N, M): true where a query may look, or numbers to add."""

@@ -1,4 +1,4 @@
-"""What a beam search is led by, and where its beams stand: see `penstock.kernels.beam_step`.
+"""The settings of a beam search, and the state of its beams: see `penstock.kernels.beam_step`.
 
 Shapes: B texts, b beams.
 """
@@ -19,12 +19,12 @@ NOTHING = -1
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """By what a search is led; the same in all its steps."""
+    """The settings of a search; the same in all its steps."""
 
     size: int
     """Beams of a text."""
     steps: int
-    """Tokens of a text at the most."""
+    """Most tokens of a text."""
     stops: tuple[int, ...] = ()
     """Tokens that end a text."""
     length_penalty: float = 1.0
@@ -37,7 +37,7 @@ class Terms:
         return (max(2, 1 + len(self.stops)) if self.stops else 1) * self.size
 
     def divisors(self, step: int) -> tuple[float, float]:
-        """By which scores of texts that end in a step are divided, and those of beams that may still become longer."""
+        """Divisors of the scores of texts that end in a step, and of those of beams that may still become longer."""
         longest = self.stopping == "never" and self.length_penalty > 0
         ahead = self.steps if longest else step + 1
         return (step + 1) ** self.length_penalty, ahead**self.length_penalty
@@ -70,7 +70,7 @@ class Beams(NamedTuple):
         return cls(begin, scores, done, done.bool(), hopeful, device.type == "cpu")
 
     def only(self, rows: Tensor) -> Beams:
-        """Those of some texts."""
+        """The beams of some texts."""
         return Beams(
             self.scores[rows],
             self.done_scores[rows],
@@ -82,7 +82,7 @@ class Beams(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step made."""
+    """The result of a step."""
 
     beams: Beams
     parents: Tensor

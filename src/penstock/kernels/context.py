@@ -7,7 +7,7 @@ parts are put together by the logarithms of their sums of exponentials. Nothing 
 outputs and these logarithms is kept for the backward pass, in which keys and values travel again, and their gradients
 home.
 
-Shapes: B samples, H heads, G heads of keys and values, K features per head; N tokens of whole samples, n of this
+Shapes: B samples, H heads, G KV heads, K features per head; N tokens of whole samples, n of this
 device's, M of the keys at hand.
 """
 
@@ -49,7 +49,7 @@ class Shared:
         self.queries = queries
         """How many this rank has, where they are of other samples: the tokens are then a memory's. None: the same."""
         self.window, self.biases = window, biases
-        """What is added to scores by distance, (H, 2·reach − 1): from a key reach − 1 tokens before its query to one as
+        """Values added to scores by distance, (H, 2·reach − 1): from a key reach − 1 tokens before its query to one as
         many behind."""
         self.lengths = None if cut.causal else lengths
         """(B,) tokens that are no padding, which comes last: a causal mask hides it already."""
@@ -68,7 +68,7 @@ class Shared:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `attention`: q (B, H, n, K), k and v (B, G, n, K); returns (B, H, n, K)."""
         scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-        # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it anew.
+        # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it again.
         seed = int(torch.randint(1 << 31, ())) if scores.dropout else 0
         how = _How(self, scale, scores.dropout, seed, backend in ("plain", "math"))
         return _Exchanged.apply(q, k, v, self.biases, how)  # type: ignore[no-any-return, no-untyped-call]
@@ -138,7 +138,7 @@ class _Piece(NamedTuple):
 
 
 class _How(NamedTuple):
-    """What else attention depends on."""
+    """Further arguments of attention."""
 
     shared: Shared
     scale: float

@@ -75,7 +75,7 @@ class _InPlace(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.spent:
             raise RuntimeError(
-                "This loss was differentiated before, and its logits were overwritten: compute it anew."
+                "This loss was differentiated before, and its logits were overwritten: compute it again."
             )
         ctx.spent = True
         logits, targets = ctx.saved_tensors

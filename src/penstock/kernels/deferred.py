@@ -38,7 +38,7 @@ class Deferred:
     product: torch.dtype
     """The type that the head multiplies in."""
     added: Tensor | None = None
-    """What is added to each row of logits, (V,)."""
+    """Vector added to each row of logits, (V,)."""
 
     @cached_property
     def whole(self) -> Tensor:
@@ -48,44 +48,44 @@ class Deferred:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
+        """The shape of the logits."""
         return torch.Size([*self.x.shape[:-1], self.head.out_features])
 
     @property
     def device(self) -> torch.device:
-        """Where they would be."""
+        """The device of the logits."""
         return self.x.device
 
     @property
     def ndim(self) -> int:
-        """Their dimensions."""
+        """The number of the logits' dimensions."""
         return self.x.ndim
 
     def dim(self) -> int:
-        """The same."""
+        """The same as `ndim`."""
         return self.x.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """Their shape, or one number of it."""
+        """The shape of the logits, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Deferred:
-        """They would be."""
+        """The logits themselves, since they are contiguous once they are made."""
         return self
 
     def float(self) -> Deferred:
-        """In fp32."""
+        """The logits in fp32."""
         return replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """In another type; elsewhere they are made first."""
+        """The logits in another type; for another device they are made first."""
         moved = self.x.new_empty(0, dtype=self.dtype).to(*args, **kwargs)
         if moved.device != self.device:
             return self.whole.to(*args, **kwargs)
         return replace(self, dtype=moved.dtype)
 
     def view(self, *shape: Any) -> Any:
-        """With other dimensions before the last."""
+        """The logits with other dimensions before the last."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.dtype) else shape
         if not sizes or sizes[-1] != self.shape[-1]:
             return self.whole.view(*shape)
@@ -94,7 +94,7 @@ class Deferred:
     reshape = view
 
     def flatten(self, start: int = 0, end: int = -1) -> Any:
-        """With fewer dimensions before the last."""
+        """The logits with fewer dimensions before the last."""
         if end % self.ndim == self.ndim - 1:
             return self.whole.flatten(start, end)
         return replace(self, x=self.x.flatten(start, end))
@@ -144,7 +144,7 @@ class Deferred:
 
 
 def _made(value: Any) -> Any:
-    """A nest of arguments with logits in place of what was put off."""
+    """A nest of arguments with logits in place of those deferred."""
     if isinstance(value, Deferred):
         return value.whole
     if isinstance(value, dict):

@@ -4,7 +4,7 @@ the samples that make one without padding.
 No mask is made, and what one document would not see of another is not computed. Where a document ends must be known on
 the host, so this serves a CPU; elsewhere a mask tells documents apart, which is the reference too.
 
-Shapes: B samples, H heads, G heads of keys and values, N tokens, K features per head.
+Shapes: B samples, H heads, G KV heads, N tokens, K features per head.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 _LEVELS = 1 << 16
 _LOWEST = -(1 << 15)
-"""Of the 16 bits as a signed number."""
+"""The lowest value of the 16 bits as a signed number."""
 
 
 def dropout(

@@ -6,7 +6,7 @@ and smoothing ε (Szegedy et al., CVPR 2016, section 7), a row's loss and its gr
     −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
 
 The plain form holds R·V logits, in the type that the layer multiplies in (see `penstock.kernels.cross_entropy`). Of a
-vocabulary that ranks share out it makes copies of its part in fp32. The chunked form takes some rows at a time. It
+vocabulary that ranks split it makes copies of its part in fp32. The chunked form takes some rows at a time. It
 makes each chunk's gradient at once, multiplies it into those of x, W and b, and forgets the logits. So no product is
 repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
 and b.
@@ -145,7 +145,7 @@ def _sums_type(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Sums(NamedTuple):
-    """What chunks add up to: the loss, and the gradients, which are empty where nobody asks for them."""
+    """Sums over chunks: the loss, and the gradients, which are empty where nobody asks for them."""
 
     loss: Tensor
     x: Tensor

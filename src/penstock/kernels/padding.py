@@ -20,7 +20,7 @@ from penstock.kernels.attention import Scores, attention
 from penstock.kernels.varlen import varlen_attention
 
 SIZES = 16
-"""Different T at the most, so that compiled code is used again; a sixteenth of all tokens is computed in vain at worst,
+"""Most different T, so that compiled code is used again; a sixteenth of all tokens is computed in vain at worst,
 half of that on average."""
 
 
@@ -36,7 +36,7 @@ class Real(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Tensor, places: Tensor, *, sequence_first: bool) -> Real | None:
-        """Of tokens at `places` (N,) those before `lengths` (B,) of each sample; None where leaving out the others
+        """The tokens at `places` (N,) that are before `lengths` (B,) of each sample; None where leaving out the others
         saves nothing. On a GPU this waits for the lengths.
         """
         return cls.but(places >= lengths[:, None], sequence_first=sequence_first)
@@ -79,8 +79,8 @@ class Unpadded:
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(cls, lengths: Tensor, tokens: int, dtype: torch.dtype, *, varlen: bool) -> Unpadded | None:
-        """Of samples of `lengths` (B,), padded to so many tokens, whose queries are of this type. None where padding
-        is better kept in attention. `varlen` says that the kernel knows lengths.
+        """Samples of `lengths` (B,), padded to `tokens` tokens, whose queries are of this type. None where padding is
+        better kept in attention. `varlen` says that the kernel knows lengths.
         """
         if not cls.pays(
             lengths, dtype, varlen=varlen

@@ -50,7 +50,7 @@ _HALF = 1 << 15  # half of bf16's last place, in the bits of an fp32
 
 
 class Hyper(NamedTuple):
-    """What one group's update is made of, as numbers on the host."""
+    """The hyperparameters of one group's update, as numbers on the host."""
 
     lr: float
     beta1: float
@@ -122,7 +122,7 @@ def _say_once(message: str) -> None:
 
 
 def form_on(form: Form, device: torch.device) -> Form:
-    """What `auto` means on `device`: triton on CUDA where it is installed, else torch's fused kernel.
+    """The form that `auto` means on `device`: triton on CUDA where it is installed, else torch's fused kernel.
 
     Any other form is returned as it is, and raises ConfigError where it cannot run.
     """

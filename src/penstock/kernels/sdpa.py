@@ -55,9 +55,9 @@ class Switch:
     ) -> None:
         self.backend = backend
         self.again = again
-        """Whether the backward pass computes scores anew, where they would be kept for it."""
+        """Whether the backward pass computes scores again, where they would be kept for it."""
         self.around = around
-        """Of a block, the switch of the model around it."""
+        """For a block, the switch of the model around it."""
         self.used = False
         """Whether torch's attention has been called since. Only ever set, so that compiled code needs no guard."""
 
@@ -124,7 +124,7 @@ def under_sdpa(module: nn.Module, forward: Any) -> None:
 
 
 def switch_of(module: nn.Module) -> Switch | None:
-    """What `set_sdpa` has set, if it changes anything."""
+    """The switch that `set_sdpa` has set, if it changes anything."""
     forward: Any = module.forward
     if isinstance(forward, functools.partial) and forward.func is _switched:
         found: Switch = forward.args[1]

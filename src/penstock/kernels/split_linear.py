@@ -42,7 +42,7 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def linear_apart(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`, whose weight's gradient is a tensor of its own, never put off. That of torch's is a view of a view:
+    """`F.linear`, whose weight's gradient is a tensor of its own, never deferred. That of torch's is a view of a view:
     autograd adds no second gradient to it in place, but makes a third tensor as large as the weight."""
     return _Split.apply(x, weight, bias, None)  # type: ignore[no-any-return, no-untyped-call]
 

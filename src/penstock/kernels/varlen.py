@@ -4,7 +4,7 @@
 hide padding: no mask of N² numbers is made, and nothing is computed that no token sees. The kernel has no dropout and
 no biases; with these, and with other backends, a mask does it, which is the reference.
 
-Shapes: B samples, H heads, G heads of keys and values, N tokens, K features per head; S sequences.
+Shapes: B samples, H heads, G KV heads, N tokens, K features per head; S sequences.
 """
 
 from __future__ import annotations

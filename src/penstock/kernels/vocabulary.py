@@ -26,7 +26,7 @@ class Share(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What each row needs for its loss and gradient."""
+    """The values of each row that its loss and gradient need."""
 
     losses: Tensor
     """(R,) cross entropy, of rows that count nothing too."""

@@ -4,7 +4,7 @@ N tokens with a window of W cost N·W of time and memory in place of N². Beltag
 cut sequences in this way. The reference is `attention` with the mask of N × N that `penstock.models.positions.visible`
 gives.
 
-Shapes: B samples, H heads, G heads of keys and values, N tokens, K features per head; n blocks of C tokens, which look
+Shapes: B samples, H heads, G KV heads, N tokens, K features per head; n blocks of C tokens, which look
 at S = `before` + C + `after` keys.
 """
 

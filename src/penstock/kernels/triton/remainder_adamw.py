@@ -140,7 +140,7 @@ def launch(
     """One launch per type and alignment of gradients, normally one in all; the steps count this one already.
 
     `numbers` are lr, beta1, beta2, eps and weight_decay. Nothing waits for the device: tables of addresses are built on
-    the host and sent ahead, those of gradients anew when autograd gave them new places.
+    the host and sent ahead, those of gradients again when autograd gave them new places.
     """
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, gradient in enumerate(gradients):

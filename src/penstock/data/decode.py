@@ -43,9 +43,8 @@ _DECODER_FAILURES = (
     zlib.error,
     Warning,
 )
-"""What Pillow's plugins and simplejpeg raise on broken files, with Pillow's warnings where they are errors.
-MemoryError is not among them.
-"""
+"""Exceptions that Pillow's plugins and simplejpeg raise on broken files, with Pillow's warnings where they are errors.
+MemoryError is not among them."""
 
 
 @functools.cache

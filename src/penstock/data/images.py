@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a training step takes.
+    """The input of a training step.
 
     images (B, C, H, W) float32 on the device, in [-1, 1]; targets (B,) int64, or (B, classes) float32 where
     labels are mixed or smoothed; ids (B,) sample numbers on the host.

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30
 IN_FLIGHT_BYTES = 1 << 30
-"""What all threads together may hold; a single image may take more (see `data.max_pixels`)."""
+"""Most bytes that all threads together hold; a single image may take more (see `data.max_pixels`)."""
 
 Progress = Callable[[int], None]
 """Called with the number of images done."""
@@ -60,7 +60,7 @@ class Packing(Checked):
 
 
 class Packed(NamedTuple):
-    """What was written: a manifest for each folder ('' for a set without a split)."""
+    """A pack that was written: a manifest for each folder ('' for a set without a split)."""
 
     manifests: dict[str, Manifest]
     bytes: int

@@ -34,7 +34,7 @@ class _Room:
     def __init__(self, file: int, slots: int, batch: int, sample: np.dtype[Any]) -> None:
         memory = mmap.mmap(file, _Room.bytes(slots, batch, sample))
         self.ids = np.ndarray((slots, batch), np.int64, memory)
-        """What to read, and afterwards what was read, with replacements."""
+        """Numbers of the samples to read, and afterwards of those that were read, with replacements."""
         self.samples = np.ndarray((slots, batch), sample, memory, offset=self.ids.nbytes)
 
     @staticmethod
@@ -228,7 +228,7 @@ def _shared_file(size: int) -> IO[bytes]:
 
 
 def serve(pipe: int, shared: int) -> None:
-    """What a worker does until its parent is gone: read samples into the shared memory. Both are file descriptors."""
+    """Run a worker until its parent is gone: read samples into the shared memory. Both are file descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
     os.dup2(2, 1)  # what a library prints must not get among the parent's output
     requests = Connection(pipe)

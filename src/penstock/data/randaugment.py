@@ -22,9 +22,9 @@ BLEND = 0.9
 DEGREES = 30.0
 SHEAR = 0.3
 SHIFT = 150 / 331
-"""Of the side: AutoAugment moves images of 331 pixels by up to 150."""
+"""Largest shift, as a share of the side: AutoAugment moves images of 331 pixels by up to 150."""
 FILL = 128.0
-"""What comes in from outside the image."""
+"""Value of pixels that come in from outside the image."""
 _ONE = 1 << 16
 
 

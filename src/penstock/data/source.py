@@ -1,4 +1,4 @@
-"""What a source of samples is, what a source of images is, and what happens with bad samples.
+"""Sources of samples, sources of images, and the response to bad samples.
 
 This imports no torch, so that reading processes start in a fraction of a second.
 """
@@ -130,7 +130,7 @@ class ImageSource(Source):
     scalable: bool = False
     """True where enlarging the stored size is intended (the 8 × 8 digits), so that there is no warning."""
     transform: Callable[..., Any] | None = None
-    """What each batch goes through after augmentation (see `penstock.data.transform`); reading processes lack it."""
+    """The function for each batch after augmentation (see `penstock.data.transform`); reading processes lack it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "transform"}

@@ -53,7 +53,7 @@ def per_sample(function: Callable[..., tuple[Tensor, Tensor]]) -> Transform:
 
 
 def apply(transform: Transform, images: Tensor, targets: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-    """What `transform` makes of a batch. Raises ConfigError where that is no batch of as many samples."""
+    """The batch that `transform` returns. Raises ConfigError where that is no batch of as many samples."""
     made = transform(images, targets, training=training)
     whole = isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Tensor) for part in made)
     if not whole or len(made[0]) != len(images) or len(made[1]) != len(images):

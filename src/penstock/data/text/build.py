@@ -67,7 +67,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a pack is to hold."""
+    """The form and the fields of a pack."""
 
     form: Literal["documents", "rows"]
     fields: int = 1
@@ -289,7 +289,7 @@ def _read_ahead(batches: Iterator[list[Row]]) -> Iterator[list[Row]]:
 def _numbered(
     labels: dict[str, int],
 ) -> tuple[Literal["none", "classes", "numbers"], tuple[str, ...], NDArray[np.float32]]:
-    """What the labels are, the names of classes, and the value of each label in the order of their numbers."""
+    """The kind of the labels, the names of classes, and the value of each label in the order of their numbers."""
     if not labels:
         return "none", (), np.zeros(1, np.float32)
     if all(word.lstrip("-").isascii() and word.lstrip("-").isdigit() and len(word) < 10 for word in labels):

@@ -24,7 +24,7 @@ class Content:
     parts: list[Iterator[Found]]
     """Train and val, or everything."""
     identity: list[object]
-    """What changes when the rows do, as JSON can hold it."""
+    """Values that change when the rows do, as JSON can hold them."""
     bytes: int | None = None
     """About how much text that is, for a progress bar."""
 
@@ -44,7 +44,7 @@ KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("first", "second"), ("source", "target"),
     ),
 }  # fmt: skip
-"""What columns are usually called, by the form of rows. The first set that a table has is taken."""
+"""Usual names of columns, by the form of rows. The first set that a table has is used."""
 
 
 @dataclass(frozen=True)

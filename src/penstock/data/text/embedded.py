@@ -33,7 +33,7 @@ _ALL_SEEN = 100
 """Numbers below it are never held out, for all words occur in them."""
 _HELD_OUT = 10
 LANGUAGES = ("en", "de", "fr", "es", "it", "nl", "pt", "pl", "cs", "sv", "da", "tr")
-"""What `numbers` speaks without further words."""
+"""Languages of `numbers` by default."""
 
 
 def standard_library() -> Content:

@@ -30,7 +30,7 @@ def hub_rows(name: str, data: DataConfig, columns: Columns) -> Content:
 
 
 def _identity(rows: Any) -> str:
-    """What changes when the rows do, as far as the library knows."""
+    """A text that changes when the rows do, as far as the library knows."""
     files = [Path(file["filename"]) for file in getattr(rows, "cache_files", [])]
     stored = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return str((stored, rows.info.version, rows.info.download_checksums, rows.info.splits))

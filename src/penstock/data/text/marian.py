@@ -116,7 +116,7 @@ class Marian(Tokenizer):
         return np.array([self._table.get(piece, self.unknown) for piece in pieces], np.int32)
 
     def _cutter(self, side: str, model: Model) -> tuple[Library, Numbers]:
-        """What cuts texts, and the number in the table of each of its own numbers."""
+        """The library that cuts texts, and the number in the table of each of its own numbers."""
         self._check_letters(side, model)
         cutter = library_of(of_text_alone(model), f"{self.name}/{side}")
         return cutter, self._looked_up(cutter.words())
@@ -157,7 +157,7 @@ class Marian(Tokenizer):
                 )
 
     def _check_letters(self, side: str, model: Model) -> None:
-        """What a model does not know is looked up as the text spells it, and the library's BPE does not tell how."""
+        """Refuse a BPE that lacks letters: the library does not report how the text spells what it does not know."""
         if model.kind != BPE or model.byte_fallback:
             return
         pieces = {word for word, _ in model.pieces}

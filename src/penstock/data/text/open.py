@@ -14,7 +14,7 @@ from penstock.data.text.tokenizers import Bytes, Library, Tokenizer, refusing
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
 MOST_BYTES = 64 << 20
-"""Of a `tokenizer.json`; the largest in use have 33 MB."""
+"""Most bytes of a `tokenizer.json`; the largest in use have 33 MB."""
 _SETTINGS = Bounds(bytes=1 << 24, values=1 << 18, control=True, wide=True)
 """transformers writes 10³⁰ as the most tokens of a text where there is no limit."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -102,7 +102,7 @@ def in_folder(folder: Path) -> Tokenizer:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """What the files beside a tokenizer say of it; tokenizer_config.json says it last."""
+    """The settings in the files beside a tokenizer; those of tokenizer_config.json win."""
     settings: dict[str, Any] = {}
     for file in _FILES[:0:-1]:
         if (folder / file).is_file():

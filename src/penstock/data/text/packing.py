@@ -34,7 +34,7 @@ class TextPacking(Checked):
     tokenizer: FilledText = "bytes"
     """As `data.tokenizer`; or `bpe:N`: a byte-level BPE of N tokens is trained on the text."""
     rows: Literal["auto", "document", "single", "pair", "translation", "two"] = "auto"
-    """What a row of text is: `auto` is `pair` for pairs:PATH and numbers, else a `document`."""
+    """Form of a row of text: `auto` is `pair` for pairs:PATH and numbers, else a `document`."""
     columns: tuple[str, ...] = ()
     """Columns of a table of text that are read, as `data.columns`."""
     bad_rows: Literal["fail", "skip"] = "fail"
@@ -111,7 +111,7 @@ def train_bpe(rows: Iterator[Found], size: int, data: DataConfig) -> Library:
 
 
 def _texts(rows: Iterator[Found], limit: int | None) -> Iterator[str]:
-    """What can be read of the rows; those that cannot are refused when they are packed."""
+    """The texts of readable rows; the other rows are refused when they are packed."""
     for number, row in enumerate(rows):
         if limit is not None and number >= limit:
             return

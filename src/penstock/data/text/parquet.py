@@ -12,7 +12,7 @@ from penstock.data.text.columns import Columns, row_of
 
 _ROWS = 256
 _GROUP_BYTES = 8 << 30
-"""Of all columns of a group of rows, expanded; a larger group is not read."""
+"""Most bytes of a group of rows, with all columns expanded; a larger group is not read."""
 _TOO_LONG = 16 << 20
 
 

@@ -144,7 +144,7 @@ def _length_of(name: str) -> str:
 
 
 def _end_of(tokenizer: Tokenizer) -> tuple[int]:
-    """What ends a translation. Raises ConfigError without it."""
+    """The token that ends a translation. Raises ConfigError without it."""
     if tokenizer.end is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name} has no token that ends a translation. Name one as eos_token in its "

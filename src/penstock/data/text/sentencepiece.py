@@ -25,7 +25,7 @@ _UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5
 
 @dataclass
 class Model:
-    """What a model file says that tells how text is cut."""
+    """The parts of a model file that determine how text is cut."""
 
     pieces: list[tuple[str, float]] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> Library
 
 
 def parsed(raw: bytes, name: str) -> Model:
-    """What the content of a `.model` file says, of this name in messages. Raises DataError as `read_model`."""
+    """The model in the content of a `.model` file, of this name in messages. Raises DataError as `read_model`."""
     where = f"The sentencepiece model {name}"
     try:
         model = _parsed(memoryview(raw))

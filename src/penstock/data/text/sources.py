@@ -44,7 +44,7 @@ def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple
 
 
 def shape_of(data: DataConfig, form: Form) -> Shape:
-    """What a pack of this form holds."""
+    """The shape of a pack of this form."""
     fields, labels = SHAPES[form]
     return Shape(
         form="documents" if form == "document" else "rows",

@@ -52,18 +52,18 @@ class Tokenizer(ABC):
     """The same for two tokenizers only if they give the same numbers: a SHA-256 in hex."""
     size: int
     pad: int
-    """What fills up rows. A tokenizer without one gives `end`, for lengths say what is padding."""
+    """Token that fills up rows. A tokenizer without one uses `end`, since lengths say what is padding."""
     unknown: int | None = None
     begin: int | None = None
     end: int | None = None
-    """What ends a document, or the target of a translation."""
+    """Token that ends a document, or the target of a translation."""
     separator: int | None = None
     classify: int | None = None
     mask: int | None = None
     sentinels: tuple[int, ...] = ()
-    """What stands for a span that was taken out (T5), the first span's first."""
+    """Tokens that replace spans that were taken out (T5), the first span's first."""
     told_start: int | None = None
-    """What the weights that a run starts from say that their decoder begins with."""
+    """First token of the decoder, according to the weights that a run starts from."""
     two_sided: bool = False
     """Whether targets of translations are cut in another way than sources, as Marian does."""
 
@@ -80,12 +80,15 @@ class Tokenizer(ABC):
         """The text of some numbers. Special tokens are left out, and broken characters replaced."""
 
     def opening(self) -> tuple[int, ...]:
-        """What is put before a text that a decoder continues, and before the texts of a translation: the special tokens
-        that transformers puts there."""
+        """Special tokens before a text that a decoder continues, and before the texts of a translation, as transformers
+        puts them there.
+        """
         return ()
 
     def frame(self, texts: int = 1) -> Frame:
-        """What an encoder has around one text, or around and between two. What there is no token for is left out."""
+        """Special tokens that an encoder has around one text, or around and between two, as far as the tokenizer has
+        them.
+        """
         begin = self.begin if self.classify is None else self.classify
         end = self.end if self.separator is None else self.separator
         first, last = (() if number is None else (number,) for number in (begin, end))
@@ -93,14 +96,15 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int:
-        """What the decoder of an encoder–decoder begins with: `told_start`, else `begin`, or as T5 and Marian have it
-        the padding."""
+        """First token of an encoder–decoder's decoder: `told_start`, else `begin`, or, as T5 and Marian have it, the
+        padding.
+        """
         if self.told_start is not None:
             return self.told_start
         return self.pad if self.begin is None else self.begin
 
     def target_opening(self) -> tuple[int, ...]:
-        """What a translation begins with behind `start`: the `opening`, without what `start` says already."""
+        """Tokens that open a translation after `start`: the `opening`, where `start` is not repeated."""
         opening = self.opening()
         return opening[1:] if opening[:1] == (self.start,) else opening
 
@@ -188,7 +192,7 @@ SPECIAL_WORDS: dict[str, tuple[str, ...]] = {
     "classify": ("[CLS]", "<s>"),
     "mask": ("[MASK]", "<mask>"),
 }
-"""What special tokens are usually called, for tokenizers that come without a list."""
+"""Usual names of special tokens, for tokenizers that come without a list."""
 KEYS = {
     "pad": "pad_token", "unknown": "unk_token", "begin": "bos_token", "end": "eos_token", "separator": "sep_token",
     "classify": "cls_token", "mask": "mask_token",
@@ -292,7 +296,7 @@ class Library(Tokenizer):
         return found if found.behind else super().frame(texts)
 
     def _template(self, texts: int) -> Frame:
-        """What the library puts around texts; it is asked once."""
+        """The special tokens that the library puts around texts; it is asked once."""
         if texts not in self._frames:
             self._frames[texts] = self._probed(texts)
         return self._frames[texts]

@@ -37,7 +37,7 @@ from penstock.errors import ConfigError, DataError
 KIND = "penstock-tokens"
 VERSION = 1
 BLOCK_BYTES = 1 << 16
-"""What one CRC-32 is of."""
+"""Bytes that one CRC-32 covers."""
 VAL_EVERY = 20
 """Without a split of its own, one row or document in so many is in the validation set, chosen by its text."""
 FEW = 200
@@ -48,7 +48,7 @@ _COPY = "It is cut off or was changed; copy the pack again, or pack the set agai
 
 
 def token_type(size: int) -> np.dtype[Any]:
-    """Of a number on the disk, for a vocabulary of so many tokens."""
+    """The type of a token's number on the disk, for a vocabulary of this size."""
     return np.dtype("<u2" if size <= 1 << 16 else "<u4")
 
 
@@ -65,7 +65,7 @@ class Part:
     tokens: ByteCount
     """How many."""
     text_bytes: ByteCount
-    """Of the text, in UTF-8: what bits per byte are counted by."""
+    """Bytes of the text in UTF-8, by which bits per byte are counted."""
     skipped: Natural
     """Bad lines and rows that were left out."""
     data: File
@@ -87,7 +87,7 @@ class Vocabulary:
 
     @property
     def type(self) -> np.dtype[Any]:
-        """Of a number on the disk."""
+        """The type of a token's number on the disk."""
         return token_type(self.size)
 
 
@@ -157,7 +157,7 @@ def read_manifest(root: Path) -> Manifest:
 
 
 class TokenPack:
-    """A packed text, opened. It can be pickled; each process maps the files anew."""
+    """A packed text, opened. It can be pickled; each process maps the files again."""
 
     def __init__(self, root: Path) -> None:
         """Raises DataError for one that is not whole, as far as that can be seen without reading the tokens."""
@@ -250,7 +250,7 @@ class PackedPart:
         return np.frombuffer(_mapped(self._index_path), index_type(self.fields))
 
     def row(self, number: int) -> str:
-        """What a row is called in messages."""
+        """The name of a row in messages."""
         return f"{shown(self._index_path)}, row {number:,}"
 
     def read(self, start: int, stop: int) -> NDArray[Any]:

@@ -21,7 +21,7 @@ class TokenSource(Source):
     """Windows of `length` tokens, each begun `stride` after the one before. Documents follow each other, each with the
     tokenizer's `end` behind it, which is how a batch tells where one ends.
 
-    Unless `packed`, windows begin anew with each document, and its last is filled up with −1. `around` are the special
+    Unless `packed`, windows begin again with each document, and its last is filled up with −1. `around` are the special
     tokens that a task puts around a window.
     """
 
@@ -120,7 +120,7 @@ class _Text:
         return np.asarray(np.diff(bounds)[here], np.int64)
 
     def pieces(self, length: int, stride: int) -> NDArray[np.int64]:
-        """Where windows begin that start anew with each document, and how many tokens they have: (P, 2). One that has
+        """Where windows begin that start again with each document, and how many tokens they have: (P, 2). One that has
         no more than the window before it shares with it is left out.
         """
         documents = self.documents()

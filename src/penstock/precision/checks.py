@@ -1,4 +1,4 @@
-"""What `accelerate` refuses before it changes anything."""
+"""Checks by which `accelerate` refuses before it changes anything."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def apply_precision(model: nn.Module, precision: Precision, device: torch.device
 
 
 def precision_on(model: nn.Module) -> Precision | None:
-    """What `apply_precision` was given for a model; None where it was not applied."""
+    """The precision that `apply_precision` gave a model; None where it was not applied."""
     return model.__dict__.get(_KEY)
 
 
@@ -115,7 +115,7 @@ class _Inside:
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
-    """What a model is entered by: `forward`, and the public methods of its class."""
+    """The entries into a model: `forward`, and the public methods of its class."""
     made = {name: _entered(function, always=False) for name, function in _own_methods(cls)}
     made["forward"] = _entered(cls.forward, always=True, counts=bool(made))
     if hasattr(cls, "save_pretrained"):

@@ -9,7 +9,7 @@ Shapes: M rows (tokens), K features in, N features out. x: (M, K), weight: (N, K
 
 A tensor is stored as fp8(x · s) beside 1/s. `tensorwise` has one s per tensor, so each is rounded once and used in
 two products; gradients are e5m2, whose range they need. `rowwise` has one s per row of what a product sums over, so
-each tensor is rounded anew for each of its two products, along the other side; all are e4m3, whose extra bit pays
+each tensor is rounded again for each of its two products, along the other side; all are e4m3, whose extra bit pays
 once outliers stay within their row, and every s is a power of two, which adds no rounding of its own.
 
 The reference is in the same place: with `emulate` the same numbers are multiplied in fp32, on any device.

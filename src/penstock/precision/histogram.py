@@ -110,7 +110,7 @@ class Meter:
         torch.maximum(largest, bits.where(field < 255, 0).amax(), out=largest)
 
     def read(self) -> Histogram:
-        """What was counted so far. Waits for the devices."""
+        """The counts so far. Waits for the devices."""
         total = torch.zeros(_KEYS, dtype=torch.int64)
         most = torch.zeros((), dtype=torch.int32)
         for device, counts in self._counts.items():
@@ -136,9 +136,9 @@ class GradientHistogram:
     """The gradients of a model over some batches, in fp32 and without loss scale."""
 
     activations: Histogram
-    """Of the loss with respect to each layer's output: the paper's figure 3."""
+    """Gradients with respect to each layer's output: the paper's figure 3."""
     weights: Histogram
-    """Of the loss with respect to each weight."""
+    """Gradients with respect to each weight."""
     batches: int
 
     @property

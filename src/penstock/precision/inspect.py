@@ -69,7 +69,7 @@ class LayerGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionReport:
-    """What `report` found. `str()` is a table for reading, `to_dict()` holds everything."""
+    """The result of `report`. `str()` is a table for reading, `to_dict()` holds everything."""
 
     precision: str
     """The level and its properties, in one line."""
@@ -295,7 +295,7 @@ def _watched(model: nn.Module, note: Note) -> Iterator[None]:
 
 
 def layer_gradients(layer: str, kind: Kind, found: Histogram, scale: float) -> LayerGradients:
-    """What a histogram says of a layer, at a loss scale that is a power of two."""
+    """The row of a layer from its histogram, at a loss scale that is a power of two."""
     return LayerGradients(
         layer=layer, kind=kind, values=found.values, zero=found.zeros / max(found.values, 1),
         lost=found.lost(), lost_scaled=found.lost(scale),

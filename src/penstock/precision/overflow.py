@@ -28,7 +28,7 @@ class Overflow:
     pass, or come to it from the caller (`input`) or from the loss (`gradient of the output`); `gradient` is that of a
     parameter."""
     before: str | None = None
-    """Of a `computation`, the module inside that was given its result first."""
+    """For a `computation`, the module inside that was given its result first."""
 
     def __str__(self) -> str:
         if self.where == "computation":

@@ -126,7 +126,7 @@ class LossScaler:
         self.scale.mul_(factor).clamp_(self.floor, self.ceiling)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed run needs to go on exactly."""
+        """The state that a resumed run needs to go on exactly."""
         return {name: getattr(self, attribute).clone() for attribute, name in _ENTRIES.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:

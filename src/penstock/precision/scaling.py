@@ -1,4 +1,4 @@
-"""What an optimizer's gradients are multiplied with at present, and how its step takes that off again.
+"""The factor of an optimizer's gradients at present, and how its step takes that off again.
 
 Each accelerated optimizer has a `Gradients` beside it. Gradients stay scaled until `clip_grad_norm_` or the step: a
 fused kernel divides them on their way into the update, so that unscaling costs no pass of its own.
@@ -34,7 +34,7 @@ class Gradients:
         self.optimizer = optimizer
         self.session = session
         self.scale: Tensor | None = None
-        """What they are multiplied with; None once they are as they should be, or before any backward pass."""
+        """Factor of the gradients; None once they are as they should be, or before any backward pass."""
         self.scaler: LossScaler | None = None
         """Whose scale that is."""
         self.prepared = False

@@ -1,4 +1,4 @@
-"""What the models, optimizers and losses of one `accelerate` call share."""
+"""The state that the models, optimizers and losses of one `accelerate` call share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Own(Protocol):
 
 
 class Session:
-    """What the models, optimizers and losses of one `accelerate` call share."""
+    """The state that the models, optimizers and losses of one `accelerate` call share."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Session:
         self._polls = [_Poll() for _ in self.scalers]
         self._search: _Search | None = None
         self.gradients: list[Own] = []
-        """Those of each optimizer."""
+        """Gradients of each optimizer."""
 
     def note(self, scaler: LossScaler, found_inf: Tensor, *, stepped: bool = True) -> None:
         """An optimizer has used gradients under this scaler, or thrown them away without having `stepped`; the scale

@@ -75,7 +75,7 @@ class Precision:
     master: Master
     """Where the fp32 value of a half weight lives: nowhere, in a copy, or in 16 more bits beside the bf16 weight."""
     loss_scale: float | Literal["dynamic"]
-    """What the loss is multiplied with before the backward pass, so that small gradients do not vanish in fp16."""
+    """Factor of the loss before the backward pass, so that small gradients do not vanish in fp16."""
     outputs: Outputs
     """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
     fp8: Fp8
@@ -256,7 +256,7 @@ def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torc
 
 
 def auto_dtype(device: torch.device) -> tuple[str, str]:
-    """What dtype=auto chooses on a device, and why."""
+    """The type that dtype=auto chooses on a device, and why."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8 or torch.version.hip is not None:

@@ -90,7 +90,7 @@ class Fp32State:
         self._remainders = [weakref.ref(optimizer) for optimizer in remainders]
         self.masters: dict[Parameter, Parameter] = {}
         self.wide: dict[Parameter, Tensor] = {}
-        """What is being loaded, between the two hooks."""
+        """Values being loaded, between the two hooks."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_remainders": []}

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def gradients_beside(optimizer: Optimizer) -> Gradients:
-    """What `accelerate` put beside an optimizer. Raises ConfigError if it was not accelerated."""
+    """The `Gradients` that `accelerate` put beside an optimizer. Raises ConfigError if it was not accelerated."""
     own = optimizer.__dict__.get("_penstock") if isinstance(optimizer, Optimizer) else None
     if own is None:
         raise ConfigError(

@@ -34,7 +34,7 @@ _SINGLE: dict[type[nn.Module], str] = {
 
 @dataclass(frozen=True, slots=True)
 class _Treatment:
-    """What a treated module's forward pass does that the original's does not."""
+    """The difference between a treated module's forward pass and the original's."""
 
     kind: Literal["fp32", "half", "keep", "enter", "recurrent"]
     lists: OpLists
@@ -43,7 +43,7 @@ class _Treatment:
     dtypes: tuple[torch.dtype, ...] = ()
     """The half types that `recurrent` has none of on a CPU."""
     twin: nn.LSTM | None = None
-    """Of `recurrent`: the same layer without weights."""
+    """For `recurrent`: the same layer without weights."""
 
 
 def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
@@ -137,7 +137,7 @@ def _unmatched(modules: dict[str, nn.Module], choice: ModuleChoice, kind: str) -
 
 
 def _implied(module: nn.Module, lists: OpLists) -> _Treatment | None:
-    """What follows from the lists of operations."""
+    """The treatment that follows from the lists of operations."""
     refused = _refused(module, lists)
     if refused:
         return _Treatment("recurrent", lists, dtypes=refused, twin=_without_weights(module))

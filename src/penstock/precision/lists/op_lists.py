@@ -35,13 +35,14 @@ class OpLists:
     keep: tuple[str, ...] = ()
     """Runs in the type of its first tensor, even where torch.autocast would widen it."""
     banned: tuple[tuple[str, str], ...] = ()
-    """What raises ConfigError when given half-width tensors, each with the message, which says what to use instead."""
+    """Operations that raise ConfigError for half-width tensors, each with the message, which says what to use
+    instead."""
     fp32_modules: tuple[ModuleChoice, ...] = ()
     """Modules whose forward runs in fp32, all in them included: qualified names, patterns ("blocks.*.mlp"), classes."""
     half_modules: tuple[ModuleChoice, ...] = ()
     """Modules whose inputs are cast to the half type; inside them the lists decide."""
     modes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What `region` made of these lists so far."""
+    """The modes that `region` made of these lists so far."""
 
     def __post_init__(self) -> None:
         seen: dict[str, Policy] = {}
@@ -127,7 +128,7 @@ def _canonical(policy: Policy, entries: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def default_lists(dtype: torch.dtype, device_type: str = "cuda") -> OpLists:
-    """What Penstock decides for fp16 or bf16, each with its reason in docs/reference/op-lists.md.
+    """Penstock's lists for fp16 or bf16, each entry with its reason in docs/reference/op-lists.md.
 
     For bf16, and for fp16 on CUDA, no call differs from torch.autocast's own choice except torch's norm and softmax
     modules, so that these lists cost nothing. Raises ConfigError for other types.
@@ -159,7 +160,7 @@ def _autocast_policies(device_type: str) -> dict[str, Policy]:
 
 
 def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:
-    """What these lists say otherwise than torch.autocast on a device: each operation with its list.
+    """Operations that these lists treat otherwise than torch.autocast on a device, each with its list.
 
     `keep` is a difference only where torch.autocast would widen the operation.
     """

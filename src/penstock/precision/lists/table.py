@@ -61,7 +61,7 @@ CPU_PROMOTED = _in(
     "torch.", "mv addmv dot vdot lerp index_add index_put masked_scatter scatter scatter_add"
 ) + _in(_F, "bilinear")
 CPU_WHOLE = _in("torch.", "inner tensordot linalg.multi_dot")
-"""What torch makes of matrix products on a CPU, after a look whether the types are the same."""
+"""Operations that torch makes of matrix products on a CPU, after it checks that the types are the same."""
 
 GROUPS: tuple[Group, ...] = (
     Group(
@@ -255,8 +255,7 @@ AUTOCAST: dict[str, dict[Policy, tuple[str, ...]]] = {
         "promote": _in("torch.", "cat stack index_copy"),
     },
 }  # fmt: skip
-"""What torch.autocast does with an operation's public function, by device: the behaviour seen from outside, which is
+"""Treatment of an operation's public function by torch.autocast, by device: the behaviour seen from outside, which is
 that of its parts where the operation is made of others (cross_entropy on CUDA). tests/precision/lists/test_autocast.py
 runs each. Not listed: an operation's in-place forms, which keep the type they write to, and linear algebra's
-factorisations, which a CPU's autocast has in fp32.
-"""
+factorisations, which a CPU's autocast has in fp32."""

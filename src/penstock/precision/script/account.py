@@ -1,4 +1,4 @@
-"""What was done to a script, in lines that are printed once."""
+"""The changes that were made to a script, in lines that are printed once."""
 
 from __future__ import annotations
 

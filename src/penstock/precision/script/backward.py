@@ -23,7 +23,7 @@ from penstock.precision.stepping import gradients_beside
 
 
 class ScaledBackward:
-    """What `torch.autograd.backward` becomes for some accelerated optimizers."""
+    """The replacement of `torch.autograd.backward` for some accelerated optimizers."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

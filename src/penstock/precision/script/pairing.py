@@ -122,7 +122,7 @@ class Pairing:
         if not owners:
             self._leave(name, [optimizer], "it trains no module's weights")
         elif self.compiles:
-            # Compiled code called the model by itself; its class changes now, which makes it compile anew.
+            # Compiled code called the model by itself; its class changes now, which makes it compile again.
             self._take(owners[0], unwrapped(owners[0]), [optimizer], called=False)
         else:
             models = ", ".join(type(owner).__name__ for owner in owners)
@@ -206,7 +206,7 @@ class Pairing:
         return False
 
     def _owned(self, root: nn.Module) -> set[int]:
-        """What identifies the parameters of a module to optimizers: masters where there are any."""
+        """The ids by which optimizers know a module's parameters: those of masters where there are any."""
         sessions = {id(s): s for o in self.accelerated if (s := gradients_beside(o).session).masters}
         ids = set()
         for parameter in root.parameters():

@@ -21,7 +21,7 @@ Refuse = Callable[[Tensor | None], Tensor]
 
 
 class Scaler(Protocol):
-    """What a step asks of a loss scaler, such as `penstock.precision.LossScaler`."""
+    """A loss scaler, as a step needs it: `penstock.precision.LossScaler` is one."""
 
     scale: Tensor
 
@@ -110,7 +110,7 @@ def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Te
 
 
 def clipping_divisor(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
-    """What gradients are divided by, 0-d: scale · max(1, (norm + 1e-6) / max_norm); `norm` is without the scale."""
+    """The divisor of gradients, 0-d: scale · max(1, (norm + 1e-6) / max_norm); `norm` is without the scale."""
     # The gaps of a flat buffer are never written again, so a norm that is not finite must not reach them.
     divisor = ((norm + _TINY) / max_norm).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)
     return divisor if scale is None else divisor * scale.to(norm.device, non_blocking=True)

@@ -157,7 +157,7 @@ class Contiguous(Optimizer):
             self._lay_out()
 
     def lay_out_again(self) -> None:
-        """Build the buffers anew, now, after parameters were cast or moved; their state follows them."""
+        """Build the buffers again, now, after parameters were cast or moved; their state follows them."""
         with torch.no_grad():
             self._lay_out_moved()
 
@@ -185,7 +185,7 @@ class Contiguous(Optimizer):
     # -- buffers
 
     def _lay_out(self) -> None:
-        """Lay parameters and state out anew from `param_groups` and `state`; what already lies right stays."""
+        """Lay parameters and state out again from `param_groups` and `state`; what already lies right stays."""
         self.generation += 1
         with torch.no_grad():
             for index, group in enumerate(self.param_groups):

@@ -27,7 +27,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def parameter_groups(
     model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: with and without decay, for each depth and way of being shared out over ranks.
+    """Parameter groups for an optimizer: with and without decay, for each depth and way of being sharded over ranks.
 
     Decayed are maps from features to features and tables of tokens. Not decayed are tensors of fewer than two
     dimensions (biases, norms, scales), all other embeddings (positions, segments, class tokens), and what

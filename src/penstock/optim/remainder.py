@@ -135,7 +135,9 @@ class RemainderAdamW(Optimizer):
                 handle.remove()
 
     def adamw_state_dict(self) -> dict[str, Any]:
-        """What `torch.optim.AdamW` over the same weights in fp32 loads to go on from here; without remainders."""
+        """The state that `torch.optim.AdamW` over the same weights in fp32 loads to go on from here; without
+        remainders.
+        """
         packed = self.state_dict()
         states = {
             key: {name: value for name, value in state.items() if name != "remainder"}

@@ -52,7 +52,7 @@ def flat_like(tensor: Tensor, flat: Tensor) -> Tensor:
         return flat
     from torch.distributed.tensor import Shard
 
-    # Whichever dimension of the tensors is shared out, a flat buffer has one.
+    # Whichever dimension of the tensors is sharded, a flat buffer has one.
     placements = [placement if placement.is_replicate() else Shard(0) for placement in sharded.placements]
     made: Tensor = type(sharded).from_local(flat, sharded.device_mesh, placements, run_check=False)
     return made
@@ -67,13 +67,13 @@ def alike(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def sharing(tensor: Tensor) -> Hashable:
-    """What tensors must share to be worked on as one: their mesh and placements; None for plain ones."""
+    """The properties that tensors must share to be worked on as one: mesh and placements; None for plain ones."""
     sharded = _sharded(tensor)
     return None if sharded is None else (sharded.device_mesh, tuple(sharded.placements))
 
 
 def mesh_of(tensor: Tensor) -> Hashable:
-    """The mesh that a DTensor is shared out over; None for a plain tensor."""
+    """The mesh that a DTensor is sharded over; None for a plain tensor."""
     sharded = _sharded(tensor)
     return None if sharded is None else sharded.device_mesh
 

@@ -48,7 +48,7 @@ def moved(config: RunConfig, folder: Path) -> RunConfig:
     return replace(config, output=str(folder / "run"), machine=str(folder / "machine.json"))
 
 
-# -- saved on two ranks, gone on with on other numbers; a batch that cannot be shared out
+# -- saved on two ranks, gone on with on other numbers; a batch that cannot be split
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_before_a_step(
             assert agent.wait(300) == 2, agent.said  # seven ranks on a few cores start slowly
         slowest = max(slowest, time.monotonic() - started)
         assert "The global batch of 24 samples" in agent.said
-        assert f"cannot be shared out evenly by {size} ranks" in agent.said
+        assert f"cannot be split evenly over {size} ranks" in agent.said
         assert valid[size] in agent.said
         assert tally(config) == taken, "no step was taken"
     found = checkpoint.find(Path(config.output) / "checkpoints")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.parallel.recompute import recompute_blocks as recompute_blocks
 
 _LATE = {"Sharded": "fsdp", "shard": "fsdp", "whole_state": "fsdp", "recompute_blocks": "recompute"}
-"""What only training needs, which takes long to import, by its module."""
+"""Names that only training needs, and that take long to import, by module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -23,12 +23,12 @@ BUCKET_MB = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """What a training step does for a model whose gradients are averaged over ranks."""
+    """The work of a training step on a model whose gradients are averaged over ranks."""
 
     model: Any
     dims: ParallelDims
     buffers: Sequence[Tensor] = field(default_factory=list)
-    """What each rank computes from its own samples besides gradients: the running statistics of batch norms."""
+    """Values that each rank computes from its own samples besides gradients: the running statistics of batch norms."""
     late: Callable[[], Sequence[Tensor]] | None = None
     """Gradients to average after the last backward pass, where the backward pass does not average them itself."""
     partial: Callable[[], Sequence[Tensor]] | None = None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Of the mesh, from the outermost to the innermost."""
+"""Dimensions of the mesh, from the outermost to the innermost."""
 DATA = ("dp_replicate", "dp_shard")
 """Ranks that see different samples."""
 SHARD = ("dp_shard", "cp")
@@ -58,7 +58,7 @@ class ParallelDims:
     mesh: DeviceMesh | None = None
     """Both data parallel dimensions, and the others whose degree is above 1; None where one process trains alone."""
     groups: Mapping[tuple[str, ...], distributed.ProcessGroup] = field(default_factory=dict)
-    """Of several dimensions at once, where these are not all there are."""
+    """Groups of several dimensions at once, where these are not all there are."""
 
     @classmethod
     def of(cls, plan: Plan, *, rank: int = 0) -> ParallelDims:
@@ -237,7 +237,7 @@ def fit_to_ranks(plan: Plan, size: int) -> Plan:
         whole = f", each of {each_replica} ranks" if each_replica > 1 else ""
         raise ConfigError(
             f"The global batch of {batch} samples (plan.micro_batch={plan.micro_batch} × "
-            f"plan.accumulate={plan.accumulate} × plan.dp={plan.dp}{whole}) cannot be shared out evenly by {size} "
+            f"plan.accumulate={plan.accumulate} × plan.dp={plan.dp}{whole}) cannot be split evenly over {size} "
             f"ranks in groups of plan.shard={plan.shard}. It can by {', '.join(map(str, fits))}."
         )
     replicas = size // each_replica

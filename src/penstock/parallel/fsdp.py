@@ -41,7 +41,7 @@ from penstock.shards import whole_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded(DataParallel):
-    """What a training step does for a model whose weights are sharded."""
+    """The work of a training step on a model whose weights are sharded."""
 
     plan: Plan
     units: Sequence[Any] = field(default_factory=list)
@@ -218,7 +218,7 @@ def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
 
 
 def _of_all_stages(held: dict[str, Tensor], dims: ParallelDims, *, first: bool) -> dict[str, Tensor]:
-    """What the first rank of each stage holds, on rank 0; what several hold, once."""
+    """The tensors that the first rank of each stage holds, on rank 0; those that several hold, once."""
     if dims.pp == 1 or not first:
         return held
     group, place = dims.group("pp"), dims.place()["pp"]

@@ -30,7 +30,7 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Co
 
 
 def groups_of(units: Sequence[Any]) -> Iterator[Any]:
-    """What torch gathers and reduces at once: a group for each unit that has parameters of its own."""
+    """The groups of parameters that torch gathers and reduces at once, one for each unit with parameters of its own."""
     from torch.distributed.fsdp import fully_shard
 
     for unit in units:
@@ -40,7 +40,7 @@ def groups_of(units: Sequence[Any]) -> Iterator[Any]:
 
 
 def entries_of(units: Sequence[Any]) -> Iterator[Any]:
-    """What torch keeps beside each sharded parameter."""
+    """The record that torch keeps beside each sharded parameter."""
     for group in groups_of(units):
         yield from group.fsdp_params
 

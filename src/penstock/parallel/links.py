@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other: tensors whose shapes both ends know, in one order per pair of ranks.
+"""Messages between the stages of a pipeline: tensors whose shapes both ends know, in one order per pair of ranks.
 
 The type of what goes over a boundary is sent once, before the first tensors; it stays.
 """

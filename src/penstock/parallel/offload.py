@@ -53,7 +53,7 @@ class Transfers:
     def __init__(self, device: torch.device, least_bytes: int) -> None:
         self.device, self.least_bytes = device, least_bytes
         self.last: _Shelf | None = None
-        """Of the block before in this pass."""
+        """Shelf of the block before in this pass."""
         self.there: deque[_Shelf] = deque()
         """Shelves whose tensors are on the device still, the oldest first."""
         self._streams: dict[str, torch.cuda.Stream] = {}
@@ -100,7 +100,7 @@ class _Kept:
 
 
 class _Shelf:
-    """What one block keeps of one pass. It lives as long as the backward pass needs something of it."""
+    """The tensors that one block keeps of one pass. It lives as long as the backward pass needs one of them."""
 
     def __init__(self, transfers: Transfers, before: _Shelf | None, weights: set[int]) -> None:
         self.transfers, self.weights = transfers, weights

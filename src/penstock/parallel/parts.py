@@ -69,14 +69,14 @@ def _reader(name: str) -> Callable[[Any], Any]:
         if not hasattr(parameter, "placements"):
             spread = parameter is not None and name in self.penstock_spread
             return sequence.once_per_rank(parameter, self.penstock_line) if spread else parameter
-        # While `fully_shard` has it shared out further, nobody computes with it.
+        # While `fully_shard` has it sharded further, nobody computes with it.
         return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
 
     return read
 
 
 def _split(parameter: Any) -> bool:
-    """Whether a DTensor of one mesh dimension is shared out by the ranks that split each layer."""
+    """Whether a DTensor of one mesh dimension is sharded over the ranks that split each layer."""
     return bool(parameter.device_mesh.mesh_dim_names == (TENSOR,))
 
 

@@ -37,7 +37,7 @@ from penstock.parallel.stand_in import Blank, Left, entry, exit_, passing, tap
 from penstock.parallel.tensor import lines_of
 
 Values = tuple[Tensor, ...]
-"""What one stage sends to the next: tokens, the memory, or both."""
+"""Tensors that one stage sends to the next: tokens, the memory, or both."""
 
 
 @dataclass(slots=True)
@@ -55,13 +55,13 @@ class Stages:
     """Names of parameters that other ranks hold too, with all ranks' places in the pipeline."""
     places: dict[str, frozenset[int]]
     hidden: dict[nn.Module, dict[str, Tensor]]
-    """What emptied modules held, without values."""
+    """Tensors that emptied modules held, without values."""
     fixed: bool = True
     """Whether the shapes of what stages send follow from those of a batch."""
     dtype: torch.dtype = torch.float32
-    """That of the model's weights."""
+    """Type of the model's weights."""
     lines: Sequence[Line] = ()
-    """What shares out the tokens of each stack over the ranks that split its layers."""
+    """How the tokens of each stack are split over the ranks that split its layers."""
     _forward: Callable[..., Any] | None = None
     _active: tuple[int, Values] | None = None
     _stand_ins: dict[int, list[tuple[Any, str, Any]]] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Stages:
     def _at_memory(
         self, stage: int, name: str, anatomy: Anatomy, *, probing: bool
     ) -> Iterator[tuple[Any, str, Any]]:
-        """What stands where the encoder's output is made."""
+        """The stand-ins where the encoder's output is made."""
         cut, module = self.cut, self.model.get_submodule(name)
         made = stage in self.places[name]
         if cut.carries(stage)[1]:

@@ -18,7 +18,7 @@ from penstock.optim.tensors import alike
 def rebind(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
     """Put the parameters of `model` in the places that those of `before` have in `optimizer`, name by name.
 
-    Groups keep their order and settings, and what the optimizer remembers of a weight follows it, shared out as the
+    Groups keep their order and settings, and what the optimizer remembers of a weight follows it, sharded as the
     weight is. Raises ConfigError for a parameter that is not the model's.
     """
     names = {id(parameter): name for name, parameter in before.items()}

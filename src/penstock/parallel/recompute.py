@@ -53,7 +53,7 @@ def recompute_blocks(
 
 
 def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: torch.device) -> list[str]:
-    """What the budget makes of each block."""
+    """The choice of `recompute=budget` for each block."""
     if config is None:
         raise ConfigError(
             f"plan.recompute=budget chooses by the operators of a model's configuration, and {type(model).__name__} "

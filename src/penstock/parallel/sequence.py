@@ -1,4 +1,4 @@
-"""What the ranks that split each layer send one another, as functions that autograd knows.
+"""Transfers between the ranks that split each layer, as functions that autograd knows.
 
 Without sequence parallelism every rank has all tokens (Shoeybi et al., "Megatron-LM", 2019, section 3, where the first
 two are called f and g). With it a rank has some of the tokens between the split layers (Korthikanti et al., MLSys 2023,
@@ -30,14 +30,14 @@ _collectives: Any = torch.ops._c10d_functional
 
 
 class Line:
-    """The ranks that split each layer, and the sequence that they share out."""
+    """The ranks that split each layer, and the sequence that they split."""
 
     def __init__(
         self, group: distributed.ProcessGroup, index: int, count: int, *, sequence: bool, dim: int
     ) -> None:
         self.group, self.index, self.count = group.group_name, index, count
         self.sequence = sequence
-        """Whether tokens are shared out between split layers."""
+        """Whether tokens are split between split layers."""
         self.dim = dim
         """The dimension of tokens."""
         self.tokens = 0
@@ -68,7 +68,7 @@ def together(x: Tensor, line: Line, dim: int) -> Tensor:
 
 
 def apart(x: Tensor, line: Line, dim: int) -> Tensor:
-    """This rank's part of the sum over ranks along `dim`, which they share out evenly."""
+    """This rank's part of the sum over ranks along `dim`, which they split evenly."""
     parts = x.reshape(*x.shape[:dim], line.count, -1, *x.shape[dim + 1 :]).movedim(dim, 0).flatten(0, 1)
     found: Tensor = _collectives.wait_tensor(
         _collectives.reduce_scatter_tensor(parts.contiguous(), "sum", line.count, line.group)
@@ -99,8 +99,8 @@ def _all(x: Tensor, line: Line, tokens: int) -> Tensor:
 
 
 class _Again:
-    """What autograd keeps of tokens that were gathered: this rank's own (Korthikanti et al., section 4.2.2). They are
-    gathered once more for all that asks for them in the backward pass.
+    """This rank's own tokens, which autograd keeps of tokens that were gathered (Korthikanti et al., section 4.2.2).
+    They are gathered once more for all that asks for them in the backward pass.
     """
 
     def __init__(self, own: Tensor, whole: Tensor, line: Line) -> None:
@@ -197,7 +197,7 @@ class _Columns(torch.autograd.Function):
 
 
 class _OncePerRank(torch.autograd.Function):
-    """What is added on every rank before a sum over ranks. All ranks get the whole gradient."""
+    """A value that is added on every rank before a sum over ranks. All ranks get the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:

@@ -202,7 +202,7 @@ class _Looks(TorchFunctionMode):
 
 
 def _rows(whole: Tensor, place: int, size: int) -> Tensor:
-    """What `torch.chunk(whole, size)` gives to `place`, empty where there are too few rows."""
+    """The rows that `torch.chunk(whole, size)` gives to `place`, none where there are too few."""
     if whole.ndim == 0:
         return whole
     length = -(-whole.shape[0] // size)

@@ -1,4 +1,4 @@
-"""What stands in a model where a stage of a pipeline has no part of its own: see `penstock.parallel.pipeline`."""
+"""Stand-ins for the parts of a model that a stage of a pipeline does not have: see `penstock.parallel.pipeline`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Left(Exception):
 
 
 class Running(Protocol):
-    """What stand-ins ask of the stage that runs."""
+    """The running stage, as stand-ins need it."""
 
     _active: Any
     _memory: list[Tensor]
@@ -150,7 +150,7 @@ class Blank:
         self._given: dict[Any, torch.Size] = {}
 
     def instead(self) -> Any:
-        """What is put in its place."""
+        """The module or tensor to put in its place."""
         if self.module is not None:
             return StandIn(self.module, self)
         return torch.zeros(1, device=self.running.device).expand(self.shape)

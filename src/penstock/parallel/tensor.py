@@ -10,7 +10,7 @@
 | adapter beside a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
 | all else | each rank has it whole | nothing |
 
-With sequence parallelism tokens are shared out between the first block and the end of a stack, and what is between the
+With sequence parallelism tokens are split between the first block and the end of a stack, and what is between the
 split parts works on a rank's own tokens: see `penstock.parallel.sequence`.
 
 Split weights become DTensors on the mesh dimension `tp`: so clipping, optimizers, checkpoints and `fully_shard` see how
@@ -53,12 +53,12 @@ from penstock.parallel.parts import Enter, Part, Row, Table, Words, cut_to_fit, 
 from penstock.parallel.sequence import Line
 
 BEGINS, ENDS = "penstock_begins", "penstock_ends"
-"""Attributes of the modules before which tokens are shared out, and behind which they come together: their `Line`."""
+"""Attributes of the modules before which tokens are split, and behind which they come together: their `Line`."""
 
 
 @dataclass(slots=True)
 class Split:
-    """What a training step must know of a split model."""
+    """Facts about a split model that a training step needs."""
 
     partial: list[str] = field(default_factory=list)
     """Names of weights that each rank has whole, and of whose gradients it sees a part only: the sum over ranks is the
@@ -112,7 +112,7 @@ def _require_even(anatomy: Anatomy, model: nn.Module, degree: int) -> None:
     for part in anatomy.parts(Attention):
         sizes |= {
             f"{part.heads} attention heads": part.heads,
-            f"{part.kv_heads} heads of keys": part.kv_heads,
+            f"{part.kv_heads} KV heads": part.kv_heads,
         }
     for perceptron in anatomy.parts(Perceptron):
         weight = model.get_submodule(perceptron.down.name).get_parameter("weight")
@@ -220,7 +220,7 @@ class _Splitter:
         weight = getattr(self._module(head.name), "weight", None)
         return -1 if weight is None or head.transposed or head.bias is not None else int(weight.shape[0])
 
-    # -- where tokens are shared out and come together
+    # -- where tokens are split and come together
 
     def _ends(self, stack: Stack, line: Line, words: bool) -> None:
         """Hooks at both ends of a stack, and which weights see a part of the gradients because of them."""
@@ -356,7 +356,7 @@ def line_of(model: nn.Module) -> Line | None:
 
 
 def lines_of(model: nn.Module) -> list[Line]:
-    """What shares out the tokens of each stack."""
+    """How the tokens of each stack are split."""
     return [module.__dict__[BEGINS] for module in model.modules() if BEGINS in module.__dict__]
 
 

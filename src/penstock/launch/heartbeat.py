@@ -26,7 +26,7 @@ _PROMISED = -1
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What an agent reads."""
+    """A rank's heartbeat, as an agent reads it."""
 
     count: int
     """Beats so far. At 0 nothing is known of the rank."""

@@ -44,7 +44,7 @@ T = TypeVar("T")
 _LOOK = 0.5
 """Seconds between two reads of the store."""
 _BOUNDS = Bounds(bytes=64_000_000)
-"""Of a message: it holds the traceback of every rank."""
+"""Limits of a message: it holds the traceback of every rank."""
 _REMEDY = "Start the same version of Penstock on all nodes."
 _GOODBYE = 10.0
 """Seconds for which the agent that serves the store stays, so that the others hear the end."""
@@ -52,7 +52,7 @@ _GOODBYE = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What an agent says of itself to the others."""
+    """An agent, as it presents itself to the others."""
 
     place: Natural | None
     """The number that its --node-rank gave it."""
@@ -74,7 +74,7 @@ class Message:
 
 
 def understood(cls: type[T], raw: bytes) -> T:
-    """What another agent says. Raises EnvironmentProblem for anything else, such as another version's words."""
+    """The message of another agent. Raises EnvironmentProblem for anything else, such as another version's."""
     where = "What another node's agent says"
     tree = parse_json(raw, where, error=EnvironmentProblem, bounds=_BOUNDS, remedy=_REMEDY)
     return from_dict(

@@ -1,4 +1,4 @@
-"""What an agent asks of the other nodes' agents. Here for one node; `meeting`, which imports torch, for several."""
+"""The other nodes' agents, as an agent sees them. Here for one node; `meeting`, which imports torch, for several."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Rank:
         return self.read_stack() or "(it did not answer: it waits in the kernel, or had not started)"
 
     def read_stack(self) -> str:
-        """What is written of them; empty before that."""
+        """The stacks as far as they are written; empty before that."""
         with contextlib.suppress(OSError):
             return printable(self._stack.read_text(errors="replace"))
         return ""

@@ -20,7 +20,7 @@ VARIABLE: Final = "PENSTOCK_REPORT"
 """Environment variable with the path that a failing rank writes to; not set where there is no agent."""
 _LIMIT = 1_000_000
 _BOUNDS = Bounds(bytes=16 * _LIMIT)
-"""Of a report: JSON writes up to twelve bytes for a character."""
+"""Limits of a report: JSON writes up to twelve bytes for a character."""
 _CONSEQUENCES = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|pair closure|broken pipe|peer|remote process"
     r"|socket timeout|timed out waiting|timeout.*(ms|gloo|nccl|store)|nccl.*(abort|remote|watchdog)"
@@ -37,7 +37,7 @@ class Report:
     seconds: float
     """`time.time()` when it failed. Clocks of hosts are compared only where nothing else tells which rank was first."""
     text: str
-    """What to show: the message of an error that the user can fix, else the traceback."""
+    """Text to show: the message of an error that the user can fix, else the traceback."""
     consequence: bool
     """Whether it only says that another rank is gone."""
     hopeless: bool = False
@@ -64,7 +64,7 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
 
 
 def read_report(path: Path) -> Report | None:
-    """What a rank wrote, if it did."""
+    """The report that a rank wrote, if it did."""
     from penstock.config.load import from_dict  # here, because every verb imports this module
 
     try:

@@ -107,7 +107,7 @@ def usable_cores() -> list[int]:
 
 
 def own_cores(rank: int, ranks: int) -> list[int]:
-    """Those that one of so many ranks of this machine keeps to: neighbours, as many for each."""
+    """The cores that rank `rank` of this machine's `ranks` keeps to: neighbours, as many for each rank."""
     cores = usable_cores()
     each = len(cores) // ranks
     return cores[rank * each : (rank + 1) * each]

@@ -1,4 +1,5 @@
-"""What a failure means: which rank failed first, with which exit code the run ends, and whether a restart can help."""
+"""The meaning of a failure: which rank failed first, with which exit code the run ends, and whether a restart can
+help."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Failure:
 
     rank: int
     code: int
-    """Of the process: negative for the signal that killed it."""
+    """Exit code of the process: negative for the signal that killed it."""
     text: str = ""
     """Traceback or message, if there is one."""
     consequence: bool = False
@@ -42,7 +43,7 @@ class Failure:
     seconds: float = 0.0
     """`time.time()` at which it failed."""
     stacks: str = ""
-    """Of a rank that hangs: where it waits."""
+    """Stacks of a rank that hangs: where it waits."""
     hopeless: bool = False
     """Whether its program cannot be run at all: a package is missing, or a line is no Python."""
 
@@ -68,7 +69,7 @@ class Outcome:
     """How all ranks together ended, on this node or on all."""
 
     code: int
-    """What the command would return if this were the end."""
+    """Exit code of the command if this were the end."""
     failures: tuple[Failure, ...] = ()
     """First failure first; empty when all ended well."""
     final: bool = True

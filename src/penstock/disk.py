@@ -32,7 +32,7 @@ FLUSH_BYTES = 64_000_000
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file is: its size in bytes and the sha256 of its content, in hex."""
+    """The properties of a file: its size in bytes and the sha256 of its content, in hex."""
 
     bytes: int
     sha256: str

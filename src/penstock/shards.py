@@ -95,7 +95,7 @@ def boxes(tensor: Any) -> Iterator[Box]:
 
 
 def _chosen(runs: Sequence[tuple[int, int]], cut: Cut) -> list[tuple[int, int]]:
-    """What a cut leaves of runs of the whole that lie one after the other."""
+    """The part that a cut leaves of consecutive runs of the whole."""
     found = []
     for start, length in cut.parts(sum(size for _, size in runs)):
         before = 0

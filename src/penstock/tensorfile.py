@@ -38,7 +38,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
-"""What huggingface_hub makes the largest file of a model."""
+"""Most bytes of one file of a model, as huggingface_hub writes it."""
 _BEFORE = ".before"
 """Ends the name, less its suffix, of a file that the next export keeps until it is done."""
 _OURS = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}}({re.escape(_BEFORE)})?)?\.safetensors")
@@ -46,7 +46,7 @@ _OURS = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}}({re.escape(_BEFORE)})?)?\.safe
 
 
 def dtype_name(tensor: str, dtype: torch.dtype) -> str:
-    """What safetensors calls the dtype of a tensor. Raises TypeError for one that no checkpoint holds."""
+    """The name that safetensors has for the dtype of a tensor. Raises TypeError for one that no checkpoint holds."""
     if dtype not in DTYPE_NAMES:
         raise TypeError(f"Tensor '{tensor}' is of {dtype}, which the checkpoint format cannot hold.")
     return DTYPE_NAMES[dtype]

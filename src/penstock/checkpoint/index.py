@@ -54,7 +54,7 @@ def file_name(group: str, rank: int, world: int, suffix: str = "safetensors") ->
 
 
 def key_of(name: str, entry: Entry, chunk: Chunk) -> str:
-    """What a chunk is called in its file: the tensor's own name where it is whole."""
+    """The name of a chunk in its file: the tensor's own name where it is whole."""
     plain = name.partition("/")[2]
     return plain if chunk.sizes == entry.shape else f"{plain}@{','.join(map(str, chunk.offsets))}"
 
@@ -69,7 +69,7 @@ class Held(NamedTuple):
 
 
 def held(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
-    """What this rank has of each tensor. A dimension of 3 over 4 ranks leaves one of them nothing.
+    """The pieces of each tensor that this rank holds. A dimension of 3 over 4 ranks leaves one of them nothing.
 
     Raises:
         TypeError: a tensor is of a dtype that no checkpoint holds.
@@ -183,7 +183,7 @@ def _problem(
     headers: Mapping[str, Mapping[str, TensorInfo]],
     unlisted: set[tuple[str, str]],
 ) -> str | None:
-    """What is wrong with an entry. Removes its chunks from `unlisted`."""
+    """The fault of an entry, or None. Removes its chunks from `unlisted`."""
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape) or chunk.rank >= world:
             return "is malformed"

@@ -40,7 +40,7 @@ class Manifest:
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """What is written."""
+    """The content of a manifest's file."""
     return sealed(plain(manifest))
 
 

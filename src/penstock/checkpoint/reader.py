@@ -62,7 +62,7 @@ class Checkpoint:
         world: int | None = None,
         held: Collection[str] | None = None,
     ) -> Snapshot:
-        """What it holds, for rank `rank` of `world` (default: as many as saved it).
+        """The checkpoint's content for rank `rank` of `world` (default: as many as saved it).
 
         `like` maps the names of the model's parameters to the parameters. Whatever the checkpoint holds under such a
         name (a weight, its average, the optimizer's moments) in the parameter's shape is put where the parameter is:

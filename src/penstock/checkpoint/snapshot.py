@@ -1,4 +1,4 @@
-"""What is saved: a snapshot of a run, and the pieces of its tensors that a rank holds."""
+"""A snapshot of a run, which is what a checkpoint saves, and the pieces of its tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Snapshot:
     read on another number of ranks. Tensors of both may be DTensors, of which each rank saves and reads its
     own part; any other tensor must be the same on all ranks.
 
-    `local` is a tree of this rank alone, such as its random generators. It cannot be shared out to another number of
+    `local` is a tree of this rank alone, such as its random generators. It cannot be split over another number of
     ranks than saved it; then it comes back empty.
     """
 

@@ -59,7 +59,7 @@ def _groups(known: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]
 
 
 def only(document: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Of a document, the weights of these names, and the optimizer's state of these parameters."""
+    """The weights of these names in a document, and the optimizer's state of these parameters."""
 
     def of(tree: Any) -> Any:
         if not isinstance(tree, Mapping) or "param_groups" not in tree:

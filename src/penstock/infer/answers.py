@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 Piece = tuple[str, tuple[int, ...]]
-"""What a stream tells at a time: text that is whole, and the tokens that have come."""
+"""One part of a stream: complete text, and the tokens that came since the part before."""
 
 
 class Text:
@@ -98,7 +98,7 @@ def piece(place: int, one: Piece, kind: str) -> dict[str, Any]:
 
 
 def end(place: int, finished: str, kind: str) -> dict[str, Any]:
-    """What comes behind the last part."""
+    """The part that follows the last text and says why it ended."""
     return delta(place, {}, finished) if kind.startswith("chat") else {
         "index": place, "text": "", "finish_reason": finished
     }  # fmt: skip

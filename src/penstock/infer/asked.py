@@ -1,7 +1,7 @@
-"""What a client may ask, in OpenAI's form: bodies of requests, checked, and turned into prompts and settings.
+"""Requests in OpenAI's form: bodies, checked, and turned into prompts and settings.
 
 Every key is known or refused, so that no setting is silently without effect. Those that only describe the caller are
-taken and not used.
+accepted and not used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Asked:
     decoding: dict[str, Any]
     """Fields of `Decoding` but for `max_tokens`."""
     most: int | None = None
-    """New tokens at the most; None: what is usual."""
+    """Most new tokens; None: the usual number."""
     choices: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False

@@ -1,6 +1,6 @@
 """The server's side of its worker: starts it, counts what it has to do, and starts another when it dies.
 
-A request whose worker died is sent to the next one, once: its tokens are made anew, and whoever has shown some of them
+A request whose worker died is sent to the next one, once: its tokens are made again, and whoever has shown some of them
 already is told.
 """
 
@@ -43,7 +43,7 @@ class Event(NamedTuple):
     finished: str = ""
     """`stop` or `length` with the last tokens."""
     again: bool = False
-    """Whether all tokens so far are void, because another worker makes them anew."""
+    """Whether all tokens so far are void, because another worker makes them again."""
     vectors: list[list[float]] | None = None
 
 
@@ -212,7 +212,7 @@ class Backend:
             ticket.news.put_nowait(event)
 
     def _retry(self) -> None:
-        """What the dead worker had is for the next one, or lost."""
+        """Leave the dead worker's requests to the next one, or report them as lost."""
         for number, ticket in list(self._tickets.items()):
             if ticket.attempts >= MOST_ATTEMPTS:
                 self._tell(number, Lost("The worker died twice while it served this request."), last=True)

@@ -52,7 +52,7 @@ class Blocks:
         return -(-tokens // self.size)
 
     def allocate(self, ids: Sequence[int], tokens: int) -> Table | None:
-        """Blocks for a text of `tokens` at the most that begins with `ids`; None where too few are left.
+        """Blocks for a text of at most `tokens` that begins with `ids`; None where too few are left.
 
         The last token of a prompt is never taken from another text, for its features are needed.
         """

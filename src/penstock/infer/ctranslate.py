@@ -107,7 +107,7 @@ def _problems(found: Loaded, folder: Path) -> Iterator[str]:
 
 
 def _unconverted(config: Any) -> Iterator[str]:
-    """What CTranslate2's converter drops silently."""
+    """Features of a model that CTranslate2's converter drops silently."""
     every = () if isinstance(config, ViTConfig) else stacks(config)
     if any(stack.window is not None for stack in every):
         yield "sliding windows"
@@ -223,7 +223,7 @@ def _forbid(model: Any, numbers: list[int]) -> None:
 
 
 def _ours(found: Loaded, given: dict[str, Tensor]) -> Tensor:
-    """What the model makes of inputs; of a target, for each token and the end after it."""
+    """The model's outputs; with a target, the log-probabilities of each token and of the end after it."""
     model = found.model
     if isinstance(model, Encoder):
         return model.features(given["tokens"], given["lengths"])[_real(given)]

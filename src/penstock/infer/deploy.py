@@ -28,7 +28,7 @@ from penstock.planner.serve import (
 )
 
 BYTES_OF: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5625}
-"""Of one weight: of fp8, inside the blocks. Of int4, groups of 32 have an fp16 scale each."""
+"""Bytes of one weight; for fp8, of one inside the blocks. In int4, groups of 32 have an fp16 scale each."""
 CHANGES = ("int8", "fp8", "int4")
 """Types that change results, and are chosen only if named."""
 SLOTS = (256, 64, 16, 4)
@@ -49,7 +49,7 @@ class Layout:
     replicas: int
     slots: int
     memory_bytes: float
-    """Of a device: weights, cache of what its slots may need, and workspace."""
+    """Bytes on one device: weights, cache of what its slots may need, and workspace."""
     cache_tokens: int
     """Tokens that the cache of one replica holds."""
     context: int

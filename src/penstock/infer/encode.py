@@ -37,7 +37,7 @@ _MOST_BYTES = 256 << 20
 
 
 class _Texts:
-    """What both share: an encoder, its tokenizer, and batches by length."""
+    """An encoder, its tokenizer, and batches by length: the base of all that reads texts here."""
 
     def __init__(self, found: Loaded, batch: int, run: Callable[..., Tensor]) -> None:
         """`run` is the model, or what of it is to be run."""
@@ -135,7 +135,7 @@ class Embedder:
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """What a classifier tells of one input."""
+    """The result of a classifier for one input."""
 
     label: str
     """Name of the likeliest class, or its number."""

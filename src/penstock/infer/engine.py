@@ -40,12 +40,12 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """New tokens at the most."""
+        """Most new tokens."""
         return self.decoding.max_tokens
 
 
 class Made(NamedTuple):
-    """What a step made for one slot."""
+    """The result of a step for one slot."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -169,7 +169,7 @@ class Engine:
                 f"The source has {len(request.ids):,} tokens, but the model reads {self._source:,}."
             )
         if not request.max_tokens:
-            problems.append("Say with max_tokens how many tokens are to be generated at the most.")
+            problems.append("Say with max_tokens how many tokens to generate at most.")
         if prompt + request.max_tokens > self.context:
             problems.append(
                 f"The prompt has {prompt:,} tokens and {request.max_tokens:,} are to be generated, but a text may have "

@@ -30,9 +30,9 @@ CLOSE: dict[ExportType, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int
 """The most by which an output may differ from the model's, relative to its largest, by the type of weights."""
 MOST_SAMPLES = 1 << 12
 SAMPLES, TOKENS, TARGETS = 2, 7, 5
-"""Of the example; other sizes work as well."""
+"""Sizes of the example; other sizes work as well."""
 CHECKED = 3, 11, 9
-"""Of the run that checks, so that a size that was frozen shows."""
+"""Sizes of the run that checks; they differ, so that a size that was frozen shows."""
 PROGRAM, COMPILED, ONNX = "model.pt2", "compiled.pt2", "model.onnx"
 
 
@@ -65,8 +65,8 @@ def export(
 
 
 def load_package(path: str | Path) -> Any:
-    """What AOTInductor compiled, as a function of the model's inputs in their order (see `inputs_of`). It runs machine
-    code that lies in the file, so open only files of those that you trust.
+    """A package that AOTInductor compiled, as a function of the model's inputs in their order (see `inputs_of`). It
+    runs machine code from the file, so open only files from people you trust.
 
     Raises ConfigError where there is no such file, and DataError for another kind of file.
     """

@@ -52,7 +52,7 @@ class Generated:
     finished: Finished
     """`stop`: at the model's end of text or before a stop text; `length`: after as many tokens as asked for."""
     score: float | None = None
-    """Of beam search: the sum of log-probabilities over length to the length penalty."""
+    """Score in beam search: the sum of log-probabilities over length to the length penalty."""
 
 
 class Generator:

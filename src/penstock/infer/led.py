@@ -42,7 +42,9 @@ _HELD = ExitStack()
 
 
 class Led:
-    """What the worker needs of an engine, on each of the ranks. The worker is the first's."""
+    """An engine on several ranks, for the worker on the first: each step passes on to the others what was admitted and
+    released.
+    """
 
     def __init__(self, engine: Engine, dims: ParallelDims) -> None:
         self.engine, self.dims = engine, dims
@@ -50,7 +52,7 @@ class Led:
 
     @property
     def context(self) -> int:
-        """As of the engine, as all that follows."""
+        """The engine's context. The methods below call the engine's, too."""
         return self.engine.context
 
     def require(self, request: Request) -> None:

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 MOST_BYTES = 1 << 26
-"""Of one message: a vector for each of some thousand texts."""
+"""Most bytes of one message: a vector for each of some thousand texts."""
 
 
 class Closed(Exception):

@@ -41,7 +41,7 @@ class Loaded:
     model: Any
     tokenizer: Tokenizer | None
     start: int | None = None
-    """What an encoder–decoder's decoder begins with."""
+    """First token of an encoder–decoder's decoder."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text."""
     never: tuple[str, ...] = ()
@@ -130,12 +130,12 @@ def loaded(
 
 def _share_out(module: nn.Module, dims: ParallelDims, *, alike: bool) -> None:
     """Leave this rank its part of the weights: those of rank 0, where ranks may have others (not `alike`). A model that
-    is shared out already stays as it is.
+    is sharded already stays as it is.
     """
     split, cut_up = line_of(module) is not None, stages_of(module) is not None
     if sharded(module) or (split and dims.tp == 1) or (cut_up and dims.pp == 1):
         raise ConfigError(
-            "Ranks share out the model's weights in another way than the plan asks for; give the folder of its export."
+            "Ranks shard the model's weights otherwise than the plan asks for; give the folder of its export."
         )
     if split or cut_up:
         return
@@ -163,7 +163,7 @@ def _marks(said: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | Non
 
 
 def _pooled_first(folder: Path) -> bool:
-    """What sentence-transformers says of a folder: whether a text's vector is that of its first token, or the mean."""
+    """Whether a text's vector is its first token's, and not the mean, by sentence-transformers' file in a folder."""
     file = folder / "1_Pooling" / "config.json"
     if not file.is_file():
         return False

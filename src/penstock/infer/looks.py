@@ -1,7 +1,7 @@
-"""What a pass over kept columns looks at, for eager and compiled passes alike: masks by position, turned angles, and
-attention of heads that share keys.
+"""Attention over kept columns, for eager and compiled passes alike: masks by position, rotated angles, and attention of
+query heads that share KV heads.
 
-Shapes: R texts, or 1 where all are alike; N new tokens; W columns; G heads of keys, H of queries; K features.
+Shapes: R texts, or 1 where all are alike; N new tokens; W columns; G KV heads, H query heads; K features.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def mask_of(
 
 
 def turned(tables: dict[str, Rotation], places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
-    """Of tables of all positions (1, positions, 1, K/2), as `rotations` gives them, those of tokens at `places`
-    (R, N).
+    """The rotary tables of tokens at `places` (R, N), out of tables of all positions (1, positions, 1, K/2) from
+    `rotations`.
     """
 
     def chosen(table: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Answer(NamedTuple):
     """When each of its tokens came."""
 
     def outcome(self) -> Outcome:
-        """What of it is told of a traffic."""
+        """The times and the tokens of this answer, as statistics of a traffic need them."""
         return Outcome(self.at, self.times[0], self.times[-1], len(self.times))
 
 
@@ -124,11 +124,11 @@ async def replay(client: Client, arrivals: Sequence[Arrival], *, seed: int = 0) 
 async def step_costs(
     client: Client, *, slots: int, longest: int, prompt: int | None = None, chunk: int = CHUNK
 ) -> StepCosts:
-    """What reading a prompt and a step of the engine take, and what a request takes besides on its way through the
-    server. `longest` are the tokens of prompt and answer together, `prompt` those of the longest prompt, `chunk` those
-    of prompts that are read in a step.
+    """The seconds of reading a prompt, of a step of the engine, and of a request's way through the server. `longest`
+    are the tokens of prompt and answer together, `prompt` those of the longest prompt, `chunk` those of prompts that
+    are read in a step.
     """
-    # Drawn anew each time: of a prompt that has come before, the server still has keys and values.
+    # Drawn again each time: of a prompt that has come before, the server still has keys and values.
     timing = _Timing(client, random.Random(), chunk)
     made = max(2, min(DECODED, longest // 2))
     for _ in range(2):  # what is made at first use

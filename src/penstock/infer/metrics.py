@@ -1,4 +1,4 @@
-"""What a server counts, in the text form of Prometheus."""
+"""The counters of a server, in the text form of Prometheus."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Names are those of Hugging Face's optimum; I is the number of a block. The first
 Masks are int64, 0 for padding. A decoder's padding may stand anywhere, and positions count the other tokens. A source's
 stands last.
 
-Shapes: B texts, N new tokens, P tokens before them, M tokens of a source; G heads of keys, K features, V vocabulary.
+Shapes: B texts, N new tokens, P tokens before them, M tokens of a source; G KV heads, K features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from penstock.models.seq2seq import Seq2Seq
 Pairs = list[tuple[Tensor, Tensor]]
 DECODER, ENCODER = "decoder_with_past_model.onnx", "encoder_model.onnx"
 _BATCH, _NEW, _KEPT, _SOURCE = 2, 3, 4, 5
-"""Of the example; other sizes work as well."""
+"""Sizes of the example; other sizes work as well."""
 _TEXTS, _PROMPT, _STEPS = 3, 6, 2
-"""Of the run that checks."""
+"""Sizes of the run that checks."""
 
 
 def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]:
@@ -96,7 +96,7 @@ class _Given(Past):
         self.remember(mask.sum(1), mask.shape[1])
 
     def _turns(self, sizes: Stack, *, sequence_first: bool) -> dict[str, Rotation]:
-        # A table of all positions, which serves many passes, would be made anew in each.
+        # A table of all positions, which serves many passes, would be made again in each.
         return rotations(sizes, self.places, sequence_first=sequence_first)
 
 
@@ -120,7 +120,9 @@ class _Continues(_Generating):
 
 
 class _Reads(_Generating):
-    """What every block of the decoder keeps of a source: the pass of a first token, of which nothing else is used."""
+    """Keys and values of a source in every block of the decoder: the pass of a first token, of which nothing else is
+    used.
+    """
 
     def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:
         first = torch.zeros_like(source[:, :1])

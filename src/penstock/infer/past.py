@@ -1,10 +1,10 @@
-"""What is kept of earlier tokens: keys and values of every block, so that a token is computed once.
+"""Keys and values of earlier tokens in every block, kept so that a token is computed once.
 
 One thing serves all ways of generating. New tokens of a text, N at a time, look at the columns of a cache, and a mask
 says which columns each sees: a prompt's tokens those before them; beams, which are tokens of one text side by side,
 the columns of their ancestors; drafts of a speculation the branch they stand on. So no beam copies keys or values.
 
-Shapes: R rows of the cache, one for each text; N new tokens; C columns; G heads of keys, H of queries; K features.
+Shapes: R rows of the cache, one for each text; N new tokens; C columns; G KV heads, H query heads; K features.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Pages:
         self.table, self._pass = table, {}
 
     def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
-        """As of `Columns`. Columns are gathered, for kernels here take keys that lie together."""
+        """Keep and return as `Columns.keep`. Columns are gathered, since kernels here take contiguous keys."""
         if layer == len(self.layers):
             shape = (k.shape[1] * self.tokens, k.shape[3])
             self.layers.append((k.new_zeros(shape), v.new_zeros(shape)))
@@ -148,7 +148,7 @@ class Pages:
 
 
 class Past:
-    """What a model needs to continue texts: a cache, and where this pass's tokens stand.
+    """A cache, and the positions of this pass's tokens in it, with which a model continues texts.
 
     `at` says so before each pass; then `model(…, past=past)`.
     """
@@ -217,7 +217,7 @@ class Past:
         self._kept, self._seen, self._causal, self._alone = self.key_places[:, :width], seen, first, alone
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
-        """What the blocks of a `TokenStack` are given in this pass."""
+        """The `Context` for the blocks of a `TokenStack` in this pass."""
         sizes: Stack = stack.sizes
         turns: dict[str, Any] = self._turns(sizes, sequence_first=stack.sequence_first)
         dtype = (

@@ -1,5 +1,5 @@
 """Ranks that generate together: those of `tp` split each layer, those of `pp` have some blocks each, and those of `dp`
-share out the texts of a call.
+split the texts of a call.
 
 Every rank makes the same calls, with the same prompts and settings, and is given all texts. Ranks that share a model
 out take the same steps. What they choose tokens by is the same on all of them to the bit, for sums over ranks, gathered
@@ -25,7 +25,7 @@ from penstock.parallel.dims import DATA
 T = TypeVar("T")
 _REFUSED = {
     "cp": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp",
-    "sp": "shares out tokens between split layers, and they are made one at a time; use plan.sp=false",
+    "sp": "splits tokens between split layers, and they are made one at a time; use plan.sp=false",
     "ep": "splits experts, which cannot generate yet; use plan.ep=1",
     "sharding": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers",
 }
@@ -50,7 +50,7 @@ def require_ranks(plan: Plan, size: int) -> None:
             )
         else:
             problems.append(
-                f"{size} processes were started, but the plan is for {plan.gpus}; use plan.dp={size} to share out "
+                f"{size} processes were started, but the plan is for {plan.gpus}; use plan.dp={size} to split "
                 f"the texts, plan.tp={size} to split layers, or plan.pp={size} for stages."
             )
     if problems:
@@ -85,7 +85,7 @@ def own(count: int, dims: ParallelDims) -> slice:
 
 
 def everyones(found: list[T], dims: ParallelDims) -> list[T]:
-    """What all ranks have found, in the order of the texts."""
+    """The results of all ranks, in the order of the texts."""
     if dims.data_world == 1:
         return found
     parts: list[list[T]] = [[] for _ in range(dims.data_world)]

@@ -28,7 +28,7 @@ class TooLong(PenstockError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(Checked):
-    """What one engine takes at a time."""
+    """The limits of one engine."""
 
     slots: Count = 16
     """Sequences that are generated together."""
@@ -47,7 +47,7 @@ class Limits(Checked):
 
     @property
     def room(self) -> int:
-        """Requests that are served or wait at the most."""
+        """Most requests that are served or wait."""
         return self.slots + self.waiting
 
     def blocks(self, tokens: int) -> int:
@@ -63,7 +63,7 @@ class Job:
     prompt: int
     """Tokens."""
     most: int
-    """Tokens to generate at the most."""
+    """Most tokens to generate."""
     read: int = 0
     """Tokens of the prompt that are in the cache."""
     made: int = 0
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of the whole sequence, when it is as long as it may be."""
+        """Tokens of the whole sequence, when it is as long as it may be."""
         return self.prompt + self.most
 
 
@@ -86,7 +86,7 @@ class Read(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """What to do next: pieces of prompts first, then one token for each job of `decode`."""
+    """The work of one turn: pieces of prompts first, then one token for each job of `decode`."""
 
     reads: list[Read] = field(default_factory=list)
     decode: list[Job] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Scheduler:
         return job
 
     def turn(self) -> Turn:
-        """What to do next; nothing where there is no job. Jobs that are admitted have a slot from now on."""
+        """The work of the next turn; none where there is no job. Jobs that are admitted have a slot from now on."""
         turn = Turn()
         left = self.limits.chunk
         for job in self._running.values():

@@ -118,7 +118,7 @@ def _listen(config: ServeConfig) -> socket.socket:
 
 
 def _settings(config: ServeConfig, folder: Path) -> dict[str, Any]:
-    """What the worker needs."""
+    """The settings of the worker."""
     return {
         "model": str(folder), "dtype": config.dtype, "weights": config.weights, "device": config.device,
         "slots": config.slots, "waiting": config.waiting, "context": config.context, "cache": config.cache,

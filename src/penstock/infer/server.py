@@ -42,7 +42,7 @@ LONG_TEXT = 20_000
 
 
 class Fault(Exception):
-    """What is answered in place of a result."""
+    """An error that is answered in place of a result."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class Fault(Exception):
 
 @dataclass(kw_only=True)
 class Service:
-    """What the routes share."""
+    """The state that the routes share."""
 
     backend: Backend
     config: ServeConfig
@@ -219,7 +219,7 @@ class Service:
         return JSONResponse({"object": "list", "data": [one]})
 
     async def report(self, request: Request) -> Response:
-        """What was counted, for Prometheus."""
+        """The counters, for Prometheus."""
         gauges = {
             "open_requests": float(self.backend.open), "worker_restarts": float(max(0, self.backend.restarts)),
             "worker_ready": float(self.backend.ready.is_set()), "room_requests": float(self.backend.room),

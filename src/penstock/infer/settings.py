@@ -24,7 +24,7 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, None: 1.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeployConfig(Checked):
-    """What is to be served, to whom, and how fast."""
+    """The model to serve, its requests, and the speed that is wanted."""
 
     model: ModelConfig | None = None
     """Name of a preset (`llama3-8b`), or a folder of weights: a run's export, or one of transformers'."""
@@ -106,7 +106,7 @@ class ServeConfig(Checked):
     port: Annotated[int, Range(0, 65535)] = 8000
     """0 takes any that is free."""
     name: FilledText | None = None
-    """What clients call the model; by default its folder's name."""
+    """Name of the model for clients; by default its folder's name."""
     api_key_file: FilledText | None = None
     """File with the key that clients must send; by default $PENSTOCK_API_KEY, and without one there is no key."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -57,7 +57,7 @@ def shorten(model: nn.Module, numbers: Iterable[int]) -> None:
     head = model.head
     if isinstance(head, Shortlist):
         raise ConfigError(
-            "The model has a shortlist already; give the model anew, as the path of its folder."
+            "The model has a shortlist already; give the model again, as the path of its folder."
         )
     assert isinstance(head, nn.Linear)
     listed, size = sorted(set(numbers)), len(head.weight)

@@ -21,7 +21,7 @@ class Costs(Protocol):
 
     @property
     def request(self) -> float:
-        """Of a request on its way to the engine and back, while that works on others."""
+        """Seconds of a request's way to the engine and back, while the engine works on others."""
 
     def prefill(self, tokens: float) -> float:
         """Reading a prompt of so many tokens."""
@@ -31,7 +31,7 @@ class Costs(Protocol):
 
 
 def simulate(arrivals: Sequence[Arrival], limits: Limits, costs: Costs, *, replicas: int = 1) -> Served:
-    """What becomes of requests that are dealt out in turn to so many engines. Raises TooLong as the scheduler does."""
+    """The outcome of requests that `replicas` engines serve in turn. Raises TooLong as the scheduler does."""
     outcomes: list[Outcome] = []
     refused = 0
     for which in range(replicas):

@@ -42,7 +42,7 @@ class Stages:
         distributed.send(x.contiguous(), group=self.group, group_dst=to, tag=_part())
 
     def received(self, like: Tensor, source: int) -> Tensor:
-        """What the stage `source` sends, of the shape and type of `like`."""
+        """The tensor that the stage `source` sends, of the shape and type of `like`."""
         found = torch.empty_like(like, memory_format=torch.contiguous_format)
         distributed.recv(found, group=self.group, group_src=source, tag=_part())
         return found
@@ -57,7 +57,7 @@ class Stages:
         return x
 
     def blocks(self, depth: int) -> range:
-        """Those of a stack that lie here."""
+        """The blocks of a stack that this stage has."""
         return range(depth * self.place // self.count, depth * (self.place + 1) // self.count)
 
 
@@ -121,7 +121,8 @@ def stages_of(model: nn.Module) -> Stages | None:
 def in_parts(
     stages: Stages | None, generate: Callable[[slice], list[T]], count: int, dims: ParallelDims
 ) -> list[T]:
-    """What `generate` makes of slices of `count` texts, in their order: of all at once, or of a part for each stage.
+    """The results of `generate` for slices of `count` texts, in their order: of all at once, or of a part for each
+    stage.
 
     Ranks that split layers take one step at a time, for their sums are not told apart by part; and so do GPUs, whose
     messages are not.

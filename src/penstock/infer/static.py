@@ -31,7 +31,7 @@ from penstock.models.block import Context
 from penstock.models.seq2seq import Seq2Seq
 
 BACKEND = "inductor"
-"""Of torch.compile."""
+"""Backend of torch.compile."""
 _LEAST = 64
 """Columns of the smallest bucket."""
 _RECORDED = 16
@@ -62,19 +62,19 @@ class Given(NamedTuple):
     seen: Tensor | None
     """(R, N, W), which columns each sees; none: those whose positions are not after its own."""
     layers: list[tuple[Tensor, Tensor]]
-    """Of each block, keys and values (R, G, W, K), into which the new ones are written."""
+    """Keys and values of each block (R, G, W, K), into which the new ones are written."""
     memory: list[tuple[Tensor, Tensor]]
-    """Those of the source, (R, G, M, K)."""
+    """Keys and values of the source in each block, (R, G, M, K)."""
     memory_mask: Tensor | None
     """(R, 1, 1, M)"""
     tables: dict[str, Any]
-    """As of `Past`."""
+    """Tables of rotations and biases over all positions, from `Past`."""
     written: bool
     """Whether `kept` has to be told where the new tokens are."""
 
 
 class _Step:
-    """What a model needs of the past in one compiled step: see `penstock.models.block.Past`."""
+    """The past of one compiled step, for a model: see `penstock.models.block.Past`."""
 
     def __init__(self, given: Given) -> None:
         self.given = given
@@ -183,7 +183,7 @@ class Compiled:
 
     @property
     def rounds(self) -> bool:
-        """Whether every number of texts costs something anew, so that few should be used."""
+        """Whether every number of texts costs something again, so that few should be used."""
         return self._record is not None
 
     def __call__(

@@ -34,12 +34,12 @@ def prompt_numbers(prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, 
 
 
 def usual_tokens(prompt: int, room: int, *, least: int = 0) -> int:
-    """New tokens at the most where nobody says, behind a prompt of so many where a text may have `room`."""
+    """Most new tokens where nobody says, after `prompt` tokens of a text that may have `room`."""
     return max(1, min(max(USUAL_TOKENS, least), room - prompt))
 
 
 class Decoding(Protocol):
-    """What turns numbers into text: a tokenizer."""
+    """A tokenizer, of which only `decode` is used here."""
 
     def decode(self, numbers: Sequence[int]) -> str:
         """The text of some numbers."""
@@ -71,7 +71,7 @@ class Stream:
             return ""
         self._from, self._read = max(self._from, len(self._tokens) - _CONTEXT), len(self._tokens)
         if self._from:
-            # A character that begins before the context would be read anew, and wrongly.
+            # A character that begins before the context would be read again, and wrongly.
             tail = self._tokenizer.decode(self._tokens[self._from :])
             if not whole.endswith(tail):
                 self._from = 0

@@ -29,7 +29,7 @@ ASK = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What texts begin with. Padding comes last."""
+    """The beginnings of texts. Padding comes last."""
 
     tokens: Tensor
     """(B, P) int64, of the decoder."""
@@ -167,8 +167,7 @@ class Texts:
         return found
 
     def remaining(self, going: Tensor) -> Tensor | None:
-        """Of texts (B,), some of which still go on: those that are worth computing from now on, with all that go on
-        among them; None: all."""
+        """Rows of texts (B,) worth computing from now on: all that still go on, and perhaps others; None: all rows."""
         left = int(going.sum())
         if self.compiled is not None and self.compiled.rounds:
             left = (
@@ -188,7 +187,7 @@ class Texts:
 
 def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled parts of models run as they are: shapes change from step to step, and for each of them compiled
-    code would be made anew."""
+    code would be made again."""
     if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and reading it takes a second
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -126,8 +126,9 @@ def read_trace(path: Path) -> list[Arrival]:
 def requests_of(
     text: str, count: int | None = None, *, lasting: float = 60.0, seed: int = 0
 ) -> list[Arrival]:
-    """What `--requests` means: a trace where it names a file, else a rate. Of a rate, `count` requests are drawn, or as
-    many as come in `lasting` seconds."""
+    """The requests that `--requests` names: a trace if it is a file, else a rate, of which `count` requests are drawn,
+    or as many as come in `lasting` seconds.
+    """
     if "=" in text and not Path(text).is_file():
         rate = Rate.parse(text)
         usual = min(MOST_DRAWN, max(LEAST_DRAWN, math.ceil(rate.rate * lasting)))

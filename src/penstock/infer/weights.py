@@ -47,7 +47,7 @@ ROUNDED: tuple[Weights, ...] = ("int8", "int8_weights", "int4", "fp8")
 _GROUP = 32
 """Inputs that share a scale in `int4`."""
 _WIDTH = 16
-"""Of whose multiple `int4` wants the outputs to be."""
+"""`int4` needs a number of outputs that is a multiple of this."""
 _ROWS = 32
 """Rows of inputs that oneDNN lays weights out for; those for one row serve others badly."""
 _FEW = 16
@@ -248,7 +248,7 @@ class Fp8(Packed):
 
 
 def _scales(weight: Tensor) -> Tensor:
-    """What 1 stands for in int8, for each output (out,)."""
+    """The scale of int8 for each output (out,): the value of 1."""
     return weight.abs().amax(1).clamp(min=1e-12) / 127
 
 
@@ -340,7 +340,9 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def suited(model: nn.Module, weights: Weights, *, own: bool) -> Weights:
-    """What `auto` means: `packed` on a CPU where it is faster and the model is nobody else's (`own`), else `plain`."""
+    """The form that `auto` means: `packed` on a CPU where it is faster and the model is nobody else's (`own`), else
+    `plain`.
+    """
     if weights != "auto":
         return weights
     first = next(model.parameters())

@@ -22,7 +22,7 @@ from penstock.infer.scheduler import Job, Limits, Scheduler
 
 
 class Slots(Protocol):
-    """What of `penstock.infer.engine.Engine` is used here."""
+    """The part of `penstock.infer.engine.Engine` that is used here."""
 
     def require(self, request: Any) -> None: ...
 
@@ -43,7 +43,7 @@ class Opened(NamedTuple):
     request: Callable[..., Any]
     """Makes what the engine takes of `ids` and `decoding`."""
     about: dict[str, Any]
-    """What the server must know: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source)."""
+    """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source)."""
     ranks: Any = None
     """The engine, where several ranks split its layers: see `penstock.infer.led`."""
 

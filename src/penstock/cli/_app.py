@@ -1,4 +1,4 @@
-"""What all verbs share: the fields of a configuration dataclass as options of the command line.
+"""The fields of a configuration dataclass as options of the command line, for all verbs.
 
 `configured` makes the options of a verb from the dataclass of its settings. So the command line, the file and the
 Python call use the same names, and only `penstock.config.load` decides what a value means.

@@ -1,4 +1,4 @@
-"""What to say of an option that a verb does not have: the one that was meant, also if it has another name elsewhere."""
+"""The advice for an option that a verb does not have: the one that was meant, also if another tool names it so."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "tensorboard": "--track tensorboard",
     "wandb": "--track wandb",
 }
-"""What other training programs call it, and what it is here."""
+"""Options of other training programs, with their names here."""
 _ALIKE = 0.7
 _SHOWN = 3
 

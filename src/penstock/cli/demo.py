@@ -30,13 +30,13 @@ TOKENS, GPUS, SAMPLES = 300e9, 1024, 1536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What the ladder found, in the words that the demo ends with."""
+    """The ladder's result, as the demo's last lines show it."""
 
     plan: str
     rises: tuple[Rise, ...]
     """The baseline, then what was kept."""
     predicted: float
-    """Of the ratio of the last to the first."""
+    """Predicted ratio of the last speed to the first."""
     within_noise: bool | None
     """Whether the loss is the baseline's but for what another seed changes; none where no losses were run."""
     machine: str
@@ -51,14 +51,14 @@ def demo(
     """Tune a small Vision Transformer, train it on real images, and say what to type next: about four minutes.
 
     The images are handwritten digits, which come with Penstock. Nothing is downloaded. A demo that is complete only
-    shows its end again; remove its folder to run it anew.
+    shows its end again; remove its folder to run it again.
     """
     path = output / "demo.json"
     if path.exists():
         lines = read_tree(path, "The demo's record", bounds=_LARGE).get("lines")
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise DataError(f"The demo's record {shown(path)} has no lines to show. Remove {shown(output)}.")
-        print(f"This demo is complete; remove {output} to run it anew.")
+        print(f"This demo is complete; remove {output} to run it again.")
         _end(lines, output)
         return int(ExitCode.DONE)
     require_folder(output)
@@ -100,7 +100,7 @@ def _run(words: list[str]) -> int:
 
 
 def tuned(report: dict[str, Any]) -> Tuned:
-    """What of a ladder.json the demo shows: the path to the best Plan with the same results."""
+    """The part of a ladder.json that the demo shows: the path to the best Plan with the same results."""
     chosen = report["same"]
     path = [rung for rung in report["rungs"] if rung["status"] in ("baseline", "kept")]
     speed = chosen["samples_per_second"]["value"] / chosen["speedup"]["value"]
@@ -135,7 +135,7 @@ def _trained(found: Tuned, output: Path, epochs: float) -> float:
 
 
 def result_line(found: Tuned, top1: float) -> str:
-    """What the demo is for, in a line."""
+    """The demo's result in one line."""
     first, last = found.rises[0], found.rises[-1]
     loss = {
         True: "same loss within noise",
@@ -166,7 +166,7 @@ def gpt3_lines() -> list[str]:
 
 
 def next_lines(output: Path) -> list[str]:
-    """What to type next, with what makes it work in this shell."""
+    """Commands to try next, and how to make them work in this shell."""
     activate = Path(sys.prefix) / "bin" / "activate"
     known = shutil.which("penstock") is not None or not activate.exists()
     rows = {

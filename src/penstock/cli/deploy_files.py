@@ -23,7 +23,7 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     assert asked.model is not None
     model = asked.weights or title(asked.model)
     found: dict[str, str] = {}
-    # Each rank of ours has whole heads of keys.
+    # Each rank of ours has whole KV heads.
     whole = all(stack.kv % layout.tp == 0 for stack in stacks(asked.model))
     split = layout.tp == 1 or (generates(asked.model) and whole and layout.type != "fp8")
     if asked.weights is not None and layout.pp == 1 and split and layout.type in _TYPES:

@@ -47,7 +47,7 @@ def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Seq
 
 
 def limits_of(layout: Layout) -> Limits:
-    """What the server of a layout takes at a time."""
+    """The limits of a layout's server."""
     return Limits(
         slots=layout.slots, waiting=WAITING, context=layout.context, chunk=CHUNK, pieces=True,
         cache=min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),

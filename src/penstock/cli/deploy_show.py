@@ -53,7 +53,7 @@ def show(
 
 
 def show_measured(predicted: Served, both: Measured) -> None:
-    """What the machine's figures predict, what the server's own steps predict, and what came, beside each other."""
+    """Show side by side the machine's prediction, the simulation from the server's own steps, and the measurement."""
     columns = (predicted, both.simulated, both.measured)
     kinds: dict[str, Callable[[Served], str]] = {
         "tokens a second": lambda one: f"{one.tokens_per_second:,.1f}",

@@ -19,7 +19,7 @@ from penstock.launch.settings import LaunchSettings
 
 _DEFAULTS = LaunchSettings()
 _VERBS = ("train", "generate")
-"""That run on several ranks."""
+"""Verbs that run on several ranks."""
 
 
 def launch(

@@ -20,7 +20,7 @@ _SEARCH = _EXPLAIN - {"explain"} | {"base", "sensitivity", "top", "toml", "html"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig(Checked):
-    """What to plan: a model on a cluster, or how large a model to train for some compute."""
+    """Settings of `penstock plan`: a model on a cluster, or how large a model to train for some compute."""
 
     model: ModelConfig | None = None
     """Preset of any family, such as gpt-175b or vit-l16. `--model.NAME` changes a field of it, such as

@@ -70,7 +70,7 @@ def search_all(asked: PlanConfig, machine: Machine) -> None:
 
 
 def _command(model: ModelConfig, machine: Machine, found: Found) -> str:
-    """What to type to train with the fastest layout that can be. Raises ConfigError where none can."""
+    """The command that trains with the fastest layout Penstock can run. Raises ConfigError where there is none."""
     reasons = list(model_problems(model))
     runs = None if reasons else best_runnable(found, model)
     if runs is None:

@@ -24,7 +24,7 @@ SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
 
 
 def answer(asked: PlanConfig, machine: Machine) -> None:
-    """What the laws advise for a budget of compute, or of device hours."""
+    """Show the laws' advice for a budget of compute or of device hours."""
     compute, served, spent = asked.compute, asked.served_tokens, ""
     if compute is None:
         hours = asked.budget_gpu_hours or 0.0

@@ -1,4 +1,4 @@
-"""What terminal and page say alike about layouts: the table of the fastest, how sure it is, and the totals of a run."""
+"""Parts that terminal and page share: the table of the fastest layouts, how sure it is, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def totals_line(one: Prediction, samples: float | None, machine: Machine, price:
 
 
 def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
-    """What a device gets through in a second: images of a vision model, tokens of a language model."""
+    """The rate of one device per second: images of a vision model, tokens of a language model."""
     if isinstance(model, ViTConfig):
         return one.samples_per_second / one.gpus, "images"
     return one.tokens_per_second_per_gpu, "tokens"

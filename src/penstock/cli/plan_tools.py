@@ -37,9 +37,9 @@ class HowTo:
 
     tool: str
     command: str
-    """What to type."""
+    """The command line."""
     notes: tuple[str, ...] = ()
-    """What the command does not say of the Plan or the model."""
+    """Parts of the Plan or the model that the command does not set."""
 
 
 def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
@@ -129,7 +129,7 @@ def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
 
 
 def _left(plan: Plan, told: set[str]) -> list[str]:
-    """What a Plan's line says besides the fields in `told`."""
+    """The fields on a Plan's line other than those in `told`."""
     return [word for word in plan.line().split() if "=" in word and word.partition("=")[0] not in told]
 
 

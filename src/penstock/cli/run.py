@@ -77,7 +77,7 @@ def run(
 
 
 _OWN = ("device", "dtype", "level", "precision", "say")
-"""What the command itself decides, or has an option of its own for."""
+"""Properties that the command itself decides, or has an option of its own for."""
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""What `penstock scale` found, as text and as one HTML page."""
+"""The result of `penstock scale`, as text and as one HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = 'Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured, and the advice that follows from it."""
+    """A measurement, and the advice that follows from it."""
 
     title: str
     data: str
@@ -37,14 +37,14 @@ class Measured:
 
     @property
     def heading(self) -> str:
-        """What was measured, in a line."""
+        """The measurement in one line."""
         each = f" of {self.samples}" if self.samples else ""
         trained = f", training at a rate of {self.lr:g} in between" if self.lr else ", at the same weights"
         return f"{self.title} on {self.data}: {self.gradients.batches} batches{each}{trained}"
 
     @property
     def table(self) -> Section:
-        """What fp16 makes of activations' gradients, weights' and all, without the scale and with it."""
+        """The effect of fp16 on gradients of activations, of weights and of all, without the scale and with it."""
         kinds = (self.gradients.activations, self.gradients.weights, self.gradients.all)
         scale = self.advice.scale
 

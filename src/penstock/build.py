@@ -84,7 +84,7 @@ class Built:
     replicas: DataParallel | None = None
     """How other ranks take part; None where this process trains alone."""
     parameters: int = 0
-    """Learned numbers of the whole model, those of other stages among them."""
+    """Parameters of the whole model, those of other stages included."""
 
     def inference(self) -> AbstractContextManager[None]:
         """Inside, `model` is in eval mode, without gradients, and computes as the Plan says."""

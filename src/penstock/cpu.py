@@ -1,7 +1,7 @@
-"""What this machine's CPU can do: the only place that asks.
+"""The features of this machine's CPU: the only place that asks for them.
 
-oneDNN and ATen may be told to use less than the CPU has, by `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY`. What they
-are left is what counts here, so that a large CPU can stand in for a smaller one in tests.
+`ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` limit oneDNN and ATen to less than the CPU has. These limits count here,
+so that a large CPU can stand in for a smaller one in tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ISA = (
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """What torch's kernels find in a CPU."""
+    """The features that torch's kernels find in a CPU."""
 
     avx512: bool
     """Whether oneDNN has batched matrix products in bf16, for which it needs AVX-512."""

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process returns to the shell."""
+    """Exit codes of the process."""
 
     DONE = 0
     CONFIG = 2

@@ -44,7 +44,7 @@ configuration alone, so that a model of 10¹² parameters is counted as fast as 
 
 | column | meaning |
 |---|---|
-| parameters | learned numbers; a table that is used twice counts once |
+| parameters | learned weights; a table that is used twice counts once |
 | FLOPs | forward and backward of one sample, two for each multiplication with an addition, causal attention in full |
 | a token | the same, divided by the sample's tokens; of an encoder–decoder, by those of its decoder |
 | on a CPU, on a GPU | activations: bytes that one more sample keeps for the backward pass, in fp32 / at O1 in bf16 |

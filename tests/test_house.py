@@ -1,14 +1,16 @@
-"""The house rules that a machine can hold: who imports whom, what `--help` costs, and how few packages are needed."""
+"""The house rules that a machine can hold: who imports whom, what `--help` costs, which words open docstrings."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
 import os
+import re
 import resource
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -337,3 +339,58 @@ def test_nothing_from_outside_is_unpickled() -> None:
                 assert given.get("weights_only") == "True", f"{where}:{node.lineno} may unpickle"
             elif called in ("np.load", "numpy.load"):
                 assert given.get("allow_pickle", "False") == "False", f"{where}:{node.lineno} may unpickle"
+
+
+def _without_subject(text: str) -> list[tuple[int, str]]:
+    """Line and first words of docstrings, and of strings behind fields, that lean on the name instead of saying it."""
+    strings = [
+        (node.lineno, node.value.value.strip())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    return sorted(
+        (line, words[:40]) for line, words in strings if re.match(r"(Of|That|Those|As of|What)\b", words)
+    )
+
+
+def test_docstrings_have_a_subject_of_their_own() -> None:
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {words}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, words in _without_subject(path.read_text(encoding="utf-8"))
+    ]
+    assert not problems, "name the thing first, as a sentence of its own:\n" + "\n".join(problems)
+
+
+def test_the_check_of_docstrings_sees_all_places() -> None:
+    text = (
+        '"""Of a module."""\nx = 1\n"""What it is."""\n'
+        'class A:\n    """Those that are."""\n    y: int\n    """As of x."""\n'
+        '    def __init__(self):\n        """Officially fine."""\n        self.z = 1\n        """That of y."""\n'
+    )
+    assert [line for line, _ in _without_subject(text)] == [1, 3, 5, 7, 11]
+
+
+# Class names that more than one class has, still; take off what becomes unique, and add none.
+TWICE = """
+    Account Answer Asked Attention Batch Blocks Columns Costs Decoding Dropout Embedding Entry Group Held
+    Histogram Layout Library Link Loaded Loader Marian Outcome Own Packed Parts Past PlainDisplay Pooler Scale
+    Shared Space Stages Step Stream Table Task Terms Text Vocabulary _Gather _Layer _Look _LookAcross _Part
+    _Step
+"""
+THRICE = "Block Cut Found Line Manifest Measured Part Reading Row Stack _Kept _Text"
+
+
+def test_a_class_name_is_of_one_class() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    allowed = dict.fromkeys(TWICE.split(), 2) | dict.fromkeys(THRICE.split(), 3)
+    new = {name: where for name, where in places.items() if len(where) > allowed.get(name, 1)}
+    assert not new, f"choose other names: {new}"
+    gone = {name: len(places[name]) for name, count in allowed.items() if len(places[name]) < count}
+    assert not gone, f"lower their counts in TWICE and THRICE to these: {gone}"

@@ -76,6 +76,15 @@ def test_every_how_to_is_in_the_navigation() -> None:
         assert name in told or name.startswith("decisions/0"), name
 
 
+def test_the_glossary_is_in_order() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = [
+        word.replace("`", "").lower() for word in re.findall(r"^\| (.+?) \| .+\. \|$", text, re.MULTILINE)
+    ]
+    assert len(words) == text.count("\n|") - 2, "a row is a word and whole sentences"
+    assert words == sorted(set(words))
+
+
 class _Loaded(HTMLParser):
     """Addresses that a browser fetches by itself, rather than when a reader follows a link."""
 

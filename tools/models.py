@@ -113,7 +113,7 @@ AUTOGRAD = "what autograd keeps"
 CLAIMS = (
     Claim("parameters, tensors", "all text presets but mixtures of experts", "our modules", "exact",
           f"{PLANNER}test_text_models.py::test_parameters_are_exact",
-          "totals(PRESETS[name]).parameters == sum(parameter.numel() for parameter in parameters)"),
+          "totals(config).parameters == sum(parameter.numel() for parameter in parameters)"),
     Claim("parameters", "all ViT presets, with both classifiers and other image sizes", "our modules", "exact",
           f"{PLANNER}test_describe.py::test_parameters_of_presets_are_exact",
           "totals(config).parameters == sum(p.numel() for p in model.parameters())"),

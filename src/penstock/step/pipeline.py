@@ -122,10 +122,10 @@ class _Step:
         last = self.stages.last in self.stages.mine
         self.loss = StepLoss(pipeline.loss, micro_batches, self.stages.dims) if last else None
         self._inputs: dict[tuple[int, int], Values] = {}
-        """What came from the stage before, by stage and micro-batch; its gradients are for that stage."""
+        """Inputs from the stage before, by stage and micro-batch; their gradients are for that stage."""
         self._outputs: dict[tuple[int, int], Values] = {}
         self._gradients: dict[tuple[int, int], Values] = {}
-        """Of the outputs."""
+        """Gradients of the outputs."""
         self._does: dict[str, Callable[[int, int], None]] = {
             "F": self._forward, "B": self._backward, "SEND_F": self._send, "RECV_F": self._receive,
             "SEND_B": self._send_back, "RECV_B": self._receive_back, "I": self._of_input, "W": self._of_weights,
@@ -133,7 +133,7 @@ class _Step:
         self._lengths: dict[tuple[int, int], list[int]] = {}
         """Tokens of each stack, which recomputation must know again where ranks share them out."""
         self._later: dict[tuple[int, int], Later] = {}
-        """What is left to do for the gradients of weights."""
+        """The rest of the work for the gradients of weights."""
         self._began = 0.0
 
     def perform(self, action: Action) -> None:

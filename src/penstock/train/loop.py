@@ -198,9 +198,8 @@ class _Run:
             self.state.start_from(config.init_from)
         self.resumed_at = self.saves.newest_step = self.step
 
-        # What is noted of its steps.
         self.batches: list[Any] = []
-        """Those of the latest step."""
+        """Batches of the latest step."""
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
             self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful(full),

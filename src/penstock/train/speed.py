@@ -74,7 +74,7 @@ class Speedometer:
         self._tokens_per_step = plan.global_batch * sample.tokens if sample else 0
         self._data_world = plan.dp
         self._tokens: list[int] = []
-        """Of this rank, of every step that has been read, and then of those since."""
+        """Tokens of this rank: of every step that has been read, and then of those since."""
         predicted = prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
         self._model_flops = sample.flops if sample else predicted
         self._hardware_flops = self._model_flops * prediction.hfu / prediction.mfu

@@ -394,3 +394,17 @@ def test_a_class_name_is_of_one_class() -> None:
     assert not new, f"choose other names: {new}"
     gone = {name: len(places[name]) for name, count in allowed.items() if len(places[name]) < count}
     assert not gone, f"lower their counts in TWICE and THRICE to these: {gone}"
+
+
+# After these torch's gloo may write to memory that it has freed: see `parallel.sequence.together`. A DTensor is
+# gathered by `shards.whole_of`.
+RACY = re.compile(
+    r"\.(_allgather_coalesced|all_gather_into_tensor(_coalesced)?|all_gather_tensor(_autograd)?"
+    r"|all_gather_single_autograd|full_tensor|redistribute)\b"
+)
+
+
+def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
+    for path in (*SOURCE.rglob("*.py"), *(ROOT / "tests" / "helpers").rglob("*.py")):
+        calls = RACY.findall(path.read_text(encoding="utf-8"))
+        assert not calls, f"{path} calls {calls}"

@@ -30,6 +30,7 @@ from penstock.config.load import dump_toml
 from penstock.config.plan import Plan
 from penstock.config.run import RunConfig
 from penstock.errors import NumericError
+from penstock.shards import whole_of
 from penstock.train.metrics import read_metrics
 
 pytestmark = pytest.mark.alone
@@ -259,8 +260,8 @@ def _poisoned(
 
     def step(self: Any) -> None:
         original(self)
-        flat = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.built.model.parameters()]
-        seen.append(torch.cat([p.detach().flatten() for p in flat])[::37].tolist())
+        flat = [whole_of(p.detach()).flatten() for p in self.built.model.parameters()]
+        seen.append(torch.cat(flat)[::37].tolist())
 
     run._train_step = step
     config = from_dict(RunConfig, tomllib.loads(text), origin="the test")

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.checkpoint import Checkpoint, Snapshot, by_index, by_name, find
+from penstock.shards import whole_of
 
 BATCH = 12
 """Samples per step over all ranks: divisible by 1, 2, 3 and 4."""
@@ -106,12 +107,7 @@ class Trainee:
         state = by_name(self.optimizer.state_dict())["state"]
         tensors = {f"{n}.{k}": t for n, entry in state.items() for k, t in entry.items()}
         tensors |= self.model.state_dict()
-        return {name: _whole(tensor).clone() for name, tensor in tensors.items()}
-
-
-def _whole(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach()
+        return {name: whole_of(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
 def numbered(step: int, *, rows: int = 3, rank: int = 0) -> Snapshot:

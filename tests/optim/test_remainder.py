@@ -17,6 +17,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.optim import EMA, RemainderAdamW, clipped_step, contiguous, grad_norm
 from penstock.optim.remainder import from_adamw, join, split
 from penstock.precision import LossScaler
+from penstock.shards import whole_of
 
 SHAPES: list[tuple[int, ...]] = [(65, 33), (33,), (1,), (), (7, 3, 2, 2), (300, 1001)]
 
@@ -620,17 +621,15 @@ def test_sharded_parameters_are_updated_shard_by_shard(mesh: Any) -> None:
     for (shard, exact), whole in zip(optimizer.fp32_weights(), wholes):
         assert isinstance(exact, DTensor)
         assert exact.placements == shard.placements
-        assert torch.equal(exact.full_tensor(), whole.detach())
+        assert torch.equal(whole_of(exact), whole.detach())
         for name in ("remainder", "exp_avg"):
             assert isinstance(optimizer.state[shard][name], DTensor)
     again = RemainderAdamW([Parameter(shard.detach().clone()) for shard in shards])
     again.load_state_dict(optimizer.state_dict())
     for (mine, exact), whole in zip(again.fp32_weights(), wholes):
-        assert torch.equal(exact.full_tensor(), whole.detach())
+        assert torch.equal(whole_of(exact), whole.detach())
         again.set_fp32_weight(mine, torch.full(tuple(whole.shape), 0.1))
-        assert torch.equal(
-            join(*split(torch.tensor(0.1))), again.fp32_weight(mine).full_tensor().flatten()[0]
-        )
+        assert torch.equal(join(*split(torch.tensor(0.1))), whole_of(again.fp32_weight(mine)).flatten()[0])
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.optim import clip_grad_norm_, grad_norm, make_optimizer, parameter_groups
 from penstock.parallel import Sharded, dims_of, shard
+from penstock.shards import whole_of
 
 CPU = torch.device("cpu")
 CONV = ViTConfig(
@@ -211,7 +212,7 @@ def _rebound(form: str) -> float:
     now = dict(models[1].named_parameters())
     assert all(now[name] is parameter for name, parameter in zip(names, held))
     assert all("exp_avg" in optimizers[1].state[p] for p in held)
-    whole = {name: p.full_tensor() for name, p in now.items()}
+    whole = {name: whole_of(p) for name, p in now.items()}
     return max(float((p - whole[name]).abs().max()) for name, p in models[0].named_parameters())
 
 

@@ -60,8 +60,12 @@ def added(x: Tensor, line: Line) -> Tensor:
 
 def together(x: Tensor, line: Line, dim: int) -> Tensor:
     """The tensors of all ranks, one after the other along `dim`."""
+    every = x.new_empty((line.count * x.shape[0], *x.shape[1:]))
+    # Not `all_gather_into_tensor`: two threads of torch's gloo write the name of each collective to one string,
+    # without a lock. That call's, ALLGATHER_COALESCED, is longer than the 15 characters that fit into a string itself,
+    # so one thread would write to heap memory that the other has freed. This call's name is _ALLGATHER_BASE.
     found: Tensor = _collectives.wait_tensor(
-        _collectives.all_gather_into_tensor(x.contiguous(), line.count, line.group)
+        _collectives.all_gather_into_tensor_out(x.contiguous(), line.count, line.group, out=every)
     )
     # They come one after the other along the first dimension: a single copy puts them beside each other.
     return found.view(line.count, *x.shape).movedim(0, dim).flatten(dim, dim + 1)

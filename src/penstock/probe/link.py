@@ -12,6 +12,15 @@ from torch.distributed import ProcessGroup
 
 from penstock.config.machine import Link, LinkRates
 
+_all_gather, _reduce_scatter = (
+    # torch 2.13 warns of the older names, which are all that torch 2.11 has.
+    getattr(distributed, new, None) or getattr(distributed, old)
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
 SMALL, LARGE = 64, 1 << 20
 """Elements that are sent to learn the cost of a call by itself, and the rate of many bytes."""
 REPEATS = 9
@@ -73,11 +82,11 @@ def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
         collective_bytes_per_second=rate(reduced(LARGE), 2.0 * share * bytes_),
         collective_seconds=max(call, _meeting(device, group)) if device.type == "cpu" else call,
         gather_bytes_per_second=rate(
-            _seconds(lambda: distributed.all_gather_into_tensor(whole, part, group=group), device),
+            _seconds(lambda: _all_gather(whole, part, group=group), device),
             share * bytes_,
         ),
         scatter_bytes_per_second=rate(
-            _seconds(lambda: distributed.reduce_scatter_tensor(part, whole, group=group), device),
+            _seconds(lambda: _reduce_scatter(part, whole, group=group), device),
             share * bytes_,
         ),
         send_bytes_per_second=rate(_seconds(sent, device), bytes_),

@@ -104,7 +104,6 @@ def lay_out(folder: Path) -> None:
         for place in (folder, folder / "data"):
             (place / f"{name}.tsv").write_text("\n".join([first, *lines]), encoding="utf-8")
     (folder / "sentences.txt").write_text("A river.\nA turbine.\n", encoding="utf-8")
-    (folder / "numbers.txt").write_text("\n".join(rows), encoding="utf-8")
     for name in set(_TRAINED.values()):
         sizes: dict[str, Any] = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 32}
         if name != "vit-digits":
@@ -172,12 +171,5 @@ def small_form(words: list[str], folder: Path) -> list[str]:
         small = small_form(["train", *rest[1:]], folder)[1:]
         at = small.index("--plan.micro_batch")
         rest = ["--", *small[:at], *small[at + 2 :]]
-        if (
-            not isinstance(PRESETS[rest[1]], ViTConfig)
-            and "--data" not in rest
-            and "--data.source" not in rest
-        ):
-            # Ranks that share layers out take 15 s to evaluate the embedded text.
-            rest += ["--data.source", "text:numbers.txt"]
         rest[rest.index("--model.depth") + 1] = "2"  # two stages have a block each
     return [verb, *kept, *(part for option in instead.items() for part in option), *rest]

@@ -75,6 +75,12 @@ class OutOfMemory(PenstockError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+class Hang(PenstockError):
+    """Another rank did not answer for as long as a rank waits. The message says where this one waited."""
+
+    exit_code = ExitCode.HANG
+
+
 class SavedRequeue(PenstockError):
     """The run was asked to stop, saved its state, and wants to be started again."""
 

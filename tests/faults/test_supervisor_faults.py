@@ -146,6 +146,18 @@ def test_being_stopped_at_random_times_changes_no_bit(
 # -- one rank hangs, raises; the supervisor is killed
 
 
+def test_an_evaluation_that_stands_still_is_ended_by_the_rank_that_waits(tmp_path: Path) -> None:
+    """The watchdog is off: it would act first."""
+    config = config_in(tmp_path, PLANS["ddp"], steps=8, wait_seconds=5.0)
+    with launched(config, "still:1", options=(*TWO, "--hang-seconds", "0")) as agent:
+        assert agent.wait(120) == 0, agent.said
+    assert (tmp_path / "struck" / "still").exists()
+    assert "rank 0 ended with code 8:\nRank 0 waited 5 s for another rank" in agent.said
+    assert "go > _evaluate > evaluate > " in agent.said
+    assert "restarted from the newest checkpoint" in agent.said
+    no_orphans(tmp_path)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
 def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Path, times: int) -> None:

@@ -11,6 +11,7 @@ leaves a note and never strikes again. Faults of the first kind strike one by on
   a step of rank R whose gradients are poisoned
 - `samples`   every rank adds a line to `samples.R` for every step: the life (by its MASTER_PORT),
   the step, and the numbers of its samples
+- `still:R`   rank R stands still in its next evaluation, once
 - `slow:MS`   every step takes so many milliseconds longer
 - `slowsync:MS` every fsync does
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -59,6 +61,8 @@ def arm(config: Path, faults: list[str]) -> None:
         kind, *values = fault.split(":")
         if kind == "poison" and int(values[0]) == rank:
             poison(int(values[1]), int(values[2]), float(values[3]))
+        elif kind == "still" and int(values[0]) == rank:
+            _stand_still(notes / "still")
         elif kind == "heed":
             _heed(config.parent / f"order.{rank}")
         elif kind == "samples":
@@ -155,6 +159,21 @@ def _heed(order: Path) -> None:
 
     poison_when(poisoned.__contains__, float("nan"))
     _after_every_step(obey)
+
+
+def _stand_still(note: Path) -> None:
+    from penstock.train import loop
+
+    module: Any = loop
+    original = module.evaluate
+
+    def evaluate(*arguments: Any, **options: Any) -> Any:
+        if not note.exists():
+            note.touch()
+            threading.Event().wait()
+        return original(*arguments, **options)
+
+    module.evaluate = evaluate
 
 
 def _note_samples(file: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from helpers.spawn import spawn
+from penstock.checkpoint.coordinator import new_group
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.optim import clip_grad_norm_, grad_norm
-from penstock.parallel.dims import ALONE, LOSS, ParallelDims, fit_to_ranks, require_size, valid_sizes
+from penstock.parallel.dims import ALONE, DATA, LOSS, ParallelDims, fit_to_ranks, require_size, valid_sizes
 from penstock.parallel.join import dims_of, joined, launched, local_device
 
 CPU = torch.device("cpu")
@@ -90,6 +93,18 @@ def _joins(line: str, wrong: bool) -> tuple[int, int, tuple[int, ...]] | str:
 def test_ranks_join_by_the_launchers_environment(line: str, mesh: tuple[int, ...]) -> None:
     found = spawn(_joins, 2, line, False, group=False)
     assert found == [(0, 2, mesh), (1, 2, mesh)]
+
+
+def _waits(line: str) -> set[float]:
+    with joined(Plan.parse(line), CPU, timeout=77) as dims:
+        groups = [torch.distributed.group.WORLD, dims.group("tp"), dims.group(*DATA), new_group()]
+        backends: list[Any] = [group._get_backend(CPU) for group in groups if group is not None]
+        return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_every_group_waits_as_long_as_was_asked_for() -> None:
+    """torch makes each group but the first with a limit of its own, of 30 minutes."""
+    assert spawn(_waits, 4, "dp=2 tp=2", group=False) == [{77.0}] * 4
 
 
 def test_the_wrong_number_of_ranks_is_refused_before_they_meet() -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import (
@@ -227,6 +227,10 @@ class Recipe(Checked, where="recipe"):
         return steps
 
 
+WAIT_SECONDS: Final = 600.0
+"""As long as `penstock launch` lets a rank be silent (`--hang-seconds`): what waits longer was a fault already."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Checked):
     """Everything that determines a run. The same values give the same run."""
@@ -260,5 +264,8 @@ class RunConfig(Checked):
     """Number of newest checkpoints that are kept; at least 2."""
     save_in_background: bool = False
     """Whether training continues while a copy of the state is written; the copy takes host memory."""
+    wait_seconds: Annotated[float, Range(1, 1e8)] = WAIT_SECONDS
+    """How long a rank waits for another in one collective before the run ends with an error, which `penstock launch`
+    answers with a restart. Whatever one rank does while others wait, such as compiling or saving, must fit."""
     log_every: Count = 10
     """Steps between log lines; numbers stay on the device in between."""

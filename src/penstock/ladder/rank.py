@@ -22,9 +22,6 @@ from penstock.ladder.team import Answer, Hello, Task
 from penstock.parallel.join import joined, local_device
 from penstock.probe.link import measure_link
 
-PATIENCE = 600.0
-"""Seconds that a rank waits for its peers in a collective."""
-
 
 def main() -> None:
     """Serve until the connection closes. Leaves by `_exit`: gloo's threads may abort in an orderly one."""
@@ -57,7 +54,7 @@ def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueu
     torch.set_num_threads(hello.threads)
     device = local_device(torch.device(hello.device))
     subject = subject_of(hello.config, None, device)
-    with joined(Plan(dp=hello.config.procs), device, timeout=PATIENCE) as dims, measure.side_by_side():
+    with joined(Plan(dp=hello.config.procs), device) as dims, measure.side_by_side():
         subject.rank = dims.rank
         bench = _Bench(subject)
         connection.send(Answer())

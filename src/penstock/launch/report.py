@@ -14,7 +14,7 @@ from typing import Final
 
 from penstock.boundary.files import printable, read_bytes, write_text
 from penstock.boundary.trees import Bounds, parse_json
-from penstock.errors import PenstockError
+from penstock.errors import Hang, PenstockError
 
 VARIABLE: Final = "PENSTOCK_REPORT"
 """Environment variable with the path that a failing rank writes to; not set where there is no agent."""
@@ -77,6 +77,7 @@ def read_report(path: Path) -> Report | None:
 
 def _is_consequence(error: BaseException) -> bool:
     if isinstance(error, PenstockError):
-        return str(error).startswith("On rank ")  # raised on behalf of the rank that failed
+        # Raised on behalf of the rank that failed, or that was waited for.
+        return isinstance(error, Hang) or str(error).startswith("On rank ")
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & set(_OF_TRANSPORT)) and bool(_CONSEQUENCES.search(str(error)))

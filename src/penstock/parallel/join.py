@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
+from traceback import extract_tb
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from penstock.config.plan import Plan
-from penstock.errors import EnvironmentProblem
+from penstock.config.run import WAIT_SECONDS
+from penstock.errors import EnvironmentProblem, Hang
 from penstock.parallel.dims import ALONE, ParallelDims, require_size
 
 
@@ -35,15 +40,21 @@ def local_device(device: torch.device) -> torch.device:
     return torch.device("cuda", local)
 
 
+_PACKAGE = Path(__file__).parents[1]
+_IN_VAIN = re.compile("timed out waiting", re.IGNORECASE)
+"""gloo's words; nccl's own watchdog ends the process."""
+
+
 @contextmanager
-def joined(plan: Plan, device: torch.device, *, timeout: float = 1800.0) -> Iterator[ParallelDims]:
+def joined(plan: Plan, device: torch.device, *, timeout: float = WAIT_SECONDS) -> Iterator[ParallelDims]:
     """Inside, this process belongs to the ranks that `torchrun` or `penstock launch` started, and is one of them.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. An existing process group is used and kept;
     otherwise one is made (gloo, and nccl beside it for tensors on GPUs) and ended. `timeout` seconds
-    without an answer from a peer end a collective with an error.
+    without an answer from a peer end a collective of any group that is made inside.
 
     Raises:
+        Hang: another rank did not answer.
         ConfigError: the Plan's degrees are not those of the ranks there are.
     """
     size = distributed.get_world_size() if distributed.is_initialized() else launched()
@@ -61,12 +72,39 @@ def joined(plan: Plan, device: torch.device, *, timeout: float = 1800.0) -> Iter
             device_id=device if device.type == "cuda" else None,
         )
     try:
-        yield dims_of(plan, device)
-        if own:
-            distributed.barrier()  # a rank that leaves first breaks the connections of the others
+        with _waiting(timeout) if own else nullcontext():
+            yield dims_of(plan, device)
+            if own:
+                distributed.barrier()  # a rank that leaves first breaks the connections of the others
     finally:
         if own:
             distributed.destroy_process_group()
+
+
+@contextmanager
+def _waiting(seconds: float) -> Iterator[None]:
+    """Inside, new groups wait so long, which torch's functions that make meshes and their groups cannot be told; a rank
+    that has waited in vain says where.
+    """
+    torchs = vars(distributed_c10d)
+    usual = {name: torchs[name] for name in ("default_pg_timeout", "default_pg_nccl_timeout")}
+    try:
+        torchs.update(dict.fromkeys(usual, timedelta(seconds=seconds)))
+        yield
+    except RuntimeError as error:
+        if not _IN_VAIN.search(str(error)):
+            raise
+        frames = (
+            f.name for f in extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(_PACKAGE)
+        )
+        where = " > ".join(name for name in frames if name not in ("joined", "_waiting"))
+        raise Hang(
+            f"Rank {distributed.get_rank()} waited {seconds:g} s for another rank, which stands still or takes longer "
+            f"than that, in {where}. `penstock launch` restarts all ranks, and with a lower --hang-seconds shows where "
+            "each waits. Where one rank rightly takes so long, raise wait_seconds."
+        ) from error
+    finally:
+        torchs.update(usual)
 
 
 def dims_of(plan: Plan, device: torch.device | str) -> ParallelDims:

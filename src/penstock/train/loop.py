@@ -117,7 +117,7 @@ def train(
     config = as_many_ranks_as_there_are(config)
     with (
         Requests() as stop,
-        joined(config.plan, device) as dims,
+        joined(config.plan, device, timeout=config.wait_seconds) as dims,
         locked(output, dims) as lock,
         memory_advice(config.plan, task, config.model),
         own_random(device),

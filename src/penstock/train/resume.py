@@ -32,6 +32,7 @@ _FREE = (
     "output",
     "keep",
     "log_every",
+    "wait_seconds",
     "checkpoint_every",
     "save_in_background",
     "machine",

@@ -201,7 +201,7 @@ class RemainderAdamW(Optimizer):
     # -- inside
 
     def _scalar(self, name: str, batch: Batch) -> Tensor | None:
-        """A scalar that GradScaler or `clipped_step` sets during a step, on the batch's device; None where none is set."""
+        """A scalar that GradScaler or `clipped_step` sets during a step, on the batch's device, if it is set."""
         value: Tensor | None = getattr(self, name, None)
         return value if value is None else value.to(batch.weights[0].device, torch.float32, True).view(())
 

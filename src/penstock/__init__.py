@@ -132,7 +132,7 @@ _NAMES = {
     ),
     "train": ("Callback", "TrainResult"),
 }
-"""By module."""
+"""Public names by the module that defines them."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "__version__"])

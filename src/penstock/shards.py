@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this rank has, where several ranks share it out as a DTensor.
+"""Which part of a whole tensor this rank has, where several ranks shard it as a DTensor.
 
 A dimension of the mesh cuts one dimension of the tensor, as `torch.chunk` does. Tensor parallelism cuts first, and what
 a rank then has is cut again by `fully_shard`. Where several matrices lie one after the other in a weight, such as a

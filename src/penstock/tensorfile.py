@@ -63,7 +63,7 @@ class Pending:
 
     @property
     def bytes(self) -> int:
-        """Its size in a file."""
+        """The tensor's size in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

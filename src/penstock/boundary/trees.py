@@ -41,7 +41,7 @@ class Bounds:
 
 
 SETTINGS = Bounds()
-"""For files that people write."""
+"""Limits of files that people write."""
 YAML = Bounds(bytes=1 << 16, values=10_000)
 """The most of any YAML, whose parser is written in Python: 30,000 values take it two seconds."""
 

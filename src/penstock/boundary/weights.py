@@ -35,7 +35,7 @@ _HEADER = Bounds(bytes=1 << 24, values=1 << 21)
 _INDEX = Bounds(bytes=1 << 25, values=1 << 19)
 _NAME = 400
 _DIMENSIONS = 64
-"""As many as torch and NumPy count."""
+"""Most dimensions that torch and NumPy count."""
 
 
 class TensorInfo(NamedTuple):

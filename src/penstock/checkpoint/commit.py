@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 LATEST = "latest"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,9})")
-"""As saves name them. Anything else beside them, such as `step-041`, is none of ours."""
+"""Names that saves give to checkpoints. Anything else beside them, such as `step-041`, is none of ours."""
 _LEFT = re.compile(rf"({_STEP.pattern}(\.refused)?|{LATEST})\.tmp")
 
 
@@ -92,7 +92,7 @@ def check(path: Path, coordinator: Coordinator, *, keep_cached: bool = True) -> 
 
 
 def _cause(problem: Exception) -> tuple[str, BaseException]:
-    """Where it happened, in words, and the error of the lowest rank that failed."""
+    """The place where it happened, in words, and the error of the lowest rank that failed."""
     if not isinstance(problem, RankProblem):
         return "", problem
     if isinstance(problem.error, PenstockError | OSError):

@@ -119,7 +119,7 @@ def share_out(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]
 
 
 def to_json(index: Index) -> dict[str, Any]:
-    """As it is written; a chunk is [rank, offsets, sizes]."""
+    """The index as it is written; a chunk is [rank, offsets, sizes]."""
     return {
         name: {
             "dtype": entry.dtype,

@@ -50,7 +50,8 @@ _CHECKPOINT_VERBS = {
 _WITH_SETTINGS = (
     "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "embed", "classify",
 )  # fmt: skip
-"""They have an option for each setting. Their usage is given, because making it out of the options takes a while."""
+"""Verbs that have an option for each setting. Their usage is fixed here, because making it out of the options takes a
+while."""
 for _verb, _words in _VERBS.items():
     _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None
     app.command(f"penstock.cli.{_verb}:{_verb}", name=_verb, help=_words, usage=_usage)

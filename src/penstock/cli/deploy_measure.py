@@ -20,7 +20,7 @@ from penstock.infer.traffic import Arrival
 from penstock.planner.serve import generates
 
 WAITING = 10_000
-"""So that no request of a traffic is refused, and waiting shows as time."""
+"""Requests that may wait: so many that none of a traffic is refused, and waiting shows as time."""
 _PORT = re.compile(r":(\d+)/v1")
 
 

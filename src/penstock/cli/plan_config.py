@@ -58,7 +58,7 @@ class PlanConfig(Checked):
     compute: Positive | None = None
     """FLOPs to spend: says how large a model to train, by scaling laws."""
     budget_gpu_hours: Positive | None = None
-    """The same, in hours of --machine's devices."""
+    """Compute as above, in hours of --machine's devices."""
     served_tokens: NotNegative = 0.0
     """Tokens that the model will serve: favours smaller models."""
 

@@ -72,7 +72,7 @@ class Measured:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """For scale.json."""
+        """The content of scale.json."""
         advice = self.advice
         return {
             "model": self.title,

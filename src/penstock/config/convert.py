@@ -47,7 +47,7 @@ class Range:
     open_high: bool = False
 
     def __str__(self) -> str:
-        """As in a table of settings: `≥ 1`, or `> 0, ≤ 1`."""
+        """The range as in a table of settings: `≥ 1`, or `> 0, ≤ 1`."""
         low = f"{'>' if self.open_low else '≥'} {self.low:,g}"
         reached = self.high < 2**31 - 1
         return f"{low}, {'<' if self.open_high else '≤'} {_figure(self.high)}" if reached else low
@@ -117,7 +117,7 @@ class BadValue(ValueError):
         super().__init__(problem)
         self.value = value
         self.path = ""
-        """Where in the field's value it stands, such as `[1].size`."""
+        """Place of the value inside the field's, such as `[1].size`."""
 
     def sentence(self, key: str) -> str:
         """The whole sentence about the setting `key`."""

@@ -40,8 +40,8 @@ class Decoding(Checked, where="decoding"):
     min_p: Probability = 0.0
     """Only tokens at least this many times as likely as the likeliest may be drawn (Nguyen et al., ICLR 2025)."""
     repetition_penalty: Positive = 1.0
-    """By which logits of tokens that are already there, prompt included, are divided if above 0, else multiplied
-    (Keskar et al., 2019, "CTRL", section 4.1)."""
+    """Divisor of the logits of tokens that are already there, prompt included, where these are above 0; else their
+    factor (Keskar et al., 2019, "CTRL", section 4.1)."""
     frequency_penalty: Penalty = 0.0
     """Taken from a token's logit for each time that it has been generated."""
     presence_penalty: Penalty = 0.0

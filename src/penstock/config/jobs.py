@@ -30,7 +30,7 @@ _TRANSLATION: Settings = {
     "recipe.augment.label_smoothing": 0.1,
     "recipe.beta2": 0.98,
 }
-"""As Vaswani et al. (NeurIPS 2017, sections 5.1, 5.3 and 5.4) train."""
+"""Settings of Vaswani et al. (NeurIPS 2017, sections 5.1, 5.3 and 5.4) train."""
 
 JOBS: dict[str, Settings] = {
     # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
@@ -62,7 +62,7 @@ JOBS: dict[str, Settings] = {
         "plan.micro_batch": 64,
     },
 }
-"""By preset."""
+"""Settings by preset."""
 
 _TUNED: Settings = {
     "recipe.epochs": 3.0,
@@ -76,4 +76,4 @@ _TUNED: Settings = {
 """Fine-tuning of BERT (Devlin et al., NAACL 2019, section 4 and appendix A.3; XNLI's recipe has these values)."""
 
 TUNING: dict[str, Settings] = {"pairs": _TUNED, "sentences": _TUNED}
-"""By task, for models that start from weights. Over those of the preset."""
+"""Settings by task, for models that start from weights. They override those of the preset."""

@@ -132,7 +132,7 @@ def read_file(path: Path | str, what: str = "The configuration file") -> dict[st
 
 
 def _nearest_file(path: Path) -> str:
-    """Where there is no such file: the one of a similar name beside it, as a question."""
+    """The file of a similar name beside one that does not exist, as a question."""
     if os.path.lexists(path):
         return ""
     with contextlib.suppress(OSError):

@@ -48,8 +48,7 @@ class KernelSample:
 
     name: str
     per_second: Positive
-    """For `attention`, `attention_backward` and `bmm`: FLOP/s of the products. For all others: elements per
-    second."""
+    """FLOP/s of the products for `attention`, `attention_backward` and `bmm`; elements per second for all others."""
     tokens: Natural = 0
     features: Natural = 0
     dtype: str = "fp32"

@@ -83,7 +83,7 @@ class DataConfig(Checked, where="data"):
     """Whether a text dataset `hf:NAME` is read while it is fetched, without a copy of it on the disk."""
 
     def filled(self, default: str) -> DataConfig:
-        """With what `auto` means to a task."""
+        """The settings with what `auto` means to a task."""
         return replace(self, source=default) if self.source == "auto" else self
 
     def parts(self) -> tuple[tuple[str, float], ...]:
@@ -188,9 +188,9 @@ class Recipe(Checked, where="recipe"):
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises linearly."""
     warmup_share: Share = 0.0
-    """The same as a share of all steps, where `warmup_steps` is 0."""
+    """Warm-up as a share of all steps, where `warmup_steps` is 0."""
     weight_decay: NotNegative = 0.05
-    """Not applied to biases, norms and other one-dimensional parameters."""
+    """Rate of weight decay, not applied to biases, norms and other one-dimensional parameters."""
     beta1: Probability = 0.9
     beta2: Probability = 0.999
     eps: Positive = 1e-8

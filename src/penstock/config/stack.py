@@ -98,7 +98,7 @@ class Stack:
     relative_buckets: Annotated[int, Range(1, 1 << 16)] = 32
     """Distances that relative biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
     relative_distance: Count = 128
-    """From this distance on they tell nothing apart."""
+    """Distance from which on relative biases are all the same."""
     attention_scale: Positive | None = None
     """Factor of the scores; none: 1 / √(features of a head)."""
     qk_norm: bool = False

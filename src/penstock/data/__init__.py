@@ -29,7 +29,7 @@ _NAMES = {
     "source": ("ImageSource", "Source"),
     "transform": ("per_sample",),
 }
-"""By module."""
+"""Names by the module that defines them."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 

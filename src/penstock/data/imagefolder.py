@@ -96,7 +96,7 @@ def list_classes(root: Path) -> Listing:
 
 
 def _raise(error: OSError) -> None:
-    """Without it, `os.walk` leaves out a folder that it may not list."""
+    """Raise what `os.walk` would ignore: a folder that it may not list."""
     raise error
 
 

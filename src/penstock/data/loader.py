@@ -116,7 +116,7 @@ class Loader:
             self.wait_seconds += time.perf_counter() - start
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON-able values."""
+        """The place in the stream, as JSON-able values."""
         state = {"position": self.position, "seed": self.seed, "samples": len(self.source)}
         return state | ({"group": self.group} if self.group else {})
 
@@ -292,7 +292,7 @@ class _ReadAhead:
 
 
 def _copied(array: NDArray[Any], pin: bool) -> Any:
-    """As tensors of their own, because the reader uses its memory again."""
+    """The array as a tensor of its own, because the reader uses its memory again."""
     if array.dtype.names:
         return {name: _copied(array[name], pin) for name in array.dtype.names}
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype

@@ -67,7 +67,7 @@ class Source(ABC):
 
     @property
     def title(self) -> str:
-        """Its name without its split: what it was opened by."""
+        """The source's name without its split: what it was opened by."""
         return self.name.removesuffix(" (train)").removesuffix(" (val)")
 
     @abstractmethod

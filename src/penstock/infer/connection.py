@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
-"""In which a connection must have sent the head of a request."""
+"""Seconds in which a connection must have sent the head of a request."""
 HEAD_BYTES = 1 << 14
 MOST_CONNECTIONS = 2048
 

@@ -72,7 +72,7 @@ class Layout:
         return self.gpus * 1e6 / rate / 3600 if rate else 0.0
 
     def words(self) -> str:
-        """Its name in a sentence."""
+        """The layout's name in a sentence."""
         split = " ".join(f"{name}={value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1)
         copies = f"{self.replicas} replicas" if self.replicas > 1 else "one replica"
         return f"{self.type} on {copies}{f' of {split}' if split else ''}, {self.slots} slots"

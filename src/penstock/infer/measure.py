@@ -36,9 +36,9 @@ class Answer(NamedTuple):
     """An answer as it came, in seconds of `time.monotonic`."""
 
     at: float
-    """When it was asked for."""
+    """The time at which it was asked for."""
     times: list[float]
-    """When each of its tokens came."""
+    """The times at which its tokens came."""
 
     def outcome(self) -> Outcome:
         """The times and the tokens of this answer, as statistics of a traffic need them."""

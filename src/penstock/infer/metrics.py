@@ -37,7 +37,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
-        """By route and status."""
+        """Counts by route and status."""
         self.cancelled = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.errors import EnvironmentProblem
 
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
-"""From inputs by name to outputs in their order."""
+"""A function from inputs by name to outputs in their order."""
 
 
 def packages() -> tuple[Any, Any]:

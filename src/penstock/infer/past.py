@@ -109,7 +109,7 @@ class Pages:
         self.table = torch.zeros(0, 0, dtype=torch.int64)
         """(r, blocks of a text), the blocks of the texts of this pass."""
         self._pass: dict[int, tuple[Tensor, Tensor]] = {}
-        """By number of KV heads, which layers may differ in: the rows that this pass writes and reads."""
+        """The rows that this pass writes and reads, by number of KV heads, in which layers may differ."""
 
     def look(self, table: Tensor) -> None:
         """Set the blocks of the texts of the next pass."""
@@ -337,7 +337,7 @@ class _Look:
     def __init__(self, past: Past) -> None:
         self.past, self.layer = past, 0
         self.masks: dict[int, Tensor | None] = {}
-        """By window; 0 is none."""
+        """Masks by window; 0 is none."""
         self.windows: list[int] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

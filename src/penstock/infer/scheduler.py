@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 
 
 class QueueFull(PenstockError):
-    """As many requests wait as may wait; this one is refused and has changed nothing."""
+    """The queue is full: this request is refused and has changed nothing."""
 
 
 class TooLong(PenstockError):

@@ -139,7 +139,7 @@ class ServeConfig(Checked):
     body_bytes: Annotated[int, Range(1024, 1 << 28)] = 1 << 20
     """The most that a request's body may have."""
     stop_seconds: Positive = 30.0
-    """For requests under way, when the server is told to stop."""
+    """Seconds for requests under way, when the server is told to stop."""
     stall_seconds: Positive = 300.0
     """A worker that makes no token for so long, while it has requests, is replaced."""
 

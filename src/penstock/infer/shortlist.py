@@ -22,7 +22,7 @@ _MOST = 1 << 26
 
 
 class Shortlist(nn.Module):
-    """In the place of a linear layer that gives logits: (…, D) to (…, V), −∞ for tokens that are not on the list."""
+    """A replacement for a linear layer that gives logits: (…, D) to (…, V), −∞ for tokens that are not on the list."""
 
     numbers: Tensor
 

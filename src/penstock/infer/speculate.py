@@ -34,7 +34,7 @@ class Guesses(NamedTuple):
 
 
 class Guessing(Protocol):
-    """Where guesses come from."""
+    """A source of guesses."""
 
     def guess(self, ids: list[int], count: int) -> Guesses:
         """At most `count` tokens that may follow `ids`."""

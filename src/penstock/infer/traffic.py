@@ -49,11 +49,13 @@ class Rate(Checked):
     prompt: tuple[int, int]
     """Fewest and most tokens of a prompt; each number between is as likely."""
     made: tuple[int, int]
-    """The same of an answer."""
+    """Fewest and most tokens of an answer, likewise."""
 
     @classmethod
     def parse(cls, text: str) -> Rate:
-        """From words NAME=VALUE: rate, in and out; a range is `in=64..512`. Raises ConfigError with every problem."""
+        """The rate in words NAME=VALUE: rate, in and out; a range is `in=64..512`. Raises ConfigError with every
+        problem.
+        """
         words = dict(word.partition("=")[::2] for word in text.split())
         problems = [
             f"{quoted(name)} is no part of a rate." for name in words if name not in ("rate", "in", "out")
@@ -80,7 +82,7 @@ class Rate(Checked):
         return cls(rate=rate, prompt=found["in"], made=found["out"])
 
     def arrivals(self, count: int, *, seed: int = 0) -> list[Arrival]:
-        """So many requests, the same for the same seed."""
+        """`count` requests, the same for the same seed."""
         draw = random.Random(seed)
         at, found = 0.0, []
         for _ in range(count):
@@ -162,15 +164,15 @@ class Served:
     requests: int
     refused: int
     seconds: float
-    """From the first request to the last token."""
+    """Seconds from the first request to the last token."""
     tokens_per_second: float
     """Generated."""
     first_token: Spread
-    """From a request to its first token."""
+    """Seconds from a request to its first token."""
     per_token: Spread
-    """Between two tokens, the mean of each request."""
+    """Seconds between two tokens, the mean of each request."""
     latency: Spread
-    """From a request to its last token."""
+    """Seconds from a request to its last token."""
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, refused: int = 0) -> Served:

@@ -14,7 +14,7 @@ from torch import Tensor
 OUT = -1e9
 """Score of what must not be chosen; transformers' own, for sums of it are compared."""
 NOTHING = -1
-"""In the place of a token, where there is none."""
+"""Number in the place of a token where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Terms:
 
 
 class Beams(NamedTuple):
-    """Where the beams of texts stand."""
+    """The state of the beams of texts."""
 
     scores: Tensor
     """(B, b), sums of log-probabilities."""
@@ -61,7 +61,7 @@ class Beams(NamedTuple):
 
     @classmethod
     def first(cls, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Beams:
-        """Before the first step."""
+        """The beams before the first step."""
         scores = torch.full((rows, size), OUT, dtype=dtype, device=device)
         done = torch.zeros(rows, size, dtype=torch.int64, device=device)
         begin = scores.clone()

@@ -110,7 +110,7 @@ class Deferred:
         return replace(self, x=self.x[index])
 
     def plus(self, other: Any) -> Any:
-        """With a bias for each entry of the vocabulary."""
+        """The logits with a bias for each entry of the vocabulary."""
         wide = (
             isinstance(other, Tensor)
             and other.ndim > 0

@@ -39,7 +39,7 @@ def dropout(
 
 
 class Dropout(nn.Dropout):
-    """The same as a module."""
+    """`dropout` as a module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.training)

@@ -47,7 +47,7 @@ class LaunchSettings(Checked):
     hang_seconds: Seconds = 600.0
     """A rank that finishes no step for so many seconds hangs: stacks are shown, and it is a fault. 0 turns it off."""
     start_seconds: Seconds = 1800.0
-    """The same limit until the first step, which may compile."""
+    """Limit until the first step, which may compile."""
     join_seconds: Seconds = 600.0
     """How long to wait for the fewest nodes."""
     settle_seconds: Seconds = 10.0

@@ -49,7 +49,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports it: 128 + the number of the signal that killed it."""
+        """The code as a shell reports it: 128 + the number of the signal that killed it."""
         return _SHELL_SIGNAL - self.code if self.code < 0 else self.code
 
     @property

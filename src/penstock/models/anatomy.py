@@ -53,7 +53,7 @@ class Anatomy:
 
     family: str
     stacks: tuple[Stack, ...]
-    """In the order in which they run: one, or an encoder and a decoder."""
+    """Stacks in the order in which they run: one, or an encoder and a decoder."""
     unknown: str = ""
     """Class path of a model that is not enrolled: its blocks are known, and their parts are not."""
 
@@ -125,7 +125,7 @@ class Family:
     set_loss: Callable[[Any, LossForm], None] | None = None
     set_padding: Callable[[Any, Padding], None] | None = None
     recompute_scores: Callable[[Any], None] | None = None
-    """Given a block."""
+    """Let a block recompute attention's scores in its backward pass."""
     share_tokens: Callable[[Any, Cut], None] | None = None
     """Compute this rank's tokens of samples that are cut over several."""
     set_heads: Callable[[Any, int, int], None] | None = None

@@ -21,7 +21,7 @@ from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Attention, Embedding, Head, Linear, Perceptron, Pooler, Role, walk
 
 BASE, FIRST, SECOND = "base_layer", "lora_A.default", "lora_B.default"
-"""Where an adapted linear keeps the frozen one, A and B."""
+"""Names under which an adapted linear keeps the frozen one, A and B."""
 _BASE, _A, _B = f".{BASE}.", f".{FIRST}.weight", f".{SECOND}.weight"
 
 

@@ -116,7 +116,7 @@ class TokenStack(nn.Module):
         return x if unpadded is None else unpadded.real.put(x)
 
     def _beside(self, context: Context, memory: Tensor, lengths: Tensor | None, x: Tensor) -> Context:
-        """With the memory that cross attention of x reads."""
+        """The context with the memory that cross attention of x reads."""
         mask: Tensor | Sight | None = None
         if lengths is not None:
             dtype, unpadded = type_of_scores(x), None

@@ -107,7 +107,7 @@ class _Shelf:
         self.before = None if before is None else weakref.ref(before)
         self.kept: list[weakref.ref[_Kept]] = []
         self.known: dict[Any, weakref.ref[_Kept]] = {}
-        """By place in memory, so that what several operators keep goes once."""
+        """Kept tensors by place in memory, so that what several operators keep is copied once."""
         self.sent: torch.cuda.Event | None = None
         self.back: torch.cuda.Event | None = None
         self.away = False

@@ -129,7 +129,7 @@ class Enter:
 
 
 def _multiplied(x: Tensor) -> Tensor:
-    """In the type in which a linear will take it: ranks then send no more than that."""
+    """`x` in the type in which a linear will take it: ranks then send no more than that."""
     if not torch.is_autocast_enabled(x.device.type):
         return x
     with torch.no_grad():

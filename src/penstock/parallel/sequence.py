@@ -81,7 +81,7 @@ def apart(x: Tensor, line: Line, dim: int) -> Tensor:
 
 
 def _padded(x: Tensor, line: Line) -> Tensor:
-    """With rows of zeros, so that all ranks have as many tokens."""
+    """`x` with rows of zeros, so that all ranks have as many tokens."""
     missing = -x.shape[line.dim] % line.count
     if not missing:
         return x

@@ -181,7 +181,7 @@ def _column_major(q: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With rows of zeros, which add nothing to a sum over rows, up to a multiple of 16."""
+    """`x` with rows of zeros, which add nothing to a sum over rows, up to a multiple of 16."""
     missing = -x.shape[0] % MULTIPLE
     if not missing:
         return x

@@ -71,7 +71,7 @@ class Histogram:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: counts by exponent, empty bins left out."""
+        """The histogram for JSON: counts by exponent, empty bins left out."""
         counts = {str(LOW + place): count for place, count in enumerate(self.counts) if count}
         return {"zeros": self.zeros, "wrong": self.wrong, "largest": self.largest, "counts": counts}
 
@@ -82,7 +82,7 @@ class Meter:
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
         self._largest: dict[torch.device, Tensor] = {}
-        """As the bits of an fp32, which order like the numbers."""
+        """Largest magnitudes as the bits of an fp32, which order like the numbers."""
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
@@ -147,7 +147,7 @@ class GradientHistogram:
         return self.activations + self.weights
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The histograms for JSON."""
         return {
             "batches": self.batches,
             "activations": self.activations.to_dict(),

@@ -41,7 +41,7 @@ Kind = Literal["activations", "weights"]
 Note = Callable[[str, Kind, Tensor], None]
 """Is called with each gradient and its layer."""
 STARTING_SCALE = 2.0**16
-"""Where dynamic loss scaling begins."""
+"""Scale at which dynamic loss scaling begins."""
 _MOST_LAYERS = 16
 """Lines of layers that are printed; `PrecisionReport.gradients` has all."""
 
@@ -76,16 +76,16 @@ class PrecisionReport:
     scale: float
     """The loss scale of the pass; 1 where the precision has none."""
     loss: float
-    """In the given precision."""
+    """Loss in the given precision."""
     loss_fp32: float
     """The same loss in fp32: from the same weights, batch and random numbers."""
     compared_scale: float
     """The loss scale that `lost_scaled` and `infinite_scaled` of the gradients speak of, a power of two: `scale`
     rounded down, or, where that is 1, the one that dynamic loss scaling starts at in fp16."""
     gradients: tuple[LayerGradients, ...]
-    """From the first layer of the model to the last; values as in fp32."""
+    """Rows from the first layer of the model to the last; values as in fp32."""
     overflow: Overflow | None
-    """Where the pass first left the finite numbers; None where it did not."""
+    """First place where the pass left the finite numbers; None where it did not."""
 
     @property
     def largest_scale(self) -> float | None:

@@ -62,7 +62,7 @@ class MasterWeights:
         self.dtype = dtype
         trained = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
         self._masters: dict[Parameter, Parameter] = {}
-        """From half weight to master."""
+        """Masters by half weight."""
         self._trained: dict[Optimizer, dict[Parameter, Parameter]] = {}
         """The same of what each optimizer trains."""
         swapped: dict[int, Parameter] = {}

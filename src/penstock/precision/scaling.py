@@ -36,7 +36,7 @@ class Gradients:
         self.scale: Tensor | None = None
         """Factor of the gradients; None once they are as they should be, or before any backward pass."""
         self.scaler: LossScaler | None = None
-        """Whose scale that is."""
+        """Scaler that the scale comes from."""
         self.prepared = False
         """Whether a loss was scaled since the last step."""
         self.unsynced = False

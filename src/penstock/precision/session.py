@@ -163,7 +163,7 @@ class _Poll:
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
-    """Where the first parameter lies; the CPU without any."""
+    """The device of the first parameter; the CPU without any."""
     for model in models:
         for parameter in model.parameters():
             return parameter.device

@@ -32,7 +32,7 @@ class TextPacking(Checked):
     """How text is packed. Fields are options of `penstock pack`; each docstring is one line, as `--help` shows it."""
 
     tokenizer: FilledText = "bytes"
-    """As `data.tokenizer`; or `bpe:N`: a byte-level BPE of N tokens is trained on the text."""
+    """Tokenizer, as `data.tokenizer`; or `bpe:N`: a byte-level BPE of N tokens is trained on the text."""
     rows: Literal["auto", "document", "single", "pair", "translation", "two"] = "auto"
     """Form of a row of text: `auto` is `pair` for pairs:PATH and numbers, else a `document`."""
     columns: tuple[str, ...] = ()

@@ -48,7 +48,9 @@ def read_rows(parquet: Any, path: Path, columns: Columns) -> Iterator[Found]:
 
 
 def _check_sizes(file: Any) -> None:
-    """By what the groups say. Asked about a column whose statistics are broken, pyarrow 26 ends the process."""
+    """Check the groups' sizes by what they say themselves. Asked about a column whose statistics are broken, pyarrow 26
+    ends the process.
+    """
     for group in range(file.metadata.num_row_groups):
         size = file.metadata.row_group(group).total_byte_size
         if not 0 <= size <= _GROUP_BYTES:

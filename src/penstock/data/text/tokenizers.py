@@ -35,7 +35,7 @@ class Frame(NamedTuple):
 
     before: tuple[int, ...]
     between: tuple[int, ...]
-    """Where there are two."""
+    """Special tokens between two texts."""
     behind: tuple[int, ...]
 
     @property

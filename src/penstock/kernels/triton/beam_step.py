@@ -221,7 +221,7 @@ _known: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def _stops(stops: tuple[int, ...], device: torch.device) -> Tensor:
-    """On the device, sent once."""
+    """The stops on the device, sent once."""
     if (stops, device) not in _known:
         _known[stops, device] = torch.tensor(stops or (0,), dtype=torch.int64, device=device)
     return _known[stops, device]

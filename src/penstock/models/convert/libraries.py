@@ -92,7 +92,7 @@ class Library:
     """Whether models have the `sliding_window` that config.json names: with `use_sliding_window` alone, or always; or
     all blocks but every n-th have a `local_attention`, and with it other rotary positions."""
     shift: int = 0
-    """By how much `max_position_embeddings` is larger than the positions that are ever used."""
+    """Difference between `max_position_embeddings` and the positions that are ever used."""
     written: bool = True
     """Whether our models are written as this one. What is only read is written as the one that it computes the same
     as."""

@@ -47,7 +47,7 @@ _SPELLINGS: dict[str, tuple[str, Sequence[tuple[str, str]]]] = {
     "camembert": ("roberta.", _ROBERTA),
     "distilbert": ("distilbert.", _DISTILLED),
 }
-"""By model_type: how names of weights with a head begin, and what each pattern becomes."""
+"""Beginnings of names of weights with a head, and the replacement of each pattern, by model_type."""
 _PLACES = "embeddings.position_embeddings.weight"
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 

@@ -39,7 +39,7 @@ class _Treatment:
     kind: Literal["fp32", "half", "keep", "enter", "recurrent"]
     lists: OpLists
     devices: tuple[str, ...] = ()
-    """Where `keep` makes a difference."""
+    """Devices on which `keep` makes a difference."""
     dtypes: tuple[torch.dtype, ...] = ()
     """The half types that `recurrent` has none of on a CPU."""
     twin: nn.LSTM | None = None

@@ -31,8 +31,8 @@ class Group:
     reason: str
     dtypes: tuple[Half, ...] = ("fp16", "bf16")
     devices: tuple[str, ...] = ("cpu", "cuda")
-    """Where the group is in the default lists. A reason that holds on both may still not be worth watching every call
-    for; the reason then says so."""
+    """Devices on which the group is in the default lists. A reason that holds on both may still not be worth watching
+    every call for; the reason then says so."""
 
 
 PRODUCTS = (

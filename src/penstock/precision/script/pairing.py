@@ -36,7 +36,7 @@ class Pairing:
         self._account = account
         self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._partly: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        """By optimizer, the ids of parameters whose model has not been called yet."""
+        """Ids of parameters whose model has not been called yet, by optimizer."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._accelerated: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -116,7 +116,7 @@ def _train(config: Any, **_: Any) -> Any:
 def _climb(*, config: Any, **_: Any) -> Any:
     from penstock.config.machine import load_machine
     from penstock.ladder.factory import load_factory
-    from penstock.ladder.rung import choose
+    from penstock.ladder.rungs import choose
     from penstock.ladder.settings import command_of
     from penstock.probe import resolve_device
 

@@ -32,7 +32,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "pruned": {
         "positions": "rotary",
-        "unequal": (Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=1, hidden=16)),
+        "unequal": (Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16)),
     },
 }
 BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")

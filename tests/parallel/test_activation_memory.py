@@ -48,7 +48,7 @@ def _kept(name: str, t: int, how: str) -> float:
     )
     assert mine.width == width
     # Without the causal mask, by which our own form on a CPU leaves scores out.
-    block = Block(mine, attention={"causal": False}, device="meta", dtype=torch.bfloat16)
+    block = Block(mine, mine.layers[0], device="meta", dtype=torch.bfloat16)
     attention = block.attention
     assert isinstance(attention, Attention)
     attention.backend, attention.scores_again = "plain", how == "selective"

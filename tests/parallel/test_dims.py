@@ -52,7 +52,7 @@ def test_another_number_of_ranks_keeps_the_batch(line: str, size: int, expected:
 def test_a_batch_that_cannot_be_shared_out_is_refused_with_the_sizes_that_can() -> None:
     plan = Plan(micro_batch=4, dp=3)
     assert valid_sizes(plan, up_to=6) == [1, 2, 3, 4, 6]
-    with pytest.raises(ConfigError, match=r"12 samples .* by 5 ranks .* It can by 1, 2, 3, 4\."):
+    with pytest.raises(ConfigError, match=r"12 samples .* over 5 ranks .* It can by 1, 2, 3, 4\."):
         fit_to_ranks(plan, 5)
     with pytest.raises(
         ConfigError, match=r"started 5 processes, but the plan is for 3 .* It can by 1, 2, 3, 4"

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
-from penstock.boundary.trees import INTEGERS, control_character
+from penstock.boundary.trees import INTEGERS, control_character, parse_json
 from penstock.config.kinds import accepts_none, describe, field_types, is_union, required_fields
 from penstock.errors import ConfigError
 
@@ -208,9 +208,9 @@ def _convert_items(value: Any, item: Any, kind: Any, *, text: bool) -> tuple[Any
         none = value.lower() in NONE_WORDS
         if dataclasses.is_dataclass(item) and not none:
             try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise BadValue(value, f"must be a list of tables, as JSON: {error}.") from None
+                value = parse_json(f'{{"list": {value}}}', "The list")["list"]
+            except ConfigError:
+                raise BadValue(value, "must be a list of tables, as JSON.") from None
         else:
             value = [] if none else [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, str) or not isinstance(value, Sequence):

@@ -269,7 +269,7 @@ def _differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
         if is_dataclass(mine):
             yield from _differences(mine, other, f"{path}.{one.name}")
         elif mine != other:
-            yield f"{path}.{one.name}={brief(mine)}"
+            yield f"{path}.{one.name}={brief(mine) if isinstance(mine, tuple) else mine}"
 
 
 def _written(config: TextConfig, library: Library) -> dict[str, Any]:

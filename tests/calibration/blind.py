@@ -51,7 +51,7 @@ def vit() -> Iterator[Row]:
             overlap=not jax, tp_overlap="none" if jax else "weights",
         )  # fmt: skip
         model = replace(model, dropout=0.1) if jax else model
-        software = Software(softmax_apart=not jax, adds_in_products=not jax, torch_loss=True)
+        software = Software(softmax_apart=not jax, adds_in_products=not jax, loss="torch")
         seconds = iteration_seconds(model, machine, plan, software, as_xla_does if jax else None)
 
         def predict(constants: Constants, seconds=seconds, plan: Plan = plan) -> float:  # type: ignore[no-untyped-def]

@@ -56,7 +56,7 @@ def decoder(name: str) -> DecoderConfig:
     return found
 
 
-TORCH = Software(torch_loss=True)
+TORCH = Software(loss="torch")
 """Software that no source says more of."""
 
 Rewrite = Callable[[Workload, Plan, Machine], Workload]

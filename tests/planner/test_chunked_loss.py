@@ -89,9 +89,29 @@ def test_large_vocabularies_then_fit() -> None:
     machine, model = load_machine("h100"), PRESETS["llama3-1b"]
     line = "precision=O1 recompute=full optimizer=fused micro_batch=8 loss="
     whole, chunked = (predict(model, machine, Plan.parse(line + form)) for form in ("whole", "chunked"))
-    torchs = predict(model, machine, Plan.parse(f"{line}whole"), Software(torch_loss=True))
+    torchs = predict(model, machine, Plan.parse(f"{line}whole"), Software(loss="torch"))
     assert torchs.memory_bytes > 80e9 > 50e9 > whole.memory_bytes > chunked.memory_bytes + 10e9
     assert chunked.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.25)
+
+
+def test_megatrons_loss_moves_all_logits_once_for_each_of_its_operators() -> None:
+    """Forward a cast, the greatest, the difference from it, exponentials, their sum and the division by it; backward a
+    product and the cast: 38 and 14 bytes of each half logit, of which it keeps 4."""
+    rows, words = 2 * 2048, PRESETS["gpt-22b"].vocabulary
+    moved, kept = {}, {}
+    for loss in ("torch", "megatron"):
+        work = describe(
+            PRESETS["gpt-22b"], Plan.parse("precision=O2 micro_batch=2"), software=Software(loss=loss)
+        )
+        own = [(op, ahead) for part in work.parts for ahead, ops in ((True, part.forward), (False, part.backward))
+               for op in ops if op.module == "loss" and op.elements == rows * words]  # fmt: skip
+        moved[loss] = [
+            sum(op.read + op.written for op, ahead in own if ahead == side) for side in (True, False)
+        ]
+        kept[loss] = sum(op.kept for op, ahead in own if ahead)
+    assert moved["megatron"] == [38 * rows * words, 14 * rows * words]
+    assert moved["torch"] == [14 * rows * words, 18 * rows * words]
+    assert kept == {"megatron": 4 * rows * words, "torch": 6 * rows * words}
 
 
 def test_the_gradients_of_a_shared_table_are_torchs_to_the_bit() -> None:

@@ -252,7 +252,7 @@ def _exit(to: Lister, model: ModelConfig) -> None:
         return
     biased = model.output_bias
     # The gradient takes the place of the logits, which stay until the products of the output have read it.
-    in_place = t.tp == 1 and not t.whole and not t.software.torch_loss
+    in_place = t.tp == 1 and not t.whole and t.software.loss == "penstock"
     with to.inside("head"):
         to.gemm(
             "head", rows, columns, d, bias=biased, fp8=False, group="output",
@@ -360,13 +360,25 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
         back = c, c + (2 if c == 2 else 0)
         to.move("loss", size, (2 * c, 0), back, kind="softmax", kept=size * c, group="output", row=columns)
     else:
+        megatron = t.software.loss == "megatron"
         if c < 4:
-            # The training loop still holds the output in half precision when its gradient is made.
-            to.move("loss.cast", size, (c, 4), (4, c), kind="copy", kept=size * c, group="output")
-        # Over tensor parallel devices the exponentials are kept as well as the logarithms.
-        kept = size * (8 if t.tp > 1 else 4)
-        to.move("loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output", row=columns)
-        to.move("loss.pick", rows, (4, 4), (4, 4 * columns), kind="copy")
+            # But for Megatron's, the training loop still holds the output in half precision when its gradient is made.
+            kept = 0 if megatron else size * c
+            to.move("loss.cast", size, (c, 4), (4, c), kind="copy", kept=kept, group="output")
+        if megatron:
+            # The greatest, the difference from it, exponentials, their sum, the division by it: each reads all logits,
+            # and three write them. Backward scales the quotients.
+            to.move(
+                "loss.softmax", size, (20, 12), (4, 4), kind="softmax", kept=4 * size, group="output", row=columns,
+                launches=5,
+            )  # fmt: skip
+        else:
+            # Over tensor parallel devices the exponentials are kept as well as the logarithms.
+            kept = size * (8 if t.tp > 1 else 4)
+            to.move(
+                "loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output", row=columns
+            )
+            to.move("loss.pick", rows, (4, 4), (4, 4 * columns), kind="copy")
     _of_all_words(to, rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Software(NamedTuple):
@@ -21,8 +21,9 @@ class Software(NamedTuple):
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
     even_stages: bool = False
     """Whether a pipeline's stages have as many blocks each, whatever the output takes, as Megatron's have."""
-    torch_loss: bool = False
-    """Whether logits are cast to fp32 and torch's operators make their loss, with no kernel that overwrites them."""
+    loss: Literal["penstock", "torch", "megatron"] = "penstock"
+    """Whose operators make the loss. Other than Penstock's, both cast logits to fp32: torch's are a log-softmax and a
+    pick, Megatron's are single ones in place (its `cross_entropy.py`)."""
 
 
 PENSTOCK = Software()

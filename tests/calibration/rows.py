@@ -245,6 +245,7 @@ four nodes reached, whose rings enter and leave each node through one adapter (b
 
 
 BLOOM = MEGATRON._replace(loss="torch")
+"""Its loss is Megatron's too, but stays counted as torch's: see the page of accuracy."""
 
 
 def _bloom(row: dict[str, str]) -> tuple[DecoderConfig, Plan, str]:

@@ -21,14 +21,7 @@ from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.models.anatomy import (
-    anatomy_of,
-    let_recompile,
-    set_attention,
-    set_loss,
-    set_padding,
-    set_token_order,
-)
+from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
 from penstock.models.lora import add_adapters
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
@@ -176,14 +169,7 @@ def build(
 
     # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
     # choice are accepted.
-    if config is not None or plan.token_order != "batch_first":
-        set_token_order(module, plan.token_order)
-    if config is not None or plan.attention != "sdpa":
-        set_attention(module, plan.attention)
-    if plan.loss != "whole":
-        set_loss(module, plan.loss)
-    if plan.padding != "keep":
-        set_padding(module, plan.padding)
+    set_switches(module, plan)
     split_tokens(module, plan, dims)
     if stages is not None:
         stages.attach()

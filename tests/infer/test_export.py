@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericE
 from penstock.infer import export as module
 from penstock.infer.export import export, exported, inputs_of, load_package
 from penstock.infer.settings import ExportForm, ExportType
-from penstock.models.anatomy import set_attention
+from penstock.models.anatomy import set_switch
 from penstock.train.prepare import write_beside
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny", "t5-tiny"])
 def test_torchs_exported_program_takes_any_size(name: str, tmp_path: Path) -> None:
     model = penstock.from_pretrained(folder(name, tmp_path)).eval()
-    set_attention(model, "sdpa")
+    set_switch(model, "attention", "sdpa")
     program = exported(model).module()
     for sizes in ((1, 2, 2), (5, 40, 3)):
         given = inputs_of(model, *sizes).values()

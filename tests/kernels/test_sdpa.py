@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.sdpa import Switch, Watch, plain_sdpa, set_sdpa
-from penstock.models.anatomy import set_attention
+from penstock.models.anatomy import set_switch
 
 
 class Own(nn.Module):
@@ -98,7 +98,7 @@ def test_plain_attention_of_half_types_stays_in_them() -> None:
 
 def test_a_copy_of_a_switched_module_computes_with_its_own_weights() -> None:
     module, x = Own(), torch.randn(3, 7, 16)
-    set_attention(module, "plain")
+    set_switch(module, "attention", "plain")
     other = copy.deepcopy(module)
     nn.init.zeros_(other.qkv.weight)
     nn.init.zeros_(other.qkv.bias)

@@ -68,8 +68,7 @@ class Scripted(Subject):
         return Situation(
             machine=machine,
             micro_batch=8,
-            attention=("plain", "sdpa"),
-            token_orders=("batch_first", "batch_second"),
+            switches={"attention": ("plain", "sdpa"), "token_order": ("batch_first", "batch_second")},
         )
 
     def build(self, setting: Setting, seed: int) -> Any:

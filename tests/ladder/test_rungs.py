@@ -28,8 +28,7 @@ def _situation(machine: Machine, procs: int = 4) -> Situation:
     return Situation(
         machine=machine,
         micro_batch=8,
-        attention=get_args(AttentionBackend),
-        token_orders=("batch_first", "batch_second"),
+        switches={"attention": get_args(AttentionBackend), "token_order": ("batch_first", "batch_second")},
         procs=procs,
     )
 
@@ -127,10 +126,9 @@ def test_rungs_that_rebuild_the_model_do_not_apply_to_a_model_of_ones_own(name: 
 
 def test_obstacles_of_the_situation() -> None:
     cpu = _situation(CPU)
-    assert "one token order" in str(
-        _named("token-order").refusal(OWN, replace(cpu, token_orders=("batch_first",)))
-    )
-    assert "cannot be switched" in str(_named("attention-plain").refusal(OWN, replace(cpu, attention=())))
+    fixed = replace(cpu, switches={})
+    assert "no token order but" in str(_named("token-order").refusal(OWN, fixed))
+    assert "cannot be switched to attention=plain" in str(_named("attention-plain").refusal(OWN, fixed))
     assert "told apart" in str(_named("batch-x2").refusal(OWN, replace(cpu, splittable=False)))
     assert "exists on GPUs only" in str(_named("attention-cudnn").refusal(FIRST, cpu))
     assert "dtype=fp16 cannot be computed" in str(_named("half-fp16").refusal(FIRST, cpu))

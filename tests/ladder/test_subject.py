@@ -151,8 +151,8 @@ def test_a_foreign_transformer_offers_what_its_family_can() -> None:
         return model, batch, lambda model, batch: model(**batch).loss
 
     situation = _own(factory).situation(CPU)
-    assert {"plain", "sdpa"} <= set(situation.attention)
-    assert situation.token_orders == ("batch_first",)
+    assert {"plain", "sdpa"} <= set(situation.switches["attention"])
+    assert situation.switches["token_order"] == ("batch_first",)
 
 
 def test_a_foreign_encoder_is_forecast_without_what_its_plan_leaves_out() -> None:
@@ -170,7 +170,8 @@ def test_a_foreign_encoder_is_forecast_without_what_its_plan_leaves_out() -> Non
 
     subject = _own(factory)
     situation = subject.situation(CPU)
-    assert (situation.losses, situation.paddings) == (("whole", "chunked"), ("keep", "remove"))
+    assert situation.switches["loss"] == ("whole", "chunked")
+    assert situation.switches["padding"] == ("keep", "remove")
     assert situation.padding_share == pytest.approx(0.5)
 
     def products(**changes: str) -> dict[str, int]:
@@ -215,8 +216,8 @@ def test_attention_of_any_model_that_calls_torchs_can_be_switched() -> None:
         return Attends(), torch.randn(4, 2, 5, 8), lambda model, batch: model(batch).square().mean()
 
     subject = _own(factory)
-    assert {"plain", "math", "flash", "sdpa"} <= set(subject.attention)
-    assert _own().attention == ()
+    assert {"plain", "math", "flash", "sdpa"} <= set(subject.switches["attention"])
+    assert _own().switches["attention"] == ()
     plain = replace(subject.first, plan=replace(subject.first.plan, attention="plain"))
     losses = [
         subject.build(setting, 0).step([next(subject.batches(setting, 0))]).loss

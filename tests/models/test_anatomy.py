@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.build import build
 from penstock.config.model import ViTConfig
+from penstock.config.plan import SWITCHES, Plan
 from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
 from penstock.models import ViT
@@ -20,8 +22,7 @@ from penstock.models.anatomy import (
     Stack,
     anatomy_of,
     enrol,
-    set_attention,
-    set_token_order,
+    set_switch,
 )
 from penstock.models.roles import Norm
 
@@ -42,7 +43,7 @@ def test_a_compiled_model_is_seen_through() -> None:
     model = ViT(TINY)
     compiled: Any = torch.compile(model, backend="eager")
     assert anatomy_of(compiled) == anatomy_of(model)
-    set_token_order(compiled, "batch_second")
+    set_switch(compiled, "token_order", "batch_second")
     assert model.token_order == "batch_second"
 
 
@@ -79,23 +80,29 @@ class _Mine(_Foreign):
 
 def test_a_user_enrols_a_class_and_its_subclasses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anatomies, "_FAMILIES", dict(anatomies._FAMILIES))
-    chosen: list[str] = []
+    chosen: list[tuple[str, str]] = []
     mine = Anatomy(family="mine", stacks=(Stack(blocks=(Block("towers.0", (Norm("towers.0.0"),)),)),))
     path = f"{__name__}._Foreign"
-    enrol(path, Family(anatomy=lambda _: mine, set_attention=lambda _, backend: chosen.append(backend)))
+    switches = {name: lambda _, value, name=name: chosen.append((name, value)) for name in reversed(SWITCHES)}
+    enrol(path, Family(anatomy=lambda _: mine, switches=switches))
     assert anatomy_of(_Mine()) == mine
-    set_attention(_Mine(), "flash")
-    assert chosen == ["flash"]
+    line = "padding=remove loss=chunked attention=flash token_order=batch_second"
+    build(_Mine(), Plan.parse(line))
+    assert list(reversed(chosen)) == [
+        tuple(word.split("=")) for word in line.split()
+    ]  # in the order of the Plan
+    build(_Mine(), Plan())
+    assert len(chosen) == 4
 
 
 def test_what_a_foreign_model_cannot_is_said() -> None:
     model = _Foreign()
-    set_token_order(model, "batch_first")
-    set_attention(model, "sdpa")
+    set_switch(model, "token_order", "batch_first")
+    set_switch(model, "attention", "sdpa")
     with pytest.raises(ConfigError, match="no token order but batch_first"):
-        set_token_order(model, "batch_second")
+        set_switch(model, "token_order", "batch_second")
     with pytest.raises(ConfigError, match="no token order but batch_first"):
-        set_token_order(_hf("ViTModel"), "batch_second")
+        set_switch(_hf("ViTModel"), "token_order", "batch_second")
 
 
 def test_transformers_takes_our_attention() -> None:
@@ -105,9 +112,9 @@ def test_transformers_takes_our_attention() -> None:
     for backend in BACKENDS:
         if backend in ("efficient", "cudnn"):
             continue
-        set_attention(model, backend)
+        set_switch(model, "attention", backend)
         torch.testing.assert_close(model(images).logits, expected)
-    set_attention(model, "cudnn")
+    set_switch(model, "attention", "cudnn")
     with pytest.raises(ConfigError, match="'cudnn' has no kernel"):
         model(images)
 
@@ -116,7 +123,7 @@ def test_transformers_attention_dropout_is_not_dropped_silently() -> None:
     transformers = pytest.importorskip("transformers")
     model = _hf("ViTForImageClassification")
     assert isinstance(model, transformers.PreTrainedModel)
-    set_attention(model, "plain")
+    set_switch(model, "attention", "plain")
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1

@@ -18,7 +18,7 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.documents import Documents
 from penstock.models import create
-from penstock.models.anatomy import set_loss, set_padding
+from penstock.models.anatomy import set_switch
 from penstock.models.positions import visible
 from penstock.models.stack import TextModel
 
@@ -142,7 +142,7 @@ def test_padding_left_out_changes_neither_outputs_nor_gradients(
         lambda _, given: sights.append(isinstance(given[1].mask, Documents))
     )
     for padding in ("keep", "remove"):
-        set_padding(model, padding)  # type: ignore[arg-type]
+        set_switch(model, "padding", padding)
         torch.manual_seed(2)
         out = model(*inputs)
         model.zero_grad()
@@ -157,7 +157,7 @@ def test_padding_left_out_changes_neither_outputs_nor_gradients(
 def test_decoders_and_models_of_others_refuse_to_leave_padding_out() -> None:
     for model in (create(DECODER), nn.Linear(2, 2)):
         with pytest.raises(ConfigError, match=r"plan\.padding=remove"):
-            set_padding(model, "remove")
+            set_switch(model, "padding", "remove")
     assert any("padding=remove" in problem for problem in problems(Plan.parse("padding=remove"), DECODER))
     assert not list(problems(Plan.parse("padding=remove"), ENCODER))
 
@@ -293,4 +293,4 @@ def test_smoothing_is_that_of_torch() -> None:
 
 def test_a_model_without_a_loss_of_its_own_has_no_form_of_it() -> None:
     with pytest.raises(ConfigError, match=r"Linear does not make its loss itself, so plan\.loss=chunked"):
-        set_loss(nn.Linear(2, 2), "chunked")
+        set_switch(nn.Linear(2, 2), "loss", "chunked")

@@ -15,7 +15,7 @@ from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.kernels.deferred import Deferred
-from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding
+from penstock.models.anatomy import anatomy_of, set_switch
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -64,9 +64,9 @@ def test_logits_that_are_put_off_change_no_gradient(name: str, monkeypatch: pyte
     monkeypatch.setattr("penstock.kernels.deferred.LOSS_BUDGET", {"cpu": 5 * 8 * foreign.WORDS})
     model, batch = _model(name), _batch(name)
     changed = copy.deepcopy(model)
-    set_loss(changed, "chunked")
+    set_switch(changed, "loss", "chunked")
     assert isinstance(_assert_same(model, changed, batch).logits, Deferred)
-    set_loss(changed, "whole")
+    set_switch(changed, "loss", "whole")
     assert isinstance(_ran(changed, batch)[0].logits, Tensor)
 
 
@@ -95,13 +95,13 @@ def test_padding_that_is_left_out_changes_no_gradient(
     seen = _sights(monkeypatch)
     for attention in ("sdpa", "plain"):
         changed = copy.deepcopy(model)
-        set_attention(changed, attention)
-        set_padding(changed, "remove")
+        set_switch(changed, "attention", attention)
+        set_switch(changed, "padding", "remove")
         _assert_same(model, changed, batch)
         assert _tokens_computed(changed, batch) == {20}  # of 32, of which 19 are real: a sixteenth is two
-        set_attention(changed, "sdpa")
+        set_switch(changed, "attention", "sdpa")
         assert _tokens_computed(changed, batch) == {20}
-        set_padding(changed, "keep")
+        set_switch(changed, "padding", "keep")
         assert _tokens_computed(changed, batch) == {32}
     assert seen == {sight}
 
@@ -128,8 +128,8 @@ def test_a_kernel_without_dropout_is_not_asked_for_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr("penstock.kernels.padding.UNPADDED_MEAN", {4: 0})
     seen = _sights(monkeypatch)
     model, batch = _model("bert"), _batch("bert")
-    set_attention(model, "plain")
-    set_padding(model, "remove")
+    set_switch(model, "attention", "plain")
+    set_switch(model, "padding", "remove")
     for block in model.bert.encoder.layer:
         block.attention.self.dropout.p = 0.3
     _ran(model, batch)
@@ -142,7 +142,7 @@ def test_a_kernel_without_dropout_is_not_asked_for_it(monkeypatch: pytest.Monkey
 def test_what_has_no_padding_or_hides_more_is_computed_as_it_is() -> None:
     model, batch = _model("bert"), _batch("bert")
     changed = copy.deepcopy(model)
-    set_padding(changed, "remove")
+    set_switch(changed, "padding", "remove")
     full = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
     _assert_same(model, changed, full)
     assert _tokens_computed(changed, full) == {32}
@@ -215,19 +215,19 @@ def test_without_padding_attention_is_that_of_the_plan(
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_models_without_such_an_encoder_keep_their_padding(name: str) -> None:
     with pytest.raises(ConfigError, match="computes all tokens that it is given"):
-        set_padding(_model(name), "remove")
+        set_switch(_model(name), "padding", "remove")
 
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match="no linear layer over a vocabulary"):
-        set_loss(_model("bert of classes"), "chunked")
+        set_switch(_model("bert of classes"), "loss", "chunked")
     sizes = foreign.FOREIGN["bert"].sizes
     decoder = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, is_decoder=True))
     with pytest.raises(ConfigError, match="BertLMHeadModel, which has no encoder"):
-        set_padding(decoder, "remove")
+        set_switch(decoder, "padding", "remove")
     eager = transformers.BertModel(transformers.BertConfig(**sizes, attn_implementation="eager"))
     with pytest.raises(ConfigError, match="make it with 'sdpa'"):
-        set_padding(eager, "remove")
+        set_switch(eager, "padding", "remove")
 
 
 @pytest.mark.gpu
@@ -237,9 +237,9 @@ def test_on_a_gpu_flash_attention_goes_by_lengths(name: str, monkeypatch: pytest
     batch = {key: value.cuda() for key, value in _batch(name).items()}
     seen = _sights(monkeypatch)
     changed = copy.deepcopy(model)
-    set_attention(changed, "flash" if name == "bert" else "sdpa")
-    set_padding(changed, "remove")
-    set_loss(changed, "chunked")
+    set_switch(changed, "attention", "flash" if name == "bert" else "sdpa")
+    set_switch(changed, "padding", "remove")
+    set_switch(changed, "loss", "chunked")
     expected, found = _ran(model, batch)[0].loss, _ran(changed, batch)[0].loss
     torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)  # both in bf16
     assert seen == {"Varlen" if name == "bert" else "Padded"}

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from penstock.config.model import preset
 from penstock.config.plan import Plan
 from penstock.models import create
-from penstock.models.anatomy import set_attention
+from penstock.models.anatomy import set_switch
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims, parts, recompute_blocks, sequence, shard
 from penstock.parallel.pipeline import cut_stages
@@ -99,7 +99,7 @@ def _built(name: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> Found:
         model = create(config).to(torch.bfloat16)
     split_layers(model, plan, dims, alike=True)
     stages = cut_stages(model, stage_counts(totals(config), plan.pp), dims, META, fixed=True)
-    set_attention(model, plan.attention)
+    set_switch(model, "attention", plan.attention)
     recompute_blocks(model, plan, config, META)
     stages.attach()
     weights = sum(local(p.detach()).numel() for p in model.parameters())

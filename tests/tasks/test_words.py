@@ -19,7 +19,7 @@ from penstock.data.source import Source
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.models.anatomy import set_padding
+from penstock.models.anatomy import set_switch
 from penstock.tasks.masked_words import MaskedWords, PrepareMasked
 from penstock.tasks.next_token import NextToken
 from penstock.tasks.span_corruption import PrepareSpans, Sizes, SpanCorruption, sizes_of
@@ -167,7 +167,7 @@ def test_words_of_unpacked_documents_are_hidden_as_if_each_were_alone(
     config = EncoderConfig(vocabulary=Bytes.size, sequence=40, width=16, depth=2, heads=2, mlp_width=16)
     torch.manual_seed(0)
     model = create(config).double()
-    set_padding(model, padding)
+    set_switch(model, "padding", padding)
     source = _unpacked(MaskedWords(), config, tmp_path)
     host = first_samples(source, 9)
     prepare = MaskedWords().prepare(source, config)

@@ -99,15 +99,21 @@ class Plan(Checked, where="plan"):
     optimizer: OptimizerForm = field(default="loop", metadata=_ROUNDING)
     """How the update is launched: once per tensor, per chunk of tensors, per group (fused), or once per flat
     buffer of each group and dtype."""
-    token_order: TokenOrder = field(default="batch_first", metadata=_ROUNDING)
+    token_order: TokenOrder = field(
+        default="batch_first", metadata=_ROUNDING | {"switch": "has no token order but batch_first"}
+    )
     """The order of dimensions inside the blocks: (batch, sequence, width) or (sequence, batch, width)."""
-    attention: AttentionBackend = field(default="sdpa", metadata=_ROUNDING)
+    attention: AttentionBackend = field(
+        default="sdpa", metadata=_ROUNDING | {"switch": "never calls torch's attention, or not in this form"}
+    )
     """`sdpa` lets torch choose; `plain` is two matrix products; `auto` is Penstock's choice by device, dtype
     and sequence length; the others fix one backend of SDPA."""
-    loss: LossForm = field(default="whole", metadata=_ROUNDING)
+    loss: LossForm = field(default="whole", metadata=_ROUNDING | {"switch": "does not make its loss itself"})
     """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
-    made along with it, so that logits take at most 64 MiB, on a GPU 1 GiB."""
-    padding: Padding = field(default="keep", metadata=_ROUNDING)
+    made along with it, so that logits take 64 MiB at most, on a GPU 1 GiB."""
+    padding: Padding = field(
+        default="keep", metadata=_ROUNDING | {"switch": "computes all tokens that it is given"}
+    )
     """Whether an encoder computes padding: `remove` saves its share of the tokens of a batch. On a CPU, and on
     a GPU with `attention=flash`, attention then goes from sample to sample; elsewhere it alone still sees padding."""
     compile: Compile = field(default="none", metadata=_ROUNDING)
@@ -270,6 +276,11 @@ class Plan(Checked, where="plan"):
     def global_batch(self) -> int:
         """Samples of one optimizer step, over all devices."""
         return self.micro_batch * self.accumulate * self.dp
+
+
+SWITCHES: dict[str, str] = {f.name: f.metadata["switch"] for f in fields(Plan) if "switch" in f.metadata}
+"""Fields that a model's family applies, in the order in which `build` has them applied, and what is said of a model
+that cannot."""
 
 
 def effect_of(name: str, *values: Any) -> Effect:

@@ -23,7 +23,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.text import needed
-from penstock.models.anatomy import set_padding
+from penstock.models.anatomy import set_switch
 from penstock.models.encoder import Encoder
 from penstock.models.vit import ViT
 
@@ -43,7 +43,7 @@ class _Texts:
         """`run` is the model, or what of it is to be run."""
         assert isinstance(found.model, Encoder)
         self.model, self.tokenizer, self.batch, self.run = found.model, found.tokenizer, batch, run
-        set_padding(self.model, "remove")
+        set_switch(self.model, "padding", "remove")
 
     def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
         """Token numbers of texts or pairs, cut to what the model reads, and where the second of a pair begins."""

@@ -22,7 +22,7 @@ from penstock.infer.ctranslate import write_ctranslate
 from penstock.infer.onnx_cache import write_cached
 from penstock.infer.onnx_file import packages, write_onnx
 from penstock.infer.settings import ExportForm, ExportType
-from penstock.models.anatomy import set_attention
+from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
 
@@ -52,7 +52,7 @@ def export(
         found, expected = write_ctranslate(folder, target, kind, lambda module: inputs_of(module, *CHECKED))
         return target, _difference(found, expected, target, kind)
     module = from_pretrained(folder).eval()
-    set_attention(module, "sdpa")
+    set_switch(module, "attention", "sdpa")
     if form == "onnx-cache":
         packages()
         path, found, expected = write_cached(module, target)

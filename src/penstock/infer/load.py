@@ -19,7 +19,7 @@ from penstock.infer.shortlist import shorten
 from penstock.infer.stages import cut, stages_of
 from penstock.infer.texts import sharded
 from penstock.infer.weights import ROUNDED, pack, suited
-from penstock.models.anatomy import set_attention
+from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import first_token, read_json, said_in
 from penstock.models.convert.hub import local_weights
@@ -107,7 +107,7 @@ def loaded(
         _share_out(module, dims, alike=said is not None)
     module = module.to(device)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
-        set_attention(module, "auto" if plan.attention == "sdpa" else plan.attention)
+        set_switch(module, "attention", "auto" if plan.attention == "sdpa" else plan.attention)
     own = said is not None
     said = said or {}
     start, ends = _marks(said, tokenizer)

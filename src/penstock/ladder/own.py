@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured, Subject
 from penstock.ladder.trace import trace
-from penstock.models.anatomy import anatomy_of, set_attention, set_loss, set_padding, set_token_order
+from penstock.models.anatomy import anatomy_of, set_switch, set_switches
 from penstock.planner.operators import Workload
 from penstock.tasks import Loss, mean_loss
 
@@ -52,13 +52,8 @@ class Own(Subject):
         self._samples = samples_of(self._batch)
         self.splittable = self._samples is not None
         self.first = Setting(model=None, plan=Plan(micro_batch=self._samples or 1))
-        self.attention = self._attention_of(model)
-        self.token_orders = tuple(
-            name for name in self.token_orders if _accepts(set_token_order, model, name)
-        )
-        self.losses = tuple(name for name in self.losses if _accepts(set_loss, model, name))
-        self.paddings = tuple(name for name in self.paddings if _accepts(set_padding, model, name))
-        if "remove" in self.paddings:
+        self.switches = self._switches_of(model)
+        if "remove" in self.switches["padding"]:
             self.padding_share = padding_of(self._batch)
         self._traces: dict[tuple[int, LossForm, Padding], Workload] = {}
 
@@ -78,10 +73,7 @@ class Own(Subject):
         key = plan.micro_batch, plan.loss, plan.padding
         if key not in self._traces:
             model, _, loss = self._make(0)
-            if plan.loss != "whole":
-                set_loss(model, plan.loss)
-            if plan.padding != "keep":
-                set_padding(model, plan.padding)
+            set_switches(model, Plan(loss=plan.loss, padding=plan.padding))
             batch = self._enlarged(plan.micro_batch)
             self._traces[key] = trace(
                 model.to(self.device),
@@ -109,14 +101,17 @@ class Own(Subject):
     def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
         return made_by(self._factory, self.title, seed)
 
-    def _attention_of(self, model: nn.Module) -> tuple[str, ...]:
-        """The backends that the model can be switched to: none where it never calls torch's attention."""
+    def _switches_of(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """The values that the model can be switched to: none of attention where it never calls torch's."""
         switch = Switch("sdpa")
         with torch.no_grad(), torch.random.fork_rng(devices=[]), Watch(switch):
             self._loss(model.to(self.device), self._enlarged(self.first.plan.micro_batch))
-        if not switch.used:
-            return ()
-        return tuple(name for name in self.attention if _accepts(set_attention, model, name))
+        return {
+            name: tuple(
+                v for v in values if (switch.used or name != "attention") and _accepts(model, name, v)
+            )
+            for name, values in self.switches.items()
+        }
 
     def _enlarged(self, size: int) -> Any:
         """The example batch on the device, repeated to `size` samples."""
@@ -147,9 +142,9 @@ def _blocks_in(model: nn.Module) -> int:
         return 1
 
 
-def _accepts(switch: Callable[[nn.Module, Any], None], model: nn.Module, value: str) -> bool:
+def _accepts(model: nn.Module, name: str, value: str) -> bool:
     try:
-        switch(model, value)
+        set_switch(model, name, value)
     except ConfigError:
         return False
     return True

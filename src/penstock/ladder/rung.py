@@ -6,14 +6,14 @@ and `--skip`, and in the tests that every rung must pass. Free of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from penstock.config import rules
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig
-from penstock.config.plan import HalfDtype, Plan, effect_of
+from penstock.config.plan import SWITCHES, HalfDtype, Plan, effect_of
 from penstock.errors import ConfigError
 from penstock.ladder.result import Results
 
@@ -41,14 +41,8 @@ class Situation:
     """The baseline's."""
     splittable: bool = True
     """Whether the batch can be made larger: always for our own data, and for a user's where samples are found."""
-    attention: tuple[str, ...] = ()
-    """Attention backends the model can be switched to."""
-    token_orders: tuple[str, ...] = ("batch_first",)
-    """Layouts the model can be switched to."""
-    losses: tuple[str, ...] = ("whole",)
-    """Forms of the loss over a vocabulary that the model can be switched to."""
-    paddings: tuple[str, ...] = ("keep",)
-    """Treatments of padding that the model can be switched to."""
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Values of the Plan's `SWITCHES` that the model can take."""
     padding_share: float = 0.0
     """How much of a batch's tokens is padding."""
     groupable: bool = False
@@ -80,8 +74,8 @@ class Rung:
     """Its effect and why that should pay: one or two sentences for the reader of the page."""
     apply: Callable[[Setting, Situation], Setting]
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
-    """A sentence why the rung cannot or need not be applied to a setting, or None. The rules of Plans are not repeated
-    here."""
+    """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of
+    Plans and the model's switches say is not repeated here."""
     choice: str = ""
     """Rungs of one choice exclude each other; by default those of a group do."""
     compared_by: Literal["samples", "flops"] = "samples"
@@ -108,9 +102,17 @@ class Rung:
         """Whether the search combines it with others."""
         return self.results != "other" and self.carried and not self.twin
 
+    def hindrance(self, setting: Setting, situation: Situation) -> str | None:
+        """Why the model or the situation does not allow the rung, or None; `refusal` also asks the rules of Plans."""
+        changes = self.apply.values(situation) if isinstance(self.apply, PlanChange) else {}
+        for name, why in SWITCHES.items():
+            if name in changes and changes[name] not in situation.switches.get(name, ()):
+                return f"the model cannot be switched to {name}={changes[name]}: it {why}"
+        return self.obstacle(setting, situation)
+
     def refusal(self, setting: Setting, situation: Situation) -> str | None:
         """Why the rung cannot be applied to a setting, by itself or by the rules of Plans, or None."""
-        own = self.obstacle(setting, situation)
+        own = self.hindrance(setting, situation)
         if own is not None:
             return own
         changed = self.apply(setting, situation)
@@ -124,8 +126,11 @@ class PlanChange:
     fields: dict[str, Any]
 
     def __call__(self, setting: Setting, situation: Situation) -> Setting:
-        values = {name: value(situation) if callable(value) else value for name, value in self.fields.items()}
-        return replace(setting, plan=replace(setting.plan, **values))
+        return replace(setting, plan=replace(setting.plan, **self.values(situation)))
+
+    def values(self, situation: Situation) -> dict[str, Any]:
+        """The values of its fields in a situation."""
+        return {name: value(situation) if callable(value) else value for name, value in self.fields.items()}
 
     @property
     def results(self) -> Results:

@@ -54,8 +54,6 @@ def _has_class_token(setting: Setting, situation: Situation) -> str | None:
 
 def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
     def obstacle(setting: Setting, situation: Situation) -> str | None:
-        if backend not in situation.attention:
-            return f"the model cannot be switched to {backend} attention"
         if backend == "flash" and situation.machine.device == "cpu" and setting.plan.attention == "sdpa":
             return "on a CPU torch's own choice is flash already"
         return None
@@ -74,14 +72,6 @@ def _compiled(region: str, place: int, why: str) -> Rung:
     return Rung(
         name=f"compile-{region}", place=place, title=f"compile {region}", why=why, apply=plan(compile=region)
     )
-
-
-def _without_padding(setting: Setting, situation: Situation) -> str | None:
-    if "remove" not in situation.paddings:
-        return "the model computes all tokens that it is given"
-    if not situation.padding_share:
-        return "no token of its batches is padding"
-    return None
 
 
 _ONE_BATCH = "its function gives one batch, and no other samples to make batches of"
@@ -260,9 +250,6 @@ for _rung in (
         title="batch second",
         why="Tokens are held as (sequence, batch, width), so that attention reads heads in place, without transposes.",
         apply=plan(token_order="batch_second"),
-        obstacle=lambda setting, situation: (
-            None if "batch_second" in situation.token_orders else "the model knows one token order only"
-        ),
     ),
     _attention(
         "plain",
@@ -281,11 +268,6 @@ for _rung in (
         why="Logits over a vocabulary are made for some tokens at a time, with their gradients, so that they never lie "
         "in memory all together.",
         apply=plan(loss="chunked"),
-        obstacle=lambda setting, situation: (
-            None
-            if "chunked" in situation.losses
-            else "the model has no loss over a vocabulary that could be made so"
-        ),
     ),
     Rung(
         name="padding",
@@ -294,7 +276,9 @@ for _rung in (
         why="An encoder computes the tokens that are there, and no padding. On a GPU attention still sees it, unless "
         "it is flash.",
         apply=plan(padding="remove"),
-        obstacle=_without_padding,
+        obstacle=lambda setting, situation: (
+            None if situation.padding_share else "no token of its batches is padding"
+        ),
     ),
     Rung(
         name="packed",

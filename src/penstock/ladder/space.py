@@ -50,7 +50,7 @@ class Space:
             return
         yield from self._all(setting, (*key, ""), choices[1:])
         for rung in self.choices[choices[0]]:
-            if rung.obstacle(setting, self.situation) is None:
+            if rung.hindrance(setting, self.situation) is None:
                 yield from self._all(rung.apply(setting, self.situation), (*key, rung.name), choices[1:])
 
     def neighbours(self, of: Candidate) -> list[Candidate]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast, get_args
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from penstock.build import Built, build
 from penstock.config.jobs import JOBS
+from penstock.config.kinds import field_types
 from penstock.config.machine import Machine
 from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, option_words, title
-from penstock.config.plan import AttentionBackend, LossForm, Padding, Plan
+from penstock.config.plan import SWITCHES, Plan
 from penstock.config.run import Recipe, TaskName
 from penstock.cpu import this_cpu
 from penstock.data import Loader
@@ -68,14 +69,8 @@ class Subject(ABC):
     data: str
     """The origin of its batches."""
 
-    attention: tuple[str, ...] = get_args(AttentionBackend)
-    """Attention backends that its model can be switched to."""
-    token_orders: tuple[str, ...] = ("batch_first", "batch_second")
-    """Orders of tokens that its model can be switched to."""
-    losses: tuple[str, ...] = get_args(LossForm)
-    """Forms of the loss over a vocabulary that its model can be switched to."""
-    paddings: tuple[str, ...] = get_args(Padding)
-    """Treatments of padding that its model can be switched to."""
+    switches: Mapping[str, tuple[str, ...]] = {name: get_args(field_types(Plan)[name]) for name in SWITCHES}
+    """Values of the Plan's `SWITCHES` that its model can take."""
     padding_share = 0.0
     """How much of a batch's tokens is padding."""
     unpacked_padding: float | None = None
@@ -91,10 +86,7 @@ class Subject(ABC):
             machine=machine,
             micro_batch=self.first.plan.micro_batch,
             splittable=self.splittable,
-            attention=self.attention,
-            token_orders=self.token_orders,
-            losses=self.losses,
-            paddings=self.paddings,
+            switches=self.switches,
             padding_share=self.padding_share,
             groupable=self.groupable,
             packable=self.packable,

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from penstock.config.plan import AttentionBackend, LossForm, Padding, TokenOrder
+from penstock.config.plan import SWITCHES, AttentionBackend, Plan
 from penstock.errors import ConfigError
 from penstock.kernels.sdpa import Switch, set_sdpa, switch_of
-from penstock.kernels.token_cut import Cut
 from penstock.models.roles import Compound, Role, owned, placed, walk
 
 R = TypeVar("R", bound=Role)
 T = TypeVar("T")
+Switches = Mapping[str, Callable[[Any, Any], None]]
 _RECOMPILE_LIMIT = 64
 WHOLE = "_penstock_anatomy"
 """Attribute of a model that was cut into stages: its anatomy from before, which names what other processes hold too."""
@@ -116,21 +116,14 @@ def _nearest(table: dict[str, T], parameter: str) -> T | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family of models is treated: its anatomy, and how it switches attention, token order, the form of its
-    loss and padding, if it can."""
+    """How one family of models is treated: its anatomy, and how it applies fields of a Plan."""
 
     anatomy: Callable[[Any], Anatomy]
-    set_attention: Callable[[Any, AttentionBackend], None] | None = None
-    set_token_order: Callable[[Any, TokenOrder], None] | None = None
-    set_loss: Callable[[Any, LossForm], None] | None = None
-    set_padding: Callable[[Any, Padding], None] | None = None
-    recompute_scores: Callable[[Any], None] | None = None
-    """Let a block recompute attention's scores in its backward pass."""
-    share_tokens: Callable[[Any, Cut], None] | None = None
-    """Compute this rank's tokens of samples that are cut over several."""
-    set_heads: Callable[[Any, int, int], None] | None = None
-    """Called where ranks split the heads, with this rank's place and how many ranks there are: for what a model
-    makes for all heads without weights."""
+    switches: Switches = field(default_factory=dict)
+    """Functions that are given a model and a value, by the Plan field that they apply. Those in `SWITCHES` get the
+    field's value, `recompute` the name of a block whose attention scores the backward pass recomputes, `cp` the `Cut`
+    by which this rank has some tokens of each sample, and `tp` this rank's place among those that share the heads, with
+    their number: for what a model computes for all heads without weights."""
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -155,28 +148,39 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     return _search(model) if family is None else family.anatomy(model)
 
 
-def set_token_order(model: nn.Module, token_order: TokenOrder) -> None:
-    """Choose the order of the token tensor inside the blocks. Raises ConfigError where the family has one only."""
-    model = uncompiled(model)
-    family = _family_of(model)
-    if family is not None and family.set_token_order is not None:
-        family.set_token_order(model, token_order)
-    elif token_order != "batch_first":
-        why = "has no token order but batch_first"
-        raise _without_choice(model, "token_order", token_order, why, "model of this family")
+def switch_for(model: nn.Module, name: str) -> Callable[[Any], None] | None:
+    """The function that lets a model compute by a value of a Plan field (see `Family.switches`), or None without one.
 
-
-def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """Choose the attention kernel in every block. Raises ConfigError where the family cannot take it.
-
-    Of a family that does not say how, and of any other module, calls of torch's `scaled_dot_product_attention` are
-    switched. A module that makes none is not changed by it, which `TrainStep` says after its first step.
+    Where a family has none for `attention` and `recompute`, and for any other module, calls of torch's
+    `scaled_dot_product_attention` are switched. A module that makes none is not changed by it, which `TrainStep` says
+    after its first step.
     """
     model = uncompiled(model)
     family = _family_of(model)
-    if family is not None and family.set_attention is not None:
-        family.set_attention(model, backend)
-        return
+    change = (None if family is None else family.switches.get(name)) or _ANY_MODEL.get(name)
+    return None if change is None else functools.partial(change, model)
+
+
+def set_switch(model: nn.Module, name: str, value: Any) -> None:
+    """Let a model compute by a value of one of `SWITCHES`. Raises ConfigError where it cannot."""
+    change = switch_for(model, name)
+    if change is not None:
+        change(value)
+    elif value != getattr(_DEFAULTS, name):
+        raise ConfigError(
+            f"{_path(type(uncompiled(model)))} {SWITCHES[name]}, so plan.{name}={value} cannot be applied to it; leave "
+            f"plan.{name} out, or use a model of Penstock's own that can."
+        )
+
+
+def set_switches(model: nn.Module, plan: Plan) -> None:
+    """Apply all fields in `SWITCHES` that differ from their defaults. Raises ConfigError where the model cannot."""
+    for name in SWITCHES:
+        if getattr(plan, name) != getattr(_DEFAULTS, name):
+            set_switch(model, name, getattr(plan, name))
+
+
+def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     # Each block too: compiled by itself, it does not see what stands around it.
     try:
         blocks = anatomy_of(model).block_modules(model)
@@ -187,63 +191,17 @@ def set_attention(model: nn.Module, backend: AttentionBackend) -> None:
         set_sdpa(module, switch)
 
 
-def recompute_scores(model: nn.Module, block: str) -> None:
-    """Let a block's backward pass compute attention's scores again, where they would be kept for it. Of a family that
-    does not say how, and of any other module, calls of torch's `scaled_dot_product_attention` are made so.
-    """
-    model = uncompiled(model)
-    family, module = _family_of(model), model.get_submodule(block)
-    if family is not None and family.recompute_scores is not None:
-        family.recompute_scores(module)
-        return
+def _recompute_scores(model: nn.Module, block: str) -> None:
     there = switch_of(model)
-    set_sdpa(module, Switch("sdpa" if there is None else there.backend, again=True, around=there))
+    switch = Switch("sdpa" if there is None else there.backend, again=True, around=there)
+    set_sdpa(model.get_submodule(block), switch)
 
 
-def share_tokens(model: nn.Module, cut: Cut) -> bool:
-    """Let a model compute this rank's tokens of every sample; false where its family does not know how."""
-    family = _family_of(uncompiled(model))
-    if family is None or family.share_tokens is None:
-        return False
-    family.share_tokens(uncompiled(model), cut)
-    return True
-
-
-def set_heads(model: nn.Module, index: int, count: int) -> None:
-    """Tell a model that share `index` of `count` of its heads is computed here."""
-    family = _family_of(uncompiled(model))
-    if family is not None and family.set_heads is not None:
-        family.set_heads(uncompiled(model), index, count)
-
-
-def set_loss(model: nn.Module, form: LossForm) -> None:
-    """Choose how a model makes the loss over its vocabulary. Raises ConfigError where it makes none itself."""
-    model = uncompiled(model)
-    family = _family_of(model)
-    if family is None or family.set_loss is None:
-        raise _without_choice(
-            model, "loss", form, "does not make its loss itself", "decoder, encoder or encoder–decoder"
-        )
-    family.set_loss(model, form)
-
-
-def set_padding(model: nn.Module, padding: Padding) -> None:
-    """Choose whether a model computes padding. Raises ConfigError where it cannot leave it out."""
-    model = uncompiled(model)
-    family = _family_of(model)
-    if family is None or family.set_padding is None:
-        raise _without_choice(
-            model, "padding", padding, "computes all tokens that it is given", "encoder or encoder–decoder"
-        )
-    family.set_padding(model, padding)
-
-
-def _without_choice(model: nn.Module, field: str, value: str, why: str, ours: str) -> ConfigError:
-    """A setting of a Plan that no model of this class has a use for."""
-    return ConfigError(
-        f"{_path(type(model))} {why}, so plan.{field}={value} cannot be applied to it; leave plan.{field} out, or use "
-        f"Penstock's own {ours}."
-    )
+_ANY_MODEL: Switches = {
+    "attention": _set_attention,
+    "recompute": _recompute_scores,
+}
+_DEFAULTS = Plan()
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -375,10 +333,10 @@ def _pruned(part: Any, there: set[str]) -> Any:
     if isinstance(part, Role) and not isinstance(part, Compound):
         return part if part.name in there else None
     changes: dict[str, Any] = {}
-    for field in fields(part):
-        value = getattr(part, field.name)
-        kept = changes[field.name] = _pruned(value, there)
-        needed = isinstance(part, Compound) and field.default is MISSING
+    for each in fields(part):
+        value = getattr(part, each.name)
+        kept = changes[each.name] = _pruned(value, there)
+        needed = isinstance(part, Compound) and each.default is MISSING
         if needed and (kept is None or (isinstance(kept, tuple) and len(kept) < len(value))):
             return None
     return replace(part, **changes)  # type: ignore[type-var]

@@ -11,7 +11,7 @@ from torch import nn
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.kernels.token_cut import Cut
-from penstock.models.anatomy import share_tokens
+from penstock.models.anatomy import switch_for
 from penstock.parallel.dims import ParallelDims
 
 
@@ -23,8 +23,10 @@ def split_tokens(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
         return
     causal = any(getattr(module, "causal", False) for module in model.modules())
     cut = Cut(dims.group("cp"), dims.place()["cp"], dims.cp, causal=causal, exchange=plan.cp_exchange)
-    if not share_tokens(model, cut):
+    share = switch_for(model, "cp")
+    if share is None:
         raise ConfigError(
             f"{type(model).__name__} cannot split its tokens over plan.cp={plan.cp} ranks; use plan.cp=1, or one of "
             "Penstock's own decoders, encoders or Vision Transformers."
         )
+    share(cut)

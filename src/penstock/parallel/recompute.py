@@ -19,7 +19,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
-from penstock.models.anatomy import Block, anatomy_of, recompute_scores
+from penstock.models.anatomy import Block, anatomy_of, set_switch
 from penstock.models.roles import Attention, Perceptron, Role, walk
 from penstock.planner.describe import describe
 from penstock.planner.memory import held
@@ -78,7 +78,7 @@ def _apply(model: nn.Module, block: Block, kind: str) -> None:
         return
     for word in kind.split("+"):
         if word == "selective":
-            recompute_scores(model, block.name)
+            set_switch(model, "recompute", block.name)
         elif word in _MODULES:
             for role in walk(block.parts):
                 if isinstance(role, _MODULES[word]):

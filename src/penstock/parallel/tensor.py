@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
-from penstock.models.anatomy import Anatomy, Stack, anatomy_of, set_heads, uncompiled
+from penstock.models.anatomy import Anatomy, Stack, anatomy_of, switch_for, uncompiled
 from penstock.models.lora import BASE, FIRST, SECOND, is_adapted
 from penstock.models.roles import (
     Attention,
@@ -87,7 +87,8 @@ def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: boo
     line.again = plan.recompute in ("none", "selective") and plan.compile == "none"
     splitter = _Splitter(uncompiled(model), anatomy, dims.mesh["tp"], line, packed=plan.padding == "remove")
     splitter.run()
-    set_heads(model, place, plan.tp)
+    if (heads := switch_for(model, "tp")) is not None:
+        heads((place, plan.tp))
     return Split(sorted(set(splitter.partial)))
 
 

@@ -18,7 +18,7 @@ import torch
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import ViT
-from penstock.models.anatomy import anatomy_of, set_attention, set_token_order
+from penstock.models.anatomy import anatomy_of, set_switch
 from penstock.models.convert import from_timm, load_weights, to_timm
 
 MANIFESTS = {
@@ -161,12 +161,12 @@ def test_timms_model_is_enrolled(timm: Any) -> None:
     assert anatomy.blocks == ("blocks.0", "blocks.1")
     images = torch.randn(1, 3, 224, 224)
     expected = model(images)
-    set_attention(model, "plain")
+    set_switch(model, "attention", "plain")
     assert not model.blocks[0].attn.fused_attn
     torch.testing.assert_close(model(images), expected)
-    set_attention(model, "sdpa")
+    set_switch(model, "attention", "sdpa")
     assert model.blocks[0].attn.fused_attn
     with pytest.raises(ConfigError, match="plain or sdpa"):
-        set_attention(model, "flash")
+        set_switch(model, "attention", "flash")
     with pytest.raises(ConfigError, match="no token order but batch_first"):
-        set_token_order(model, "batch_second")
+        set_switch(model, "token_order", "batch_second")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
-from penstock.config.plan import LossForm, Padding
 from penstock.config.stack import Layer
 from penstock.config.stack import Stack as Sizes
-from penstock.models.anatomy import Anatomy, Block, Family, Stack, enrol
+from penstock.models.anatomy import Anatomy, Block, Family, Stack, Switches, enrol
 from penstock.models.base import Switched
 from penstock.models.context import share_tokens
 from penstock.models.roles import (
@@ -25,7 +24,7 @@ from penstock.models.roles import (
     Stem,
     placed,
 )
-from penstock.models.stack import TokenStack
+from penstock.models.stack import TextModel, TokenStack
 
 
 def vit_anatomy(config: ViTConfig) -> Anatomy:
@@ -145,38 +144,33 @@ def _anatomy(model: Any) -> Anatomy:
     return vit_anatomy(config) if isinstance(config, ViTConfig) else text_anatomy(config)
 
 
-def _recompute_scores(block: Any) -> None:
+def _recompute_scores(model: Any, name: str) -> None:
+    block: Any = model.get_submodule(name)
     for part in (block.attention, block.cross):
         if part is not None:
             part.scores_again = True
 
 
-def _set_loss(model: Any, form: LossForm) -> None:
-    model.set_loss(form)
-
-
-def _set_padding(model: Any, padding: Padding) -> None:
-    model.set_padding(padding)
-
-
-def _set_heads(model: Any, index: int, count: int) -> None:
+def _set_heads(model: Any, place: tuple[int, int]) -> None:
+    index, count = place
     for module in model.modules():
         if isinstance(module, TokenStack):
             share = module.sizes.heads // count
             module.heads = slice(index * share, (index + 1) * share)
 
 
-for _path in ("vit.ViT", "decoder.Decoder", "encoder.Encoder", "seq2seq.Seq2Seq"):
-    enrol(
-        f"penstock.models.{_path}",
-        Family(
-            anatomy=_anatomy,
-            set_attention=Switched.set_attention,
-            set_token_order=Switched.set_token_order,
-            set_loss=None if _path == "vit.ViT" else _set_loss,
-            recompute_scores=_recompute_scores,
-            share_tokens=share_tokens,
-            set_heads=None if _path == "vit.ViT" else _set_heads,
-            set_padding=_set_padding if _path in ("encoder.Encoder", "seq2seq.Seq2Seq") else None,
-        ),
-    )
+_VISION: Switches = {
+    "attention": Switched.set_attention,
+    "token_order": Switched.set_token_order,
+    "recompute": _recompute_scores,
+    "cp": share_tokens,
+}
+_DECODER: Switches = {**_VISION, "loss": TextModel.set_loss, "tp": _set_heads}
+_ENCODER: Switches = {**_DECODER, "padding": TextModel.set_padding}
+for _path, _switches in (
+    ("vit.ViT", _VISION),
+    ("decoder.Decoder", _DECODER),
+    ("encoder.Encoder", _ENCODER),
+    ("seq2seq.Seq2Seq", _ENCODER),
+):
+    enrol(f"penstock.models.{_path}", Family(anatomy=_anatomy, switches=_switches))

@@ -92,5 +92,5 @@ def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
 
 enrol(
     "timm.models.vision_transformer.VisionTransformer",
-    Family(anatomy=_anatomy, set_attention=_set_attention),
+    Family(anatomy=_anatomy, switches={"attention": _set_attention}),
 )

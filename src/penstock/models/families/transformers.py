@@ -15,7 +15,17 @@ from torch import nn
 
 from penstock.config.plan import Padding
 from penstock.errors import ConfigError
-from penstock.models.anatomy import Anatomy, Family, Stack, anatomy_of, enrol, numbered, pruned, stack
+from penstock.models.anatomy import (
+    Anatomy,
+    Family,
+    Stack,
+    Switches,
+    anatomy_of,
+    enrol,
+    numbered,
+    pruned,
+    stack,
+)
 from penstock.models.families import transformers_switches as switches
 from penstock.models.roles import (
     Attention,
@@ -344,14 +354,12 @@ _BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
     "mt5.modeling_mt5.MT5": ("hf_mt5", _t5),
     "mixtral.modeling_mixtral.Mixtral": ("hf_mixtral", _llama),
 }
+_VISION: Switches = {"attention": switches.set_vit_attention, "recompute": switches.recompute_vit_scores}
+_TEXT: Switches = {"loss": switches.set_loss}
+_ENCODER: Switches = {**_TEXT, "padding": _set_padding}
 for _path, (_name, _stacks) in _BASES.items():
+    _own = _VISION if _name == "hf_vit" else _ENCODER if _stacks in (_bert, _bart) else _TEXT
     enrol(
         f"transformers.models.{_path}PreTrainedModel",
-        Family(
-            anatomy=partial(_anatomy, _name, _stacks),
-            set_attention=switches.set_vit_attention if _name == "hf_vit" else None,
-            recompute_scores=switches.recompute_vit_scores if _name == "hf_vit" else None,
-            set_loss=None if _name == "hf_vit" else switches.set_loss,
-            set_padding=_set_padding if _stacks in (_bert, _bart) else None,
-        ),
+        Family(anatomy=partial(_anatomy, _name, _stacks), switches=_own),
     )

@@ -55,8 +55,9 @@ def set_vit_attention(model: nn.Module, backend: AttentionBackend) -> None:
     model.set_attn_implementation(name)  # type: ignore[operator]
 
 
-def recompute_vit_scores(block: nn.Module) -> None:
+def recompute_vit_scores(model: nn.Module, name: str) -> None:
     """Wherever attention comes to be computed: in Penstock's forms, or in a call of torch's."""
+    block = model.get_submodule(name)
     for module in block.modules():
         setattr(module, _AGAIN, True)
     set_sdpa(block, Switch("sdpa", again=True))

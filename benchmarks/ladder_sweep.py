@@ -16,6 +16,7 @@ aim is 2.2 times the fair baseline (fast fp32 products) for vit-s16.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -93,7 +94,8 @@ class Sweep:
         self.record |= {"batch": subject.first.plan.micro_batch, "environment": environment()}
         self.arena = Arena(subject, 0, SECONDS, Team(subject, config), lambda *said: None)
         space = Space(all_rungs(), subject.first, subject.situation(machine))
-        self.settings = {c.setting.plan.line(): c.setting for c in space.candidates}
+        every = map(space.at, itertools.product(*space.answers))
+        self.settings = {c.setting.plan.line(): c.setting for c in every if c is not None}
         for turn in self.record["rounds"]:
             self.arena.wall.add({self.setting(line): seconds for line, seconds in turn.items()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,9 +20,10 @@ from penstock.errors import ConfigError
 from penstock.ladder import apart, arena, climb, measure, search
 from penstock.ladder.climb import _Climb
 from penstock.ladder.result import LadderReport, Progress, RungResult
-from penstock.ladder.rung import Setting, Situation
+from penstock.ladder.rung import PlanChange, Rung, Setting, Situation
 from penstock.ladder.rungs import choose
 from penstock.ladder.settings import LadderConfig, command_of
+from penstock.ladder.space import Space
 from penstock.ladder.statistics import FLOOR
 from penstock.ladder.subject import Subject
 from penstock.ladder.team import Team
@@ -157,6 +159,38 @@ def test_the_search_finds_what_pays_only_together(clock: Clock) -> None:
     assert len(report.tried) < report.candidates / 5
 
 
+class _Bit(PlanChange):
+    """Leaves the Plan as it is, and tells settings apart."""
+
+    def __call__(self, setting: Setting, situation: Situation) -> Setting:
+        return replace(setting, copy=setting.copy | self.fields["recompute_every"])
+
+
+@pytest.mark.parametrize("switches", [8, 16])
+def test_forecasts_grow_with_the_sum_of_answers_and_not_with_their_product(switches: int) -> None:
+    """Of 256 and 65,536 combinations the fastest is found, though two switches gain only together."""
+    rungs = [
+        Rung(name=f"bit{i}", place=i, title="bit", why="Bit.", apply=_Bit({"recompute_every": 1 << i}))
+        for i in range(switches)
+    ]
+    asked: list[int] = []
+
+    def predicted(setting: Setting) -> float:
+        asked.append(setting.copy)
+        on = [i for i in range(switches) if setting.copy >> i & 1]
+        together = 0.2 * (1 in on and 2 in on) - 0.05 * (2 in on and 4 in on)
+        return math.exp(sum(0.02 if i % 2 == 0 else -0.01 for i in on) + together)
+
+    first = Setting(model=MODEL, plan=Plan(micro_batch=8))
+    space = Space(rungs, first, Situation(machine=MACHINE, micro_batch=8))
+    still: Any = SimpleNamespace(speed=lambda setting: None)
+    found = search.Search(still, space, predicted, rounds=4)._likely(3)
+    assert space.size == 2**switches
+    best = sum(1 << i for i in range(switches) if i % 2 == 0) + (1 << 1) - (1 << 4)
+    assert found[0].setting.copy == best
+    assert len(asked) == len(set(asked)) < 6 * switches
+
+
 def test_steps_of_the_path_multiply_to_the_total(clock: Clock) -> None:
     report, rungs, _ = _climb(clock, _seconds, rungs=(*EAGER, "compile"))
     product, last = 1.0, report.baseline
@@ -204,7 +238,7 @@ def test_what_no_race_decides_is_taken_where_measurement_and_forecast_agree(
         measured={best.key: best, other.key: other},
         allowed=lambda candidate: True,
         speed=lambda candidate: measured if candidate is other else 1.0,
-        forecast={best.key: 0.0, other.key: forecast},
+        forecast=lambda candidate: forecast if candidate is other else 0.0,
     )
     found = search.Search._better(known, best, [other], [])  # type: ignore[arg-type]
     assert (found is other) == moves
@@ -444,7 +478,8 @@ def test_a_long_compilation_that_promises_more_comes_before_cheap_looks_while_th
     of = search.Search.__new__(search.Search)
     for name in ("gain", "cost"):
         monkeypatch.setattr(of, f"_{name}", lambda one, name=name: getattr(one, name), raising=False)
-    monkeypatch.setattr(of, "_unseen", lambda: [eager, whole], raising=False)
+    monkeypatch.setattr(of, "_likely", lambda count, **wanted: [eager, whole], raising=False)
+    of._forecasts = {eager.key: 0.03, whole.key: 0.12}
     monkeypatch.setattr(of, "speed", lambda one: 1.0, raising=False)
     found: Any = of._next(clock.now + left)
     assert found.setting.plan.compile == first

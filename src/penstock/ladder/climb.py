@@ -312,21 +312,22 @@ class _Climb:
     def _left_out(self, search: Search, best: Candidate, rung: Rung) -> RungResult:
         """A rung that keeps results and is not in the best Plan: what it does there, or in the fastest that has it."""
         beside = search.space.with_one(best, rung.name)
-        having = [c for c in search.space.candidates if rung.name in c.rungs]
-        if not having:
+        least = search.space.least.get(rung.name)
+        if least is None:
             refusal = rung.refusal(self.subject.first, self.situation) or rung.refusal(
                 best.setting, self.situation
             )
             return replace(self.account.result(rung), reason=refusal or "it is the baseline's already")
         candidate = beside
         if candidate is None or candidate.key not in search.measured:
-            measured = [c for c in having if c.key in search.measured]
-            failed = [c for c in having if c in search.failures]
+            measured = [c for c in search.measured.values() if rung.name in c.rungs]
+            failed = [c for c in search.failures if rung.name in c.rungs]
             if not measured and failed:
                 status, reason = search.failures[failed[0]]
                 result = self.account.result(rung, failed[0].setting)
                 return replace(result, status=status, reason=reason)
-            candidate = max(measured or [beside or having[0]], key=search.speed)
+            candidate = max(measured, key=search.speed, default=beside or least)
+        search.forecast(candidate)
         result = self.account.result(rung, candidate.setting)
         corrected = search.before.get(candidate.setting, search.speed(candidate))
         forecast = self.account.forecast(candidate.setting, best.setting, corrected=corrected)
@@ -369,7 +370,7 @@ class _Climb:
             fastest=self.account.chosen(apart.best, (*names, *apart.taken)) if apart.taken else None,
             control=control,
             tried=self.account.tried(search),
-            candidates=len(search.space.candidates),
+            candidates=search.space.size,
             noise=self.losses.noise_if_run,
             batch=self.subject.first.plan.micro_batch,
             rounds=self.config.rounds,

@@ -199,7 +199,7 @@ def _search(report: LadderReport) -> list[Section]:
         ]  # fmt: skip
         rows.append(("strong" if one.plan == report.plan else "", cells))
     text = (
-        f"Of {report.candidates:,} combinations with the same results the planner put the most promising first, and "
+        f"Of {report.candidates:,} combinations that keep results the planner put the most promising first, and "
         "was corrected by each that had been measured. The slower half of those built was dropped, again and again."
     )
     return [Section(title="What the search tried", text=text, columns=columns, rows=rows)]

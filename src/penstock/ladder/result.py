@@ -212,7 +212,7 @@ class LadderReport:
     tried: tuple[Tried, ...]
     """Every setting that was measured with one process, the fastest first."""
     candidates: int
-    """Legal combinations with the same results, all of which the planner ordered."""
+    """Combinations of rungs that keep results, those that are not legal among them."""
     noise: Noise | None
     batch: int
     """Samples of a micro-batch of the baseline."""

@@ -11,13 +11,14 @@ import heapq
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.forecast import Corrected, expected_gain
 from penstock.ladder.result import Status
 from penstock.ladder.rung import Setting
-from penstock.ladder.space import Candidate, Space
+from penstock.ladder.space import Candidate, Key, Space
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,9 @@ SURPRISE = 0.1
 FINALISTS, WITHIN = 8, 0.15
 """How many settings race at most, and how far behind the fastest they may be, in logarithms."""
 MOST_ROUNDS = 30
-"""A race ends after this many rounds, whether decided or not."""
+"""A race ends after so many rounds, whether decided or not."""
+BEAM = 120
+"""Keys that are kept while choices are answered in turn: more than candidates, as some are not legal."""
 DEVIATIONS_FOR = 80
 """Candidates whose uncertainty is worked out: those that are forecast to be the fastest."""
 MOVES = 6
@@ -58,9 +61,12 @@ class Search:
 
         The `end` of each phase is when, by `time.perf_counter`, nothing new may begin.
         """
-        self.arena, self.space, self.rounds = arena, space, rounds
-        first = math.log(predicted(space.first.setting))
-        self.forecast = {c.key: math.log(predicted(c.setting)) - first for c in space.candidates}
+        self.arena, self.space, self.rounds, self._predicted = arena, space, rounds, predicted
+        self._forecasts = {space.first.key: 0.0}
+        self._first_log = math.log(predicted(space.first.setting))
+        self._factors: dict[tuple[int, str], float] = {}
+        self.centre = space.first
+        """The candidate around which forecasts of others are put together: that expected to be the fastest."""
         self.corrected = Corrected()
         self.before: dict[Setting, float] = {}
         """The corrected forecast of each setting, at the time when it was built."""
@@ -80,15 +86,86 @@ class Search:
             found = self.arena.speed(one.setting)
             if found is not None:
                 variance = self.arena.wall.joint().variance(one.setting, self.arena.baseline) or 0.0
-                errors[key] = math.log(found) - self.forecast[key], variance
+                errors[key] = math.log(found) - self.forecast(one), variance
         self.corrected.learn(errors)
+        self._centre_on_fastest()
+
+    def forecast(self, candidate: Candidate) -> float:
+        """The planner's forecast: the logarithm of the speed to the baseline's."""
+        if candidate.key not in self._forecasts:
+            self._forecasts[candidate.key] = math.log(self._predicted(candidate.setting)) - self._first_log
+        return self._forecasts[candidate.key]
+
+    def _composed(self, key: Key) -> float:
+        """The forecast of a key, or as long as none was made, that of the centre with a factor for each answer that
+        differs, so that forecasts are made of sums of answers and not of their products."""
+        if key in self._forecasts:
+            return self._forecasts[key]
+        pairs = enumerate(zip(key, self.centre.key, strict=True))
+        return self.forecast(self.centre) + sum(
+            self._factor(i, name) for i, (name, here) in pairs if name != here
+        )
+
+    def _factor(self, place: int, name: str) -> float:
+        """What an answer changes next to the centre's other answers; if that is illegal, next to the baseline's."""
+        if (place, name) not in self._factors:
+            key = self.centre.key
+            beside = self.space.at((*key[:place], name, *key[place + 1 :]))
+            self._factors[place, name] = (
+                self._alone(name) - self._alone(key[place])
+                if beside is None
+                else self.forecast(beside) - self.forecast(self.centre)
+            )
+        return self._factors[place, name]
+
+    def _alone(self, name: str) -> float:
+        """What a rung changes in the smallest candidate that has it."""
+        if not name:
+            return 0.0
+        least = self.space.least[name]
+        before = self.space.without(least, name)
+        return self.forecast(least) - (self.forecast(before) if before else 0.0)
+
+    def _centre_on_fastest(self) -> None:
+        """Move the centre to all answers that are expected to gain next to it, or to the best of them, as long as that
+        gains."""
+        start = self.centre if self.allowed(self.centre) else self.best
+        centre, fastest = None, max(start, self.best, key=self.speed)
+        while centre is None or self.speed(fastest) > self.speed(centre):
+            centre, near = fastest, sorted(self._near(fastest), key=self.speed)
+            key = centre.key
+            for one in near:
+                if self.speed(one) > self.speed(centre):
+                    key = tuple(b if b != c else a for a, b, c in zip(key, one.key, centre.key, strict=True))
+            together = self.space.at(key)
+            fastest = max([centre, *near[-1:], *self._usable([together])], key=self.speed)
+        if centre != self.centre:
+            self.centre = centre
+            self._factors.clear()
+
+    def _near(self, of: Candidate) -> list[Candidate]:
+        """Candidates that answer one choice otherwise and may work, each with a forecast of its own."""
+        return self._usable(self.space.neighbours(of))
+
+    def _usable(self, candidates: Iterable[Candidate | None]) -> list[Candidate]:
+        """Those that may work, each with a forecast of its own."""
+        usable = [c for c in candidates if c is not None and self.allowed(c) and c not in self.failures]
+        for candidate in usable:
+            self.forecast(candidate)
+        return usable
 
     def speed(self, candidate: Candidate) -> float:
         """Speed to the baseline's: as measured, or as forecast and corrected."""
         found = self.arena.speed(candidate.setting) if candidate.key in self.measured else None
-        if found is not None:
-            return found
-        return math.exp(self.forecast[candidate.key] + self.corrected.mean(candidate.key))
+        return math.exp(self._expected(candidate.key)) if found is None else found
+
+    def _sure_speed(self, candidate: Candidate) -> float:
+        """`speed`, with a forecast of the planner's own."""
+        self.forecast(candidate)
+        return self.speed(candidate)
+
+    def _expected(self, key: Key) -> float:
+        return self._composed(key) + self.corrected.mean(key)
 
     def allowed(self, candidate: Candidate) -> bool:
         """Whether nothing is known that keeps a candidate from being taken."""
@@ -107,6 +184,7 @@ class Search:
 
     def try_out(self, candidate: Candidate, others: Sequence[Candidate], rounds: int) -> bool:
         """Some rounds of a candidate beside others. False where it fails, which is noted."""
+        self.forecast(candidate)
         self.before.setdefault(candidate.setting, self.speed(candidate))
         try:
             self.arena.play([*(other.setting for other in others), candidate.setting], rounds)
@@ -151,12 +229,16 @@ class Search:
                 self._look(candidate)
         # A cast may pay only once it is compiled, which its eager form does not show.
         for precision in self._precisions():
-            compiled = [c for c in self._unseen() if c.setting.plan.compile != "none" and precision(c)]
-            if not compiled or any(
-                precision(c) and c.setting.plan.compile != "none" for c in self.measured.values()
+            if any(
+                c.setting.plan.compile != "none" and precision(c.setting.plan.precision)
+                for c in self.measured.values()
             ):
                 continue
-            likely = max(compiled, key=self.speed)
+            compiled = self._likely(1, compile=lambda region: region != "none", precision=precision)
+            if not compiled:
+                continue
+            likely = compiled[0]
+            self.forecast(likely)
             gain = math.log(self.speed(likely) / self.speed(self.best))
             if (
                 gain + self.corrected.deviation(likely.key) > 0
@@ -179,35 +261,57 @@ class Search:
     def _best_compiled(self) -> list[Candidate]:
         """The cheapest compiled form of the best, where none of its forms was looked at."""
         best = self.best
-        near = [c for c in self.space.neighbours(best) if c.setting.plan.compile != "none"]
+        near = [c for c in self._near(best) if c.setting.plan.compile != "none"]
         if best.setting.plan.compile != "none" or any(c.key in self.measured for c in near):
             return []
-        return sorted((c for c in near if self.allowed(c) and c not in self.failures), key=self._cost)[:1]
+        return sorted(near, key=self._cost)[:1]
 
-    def _unseen(self) -> list[Candidate]:
-        return [
-            c
-            for c in self.space.candidates
-            if c.key not in self.measured and c not in self.failures and self.allowed(c)
-        ]
+    def _likely(self, count: int, **wanted: Callable[[Any], bool]) -> list[Candidate]:
+        """Unseen candidates that are expected to be the fastest, of those whose Plan has wanted values in some fields.
 
-    def _precisions(self) -> list[Callable[[Candidate], bool]]:
-        levels = dict.fromkeys(c.setting.plan.precision for c in self.space.candidates)
-        return [lambda c, level=level: c.setting.plan.precision == level for level in levels]  # type: ignore[misc]
+        Keys are drawn by the sum of what each answer changes next to the centre's; how well answers go together is
+        then weighed for these alone.
+        """
+        centre, width = self.centre.key, BEAM + len(self.measured)
+        usual = self.corrected.mean(centre)
+        sums = {centre: 0.0}
+        for place, names in enumerate(self.space.fitting(**wanted)):
+            every: dict[Key, float] = {}
+            for name in names:
+                start, end = centre[:place], centre[place + 1 :]
+                gain = self.corrected.mean((*start, name, *end)) - usual
+                gain += self._factor(place, name) if name != centre[place] else 0.0
+                every |= {(*key[:place], name, *end): total + gain for key, total in sums.items()}
+            sums = dict(heapq.nlargest(width, every.items(), key=lambda pair: (pair[1], pair[0])))
+        found = (self.space.at(key) for key in sums if key not in self.measured)
+        unseen = (c for c in found if c is not None and c not in self.failures and self.allowed(c))
+        return heapq.nlargest(count, unseen, key=lambda c: (self._expected(c.key), c.key))
+
+    def _precisions(self) -> list[Callable[[str], bool]]:
+        settings = (c.setting for c in (self.space.first, *self.space.least.values()))
+        return [level.__eq__ for level in dict.fromkeys(setting.plan.precision for setting in settings)]
 
     def _next(self, end: float) -> Candidate | None:
         """The candidate with the largest expected gain per second; none where none is worth its time."""
         left = end - time.perf_counter()
-        found, most = None, 0.0
-        likely = heapq.nlargest(DEVIATIONS_FOR, self._unseen(), key=self.speed)
-        eager = [c for c in self._unseen() if c.setting.plan.compile == "none"]
-        for candidate in {*likely, *heapq.nlargest(DEVIATIONS_FOR // 2, eager, key=self.speed)}:
-            gain = self._gain(candidate)
-            cost = self._cost(candidate)
-            rate = gain / max(cost, CHEAP * left)
-            if gain > PROMISING and cost < left and (rate, candidate.key) > (most, ()):
-                found, most = candidate, rate
-        return found
+        likely = self._likely(DEVIATIONS_FOR)
+        eager = self._likely(DEVIATIONS_FOR // 2, compile=lambda region: region == "none")
+        rates = {c: self._rate(c, left) for c in {*likely, *eager}}
+        # A composed forecast is made by the planner before it is believed.
+        while rates:
+            found = max(rates, key=lambda c: (rates[c], c.key))
+            if rates[found] <= 0:
+                break
+            if found.key in self._forecasts:
+                return found
+            self.forecast(found)
+            rates[found] = self._rate(found, left)
+        return None
+
+    def _rate(self, candidate: Candidate, left: float) -> float:
+        """Expected gain per second of a look; 0 where it is too small or the look too long."""
+        gain, cost = self._gain(candidate), self._cost(candidate)
+        return gain / max(cost, CHEAP * left) if gain > PROMISING and cost < left else 0.0
 
     def _gain(self, candidate: Candidate) -> float:
         """Expected gain of a candidate over the best, as a ratio less one."""
@@ -255,7 +359,7 @@ class Search:
         """
         for _ in range(MOVES):
             self.arena.keep = {self.arena.baseline, best.setting}
-            near = [c for c in self.space.neighbours(best) if self.allowed(c) and c not in self.failures]
+            near = self._near(best)
             away = sorted((c for c in near if c.rungs < best.rungs), key=self._cost)
             others = sorted((c for c in near if c not in away), key=self._gain, reverse=True)
             kept_for_away = sum(self._cost(c) for c in away)
@@ -294,7 +398,7 @@ class Search:
             for c in near
             if said(c) == "open"
             and math.log(self.speed(c) / self.speed(best)) > AGREED
-            and self.forecast[c.key] - self.forecast[best.key] > AGREED
+            and self.forecast(c) - self.forecast(best) > AGREED
         ]
         idle = [
             c
@@ -302,7 +406,7 @@ class Search:
             if c in near
             and said(c) != "slower"
             and self.speed(c) > (1 - IDLE) * self.speed(best)
-            and self.forecast[c.key] > self.forecast[best.key] - IDLE
+            and self.forecast(c) > self.forecast(best) - IDLE
         ]
         return max(faster or agreed or idle, key=self.speed, default=None)
 
@@ -317,13 +421,13 @@ class Search:
         return sum(map(self.arena.turn_seconds, self._path_settings()))
 
     def _path_settings(self) -> list[Setting]:
-        steps = self.space.path(self.best, self.speed)
+        steps = self.space.path(self.best, self._sure_speed)
         return [self.arena.baseline, *(step.setting for _, step in steps)]
 
     def path(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
         """The rungs from the baseline to the best, all settings on the way measured in turn. What cannot be built on
         the way is left out. Where time is short, no step is looked at before all take turns."""
-        path = self.space.path(best, self.speed)
+        path = self.space.path(best, self._sure_speed)
         for _ in range(3 * len(path)):
             self.arena.keep = {self.arena.baseline, *(step.setting for _, step in path)}
             unseen = [s for _, s in path if s.key not in self.measured and s not in self.failures]
@@ -331,7 +435,7 @@ class Search:
                 break
             looks = sum(map(self._cost, unseen)) + self.path_seconds() < end - time.perf_counter()
             self.try_out(unseen[0], [best], int(looks))
-            path = self.space.path(best, self.speed)  # what was measured may put another first
+            path = self.space.path(best, self._sure_speed)  # what was measured may put another first
         path = [(name, step) for name, step in path if step.key in self.measured]
         settings = [self.arena.baseline, *(step.setting for _, step in path)]
         pairs = list(zip(settings[1:], settings[:-1], strict=True))

@@ -1,9 +1,13 @@
-"""All combinations of rungs that keep results, and the path from the baseline to one of them. Free of torch."""
+"""Combinations of rungs that keep results, and the path from the baseline to one of them. Free of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.config import rules
 from penstock.ladder.rung import Rung, Setting, Situation
@@ -26,45 +30,94 @@ class Candidate:
 
 
 class Space:
-    """The candidates among `rungs` that the rules allow, the baseline among them."""
+    """Combinations of `rungs` that the rules allow. Each is made when it is asked for, as their number is a product."""
 
     def __init__(self, rungs: Iterable[Rung], first: Setting, situation: Situation) -> None:
         self.situation = situation
         self.rungs = {rung.name: rung for rung in rungs if rung.searched}
-        self.choices: dict[str, list[Rung]] = {}
+        choices: dict[str, list[str]] = {}
         for rung in self.rungs.values():
-            self.choices.setdefault(rung.alternatives, []).append(rung)
-        found = {
-            candidate.setting: candidate
-            for candidate in reversed(list(self._all(first, (), list(self.choices))))
-        }
-        self.candidates = list(reversed(found.values()))
-        self.first = self.candidates[0]
-        self._by_key = {candidate.key: candidate for candidate in self.candidates}
+            choices.setdefault(rung.alternatives, [""]).append(rung.name)
+        self._places = {name: place for place, names in enumerate(choices.values()) for name in names if name}
+        self.first = Candidate(("",) * len(choices), first)
+        self._known: dict[Key, Candidate | None] = {self.first.key: self.first}
+        found = {name: self._least(name) for name in self.rungs}
+        self.least = {name: candidate for name, candidate in found.items() if candidate is not None}
+        """For each rung that some combination allows, one with the fewest rungs."""
+        self.answers = [[n for n in names if not n or n in self.least] for names in choices.values()]
+        """The rungs of each choice that some combination allows, after none of them."""
 
-    def _all(self, setting: Setting, key: Key, choices: Sequence[str]) -> Iterator[Candidate]:
-        """Every legal answer to the other choices, on top of a setting."""
-        if not choices:
-            if not rules.problems(setting.plan, setting.model, self.situation.machine, run=True):
-                yield Candidate(key, setting)
-            return
-        yield from self._all(setting, (*key, ""), choices[1:])
-        for rung in self.choices[choices[0]]:
-            if rung.hindrance(setting, self.situation) is None:
-                yield from self._all(rung.apply(setting, self.situation), (*key, rung.name), choices[1:])
+    @property
+    def size(self) -> int:
+        """The number of all combinations, those that the rules forbid among them."""
+        return math.prod(map(len, self.answers))
+
+    def at(self, key: Key) -> Candidate | None:
+        """The candidate of a key, if it is legal and each of its rungs changes something."""
+        if key not in self._known:
+            self._known[key] = self._made(key)
+        return self._known[key]
+
+    def _made(self, key: Key) -> Candidate | None:
+        setting = self.first.setting
+        for rung in (self.rungs[name] for name in key if name):
+            if rung.hindrance(setting, self.situation) is not None:
+                return None
+            before, setting = setting, rung.apply(setting, self.situation)
+            if setting == before:
+                return None
+        legal = not rules.problems(setting.plan, setting.model, self.situation.machine, run=True)
+        return Candidate(key, setting) if legal else None
+
+    def _least(self, name: str) -> Candidate | None:
+        """A legal candidate with a rung and at most two others."""
+        alone = self.replaced(self.first.key, name)
+        for count in range(3):
+            for others in itertools.combinations([o for o in self.rungs if o != name], count):
+                if len({self._places[one] for one in (name, *others)}) > count:
+                    candidate = self.at(functools.reduce(self.replaced, others, alone))
+                    if candidate is not None:
+                        return candidate
+        return None
+
+    def replaced(self, key: Key, name: str) -> Key:
+        """A key with a rung in place of what answered its choice."""
+        place = self._places[name]
+        return (*key[:place], name, *key[place + 1 :])
+
+    def fitting(self, **wanted: Callable[[Any], bool]) -> list[list[str]]:
+        """The answers to each choice that leave fields of the Plan at a wanted value, where the choice sets them."""
+
+        def value(name: str, field: str) -> Any:
+            first = self.first.setting
+            return getattr((self.rungs[name].apply(first, self.situation) if name else first).plan, field)
+
+        found = self.answers
+        for field, fits in wanted.items():
+            sets = [len({value(name, field) for name in names}) > 1 for names in found]
+            found = [
+                [name for name in names if not choice or fits(value(name, field))]
+                for names, choice in zip(found, sets, strict=True)
+            ]
+        return found
 
     def neighbours(self, of: Candidate) -> list[Candidate]:
         """Candidates that answer one choice otherwise."""
-        return [c for c in self.candidates if sum(a != b for a, b in zip(c.key, of.key, strict=True)) == 1]
+        keys = [
+            (*of.key[:place], name, *of.key[place + 1 :])
+            for place, names in enumerate(self.answers)
+            for name in names
+            if name != of.key[place]
+        ]
+        return [candidate for key in keys if (candidate := self.at(key)) is not None]
 
     def without(self, of: Candidate, rung: str) -> Candidate | None:
         """The candidate that lacks one rung of another, if that is legal."""
-        return self._by_key.get(tuple("" if name == rung else name for name in of.key))
+        return self.at(tuple("" if name == rung else name for name in of.key))
 
     def with_one(self, of: Candidate, rung: str) -> Candidate | None:
         """The candidate with a rung added, in place of the one of its choice, if that is legal."""
-        place = list(self.choices).index(self.rungs[rung].alternatives)
-        return self._by_key.get((*of.key[:place], rung, *of.key[place + 1 :]))
+        return self.at(self.replaced(of.key, rung))
 
     def path(self, to: Candidate, speed: Callable[[Candidate], float]) -> list[tuple[str, Candidate]]:
         """Rungs from the baseline to a candidate, each with the candidate that it leads to.

@@ -107,7 +107,7 @@ class Search:
         )
 
     def _factor(self, place: int, name: str) -> float:
-        """What an answer changes next to the centre's other answers; if that is illegal, next to the baseline's."""
+        """Gain of an answer next to the centre's other answers; if that is illegal, next to the baseline's."""
         if (place, name) not in self._factors:
             key = self.centre.key
             beside = self.space.at((*key[:place], name, *key[place + 1 :]))
@@ -119,7 +119,7 @@ class Search:
         return self._factors[place, name]
 
     def _alone(self, name: str) -> float:
-        """What a rung changes in the smallest candidate that has it."""
+        """Gain of a rung in the smallest candidate that has it."""
         if not name:
             return 0.0
         least = self.space.least[name]
@@ -148,7 +148,7 @@ class Search:
         return self._usable(self.space.neighbours(of))
 
     def _usable(self, candidates: Iterable[Candidate | None]) -> list[Candidate]:
-        """Those that may work, each with a forecast of its own."""
+        """The candidates that may work, each with a forecast of its own."""
         usable = [c for c in candidates if c is not None and self.allowed(c) and c not in self.failures]
         for candidate in usable:
             self.forecast(candidate)

@@ -189,8 +189,11 @@ def _most_kept(
 
 
 def _kept(chunks: tuple[float, ...], m: int, stages: int, behind: int, *, gpipe: bool) -> float:
-    """Blocks that a device keeps with so many stages `behind` it. Where stages are interleaved, micro-batches pass each chunk in
-    groups of as many as there are stages: after the warm-up each forward pass is followed by a backward pass."""
+    """Blocks that a device keeps with so many stages `behind` it.
+
+    Where stages are interleaved, micro-batches pass each chunk in groups of as many as there are stages: after the
+    warm-up each forward pass is followed by a backward pass.
+    """
     virtual = len(chunks)
     if gpipe or virtual == 1:
         return sum(chunks) * (m if gpipe else min(m, behind + 1))

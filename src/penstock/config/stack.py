@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal
 
 from penstock.config.convert import Count, Positive, Probability, Range
@@ -163,7 +164,7 @@ class Stack:
         """Dropout probability of the MLP's activations."""
         return self.dropout if self.mlp_dropout is None else self.mlp_dropout
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The layer of each block, in the order in which they run."""
         return self.unequal or tuple(self._layer(block) for block in range(self.depth))
@@ -180,7 +181,7 @@ class Stack:
             normed=self.first_norm or block > 0,
         )
 
-    @property
+    @cached_property
     def kinds(self) -> dict[Layer, int]:
         """The different layers in the order in which each first runs, and the number of blocks that have each."""
         return Counter(self.layers)

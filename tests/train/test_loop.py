@@ -302,8 +302,8 @@ def test_a_run_goes_on_with_another_plan(config: RunConfig, line: str, same: boo
     plan = Plan.parse(f"micro_batch=16 accumulate=2 {line}")
     assert train(replace(config, plan=plan)).resumed_at == 3
     expected, got = losses(whole), losses(config)
-    # bf16 has 8 bits: 0.3 % of a loss of 2.3 were measured.
-    assert got == expected if same else got == pytest.approx(expected, rel=1e-5 if same is False else 2e-2)
+    # With products in bf16, 2.5e-5 of a loss of 2.3 were measured.
+    assert got == expected if same else got == pytest.approx(expected, rel=1e-5 if same is False else 1e-3)
 
 
 def test_two_runs_do_not_share_a_directory(config: RunConfig) -> None:

@@ -145,8 +145,8 @@ def _matrix(world: int) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
+# Each level on some numbers of ranks; fp64 is held on all of them.
+@pytest.mark.parametrize(("precision", "world"), [("O0", 1), ("O1", 1), ("O2", 2), ("O1", 4)])
 def test_every_layout_equals_one_process(world: int, precision: str) -> None:
     _check(world, [line for line in _matrix(world) if precision in line], timeout=280)
 
@@ -159,7 +159,7 @@ def test_every_layout_equals_one_process_in_fp64(world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["O1", "O2"])
+@pytest.mark.parametrize("precision", ["O2"])
 def test_compiled_blocks_equal_one_eager_process(precision: str) -> None:
     lines = [f"dp=2 micro_batch=2 sharding=fsdp compile=blocks precision={precision}",
              f"dp=2 micro_batch=2 compile=blocks precision={precision} accumulate=2"]  # fmt: skip

@@ -1,6 +1,6 @@
 """A model as the planner sees it: kinds of equal blocks between an entrance and an exit, in sizes only.
 
-Every family (ViT, decoder, encoder, encoder–decoder, mixture of experts) is told in these few words, so that
+Every family (ViT, decoder, encoder, encoder–decoder, mixture of experts) is described in these few words, so that
 `describe` lists the operators of all in one way.
 """
 

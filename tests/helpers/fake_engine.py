@@ -1,4 +1,4 @@
-"""An engine without a model, in the shape of `penstock.infer.engine.Engine`: each token is one more than the last one.
+"""An engine without a model, in the shape of `penstock.decode.engine.Engine`: each token is one more than the last one.
 
 `seconds` of a step, and a prompt that begins with `POISON`, which ends the process, are for tests of the server.
 """
@@ -22,7 +22,7 @@ VOCABULARY = 200
 
 @dataclass
 class Asked:
-    """What `penstock.infer.engine.Request` is, without torch."""
+    """What `penstock.decode.engine.Request` is, without torch."""
 
     ids: tuple[int, ...]
     decoding: Decoding

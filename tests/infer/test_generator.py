@@ -18,9 +18,9 @@ from helpers.generation import BOTH, WORDS, Letters, tiny
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Bytes
+from penstock.decode.speculate import Chooser, _drawn
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
-from penstock.infer.speculate import Chooser, _drawn
 from penstock.infer.text import Stream
 from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel

@@ -18,9 +18,9 @@ from penstock.cli import main
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Bytes
+from penstock.decode.engine import Engine, Request
 from penstock.errors import ConfigError
 from penstock.infer.encode import Embedder
-from penstock.infer.engine import Engine, Request
 from penstock.infer.generator import Generator
 from penstock.infer.led import Led
 from penstock.infer.load import loaded

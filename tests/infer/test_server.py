@@ -383,7 +383,7 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
     made = {}
     graphs = []
     monkeypatch.setattr(
-        "penstock.infer.static.BACKEND", lambda graph, _: graphs.append(graph) or graph.forward
+        "penstock.decode.static.BACKEND", lambda graph, _: graphs.append(graph) or graph.forward
     )
     for family in ("llama-tiny", "marian-tiny"):
         where = tiny(family, tmp_path / family)
@@ -437,8 +437,8 @@ def test_real_models_are_served(family: str, tp: int, tmp_path: Path) -> None:
     import torch
 
     from penstock.config.plan import Plan
+    from penstock.decode.engine import Engine, Request
     from penstock.infer.encode import Embedder
-    from penstock.infer.engine import Engine, Request
     from penstock.infer.load import loaded
 
     where = tiny(family, tmp_path)

@@ -15,20 +15,20 @@ from penstock.boundary.files import quoted
 from penstock.config.decoding import Decoding, Weights
 from penstock.config.model import Seq2SeqConfig, positions
 from penstock.config.plan import Plan
+from penstock.decode.beam import search
+from penstock.decode.choose import NOTHING
+from penstock.decode.contrastive import contrast
+from penstock.decode.engine import Engine, Finished, Request
+from penstock.decode.sample import sample
+from penstock.decode.speculate import Draft, Guessing, LookUp, speculate
+from penstock.decode.stages import in_parts, stages_of
+from penstock.decode.static import Compiled
+from penstock.decode.texts import Generating, Prompts
 from penstock.errors import ConfigError
-from penstock.infer.beam import search
-from penstock.infer.choose import NOTHING
-from penstock.infer.contrastive import contrast
-from penstock.infer.engine import Engine, Finished, Request
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import everyones, own, together, told
-from penstock.infer.sample import sample
 from penstock.infer.shortlist import read_shortlist
-from penstock.infer.speculate import Draft, Guessing, LookUp, speculate
-from penstock.infer.stages import in_parts, stages_of
-from penstock.infer.static import Compiled
 from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
-from penstock.infer.texts import Generating, Prompts
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.parallel import ALONE, local_device
@@ -61,7 +61,7 @@ class Generator:
     `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Mistral,
     Qwen 2 or 3, T5, mT5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and
     `weights` how they are kept: see `penstock.infer.weights`. With `compile=whole` or `compile=blocks` each step that
-    makes the next tokens is one compiled graph, which takes its time when it is first met: see `penstock.infer.static`.
+    makes the next tokens is one compiled graph, compiled when it is first met: see `penstock.decode.static`.
     `draft` is a smaller model with the same vocabulary, for `speculate`.
 
     With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see

@@ -24,8 +24,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.config.plan import Plan
+from penstock.decode.engine import Engine, Made, Request
 from penstock.errors import EnvironmentProblem, ExitCode
-from penstock.infer.engine import Engine, Made, Request
 from penstock.infer.link import packed
 from penstock.infer.ranks import together, told
 from penstock.parallel import ParallelDims, local_device

@@ -14,10 +14,10 @@ from penstock.config.decoding import Weights
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.data.text.open import found_in
+from penstock.decode.stages import cut, stages_of
+from penstock.decode.texts import sharded
 from penstock.errors import ConfigError
 from penstock.infer.shortlist import shorten
-from penstock.infer.stages import cut, stages_of
-from penstock.infer.texts import sharded
 from penstock.infer.weights import ROUNDED, pack, suited
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained

@@ -22,7 +22,7 @@ from penstock.infer.scheduler import Job, Limits, Scheduler
 
 
 class Slots(Protocol):
-    """The part of `penstock.infer.engine.Engine` that is used here."""
+    """The part of `penstock.decode.engine.Engine` that is used here."""
 
     def require(self, request: Any) -> None: ...
 
@@ -124,11 +124,11 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
     from penstock.config.model import positions
+    from penstock.decode.engine import Engine, Request
+    from penstock.decode.static import Compiled
     from penstock.infer.encode import Embedder
-    from penstock.infer.engine import Engine, Request
     from penstock.infer.led import Led, join
     from penstock.infer.load import loaded
-    from penstock.infer.static import Compiled
     from penstock.models.convert import model_in
     from penstock.parallel import ALONE
 

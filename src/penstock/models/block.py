@@ -47,7 +47,7 @@ _ALONE = Context()
 
 
 class Past(Protocol):
-    """The keys and values of earlier tokens, with which a model continues them: see `penstock.infer.past`."""
+    """The keys and values of earlier tokens, with which a model continues them: see `penstock.decode.past`."""
 
     places: Tensor
     """Positions of the tokens of this pass, (N,) or (B, N)."""

@@ -14,8 +14,8 @@ from penstock.config.model import DecoderConfig, ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
-from penstock.infer.sample import sample
-from penstock.infer.texts import Prompts
+from penstock.decode.sample import sample
+from penstock.decode.texts import Prompts
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (

@@ -15,9 +15,9 @@ from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.decode.sample import sample
+from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
-from penstock.infer.sample import sample
-from penstock.infer.texts import Prompts
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,

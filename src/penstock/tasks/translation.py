@@ -14,9 +14,9 @@ from penstock.config.model import ModelConfig, Seq2SeqConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
-from penstock.infer.choose import NOTHING
-from penstock.infer.sample import sample
-from penstock.infer.texts import Prompts, sharded
+from penstock.decode.choose import NOTHING
+from penstock.decode.sample import sample
+from penstock.decode.texts import Prompts, sharded
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare, plain

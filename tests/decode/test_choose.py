@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.config.decoding import Decoding
+from penstock.decode.choose import NOTHING, adjusted, chosen, shares
 from penstock.errors import ConfigError
-from penstock.infer.choose import NOTHING, adjusted, chosen, shares
 
 transformers = pytest.importorskip("transformers")
 PROCESSORS: list[tuple[dict[str, Any], str, tuple[Any, ...]]] = [

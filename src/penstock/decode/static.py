@@ -8,7 +8,7 @@ and one token of each in place of beams side by side, have code of their own.
 On a GPU each step is recorded once for each bucket of widths and texts, and played back from then on as a whole (CUDA
 graphs): its tensors stay where they are.
 
-The eager pass of `penstock.infer.past` is the reference. It reads the prompts, too.
+The eager pass of `penstock.decode.past` is the reference. It reads the prompts, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
-from penstock.infer.looks import folded, mask_of, turned
-from penstock.infer.past import Columns, Past
+from penstock.decode.looks import folded, mask_of, turned
+from penstock.decode.past import Columns, Past
 from penstock.kernels.attention import Scores
 from penstock.models.anatomy import let_recompile
 from penstock.models.block import Context
@@ -86,7 +86,7 @@ class _Step:
             given.kept.scatter_(1, self.columns, self.places)
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
-        """See `penstock.infer.past.Past.context`."""
+        """See `penstock.decode.past.Past.context`."""
         sizes: Stack = stack.sizes
         tables = self.given.tables
         turns: dict[str, Any] = turned(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
-from penstock.infer.choose import NOTHING, adjusted
-from penstock.infer.sample import history_of
-from penstock.infer.stages import stages_of
-from penstock.infer.static import Compiled, bucket
-from penstock.infer.texts import ASK, Generating, Prompts, Texts, sharded
+from penstock.decode.choose import NOTHING, adjusted
+from penstock.decode.sample import history_of
+from penstock.decode.stages import stages_of
+from penstock.decode.static import Compiled, bucket
+from penstock.decode.texts import ASK, Generating, Prompts, Texts, sharded
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
 from penstock.parallel.sequence import added

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.infer.past import NEVER, Columns, Past
-from penstock.infer.static import Compiled, bucket
+from penstock.decode.past import NEVER, Columns, Past
+from penstock.decode.static import Compiled, bucket
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.shards import TENSOR

@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from penstock.infer.blocks import Blocks, Table
-from penstock.infer.past import Columns, Pages, Past
+from penstock.decode.blocks import Blocks, Table
+from penstock.decode.past import Columns, Pages, Past
 
 
 def test_texts_that_begin_alike_share_what_has_been_computed() -> None:

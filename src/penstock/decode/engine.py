@@ -17,11 +17,11 @@ from torch import Tensor
 
 from penstock.config.decoding import Decoding
 from penstock.config.model import positions
+from penstock.decode.blocks import Blocks, Table
+from penstock.decode.choose import NOTHING, adjusted, chosen
+from penstock.decode.past import Columns, Pages, Past
+from penstock.decode.static import Compiled, bucket
 from penstock.errors import ConfigError
-from penstock.infer.blocks import Blocks, Table
-from penstock.infer.choose import NOTHING, adjusted, chosen
-from penstock.infer.past import Columns, Pages, Past
-from penstock.infer.static import Compiled, bucket
 from penstock.models.decoder import Decoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
-from penstock.infer.choose import adjusted, shares
-from penstock.infer.past import Columns, Past
-from penstock.infer.texts import Generating
+from penstock.decode.choose import adjusted, shares
+from penstock.decode.past import Columns, Past
+from penstock.decode.texts import Generating
 from penstock.kernels.top import largest
 from penstock.models.seq2seq import Seq2Seq
 

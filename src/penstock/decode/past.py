@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
-from penstock.infer.looks import folded, mask_of, turned
+from penstock.decode.looks import folded, mask_of, turned
 from penstock.kernels.attention import Scores, attention
 from penstock.models.anatomy import ELSEWHERE
 from penstock.models.block import Context
@@ -101,7 +101,7 @@ def _gathered(store: Tensor, places: Tensor) -> Tensor:
 
 
 class Pages:
-    """Keys and values of each block in blocks of tokens that any text can have: see `penstock.infer.blocks`."""
+    """Keys and values of each block in blocks of tokens that any text can have: see `penstock.decode.blocks`."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.tokens, self.size = blocks * size, size
@@ -305,7 +305,7 @@ class Past:
             self.memory_mask = F.pad(self.memory_mask, (0, more), value=-math.inf)
 
     def take(self, given: Any) -> None:
-        """Have other tensors in the place of its own, as of `penstock.infer.static.Given`."""
+        """Have other tensors in the place of its own, as of `penstock.decode.static.Given`."""
         self.store.layers, self.memory = given.layers, given.memory
         self.memory_mask, self.tables = given.memory_mask, given.tables
         if self.in_order:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.decoding import Decoding
-from penstock.infer.choose import NOTHING, adjusted, chosen
-from penstock.infer.static import Compiled
-from penstock.infer.texts import ASK, Prompts, Texts, eagerly, sharded
+from penstock.decode.choose import NOTHING, adjusted, chosen
+from penstock.decode.static import Compiled
+from penstock.decode.texts import ASK, Prompts, Texts, eagerly, sharded
 
 
 def uniforms(seeds: Sequence[int | None], steps: int, device: torch.device) -> Tensor:

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
+from penstock.decode.texts import eagerly
 from penstock.errors import ConfigError
-from penstock.infer.texts import eagerly
 from penstock.models.anatomy import ELSEWHERE, anatomy_of
 from penstock.parallel import ParallelDims
 

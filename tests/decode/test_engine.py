@@ -11,9 +11,9 @@ import torch
 
 from helpers.generation import BOTH, DECODERS, WORDS, tiny
 from penstock.config.decoding import Decoding
+from penstock.decode.engine import Engine, Request
+from penstock.decode.static import Compiled
 from penstock.errors import ConfigError
-from penstock.infer.engine import Engine, Request
-from penstock.infer.static import Compiled
 from penstock.models.encoder import Encoder
 from penstock.models.seq2seq import Seq2Seq
 from penstock.models.stack import TextModel

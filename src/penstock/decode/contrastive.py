@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.config.decoding import Decoding
-from penstock.infer.choose import NOTHING, adjusted
-from penstock.infer.past import Columns
-from penstock.infer.sample import history_of
-from penstock.infer.texts import Generating, Prompts, Texts
+from penstock.decode.choose import NOTHING, adjusted
+from penstock.decode.past import Columns
+from penstock.decode.sample import history_of
+from penstock.decode.texts import Generating, Prompts, Texts
 from penstock.kernels.top import top
 
 

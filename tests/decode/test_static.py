@@ -13,10 +13,10 @@ from torch import Tensor
 
 from helpers.generation import BOTH, DECODERS, Letters, tiny
 from penstock.config.plan import Plan
+from penstock.decode.engine import Engine
+from penstock.decode.static import Compiled, bucket
 from penstock.errors import ConfigError
-from penstock.infer.engine import Engine
 from penstock.infer.generator import Generated, Generator
-from penstock.infer.static import Compiled, bucket
 from penstock.models.convert import save_pretrained
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11]]
@@ -50,7 +50,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         graphs.append(graph)
         return graph.forward  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("penstock.infer.static.BACKEND", backend)
+    monkeypatch.setattr("penstock.decode.static.BACKEND", backend)
     return graphs
 
 

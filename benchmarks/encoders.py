@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS, EncoderConfig
 from penstock.config.plan import Plan
+from penstock.export.export import export
 from penstock.infer.encode import Embedder
-from penstock.infer.export import export
 from penstock.infer.load import loaded
 from penstock.models import create
 from penstock.models.convert import save_pretrained

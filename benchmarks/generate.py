@@ -29,8 +29,8 @@ import torch
 from penstock.config.decoding import Decoding, Weights
 from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.config.plan import Plan
-from penstock.infer.ctranslate import write_ctranslate
-from penstock.infer.export import inputs_of
+from penstock.export.ctranslate import write_ctranslate
+from penstock.export.export import inputs_of
 from penstock.infer.generator import Generator
 from penstock.models import create
 from penstock.models.convert import save_pretrained

@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "infer": BASE
     | ASKED
     | {"cpu", "data", "decode", "kernels", "matmul", "models", "parallel", "precision", "shards"},
+    "export": BASE | ASKED | {"decode", "infer", "models"},
     "tasks": BASE | {"data", "decode", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models", "shards"},
     "precision": BASE | ASKED | {"cpu", "containers", "kernels", "matmul", "models", "optim"},
@@ -424,7 +425,8 @@ LINES = {
     "data": 5900,
     "decode": 2400,
     "doctor": 450,
-    "infer": 5000,
+    "export": 800,
+    "infer": 4250,
     "kernels": 3150,
     "ladder": 5150,
     "launch": 1550,

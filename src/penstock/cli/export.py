@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.infer.settings import ExportForm, ExportType
+from penstock.export import ExportForm, ExportType
 
 
 def export(
@@ -34,7 +34,7 @@ def export(
         Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    from penstock.infer.export import export as write
+    from penstock.export.export import export as write
 
     path, difference = write(model, target, to, type)
     print(f"written: {path}, outputs within {difference:.1e} of the model's")

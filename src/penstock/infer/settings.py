@@ -13,8 +13,6 @@ from penstock.config.decoding import Weights
 from penstock.config.model import ModelConfig
 
 WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8", "int4"]
-ExportForm = Literal["onnx", "onnx-cache", "torch", "aoti", "ctranslate2"]
-ExportType = Literal["fp32", "bf16", "fp16", "int8"]
 HERE = "here"
 """The machine on which the command runs."""
 _GPUS = re.compile(r"([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from penstock.boundary.files import printable, shown
 from penstock.config.model import Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
-from penstock.infer.ctranslate import write_ctranslate
-from penstock.infer.onnx_cache import write_cached
-from penstock.infer.onnx_file import packages, write_onnx
-from penstock.infer.settings import ExportForm, ExportType
+from penstock.export import ExportForm, ExportType
+from penstock.export.ctranslate import write_ctranslate
+from penstock.export.onnx_cache import write_cached
+from penstock.export.onnx_file import packages, write_onnx
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights

@@ -22,8 +22,8 @@ from penstock.config.model import ViTConfig, stacks
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.export import ExportType
 from penstock.infer.load import Loaded, loaded
-from penstock.infer.settings import ExportType
 from penstock.models.convert.files import read_json
 from penstock.models.convert.hub import local_weights
 from penstock.models.decoder import Decoder

@@ -30,7 +30,7 @@ from penstock.config.model import positions, stacks
 from penstock.config.stack import Stack
 from penstock.decode.past import NEVER, Columns, Past
 from penstock.errors import ConfigError
-from penstock.infer.onnx_file import Run, write_onnx
+from penstock.export.onnx_file import Run, write_onnx
 from penstock.models.decoder import Decoder
 from penstock.models.positions import Rotation, rotations
 from penstock.models.seq2seq import Seq2Seq

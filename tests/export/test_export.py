@@ -18,9 +18,9 @@ from penstock.cli import main
 from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
-from penstock.infer import export as module
-from penstock.infer.export import export, exported, inputs_of, load_package
-from penstock.infer.settings import ExportForm, ExportType
+from penstock.export import ExportForm, ExportType
+from penstock.export import export as module
+from penstock.export.export import export, exported, inputs_of, load_package
 from penstock.models.anatomy import set_switch
 from penstock.train.prepare import write_beside
 

@@ -29,16 +29,16 @@ from penstock.cli.deploy_files import penstock
 from penstock.cli.deploy_measure import limits_of, started
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ModelConfig
-from penstock.infer.deploy import Layout
-from penstock.infer.measure import Client, replay, step_costs
-from penstock.infer.scheduler import Limits
-from penstock.infer.simulate import simulate
-from penstock.infer.traffic import Arrival, Rate, Served
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.planner.serve import Serving, StepCosts, predicted_costs
 from penstock.probe import probe
 from penstock.report.record import environment
+from penstock.serve.deploy import Layout
+from penstock.serve.measure import Client, replay, step_costs
+from penstock.serve.scheduler import Limits
+from penstock.serve.simulate import simulate
+from penstock.serve.traffic import Arrival, Rate, Served
 
 SMALL: Any = PRESETS["gpt2"]
 LLAMA: Any = PRESETS["llama-tiny"]

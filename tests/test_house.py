@@ -49,9 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": BASE | ASKED | {"cpu"},
     "models": BASE | ASKED | {"kernels", "leftovers", "tensorfile"},
     "decode": BASE | ASKED | {"kernels", "models", "parallel", "shards"},
-    "infer": BASE
-    | ASKED
-    | {"cpu", "data", "decode", "kernels", "matmul", "models", "parallel", "precision", "shards"},
+    "infer": BASE | ASKED | {"cpu", "data", "decode", "models", "parallel", "precision"},
+    "serve": BASE | ASKED | {"data", "decode", "infer", "models", "parallel"},
     "export": BASE | ASKED | {"decode", "infer", "models"},
     "tasks": BASE | {"data", "decode", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models", "shards"},
@@ -426,7 +425,7 @@ LINES = {
     "decode": 2400,
     "doctor": 450,
     "export": 800,
-    "infer": 4250,
+    "infer": 1400,
     "kernels": 3150,
     "ladder": 5150,
     "launch": 1550,
@@ -438,6 +437,7 @@ LINES = {
     "probe": 1050,
     "report": 1400,
     "schedules": 1050,
+    "serve": 2850,
     "step": 700,
     "tasks": 1700,
     "train": 2600,

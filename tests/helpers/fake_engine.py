@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.config.decoding import Decoding
 from penstock.errors import ConfigError
-from penstock.infer.scheduler import Limits
-from penstock.infer.worker import Opened
+from penstock.serve.scheduler import Limits
+from penstock.serve.worker import Opened
 
 CONTEXT = 512
 POISON = 255

@@ -79,8 +79,8 @@ def served(folder: Path, *settings: str, opener: str = "helpers.fake_engine:open
 
 if __name__ == "__main__":
     from penstock.config.load import load
-    from penstock.infer.serve import serve
-    from penstock.infer.settings import ServeConfig
+    from penstock.serve.serve import serve
+    from penstock.serve.settings import ServeConfig
 
     given = dict(word.split("=", 1) for word in sys.argv[3:])
     key = given.pop("key", None)

@@ -22,11 +22,11 @@ from penstock.decode.engine import Engine, Request
 from penstock.errors import ConfigError
 from penstock.infer.encode import Embedder
 from penstock.infer.generator import Generator
-from penstock.infer.led import Led
 from penstock.infer.load import loaded
 from penstock.infer.weights import Packed
 from penstock.models.convert import save_pretrained
 from penstock.parallel import dims_of
+from penstock.serve.led import Led
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 ENDS = (7, 8)

@@ -14,7 +14,7 @@ from penstock.config.load import load
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS, title
 from penstock.errors import ConfigError, ExitCode
-from penstock.infer.settings import HERE, DeployConfig
+from penstock.serve.settings import HERE, DeployConfig
 
 
 def load_or_folder(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
@@ -44,8 +44,8 @@ def deploy(asked: DeployConfig) -> int:
         )
     # Imported here, because --help does without them.
     from penstock.cli import deploy_show
-    from penstock.infer.deploy import explore
-    from penstock.infer.traffic import requests_of
+    from penstock.serve.deploy import explore
+    from penstock.serve.traffic import requests_of
 
     machine = _machine(asked.machine)
     arrivals = requests_of(asked.requests, asked.count, lasting=asked.lasting, seed=asked.seed)

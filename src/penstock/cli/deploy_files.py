@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from penstock.config.machine import Machine
 from penstock.config.model import DecoderConfig, stacks, title
-from penstock.infer.deploy import Layout
-from penstock.infer.scheduler import Limits
-from penstock.infer.settings import DeployConfig
 from penstock.planner.serve import generates
+from penstock.serve.deploy import Layout
+from penstock.serve.scheduler import Limits
+from penstock.serve.settings import DeployConfig
 
 _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """Types that servers of decoders are told; products in fp8 are asked for besides."""

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from penstock.cli.deploy_files import penstock
 from penstock.config.machine import Machine
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.infer.deploy import Layout
-from penstock.infer.measure import CHUNK, Client, Measured, compare
-from penstock.infer.scheduler import Limits
-from penstock.infer.settings import DeployConfig
-from penstock.infer.traffic import Arrival
 from penstock.planner.serve import generates
+from penstock.serve.deploy import Layout
+from penstock.serve.measure import CHUNK, Client, Measured, compare
+from penstock.serve.scheduler import Limits
+from penstock.serve.settings import DeployConfig
+from penstock.serve.traffic import Arrival
 
 WAITING = 10_000
 """Requests that may wait: so many that none of a traffic is refused, and waiting shows as time."""

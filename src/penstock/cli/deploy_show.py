@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from penstock.config.machine import Machine
 from penstock.config.model import title
-from penstock.infer.deploy import Found, Layout
-from penstock.infer.measure import Measured
-from penstock.infer.settings import DeployConfig
-from penstock.infer.traffic import Arrival, Served
 from penstock.report.page import Cell, Section, plain_console, terminal_table
 from penstock.report.units import money
+from penstock.serve.deploy import Found, Layout
+from penstock.serve.measure import Measured
+from penstock.serve.settings import DeployConfig
+from penstock.serve.traffic import Arrival, Served
 
 GIB = 2**30
 LEGEND = (

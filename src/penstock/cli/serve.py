@@ -8,7 +8,7 @@ import sys
 
 from penstock.cli._app import configured
 from penstock.errors import ExitCode
-from penstock.infer.settings import ServeConfig
+from penstock.serve.settings import ServeConfig
 
 
 @configured(ServeConfig, positional="model")
@@ -17,8 +17,8 @@ def serve(config: ServeConfig) -> int:
 
     Requests join each other in one batch as they come. SIGTERM and Ctrl-C end it once the requests under way are done.
     """
-    from penstock.infer.serve import key_of
-    from penstock.infer.serve import serve as run
+    from penstock.serve.serve import key_of
+    from penstock.serve.serve import serve as run
 
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
     run(

@@ -26,11 +26,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from penstock.config.plan import Plan
 from penstock.decode.engine import Engine, Made, Request
 from penstock.errors import EnvironmentProblem, ExitCode
-from penstock.infer.link import packed
 from penstock.infer.ranks import together, told
 from penstock.parallel import ParallelDims, local_device
+from penstock.serve.link import packed
 
-_OPENER = "penstock.infer.worker:opened"
+_OPENER = "penstock.serve.worker:opened"
 _FOLLOWS = "PENSTOCK_FOLLOWS"
 """Environment variable of the ranks that the leader starts."""
 _FOREVER = 1e8
@@ -129,7 +129,7 @@ def _start(settings: dict[str, Any], count: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.infer.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "penstock.serve.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **shared, **own},
             )

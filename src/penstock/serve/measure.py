@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.errors import EnvironmentProblem
-from penstock.infer.scheduler import Limits
-from penstock.infer.simulate import simulate
-from penstock.infer.traffic import Arrival, Outcome, Served
 from penstock.planner.serve import LENGTHS, StepCosts
+from penstock.serve.scheduler import Limits
+from penstock.serve.simulate import simulate
+from penstock.serve.traffic import Arrival, Outcome, Served
 
 REPEATS = 3
 MOST_TIMED = 32

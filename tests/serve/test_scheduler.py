@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infer import scheduler
-from penstock.infer.scheduler import Job, Limits, QueueFull, Scheduler, TooLong
+from penstock.serve import scheduler
+from penstock.serve.scheduler import Job, Limits, QueueFull, Scheduler, TooLong
 
 
 def take(one: Scheduler) -> list[int]:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, PenstockError
-from penstock.infer.link import Closed, Link
-from penstock.infer.scheduler import Job, Limits, Scheduler
+from penstock.serve.link import Closed, Link
+from penstock.serve.scheduler import Job, Limits, Scheduler
 
 
 class Slots(Protocol):
@@ -45,7 +45,7 @@ class Opened(NamedTuple):
     about: dict[str, Any]
     """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source)."""
     ranks: Any = None
-    """The engine, where several ranks split its layers: see `penstock.infer.led`."""
+    """The engine, where several ranks split its layers: see `penstock.serve.led`."""
 
 
 class Worker:
@@ -127,10 +127,10 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     from penstock.decode.engine import Engine, Request
     from penstock.decode.static import Compiled
     from penstock.infer.encode import Embedder
-    from penstock.infer.led import Led, join
     from penstock.infer.load import loaded
     from penstock.models.convert import model_in
     from penstock.parallel import ALONE
+    from penstock.serve.led import Led, join
 
     where, device = settings["model"], settings["device"]
     plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=settings["tp"])

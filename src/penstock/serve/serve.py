@@ -12,13 +12,13 @@ from typing import Any
 from penstock.boundary.files import read_text
 from penstock.data.text.open import found_in
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.infer.asked import template_in
-from penstock.infer.backend import Backend
-from penstock.infer.settings import ServeConfig
+from penstock.serve.asked import template_in
+from penstock.serve.backend import Backend
+from penstock.serve.settings import ServeConfig
 
 BACKLOG = 1024
 """Connections that may wait to be taken, while the model loads for one."""
-OPENER = "penstock.infer.worker:opened"
+OPENER = "penstock.serve.worker:opened"
 
 
 def serve(
@@ -70,8 +70,8 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from penstock.infer.connection import HEAD_BYTES, Connection, Server
-    from penstock.infer.server import Service
+    from penstock.serve.connection import HEAD_BYTES, Connection, Server
+    from penstock.serve.server import Service
 
     listener = _listen(config)
     backend = Backend(_settings(config, folder), opener=opener, stall_seconds=config.stall_seconds)

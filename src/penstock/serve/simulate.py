@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.infer.scheduler import Job, Limits, QueueFull, Scheduler, Turn
-from penstock.infer.traffic import Arrival, Outcome, Served
+from penstock.serve.scheduler import Job, Limits, QueueFull, Scheduler, Turn
+from penstock.serve.traffic import Arrival, Outcome, Served
 
 
 class Costs(Protocol):

@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 from penstock.errors import EnvironmentProblem, ExitCode, PenstockError
-from penstock.infer.link import MOST_BYTES, packed
-from penstock.infer.scheduler import QueueFull
+from penstock.serve.link import MOST_BYTES, packed
+from penstock.serve.scheduler import QueueFull
 
 log = logging.getLogger(__name__)
 MOST_ATTEMPTS = 2
@@ -160,7 +160,7 @@ class Backend:
     async def _run(self, first: asyncio.Future[None]) -> PenstockError:
         """One worker from its start to its end; gives why it ended."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "penstock.infer.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "penstock.serve.worker", str(theirs.fileno())]
         try:
             self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(theirs.fileno(),))
         finally:

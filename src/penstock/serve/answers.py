@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.infer.asked import Asked
-from penstock.infer.backend import Lost, Ticket
-from penstock.infer.metrics import Metrics
 from penstock.infer.text import Stream
+from penstock.serve.asked import Asked
+from penstock.serve.backend import Lost, Ticket
+from penstock.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer

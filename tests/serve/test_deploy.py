@@ -14,10 +14,10 @@ from penstock.cli.deploy_files import files_for
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.errors import ConfigError, ExitCode
-from penstock.infer.deploy import Layout, explore
-from penstock.infer.settings import DeployConfig
-from penstock.infer.traffic import requests_of
 from penstock.planner.serve import Passes, Serving, StepCosts, predict_inference, predicted_costs
+from penstock.serve.deploy import Layout, explore
+from penstock.serve.settings import DeployConfig
+from penstock.serve.traffic import requests_of
 
 A100 = load_machine("a100-80g")
 LLAMA, BERT = PRESETS["llama3-8b"], PRESETS["bert-tiny"]

@@ -23,14 +23,14 @@ from starlette.routing import Route
 from penstock.boundary.files import quoted
 from penstock.config.decoding import USUAL_TOKENS
 from penstock.errors import ConfigError, PenstockError
-from penstock.infer import answers, asked
-from penstock.infer.answers import Piece, Text
-from penstock.infer.asked import Asked, Template
-from penstock.infer.backend import Backend, Lost, Refused, Ticket
-from penstock.infer.metrics import Metrics
-from penstock.infer.scheduler import QueueFull
-from penstock.infer.settings import ServeConfig
 from penstock.infer.text import needed, prompt_numbers, usual_tokens
+from penstock.serve import answers, asked
+from penstock.serve.answers import Piece, Text
+from penstock.serve.asked import Asked, Template
+from penstock.serve.backend import Backend, Lost, Refused, Ticket
+from penstock.serve.metrics import Metrics
+from penstock.serve.scheduler import QueueFull
+from penstock.serve.settings import ServeConfig
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer

@@ -22,18 +22,18 @@ from helpers.fake_engine import CONTEXT, POISON, VOCABULARY
 from helpers.served import Running, served
 from penstock.config.decoding import Decoding
 from penstock.errors import ConfigError
-from penstock.infer.asked import Template, template_in
-from penstock.infer.measure import Client, replay, step_costs
-from penstock.infer.scheduler import Limits
-from penstock.infer.simulate import simulate
-from penstock.infer.traffic import Arrival, Rate
-from penstock.infer.worker import Opened
 from penstock.planner.serve import StepCosts
+from penstock.serve.asked import Template, template_in
+from penstock.serve.measure import Client, replay, step_costs
+from penstock.serve.scheduler import Limits
+from penstock.serve.simulate import simulate
+from penstock.serve.traffic import Arrival, Rate
+from penstock.serve.worker import Opened
 
 pytest.importorskip("uvicorn")
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% endfor %}a:"
-REAL = "penstock.infer.worker:opened"
+REAL = "penstock.serve.worker:opened"
 
 
 def folder(where: Path, milliseconds: int) -> Path:
@@ -376,9 +376,9 @@ def tiny(family: str, where: Path) -> Path:
 def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.infer.serve import _settings
-    from penstock.infer.settings import ServeConfig
-    from penstock.infer.worker import opened
+    from penstock.serve.serve import _settings
+    from penstock.serve.settings import ServeConfig
+    from penstock.serve.worker import opened
 
     made = {}
     graphs = []

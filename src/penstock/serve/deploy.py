@@ -1,6 +1,6 @@
 """Which layout serves some traffic in time on the fewest devices: types, degrees, replicas, slots and cache.
 
-Each candidate that fits the memory is simulated over the whole traffic; see `penstock.infer.simulate`. Layouts are
+Each candidate that fits the memory is simulated over the whole traffic; see `penstock.serve.simulate`. Layouts are
 tried from one replica up, until one is in time, because more replicas only cost more. A pipeline is tried only where
 tensor parallelism inside a node does not make the model fit: it shortens no request.
 """
@@ -13,10 +13,6 @@ from dataclasses import dataclass, replace
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.errors import ConfigError
-from penstock.infer.scheduler import Limits
-from penstock.infer.settings import DeployConfig, WeightType
-from penstock.infer.simulate import simulate
-from penstock.infer.traffic import Arrival, Served
 from penstock.planner.serve import (
     WORKSPACE_BYTES,
     Serving,
@@ -26,6 +22,10 @@ from penstock.planner.serve import (
     predicted_costs,
     weights_bytes,
 )
+from penstock.serve.scheduler import Limits
+from penstock.serve.settings import DeployConfig, WeightType
+from penstock.serve.simulate import simulate
+from penstock.serve.traffic import Arrival, Served
 
 BYTES_OF: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5625}
 """Bytes of one weight; for fp8, of one inside the blocks. In int4, groups of 32 have an fp16 scale each."""

@@ -295,7 +295,9 @@ def test_fp8_is_refused_where_there_is_none() -> None:
     ],
 )
 def test_what_is_frozen_stays_and_the_rest_learns(line: str) -> None:
-    recipe = Recipe(lr=1e-2, freeze=("stem", "positions", "blocks.0"), ema_decay=0.5, layer_decay=0.8)
+    recipe = Recipe(
+        lr=1e-2, freeze=("stem", "encoder.places", "encoder.blocks.0"), ema_decay=0.5, layer_decay=0.8
+    )
     built = build(TINY, Plan.parse(line), recipe=recipe)
     before = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
     for _ in range(3):
@@ -304,5 +306,5 @@ def test_what_is_frozen_stays_and_the_rest_learns(line: str) -> None:
     with built.inference(), built.ema.swapped():
         after = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
     for name, tensor in after.items():
-        frozen = name.startswith(("stem.", "positions", "blocks.0."))
+        frozen = name.startswith(("stem.", "encoder.places.", "encoder.blocks.0."))
         assert torch.equal(tensor, before[name]) == frozen, name

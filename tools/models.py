@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config.model import PRESETS, ModelConfig, ViTConfig, sequences, stacks
+from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
 from penstock.config.plan import Plan, Precision
 from penstock.config.trainable import model_problems
 from penstock.errors import ConfigError
@@ -185,7 +185,7 @@ def _row(name: str, model: ModelConfig) -> str:
         for device in ("cpu", "cuda")
     ]
     words = model.classes if isinstance(model, ViTConfig) else model.vocabulary
-    tokens = " + ".join(f"{count:,}" for count in sequences(model))
+    tokens = " + ".join(f"{count:,}" for count in model.graph.lengths)
     flops = f"{_flops(work.model_flops)} | {_flops(work.model_flops / work.tokens)}"
     return (
         f"| `{name}` | {_shape(model)} | {tokens} | {words:,} | {work.parameters:,} | {flops} "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import PRESETS, load_machine
-from penstock.config.model import sequences, title
+from penstock.config.model import title
 from penstock.errors import PenstockError
 from penstock.planner import search
 
@@ -36,7 +36,7 @@ def table() -> dict[str, Any]:
         )
     models = {}
     for name, run in MODELS.items():
-        tokens = 0 if name.startswith("vit") else sequences(PRESETS[name])[0]
+        tokens = 0 if name.startswith("vit") else PRESETS[name].graph.lengths[0]
         words = f"{run / 1e12:g} trillion tokens" if run >= 1e12 else f"{run / 1e9:g} billion tokens"
         models[name] = {
             "words": title(PRESETS[name]), "tokens": tokens, "run": run / (tokens or 1),

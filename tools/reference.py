@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.config.describe import Field, default_word, range_word, settings, type_word
 from penstock.config.kinds import dataclasses_of
 from penstock.config.machine import known_machines, load_machine
-from penstock.config.model import PRESETS, ViTConfig, sequences, stacks
+from penstock.config.model import PRESETS, ViTConfig, stacks
 from penstock.config.rules import RULES
 from penstock.config.run import RunConfig
 
@@ -78,7 +78,8 @@ def _presets() -> str:
             sample = f"{model.image_size} px in patches of {model.patch_size}, {model.classes} classes"
         else:
             sample = (
-                " + ".join(str(tokens) for tokens in sequences(model)) + f" tokens, {model.vocabulary} words"
+                " + ".join(str(tokens) for tokens in model.graph.lengths)
+                + f" tokens, {model.vocabulary} words"
             )
         rows.append(
             f"| `{name}` | {model.family} | {first.width} | {depth} | {first.heads} | {first.mlp_width} | {sample} |"

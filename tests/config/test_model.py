@@ -20,7 +20,6 @@ from penstock.config.model import (
     ViTConfig,
     option_words,
     preset,
-    sequences,
     stacks,
     title,
 )
@@ -40,7 +39,7 @@ def test_every_preset_survives_a_file_and_back(name: str) -> None:
     model = preset(name)
     assert from_dict(ModelConfig, to_dict(model)) == model
     assert model.short_form() == name
-    assert len(stacks(model)) == len(sequences(model))
+    assert len(stacks(model)) == len(model.graph.lengths)
 
 
 @pytest.mark.parametrize(

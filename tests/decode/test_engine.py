@@ -4,53 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from helpers.generation import BOTH, DECODERS, WORDS, tiny
+from helpers.generation import BOTH, DECODERS, WORDS, served, tiny
 from penstock.config.decoding import Decoding
 from penstock.decode.engine import Engine, Request
 from penstock.decode.static import Compiled
 from penstock.errors import ConfigError
-from penstock.models.encoder import Encoder
-from penstock.models.seq2seq import Seq2Seq
-from penstock.models.stack import TextModel
+from penstock.models.model import Model
 
 
-def plain(model: TextModel, ids: Sequence[int], steps: int) -> list[int]:
+def plain(model: Model, ids: Sequence[int], steps: int) -> list[int]:
     """The likeliest tokens, by running the whole model for each."""
-    tokens = [0] if isinstance(model, Seq2Seq) else list(ids)
+    tokens = [0] if model.graph.remembered else list(ids)
     begin = len(tokens)
     for _ in range(steps):
         given = torch.tensor([tokens])
         with torch.no_grad():
-            logits = model(torch.tensor([ids]), given) if isinstance(model, Seq2Seq) else model(given)
+            logits = model(torch.tensor([ids]), given) if model.graph.remembered else model(given)
         tokens.append(int(logits[0, -1].argmax()))
     return tokens[begin:]
-
-
-def served(engine: Engine, requests: Sequence[Request], late: int = 0) -> list[tuple[list[int], str]]:
-    """What an engine makes of requests, of which all but `late` come at once."""
-    waiting = list(enumerate(requests))
-    running: dict[int, int] = {}
-    found: list[Any] = [([], "") for _ in requests]
-    step = 0
-    while waiting or running:
-        while waiting and (len(waiting) > late or step % 3 == 0):
-            slot = engine.admit(waiting[0][1])
-            if slot is None:
-                break
-            running[slot] = waiting.pop(0)[0]
-        for slot, tokens, finished in engine.step():
-            found[running[slot]][0].extend(tokens)
-            if finished:
-                found[running[slot]] = (found[running[slot]][0], finished)
-                engine.release(slot)
-                del running[slot]
-        step += 1
-    return found
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *BOTH])
@@ -122,7 +97,7 @@ def test_what_can_never_run_is_refused_with_all_reasons() -> None:
     with pytest.raises(ConfigError, match="needs the number"):
         Engine(tiny("t5-tiny"), slots=1)
     with pytest.raises(ConfigError, match="does not generate"):
-        Engine(Encoder.__new__(Encoder))
+        Engine(tiny("bert-tiny"))
     assert engine.running == 0
 
 

@@ -12,8 +12,9 @@ import torch
 from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.config.stack import Layer
 from penstock.data.text.tokenizers import Bytes, Numbers
+from penstock.decode.engine import Engine, Request
 from penstock.models import create
-from penstock.models.stack import TextModel
+from penstock.models.model import Model
 
 WORDS = 60
 DECODERS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ _LIKE_LLAMA = ("llama", "qwen", "qwen2")
 
 def tiny(
     name: str, *, words: int = WORDS, seed: int = 0, depth: int = 2, dtype: torch.dtype = torch.float64
-) -> TextModel:
+) -> Model:
     """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, `depth` blocks of width 16, drawn by `seed`.
 
     Where blocks differ by a pattern over depth there are four.
@@ -63,7 +64,7 @@ def tiny(
                     # Ties would leave the choice to the order of a sum.
                     parameter.normal_(std=0.5)
     model.eval()
-    assert isinstance(model, TextModel)
+    assert isinstance(model, Model)
     return model
 
 
@@ -75,3 +76,25 @@ class Letters(Bytes):
 
     def decode(self, numbers: Sequence[int]) -> str:
         return "".join(chr(65 + number) for number in numbers)
+
+
+def served(engine: Engine, requests: Sequence[Request], late: int = 0) -> list[tuple[list[int], str]]:
+    """What an engine makes of requests, of which all but `late` come at once."""
+    waiting = list(enumerate(requests))
+    running: dict[int, int] = {}
+    found: list[Any] = [([], "") for _ in requests]
+    step = 0
+    while waiting or running:
+        while waiting and (len(waiting) > late or step % 3 == 0):
+            slot = engine.admit(waiting[0][1])
+            if slot is None:
+                break
+            running[slot] = waiting.pop(0)[0]
+        for slot, tokens, finished in engine.step():
+            found[running[slot]][0].extend(tokens)
+            if finished:
+                found[running[slot]] = (found[running[slot]][0], finished)
+                engine.release(slot)
+                del running[slot]
+        step += 1
+    return found

@@ -22,8 +22,7 @@ from penstock.decode.speculate import Chooser, _drawn
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
 from penstock.infer.text import Stream
-from penstock.models.seq2seq import Seq2Seq
-from penstock.models.stack import TextModel
+from penstock.models.model import Model
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 
@@ -32,10 +31,10 @@ def generator(name: str, **given: Any) -> Generator:
     return Generator(tiny(name, **given), start=0, ends=())
 
 
-def logits_after(model: TextModel, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+def logits_after(model: Model, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
     given = torch.tensor([list(ids)])
     with torch.no_grad():
-        if isinstance(model, Seq2Seq):
+        if model.graph.remembered:
             return model(torch.tensor([list(source)]), given)[0, -1]  # type: ignore[no-any-return]
         return model(given)[0, -1]  # type: ignore[no-any-return]
 
@@ -72,7 +71,7 @@ def test_texts_that_end_leave_the_others_as_they_are() -> None:
 def test_a_wide_beam_over_a_tiny_vocabulary_finds_the_best_of_all_texts(name: str) -> None:
     made = Generator(tiny(name, words=4), start=0, ends=(3,))
     source = [1, 2, 0]
-    begin = [0] if isinstance(made.model, Seq2Seq) else source
+    begin = [0] if made.model.graph.remembered else source
     scores: dict[tuple[int, ...], float] = {}
     shares: dict[tuple[int, ...], Tensor] = {}
     for text in (text for length in range(5) for text in itertools.product(range(3), repeat=length)):
@@ -130,7 +129,7 @@ def test_contrastive_search_takes_what_is_least_alike(name: str) -> None:
     found = made.generate(ROWS, max_tokens=6, contrastive=0.6, top_k=4)
     model = made.model
     for row, one in zip(ROWS, found, strict=True):
-        text, source = ([0], row) if isinstance(model, Seq2Seq) else (list(row), [])
+        text, source = ([0], row) if model.graph.remembered else (list(row), [])
         begin = len(text)
         for _ in range(6):
             shares, tokens = torch.softmax(logits_after(model, text, source).float(), -1).topk(4)

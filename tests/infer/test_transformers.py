@@ -18,7 +18,6 @@ from helpers.generation import WORDS, tiny
 from penstock.config.decoding import Decoding
 from penstock.infer.generator import Generator
 from penstock.models.convert import save_pretrained
-from penstock.models.seq2seq import Seq2Seq
 
 transformers = pytest.importorskip("transformers")
 FAMILIES = ("gpt", "llama", "qwen2", "qwen", "t5-tiny", "marian-tiny", "bart-tiny")
@@ -45,11 +44,7 @@ def _pair(family: str, seed: int) -> tuple[Generator, Any]:
     model = tiny(family, seed=seed)
     folder = _folder() / f"{family}-{seed}"
     save_pretrained(model, folder)
-    kind = (
-        transformers.AutoModelForSeq2SeqLM
-        if isinstance(model, Seq2Seq)
-        else transformers.AutoModelForCausalLM
-    )
+    kind = transformers.AutoModelForSeq2SeqLM if model.graph.remembered else transformers.AutoModelForCausalLM
     theirs = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
     theirs.generation_config = transformers.GenerationConfig()
     return Generator(model, start=PAD, ends=(END,)), theirs
@@ -101,7 +96,9 @@ def cases(family: str, count: int) -> tuple[int, list[Any]]:
         ours, theirs = _pair(family, number % 3)
         given = drawn(draw, search=number % 2 == 1)
         # transformers counts what fills up a prompt among its tokens, so lengths differ only without penalties.
-        ragged = isinstance(ours.model, Seq2Seq) or not {"repetition_penalty", "no_repeat_ngram"} & set(given)
+        ragged = bool(ours.model.graph.remembered) or not {"repetition_penalty", "no_repeat_ngram"} & set(
+            given
+        )
         length = draw.randint(1, 9)
         rows = [
             [draw.choice([n for n in range(WORDS) if n not in (END, PAD)])

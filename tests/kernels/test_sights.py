@@ -16,8 +16,8 @@ from penstock.kernels.attention import BACKENDS, Scores, attention, plain_attent
 from penstock.kernels.documents import Documents
 from penstock.kernels.windows import Windows
 from penstock.models import create, stack
+from penstock.models.model import Model
 from penstock.models.positions import added, visible
-from penstock.models.stack import TextModel
 
 TOKENS = 333
 DEVICE = torch.device("cpu")
@@ -145,7 +145,7 @@ def _outputs(name: str, backend: AttentionBackend, device: str, dtype: torch.dty
     """What a model gives of tokens that count, and all gradients."""
     torch.manual_seed(0)
     model = create(LENGTHS[name]).to(device, dtype).eval()
-    assert isinstance(model, TextModel)
+    assert isinstance(model, Model)
     model.set_attention(backend)
     if name.startswith("padded"):
         model.set_padding("remove")

@@ -106,8 +106,8 @@ def test_what_changes_speed_only_changes_no_loss(subject: Configured, line: str)
 def test_a_pooled_model_starts_from_the_weights_it_shares(subject: Configured) -> None:
     token = dict(subject.build(subject.first, 0).model.named_parameters())
     pooled = dict(subject.build(_with(subject, "", classifier="pooled"), 0).model.named_parameters())
-    torch.testing.assert_close(pooled["positions"], token["positions"][1:])
-    for name in pooled.keys() - {"positions"}:
+    torch.testing.assert_close(pooled["encoder.places.weight"], token["encoder.places.weight"][1:])
+    for name in pooled.keys() - {"encoder.places.weight"}:
         torch.testing.assert_close(pooled[name], token[name])
 
 

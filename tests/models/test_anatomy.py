@@ -13,7 +13,7 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import SWITCHES, Plan
 from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
-from penstock.models import ViT
+from penstock.models import Model
 from penstock.models import anatomy as anatomies
 from penstock.models.anatomy import (
     Anatomy,
@@ -40,7 +40,7 @@ def _hf(cls: str) -> nn.Module:
 
 
 def test_a_compiled_model_is_seen_through() -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     compiled: Any = torch.compile(model, backend="eager")
     assert anatomy_of(compiled) == anatomy_of(model)
     set_switch(compiled, "token_order", "batch_second")

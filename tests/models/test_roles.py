@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.errors import ConfigError
-from penstock.models import ViT, create, roles
+from penstock.models import Model, create, roles
 from penstock.models.anatomy import Anatomy, Block, anatomy_of, pruned
 from penstock.models.families import timm as timm_family
 from penstock.models.families import transformers as transformers_family
@@ -43,12 +43,12 @@ WORDS: dict[str, Any] = {"vocabulary": 64, "sequence": 16}
 HALVES: dict[str, Any] = {"width": 48, "heads": 4, "depth": 2, "mlp_width": 96}
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "vit": (lambda: ViT(OURS), {"images": (2, 3, 32, 32)}),
+    "vit": (lambda: Model(OURS), {"images": (2, 3, 32, 32)}),
     "vit-all": (
-        lambda: ViT(replace(OURS, qk_norm=True, layer_scale=0.1, drop_path=0.1, dropout=0.1)),
+        lambda: Model(replace(OURS, qk_norm=True, layer_scale=0.1, drop_path=0.1, dropout=0.1)),
         {"images": (2, 3, 32, 32)},
     ),
-    "vit-conv": (lambda: ViT(replace(OURS, stem="conv", classifier="pooled")), {"images": (2, 3, 32, 32)}),
+    "vit-conv": (lambda: Model(replace(OURS, stem="conv", classifier="pooled")), {"images": (2, 3, 32, 32)}),
     "gpt-ours": (lambda: _ours("gpt-tiny", **HALVES, dropout=0.1), {"tokens": (2, 7)}),
     "llama-ours": (lambda: _ours("llama-tiny", **HALVES, qk_norm=True), {"tokens": (2, 7)}),
     "bert-ours": (lambda: _ours("bert-tiny", **HALVES), {"tokens": (2, 7)}),
@@ -386,7 +386,7 @@ def test_timms_recorded_names_have_one_role_each(manifest: dict[str, Any]) -> No
 def test_names_in_files_of_transformers_vit_have_one_role_each() -> None:
     from penstock.models.convert import to_hf
 
-    names = [name.removeprefix("vit.") for name in to_hf(ViT(OURS).state_dict(), OURS)]
+    names = [name.removeprefix("vit.") for name in to_hf(Model(OURS).state_dict(), OURS)]
     names = [name for name in names if not name.startswith("classifier")]
     stacks = pruned(transformers_family.vit_stacks(names, 4), names)
     _check_whole(Anatomy(family="hf_vit", stacks=stacks), names)

@@ -19,8 +19,8 @@ from penstock.errors import ConfigError
 from penstock.kernels.documents import Documents
 from penstock.models import create
 from penstock.models.anatomy import set_switch
+from penstock.models.model import Model
 from penstock.models.positions import visible
-from penstock.models.stack import TextModel
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 2, "heads": 4, "mlp_width": 48}
 TEXT: dict[str, Any] = {"vocabulary": 50, "sequence": 12}
@@ -58,10 +58,10 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _model(config: Any) -> TextModel:
+def _model(config: Any) -> Model:
     torch.manual_seed(0)
     model = create(config)
-    assert isinstance(model, TextModel)
+    assert isinstance(model, Model)
     return model.double().eval()
 
 

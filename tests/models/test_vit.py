@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
-from penstock.models import ViT, create
-from penstock.models.vit import PatchStem
+from penstock.models import Model, create
+from penstock.models.stems import PatchStem
 
 VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)
@@ -34,10 +34,10 @@ TOKEN_ORDERS: tuple[TokenOrder, ...] = ("batch_first", "batch_second")
 ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "math", "flash", "auto")
 
 
-def _model(config: ViTConfig, *, dtype: torch.dtype = torch.float64) -> ViT:
+def _model(config: ViTConfig, *, dtype: torch.dtype = torch.float64) -> Model:
     """A model none of whose parameters is at a neutral value."""
     torch.manual_seed(1)
-    model = ViT(config, dtype=dtype)
+    model = Model(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -45,7 +45,7 @@ def _model(config: ViTConfig, *, dtype: torch.dtype = torch.float64) -> ViT:
     return model
 
 
-def _pass(model: ViT, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _pass(model: Model, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and all gradients, random numbers drawn alike."""
     model.zero_grad()
     torch.manual_seed(2)
@@ -80,16 +80,17 @@ def test_layout_and_attention_change_speed_only(
         torch.testing.assert_close(others[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def _reference(model: ViT, images: Tensor) -> Tensor:
+def _reference(model: Model, images: Tensor) -> Tensor:
     """The model written out after the paper's equations 1 to 4, one sample and one head at a time."""
     c, p = model.config, dict(model.named_parameters())
     logits = []
     for image in images:
         kernel = p["stem.proj.weight"].view(c.width, c.channels, c.patch_size, c.patch_size)
         patches = F.conv2d(image[None], kernel, p["stem.proj.bias"], stride=c.patch_size)[0].flatten(1).T
-        x = torch.cat([p["class_token"][None], patches]) + p["positions"]
+        x = torch.cat([p["class_token"][None], patches]) + p["encoder.places.weight"]
         for i in range(c.depth):
-            block = {n.removeprefix(f"blocks.{i}."): v for n, v in p.items() if n.startswith(f"blocks.{i}.")}
+            begin = f"encoder.blocks.{i}."
+            block = {n.removeprefix(begin): v for n, v in p.items() if n.startswith(begin)}
             x = x + _reference_attention(c, block, _norm(c, x, block, "norm1"))
             hidden = _norm(c, x, block, "norm2") @ block["mlp.up.weight"].T + block["mlp.up.bias"]
             hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
@@ -125,15 +126,15 @@ def test_it_is_the_model_of_the_paper(token_order: TokenOrder) -> None:
 @pytest.mark.parametrize(("pool_norm", "first"), [("before", "norm"), ("after", "mean")])
 def test_pooling_means_over_patches(pool_norm: Any, first: str) -> None:
     model = _model(replace(TINY, classifier="pooled", pool_norm=pool_norm))
-    assert model.positions.shape == (16, 48)
+    assert model.encoder.places.weight.shape == (16, 48)
     x = torch.randn(2, 16, 48, dtype=torch.float64)
     norm: Callable[[Tensor], Tensor] = model.norm
     pooled = norm(x).mean(1) if first == "norm" else norm(x.mean(1))
-    torch.testing.assert_close(model.read_out(x), model.head(pooled))
+    torch.testing.assert_close(model.classes(x, model.graph.heads[0]), model.head(pooled))
 
 
 def test_patches_are_the_convolution_they_replace() -> None:
-    stem = PatchStem(TINY, dtype=torch.float64)
+    stem = PatchStem(TINY.graph.inputs[0], TINY.width, dtype=torch.float64)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     kernel = stem.proj.weight.view(48, 3, 8, 8)
     expected = F.conv2d(images, kernel, stem.proj.bias, stride=8).flatten(2).transpose(1, 2)
@@ -142,7 +143,7 @@ def test_patches_are_the_convolution_they_replace() -> None:
 
 
 def test_the_conv_stem_halves_once_per_layer() -> None:
-    model = ViT(replace(TINY, stem="conv", patch_size=16, width=64))
+    model = Model(replace(TINY, stem="conv", patch_size=16, width=64))
     convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
     assert [conv.out_channels for conv in convs] == [8, 16, 32, 64]
     assert model.embed(torch.randn(2, 3, 32, 32)).shape == (2, 5, 64)
@@ -150,7 +151,7 @@ def test_the_conv_stem_halves_once_per_layer() -> None:
 
 def test_construction_is_seeded_and_can_be_repeated() -> None:
     torch.manual_seed(5)
-    first = ViT(TINY)
+    first = Model(TINY)
     torch.manual_seed(5)
     second = create(TINY)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
@@ -161,13 +162,13 @@ def test_construction_is_seeded_and_can_be_repeated() -> None:
 
 def test_a_meta_model_comes_to_life() -> None:
     config = replace(TINY, drop_path=0.3, layer_scale=0.1, stem="conv")
-    meta = ViT(config, device="meta")
+    meta = Model(config, device="meta")
     assert all(p.is_meta for p in meta.parameters())
     alive = meta.to_empty(device="cpu")
     torch.manual_seed(5)
     alive.init_weights()
     torch.manual_seed(5)
-    direct = ViT(config)
+    direct = Model(config)
     for (name, a), (_, b) in zip(alive.state_dict().items(), direct.state_dict().items()):
         assert torch.equal(a, b), name
     for a, b in zip(alive.buffers(), direct.buffers()):
@@ -177,22 +178,22 @@ def test_a_meta_model_comes_to_life() -> None:
 def test_it_is_built_and_run_without_memory() -> None:
     """As simulations of large models do."""
     with FakeTensorMode():
-        model = ViT(replace(TINY, drop_path=0.3, stem="conv"))
+        model = Model(replace(TINY, drop_path=0.3, stem="conv"))
         model(torch.randn(2, 3, 32, 32)).sum().backward()
     assert all(isinstance(p.grad, FakeTensor) for p in model.parameters())
 
 
 def test_each_weight_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ViT, "init_weights", lambda self: None)
+    monkeypatch.setattr(Model, "init_weights", lambda self: None)
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    ViT(replace(TINY, stem="conv"))
+    Model(replace(TINY, stem="conv"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", VITS)
 def test_every_preset_builds(name: str) -> None:
-    model = ViT(PRESETS[name], device="meta")
+    model = Model(PRESETS[name], device="meta")
     side = PRESETS[name].image_size
     assert model(torch.empty(2, PRESETS[name].channels, side, side, device="meta")).shape == (
         2, PRESETS[name].classes,
@@ -201,18 +202,18 @@ def test_every_preset_builds(name: str) -> None:
 
 def test_a_wrong_image_is_refused_by_shape() -> None:
     with pytest.raises(ConfigError, match=r"\(batch, 3, 32, 32\), but was given \(2, 1, 32, 32\)"):
-        ViT(TINY)(torch.zeros(2, 1, 32, 32))
+        Model(TINY)(torch.zeros(2, 1, 32, 32))
 
 
 def test_unknown_choices_are_refused() -> None:
     with pytest.raises(ConfigError, match="no token order 'sideways'"):
-        ViT(TINY).set_token_order("sideways")  # type: ignore[arg-type]
+        Model(TINY).set_token_order("sideways")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no attention backend 'quick'"):
-        ViT(TINY).set_attention("quick")  # type: ignore[arg-type]
+        Model(TINY).set_attention("quick")  # type: ignore[arg-type]
 
 
 def test_dropout_and_stochastic_depth_act_in_training_only() -> None:
-    model = ViT(replace(TINY, dropout=0.2, drop_path=0.2))
+    model = Model(replace(TINY, dropout=0.2, drop_path=0.2))
     images = torch.randn(2, 3, 32, 32)
     assert not torch.equal(model(images), model(images))
     model.eval()
@@ -220,8 +221,8 @@ def test_dropout_and_stochastic_depth_act_in_training_only() -> None:
 
 
 def test_half_precision_leaves_the_rates_of_stochastic_depth_alone() -> None:
-    model = ViT(replace(TINY, drop_path=0.1)).to(torch.bfloat16)
-    rates = [float(block.branch1.drop_rate) * 2.0**-24 for block in model.blocks]  # type: ignore[union-attr, arg-type]
+    model = Model(replace(TINY, drop_path=0.1)).to(torch.bfloat16)
+    rates = [float(block.branch1.drop_rate) * 2.0**-24 for block in model.encoder.blocks]  # type: ignore[union-attr, arg-type]
     assert rates == pytest.approx([0.0, 0.05, 0.1], abs=1e-7)
 
 
@@ -245,8 +246,8 @@ def test_blocks_of_different_rates_share_one_graph() -> None:
 
     torch._dynamo.reset()
     counter = CompileCounter()
-    model = ViT(replace(TINY, drop_path=0.3, layer_scale=0.1)).train()
-    for block in model.blocks:
+    model = Model(replace(TINY, drop_path=0.3, layer_scale=0.1)).train()
+    for block in model.encoder.blocks:
         block.compile(backend=counter, fullgraph=True)
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     assert counter.frame_count == 1
@@ -276,7 +277,7 @@ def test_a_compiled_block_computes_the_same(token_order: TokenOrder) -> None:
     model.set_token_order(token_order)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     expected, gradients = _pass(model, images)
-    model.blocks[0].compile()
+    model.encoder.blocks[0].compile()
     got, others = _pass(model, images)
     torch.testing.assert_close(got, expected)
     for name, gradient in gradients.items():

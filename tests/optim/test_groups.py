@@ -20,9 +20,15 @@ def test_only_matrices_that_map_features_are_decayed() -> None:
     groups = parameter_groups(model, weight_decay=0.05)
     assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
     decayed, spared = (set(group["param_names"]) for group in groups)
-    assert "blocks.0.mlp.up.weight" in decayed
+    assert "encoder.blocks.0.mlp.up.weight" in decayed
     assert "head.weight" in decayed
-    assert {"class_token", "positions", "head.bias", "norm.weight", "blocks.2.norm1.bias"} <= spared
+    assert {
+        "class_token",
+        "encoder.places.weight",
+        "head.bias",
+        "norm.weight",
+        "encoder.blocks.2.norm1.bias",
+    } <= spared
     assert all(parameter.ndim >= 2 for parameter in groups[0]["params"])
     assert decayed | spared == {name for name, _ in model.named_parameters()}
     assert not decayed & spared
@@ -98,9 +104,9 @@ def test_layer_decay_falls_from_the_head_down() -> None:
         for name in group["param_names"]
     }
     assert scales["head.weight"] == scales["norm.bias"] == 1.0
-    assert scales["blocks.2.mlp.up.weight"] == scales["blocks.2.norm1.bias"] == 0.5
-    assert scales["blocks.0.mlp.up.weight"] == 0.125
-    assert scales["positions"] == scales["class_token"] == 0.0625
+    assert scales["encoder.blocks.2.mlp.up.weight"] == scales["encoder.blocks.2.norm1.bias"] == 0.5
+    assert scales["encoder.blocks.0.mlp.up.weight"] == 0.125
+    assert scales["encoder.places.weight"] == scales["class_token"] == 0.0625
     assert len(scales) == len(list(model.parameters()))
 
 
@@ -117,18 +123,18 @@ def test_refusals_say_what_to_do() -> None:
 
 def test_frozen_parts_are_in_no_group() -> None:
     model = create(ViTConfig(image_size=8, patch_size=4, width=16, depth=3, heads=2, mlp_width=32, classes=4))
-    freeze(model, ("stem", "blocks.0", "blocks.*.mlp"))
+    freeze(model, ("stem", "encoder.blocks.0", "encoder.blocks.*.mlp"))
     learn = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     grouped = {name for group in parameter_groups(model, weight_decay=0.1) for name in group["param_names"]}
     assert grouped == learn
-    assert not any(name.startswith(("stem.", "blocks.0.", "blocks.1.mlp.")) for name in learn)
-    assert {"blocks.1.attention.qkv.weight", "head.weight"} <= learn
+    assert not any(name.startswith(("stem.", "encoder.blocks.0.", "encoder.blocks.1.mlp.")) for name in learn)
+    assert {"encoder.blocks.1.attention.qkv.weight", "head.weight"} <= learn
 
 
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (("blocks.9",), "recipe.freeze names 'blocks.9', but the model has no such part"),
+        (("encoder.blocks.9",), "recipe.freeze names 'encoder.blocks.9', but the model has no such part"),
         (("*",), "nothing would learn"),
     ],
 )

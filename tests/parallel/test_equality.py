@@ -105,7 +105,7 @@ def test_groups_of_shards_equal_one_process() -> None:
     _check(4, ["dp=4 micro_batch=1 sharding=hsdp shard=2 accumulate=2 recompute=early"])
 
 
-FROZEN = ("stem", "positions", "blocks.0", "blocks.1.mlp", "norm.bias")
+FROZEN = ("stem", "encoder.places", "encoder.blocks.0", "encoder.blocks.1.mlp", "norm.bias")
 FREEZING = (
     "dp=2 micro_batch=2 sharding=fsdp",
     "dp=2 micro_batch=2 sharding=fsdp precision=O2 accumulate=2 optimizer=fused recompute=full",

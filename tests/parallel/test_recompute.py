@@ -19,7 +19,7 @@ from penstock.config.model import PRESETS, Seq2SeqConfig, ViTConfig, preset, sta
 from penstock.config.plan import Plan
 from penstock.config.trainable import model_problems
 from penstock.errors import ConfigError
-from penstock.models import ViT, create
+from penstock.models import Model, create
 from penstock.models.anatomy import anatomy_of
 from penstock.parallel import recompute
 from penstock.parallel.recompute import _apply, _Recomputed, recompute_blocks
@@ -46,7 +46,7 @@ WORDS = 64
 )
 def test_any_share_of_the_blocks_recomputes(every: str, chosen: list[int]) -> None:
     torch.manual_seed(0)
-    model = ViT(
+    model = Model(
         ViTConfig(
             image_size=8, patch_size=4, width=16, depth=5, heads=2, mlp_width=32, classes=4, dropout=0.1
         )
@@ -55,7 +55,9 @@ def test_any_share_of_the_blocks_recomputes(every: str, chosen: list[int]) -> No
 
     before = _gradients(model, images)
     recompute_blocks(model, Plan.parse(f"recompute=full recompute_every={every}"))
-    assert [i for i, block in enumerate(model.blocks) if isinstance(block.forward, _Recomputed)] == chosen
+    assert [
+        i for i, block in enumerate(model.encoder.blocks) if isinstance(block.forward, _Recomputed)
+    ] == chosen
     assert all(torch.equal(one, other) for one, other in zip(before, _gradients(model, images), strict=True))
 
 

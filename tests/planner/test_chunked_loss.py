@@ -14,7 +14,8 @@ from penstock.config.model import PRESETS, DecoderConfig
 from penstock.config.plan import LOSS_BUDGET, Plan
 from penstock.cpu import this_cpu
 from penstock.models import create
-from penstock.models.stack import TextModel, Vocabulary
+from penstock.models.heads import Vocabulary
+from penstock.models.model import Model
 from penstock.planner import Software, predict
 from penstock.planner.describe import describe, described
 from penstock.step.memory import step_with_memory
@@ -122,7 +123,7 @@ def test_the_gradients_of_a_shared_table_are_torchs_to_the_bit() -> None:
     for tied in (True, False):
         torch.manual_seed(0)
         model = create(small).double()
-        assert isinstance(model, TextModel)
+        assert isinstance(model, Model)
         assert isinstance(model.head, Vocabulary)
         assert model.head.tied
         model.head.tied = tied  # without it, torch's own linear

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
-from penstock.models import ViT
+from penstock.models import Model
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import held
 from penstock.planner.operators import COLLECTIVE, Op
@@ -41,18 +41,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_parameters_of_presets_are_exact(name: str) -> None:
     for change in ({}, {"classifier": "pooled"}, {"image_size": PRESETS[name].patch_size * 6}):
         config = replace(PRESETS[name], **change)
-        model = ViT(config, device="meta")
+        model = Model(config, device="meta")
         assert totals(config).parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_of_variants_are_exact(variant: str) -> None:
     config = replace(TINY, **VARIANTS[variant])
-    model = ViT(config, device="meta")
+    model = Model(config, device="meta")
     assert totals(config).parameters == sum(p.numel() for p in model.parameters())
     work = describe(config, Plan())
     (block,) = work.blocks
-    assert block.count * block.parameters == sum(p.numel() for p in model.blocks.parameters())
+    assert block.count * block.parameters == sum(p.numel() for p in model.encoder.blocks.parameters())
     assert work.tensors == len(list(model.parameters()))
 
 
@@ -70,7 +70,7 @@ def passes(config: ViTConfig, samples: int, plan: Plan | None = None) -> tuple[f
 
 def _counted(config: ViTConfig, attention: str, token_order: str) -> tuple[int, int]:
     """FLOPs of forward and backward as torch counts them, on the meta device."""
-    model = ViT(config, device="meta")
+    model = Model(config, device="meta")
     model.set_attention(attention)  # type: ignore[arg-type]
     model.set_token_order(token_order)  # type: ignore[arg-type]
     images = torch.empty(2, config.channels, config.image_size, config.image_size, device="meta")
@@ -110,7 +110,7 @@ def test_a_fused_kernel_recomputes_the_scores() -> None:
     # The CPU's fused kernel is not known to FlopCounterMode, which then lacks attention and nothing else.
     images = torch.randn(samples, 3, 32, 32)
     with FlopCounterMode(display=False) as counter:
-        ViT(TINY)(images).sum().backward()
+        Model(TINY)(images).sum().backward()
     attention = sum(n * op.flops for n, op in kernels)
     assert counter.get_total_flops() + attention == samples * totals(TINY).model_flops
 
@@ -217,7 +217,7 @@ def test_traffic_shrinks_with_fusion_and_with_sequence_first() -> None:
     assert traffic("attention=plain compile=blocks") < plain
 
 
-def _kept_bytes(model: ViT, images: torch.Tensor, *, autocast: bool) -> int:
+def _kept_bytes(model: Model, images: torch.Tensor, *, autocast: bool) -> int:
     """Bytes of the distinct blocks of memory that autograd keeps, without parameters, buffers and images."""
     others = [*model.parameters(), *model.buffers(), images]
     known = {t.untyped_storage().data_ptr() for t in others}
@@ -252,7 +252,7 @@ def test_activation_bytes_are_what_autograd_keeps(
     config = replace(TINY, **VARIANTS[variant])
     plan = Plan(precision=precision, attention=attention, token_order=token_order)  # type: ignore[arg-type]
     dtype = torch.bfloat16 if precision == "O3" else torch.float32
-    model = ViT(config, dtype=dtype)
+    model = Model(config, dtype=dtype)
     model.set_attention(plan.attention)
     model.set_token_order(plan.token_order)
     kept = _kept_bytes(model, torch.randn(5, 3, 32, 32, dtype=dtype), autocast=precision == "O1")

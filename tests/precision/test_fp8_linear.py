@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
-from penstock.models import ViT
+from penstock.models import Model
 from penstock.precision.fp8 import SCALINGS, Scaling
 from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8, fp8_problem, restore_from_fp8
 
@@ -35,7 +35,7 @@ def images() -> Tensor:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float) -> None:
-    model = ViT(replace(TINY, dropout=dropout)).eval()
+    model = Model(replace(TINY, dropout=dropout)).eval()
     before = copy.deepcopy(model.state_dict())
     parameters = dict(model.named_parameters())
     exact = model(images)
@@ -43,7 +43,7 @@ def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float)
     kept = convert_to_fp8(model, emulate=True)
     assert kept == {"stem.proj": "outside the blocks", "head": "outside the blocks"}
     converted = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
-    assert converted == [f"blocks.{i}.{name}" for i in range(2) for name in BLOCK]
+    assert converted == [f"encoder.blocks.{i}.{name}" for i in range(2) for name in BLOCK]
 
     called = []
     for name in converted:
@@ -62,7 +62,7 @@ def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float)
 
 
 def test_converting_again_changes_the_scaling() -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     convert_to_fp8(model, emulate=True)
     convert_to_fp8(model, "rowwise", emulate=True)
     assert {m.scaling for m in model.modules() if isinstance(m, Fp8Linear)} == {"rowwise"}
@@ -70,11 +70,11 @@ def test_converting_again_changes_the_scaling() -> None:
 
 
 def test_sides_that_the_units_cannot_take_are_kept_and_named() -> None:
-    model = ViT(replace(TINY, mlp_width=60))
+    model = Model(replace(TINY, mlp_width=60))
     kept = convert_to_fp8(model, emulate=True)
-    assert kept["blocks.0.mlp.up"] == "32 × 60 are no multiples of 16"
+    assert kept["encoder.blocks.0.mlp.up"] == "32 × 60 are no multiples of 16"
     with pytest.raises(ConfigError, match=r"No linear layer .* 24 × 72 are no multiples of 16"):
-        convert_to_fp8(ViT(replace(TINY, width=24, heads=2, mlp_width=40)), emulate=True)
+        convert_to_fp8(Model(replace(TINY, width=24, heads=2, mlp_width=40)), emulate=True)
 
 
 def test_layers_that_compute_in_their_own_way_are_kept() -> None:
@@ -88,7 +88,7 @@ def test_layers_that_compute_in_their_own_way_are_kept() -> None:
 
 
 def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 .* on cpu; move it"):
         convert_to_fp8(model)
     with pytest.raises(
@@ -115,22 +115,22 @@ def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch
     capability = (9, 0)
     assert fp8_problem("cuda", "rowwise") is None
     # Weights that are not there yet say nothing of where the model will run.
-    convert_to_fp8(ViT(TINY, device="meta"), "rowwise", device="cuda")
+    convert_to_fp8(Model(TINY, device="meta"), "rowwise", device="cuda")
     with pytest.raises(ConfigError, match="on cpu; move it"):
-        convert_to_fp8(ViT(TINY, device="meta"), "rowwise", device="cpu")
+        convert_to_fp8(Model(TINY, device="meta"), "rowwise", device="cpu")
 
 
 def test_fp16_is_refused() -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     convert_to_fp8(model, emulate=True)
     with torch.autocast("cpu", dtype=torch.float16), pytest.raises(ConfigError, match="dtype='bf16'"):
-        model.get_submodule("blocks.0.mlp.up")(torch.randn(2, 32))
+        model.get_submodule("encoder.blocks.0.mlp.up")(torch.randn(2, 32))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_gradients_reach_fp32_weights(images: Tensor, scaling: Scaling) -> None:
     """Against the bf16 model: the same directions, within what fp8 rounds."""
-    model = ViT(TINY)
+    model = Model(TINY)
     gradients = []
     for fp8 in (False, True):
         if fp8:
@@ -150,9 +150,9 @@ def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
     results = []
     for how in ("plain", "checkpoint", "compile"):
         torch.manual_seed(0)
-        model = ViT(TINY)
+        model = Model(TINY)
         convert_to_fp8(model, emulate=True)
-        block: Any = model.blocks[0]
+        block: Any = model.encoder.blocks[0]
         if how == "checkpoint":
             original = block.forward
             block.forward = lambda x, original=original: checkpoint(original, x, use_reentrant=False)
@@ -172,10 +172,10 @@ def test_no_rows_are_no_trouble() -> None:
 
 
 def test_copies_and_pickles() -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     convert_to_fp8(model, "rowwise", emulate=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        layer: Any = other.get_submodule("blocks.1.mlp.down")
+        layer: Any = other.get_submodule("encoder.blocks.1.mlp.down")
         assert type(layer) is Fp8Linear
         assert layer.scaling == "rowwise"
 
@@ -185,9 +185,9 @@ def test_copies_and_pickles() -> None:
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_vit_trains_on_a_gpu(scaling: Scaling, compiled: bool) -> None:
     torch.manual_seed(0)
-    model = ViT(TINY).cuda()
+    model = Model(TINY).cuda()
     convert_to_fp8(model, scaling)
-    for block in model.blocks:
+    for block in model.encoder.blocks:
         if compiled:
             block.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

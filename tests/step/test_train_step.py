@@ -183,11 +183,11 @@ def test_equals_the_loop_a_user_would_write() -> None:
     twin = copy.deepcopy(built.model)
     groups = [
         {
-            "params": [p for n, p in twin.named_parameters() if p.ndim > 1 and n != "positions"],
+            "params": [p for n, p in twin.named_parameters() if p.ndim > 1 and n != "encoder.places.weight"],
             "weight_decay": 0.05,
         },
         {
-            "params": [p for n, p in twin.named_parameters() if p.ndim == 1 or n == "positions"],
+            "params": [p for n, p in twin.named_parameters() if p.ndim == 1 or n == "encoder.places.weight"],
             "weight_decay": 0.0,
         },
     ]
@@ -233,11 +233,11 @@ def test_switches_are_on_inside_and_off_outside() -> None:
         seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
 
     built = build(TINY, Plan(precision="O1", matmul="medium"))
-    built.model.blocks[0].register_forward_hook(look)  # type: ignore[index, union-attr]
+    built.model.encoder.blocks[0].register_forward_hook(look)  # type: ignore[index, union-attr]
     before = torch.get_float32_matmul_precision()
     built.step(batches())
     assert seen == [("medium", True)]
-    built.model.blocks[0].eval()  # type: ignore[index, union-attr]
+    built.model.encoder.blocks[0].eval()  # type: ignore[index, union-attr]
     with built.inference():
         built.loss(built.model, batches()[0])
         assert not built.model.training
@@ -245,7 +245,7 @@ def test_switches_are_on_inside_and_off_outside() -> None:
     assert seen[1] == ("medium", True)
     assert torch.get_float32_matmul_precision() == before
     assert built.model.training
-    assert not built.model.blocks[0].training  # type: ignore[index, union-attr]
+    assert not built.model.encoder.blocks[0].training  # type: ignore[index, union-attr]
 
 
 def test_mistakes_are_refused() -> None:

@@ -40,7 +40,7 @@ def built(plan: Plan = PLAN) -> Any:
 
 def test_a_step_that_is_lost_names_its_layer() -> None:
     made = built()
-    made.model.blocks[1].register_forward_hook(steep)
+    made.model.encoder.blocks[1].register_forward_hook(steep)
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
     batches = [batch(), batch()]
     for number in range(1, 51):
@@ -85,7 +85,7 @@ def test_a_run_ends_with_its_code_and_keeps_what_it_saved(
 ) -> None:
     def planted(*arguments: Any, **given: Any) -> Any:
         made = penstock.build.build(*arguments, **given)
-        made.model.blocks[0].register_forward_hook(steep)
+        made.model.encoder.blocks[0].register_forward_hook(steep)
         return made
 
     monkeypatch.setattr(loop, "build", planted)
@@ -104,5 +104,5 @@ def test_a_run_ends_with_its_code_and_keeps_what_it_saved(
         train(config)
     assert caught.value.exit_code == ExitCode.NUMERIC
     assert "At step 20 " in str(caught.value)  # logs are read every ten steps
-    assert "begins in the backward pass of blocks.0." in str(caught.value)
+    assert "begins in the backward pass of encoder.blocks.0." in str(caught.value)
     assert (tmp_path / "run" / "checkpoints").exists()

@@ -25,6 +25,7 @@ from penstock.checkpoint.stages import only
 from penstock.checkpoint.storage import read_pieces
 from penstock.checkpoint.tree import unpack
 from penstock.errors import CheckpointError, ran_out_of_memory
+from penstock.models.model import former_name, present_name
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +75,18 @@ class Checkpoint:
             CheckpointError: a file cannot be read.
         """
         with trusted(self.path):
+            # A Vision Transformer's of an earlier version, whose names were others.
+            old = any("positions" in names for names in self.document["weights"].values())
+            if old:
+                like = {former_name(name): parameter for name, parameter in (like or {}).items()}
+                held = None if held is None else {former_name(name) for name in held}
             local = self._local(rank) if world in (None, self.world) else {}
             document = self.document if held is None else only(self.document, held)
             weights, state = self._put_together(
                 document["weights"], {**document["state"], LOCAL: local}, like or {}, self.read
             )
+            if old:
+                weights, state = _with_present_names(weights), _with_present_names(state)
             local = state.pop(LOCAL)
             return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
 
@@ -201,6 +209,19 @@ def _with_parameters(
         numbered = {**like, **_numbered(tree, like)} if "param_groups" in tree else like
         for key, item in tree["$items"] if "$items" in tree else tree.items():
             yield from _with_parameters(item, numbered, numbered.get(key, parameter))
+
+
+def _with_present_names(tree: Any) -> Any:
+    """A tree with `present_name` in place of the names of parameters."""
+    if isinstance(tree, dict):
+        return {_present(key): _with_present_names(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_with_present_names(value) for value in tree)
+    return _present(tree)
+
+
+def _present(value: Any) -> Any:
+    return present_name(value) if isinstance(value, str) else value
 
 
 def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mapping[Any, Tensor]:

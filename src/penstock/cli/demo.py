@@ -151,12 +151,11 @@ def result_line(found: Tuned, top1: float) -> str:
 def gpt3_lines() -> list[str]:
     """The planner's answer for GPT-3, in two lines."""
     from penstock import PRESETS, load_machine
-    from penstock.config.model import sequences
     from penstock.planner import search
 
     model = PRESETS["gpt-175b"]
     best = search(model, load_machine("a100-80g"), GPUS, global_batch=SAMPLES, keep=1)[0]
-    plan, days = best.plan, best.days(TOKENS / sequences(model)[0])
+    plan, days = best.plan, best.days(TOKENS / model.graph.lengths[0])
     return [
         f"GPT-3 on {GPUS:,} A100 GPUs, computed here in a second: {best.iteration_seconds:.1f} s a step, "
         f"{days:.0f} days for {TOKENS / 1e9:.0f} billion tokens, MFU {best.mfu:.0%},",

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 
 from penstock.config.machine import Machine
-from penstock.config.model import DecoderConfig, stacks, title
+from penstock.config.model import stacks, title
 from penstock.planner.serve import generates
 from penstock.serve.deploy import Layout
 from penstock.serve.scheduler import Limits
@@ -30,7 +30,7 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
         found["penstock.sh"] = _script(
             "Penstock, one server for each replica", penstock(model, machine, layout)
         )
-    decoder = isinstance(asked.model, DecoderConfig)
+    decoder = generates(asked.model) and not asked.model.graph.remembered
     if decoder and machine.device == "cuda" and layout.type in _TYPES:
         found["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
     return found

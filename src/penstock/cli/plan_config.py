@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from penstock.config.convert import Checked, Count, FilledText, NotNegative, Positive, Range
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 
@@ -91,7 +91,7 @@ class PlanConfig(Checked):
             )
         if self.tokens is not None and self.images is not None:
             yield "--tokens and --images were both given; a model is trained on one of them."
-        vision = isinstance(self.model, ViTConfig)
+        vision = self.model is not None and self.model.graph.vision
         if self.images is not None and not vision:
             yield "--images is for vision models; say with --tokens what a language model is trained on."
         if self.tokens is None and self.images is None:

@@ -15,7 +15,7 @@ from penstock.cli.plan_tools import how_to_run, penstock_train, show
 from penstock.config.convert import plain
 from penstock.config.load import dump_toml
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig, sequences, title
+from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.config.trainable import model_problems
 from penstock.errors import ConfigError, OutOfMemory
@@ -146,7 +146,7 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
     if runs is not None and runs is not best and ours:
         ways[:0] = how_to_run(model, machine, runs.plan)[:1]
     if ways:
-        vision = isinstance(model, ViTConfig)
+        vision = model.graph.vision
         console.print("to run it:" if vision else "to run it, add your data and tokenizer to one of these:")
         show(ways, lambda line: console.print(line, soft_wrap=True))
     console.print("why the others are slower:")
@@ -165,11 +165,11 @@ def plan_file(config: ModelConfig, best: Prediction) -> str:
     Plan, for `Plan.from_toml`, and says in a comment what it was found for.
     """
     table = "[plan]\n" + dump_toml(best.plan)
-    if isinstance(config, ViTConfig):
+    if config.graph.vision:
         name = config.short_form()
         model = f"[model]\n{dump_toml(config)}" if name == "custom" else f'model = "{name}"\n'
         return f"{model}\n{table}"
-    tokens = " and ".join(str(length) for length in sequences(config))
+    tokens = " and ".join(str(length) for length in config.graph.lengths)
     return (
         f"# The fastest layout of {title(config)} with samples of {tokens} tokens on {best.gpus} {best.machine},\n"
         f"# {best.global_batch} samples a step. Plan.from_toml reads this.\n\n{table}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.rules import problems
 from penstock.config.trainable import model_problems
 from penstock.planner.prediction import Prediction
@@ -59,7 +59,7 @@ def totals_line(one: Prediction, samples: float | None, machine: Machine, price:
 
 def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
     """The rate of one device per second: images of a vision model, tokens of a language model."""
-    if isinstance(model, ViTConfig):
+    if model.graph.vision:
         return one.samples_per_second / one.gpus, "images"
     return one.tokens_per_second_per_gpu, "tokens"
 

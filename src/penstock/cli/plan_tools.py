@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig, option_words, sequences
+from penstock.config.model import ModelConfig, option_words
 from penstock.config.plan import Plan
 from penstock.config.rules import problems
 
@@ -22,7 +22,9 @@ _BOTH = {
     "dtype",
 }  # fmt: skip
 """Fields of a Plan that both tools are given."""
-_MEGATRON_SCRIPTS = {"decoder": "pretrain_gpt.py", "encoder": "pretrain_bert.py", "seq2seq": "pretrain_t5.py"}
+_MEGATRON_SCRIPTS = {
+    "causal tokens": "pretrain_gpt.py", "tokens": "pretrain_bert.py", "causal tokens and tokens": "pretrain_t5.py",
+}  # fmt: skip
 _MEGATRON_SHARDING = {"zero2": "optim_grads", "fsdp": "optim_grads_params", "hsdp": "optim_grads_params"}
 _MEGATRON_RECOMPUTE = {"full": "full", "selective": "selective"}
 _TITAN_SCHEDULES = {
@@ -47,7 +49,7 @@ def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
     ways = []
     if not problems(plan, model, machine, run=True):
         ways.append(penstock_train(model, machine, plan))
-    if machine.device == "cuda" and not isinstance(model, ViTConfig):
+    if machine.device == "cuda" and not model.graph.vision:
         ways += [megatron(model, machine, plan), torchtitan(model, machine, plan)]
     return ways
 
@@ -93,14 +95,14 @@ def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     left = ["the sizes of the model", *_left(plan, told)]
     if plan.schedule in ("gpipe", "zero_bubble"):
         left.append(f"schedule={plan.schedule}, for which it runs 1F1B")
-    return HowTo(MEGATRON, _command(machine, plan, _MEGATRON_SCRIPTS[model.family], options), tuple(left))
+    return HowTo(MEGATRON, _command(machine, plan, _MEGATRON_SCRIPTS[model.graph.form], options), tuple(left))
 
 
 def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     """Options of torchtitan's `torchtitan.train` (torchtitan/config/job_config.py)."""
     sharded = {"ddp": 1, "hsdp": max(1, plan.shard // plan.cp)}.get(plan.sharding, plan.dp)
     options: dict[str, Any] = {
-        "training.seq_len": sequences(model)[0],
+        "training.seq_len": model.graph.lengths[0],
         # A data parallel rank is given all micro-batches of a pipeline at once, and accumulates others.
         "training.local_batch_size": plan.micro_batch * (plan.accumulate if plan.pp > 1 else 1),
         "training.global_batch_size": plan.global_batch,

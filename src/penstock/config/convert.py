@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import INTEGERS, control_character, parse_json
-from penstock.config.kinds import accepts_none, describe, field_types, is_union, required_fields
+from penstock.config.kinds import accepts_none, arms_of, describe, field_types, is_union, required_fields
 from penstock.errors import ConfigError
 
 NONE_WORDS = ("none", "null")
@@ -189,7 +189,7 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
 def _convert_union(value: Any, kind: Any, *, text: bool) -> Any:
     if accepts_none(kind) and (value is None or (isinstance(value, str) and value.lower() in NONE_WORDS)):
         return None
-    arms = [arm for arm in typing.get_args(kind) if arm is not type(None)]
+    arms = [arm for arm in arms_of(kind) if arm is not type(None)]
     for arm in arms:
         try:
             return convert(value, arm, text=text)

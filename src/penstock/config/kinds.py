@@ -34,10 +34,23 @@ def dataclasses_of(kind: Any) -> tuple[type, ...]:
     if dataclasses.is_dataclass(kind):
         return (kind,) if isinstance(kind, type) else ()
     if is_union(kind):
-        return tuple(
-            arm for arm in typing.get_args(kind) if isinstance(arm, type) and dataclasses.is_dataclass(arm)
-        )
+        return tuple(arm for arm in arms_of(kind) if isinstance(arm, type) and dataclasses.is_dataclass(arm))
     return ()
+
+
+_MORE: dict[Any, list[Any]] = {}
+
+
+def add_arm(first: type, arm: type) -> None:
+    """Make a dataclass one of the types of every union that begins with `first`, in place of one of the same family."""
+    others = [other for other in _MORE.get(first, []) if family_of(other) != family_of(arm)]
+    _MORE[first] = [*others, arm]
+
+
+def arms_of(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, with those added later."""
+    arms = typing.get_args(kind)
+    return (*arms, *_MORE.get(arms[0], ()))
 
 
 def family_of(cls: type) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from penstock.config.convert import word
 from penstock.config.machine import Machine
-from penstock.config.model import EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, sequences, stacks
+from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.rule import Rules, divisors
@@ -165,7 +165,7 @@ def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`cp` divides the tokens of a sample."""
     if plan.cp == 1:
         return
-    for tokens in sequences(model):
+    for tokens in model.graph.lengths:
         if tokens % plan.cp:
             yield (
                 f"plan.cp={plan.cp} cannot split the model's {tokens} tokens evenly; use a cp that divides them."
@@ -221,8 +221,7 @@ def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
 @LAYOUT_RULES.of("types")
 def _chunked_loss_is_over_words(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`loss=chunked` needs a model whose outputs are logits over a vocabulary."""
-    words = not isinstance(model, ViTConfig | EncoderConfig) or getattr(model, "head", None) == "words"
-    if plan.loss == "chunked" and not words:
+    if plan.loss == "chunked" and model.graph.words is None:
         yield (
             "plan.loss=chunked cuts up logits over a vocabulary, which this model's outputs are not; leave loss out."
         )
@@ -231,7 +230,7 @@ def _chunked_loss_is_over_words(plan: Plan, model: ModelConfig) -> Iterator[str]
 @LAYOUT_RULES.of("types")
 def _padding_is_left_out_of_encoders(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`padding=remove` needs an encoder, or an encoder–decoder's."""
-    if plan.padding == "remove" and not isinstance(model, EncoderConfig | Seq2SeqConfig):
+    if plan.padding == "remove" and not model.graph.padded:
         yield (
             "plan.padding=remove leaves padding out of an encoder, which this model does not have; leave padding out."
         )

@@ -8,25 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import (
     Checked,
-    NotNegative,
     Positive,
     Probability,
     Range,
     nearest,
     word,
 )
+from penstock.config.graph import (
+    Before,
+    ClassHead,
+    FeatureHead,
+    Graph,
+    Head,
+    Init,
+    PatchInput,
+    Run,
+    Stem,
+    TokenInput,
+    WordHead,
+)
+from penstock.config.kinds import add_arm, dataclasses_of, family_of
 from penstock.config.stack import Rotary, Stack
 from penstock.errors import ConfigError
 
 Classifier = Literal["token", "pooled"]
-Stem = Literal["patchify", "conv"]
 PoolNorm = Literal["before", "after"]
-Init = Literal["normal", "scaled", "fan_in", "xavier"]
 Pooler = Literal["tanh", "norm"]
 EncoderHead = Literal["words", "classes", "none"]
 Pixels = Annotated[int, Range(1, 1 << 16)]
@@ -34,13 +46,17 @@ Words = Annotated[int, Range(1, 1 << 24)]
 Tokens = Annotated[int, Range(1, 1 << 28)]
 
 
-class _Family(Checked, where="model"):
-    """The fields and methods that configurations of all families share."""
+class ModelFamily(Checked, where="model"):
+    """The base of the configurations of all families: frozen dataclasses with a field `family` and a `graph`."""
 
     @classmethod
     def parse(cls, name: str) -> ModelConfig:
         """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
         return preset(name)
+
+    def with_lengths(self, *lengths: int) -> Any:
+        """The same model for samples of so many tokens in each of its inputs. Images have the tokens that they have."""
+        return self
 
     def short_form(self) -> str:
         """The name of the equal preset, or `custom`."""
@@ -48,7 +64,7 @@ class _Family(Checked, where="model"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig(Stack, _Family):
+class ViTConfig(Stack, ModelFamily):
     """A Vision Transformer (Dosovitskiy et al., ICLR 2021, "An Image is Worth 16x16 Words", Table 1).
 
     Image and patch sizes count pixels.
@@ -70,10 +86,6 @@ class ViTConfig(Stack, _Family):
     pool_norm: PoolNorm = "before"
     """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's
     `fc_norm`)."""
-    layer_scale: NotNegative | None = None
-    """Initial value of LayerScale (Touvron et al., ICCV 2021); none: no LayerScale."""
-    drop_path: Probability = 0.0
-    """Stochastic depth at the last block; rises linearly from 0 at the first."""
     norm_eps: Positive = 1e-6
     attention_dropout: Probability | None = 0.0
     mlp_dropout: Probability | None = None
@@ -103,16 +115,26 @@ class ViTConfig(Stack, _Family):
         """Tokens that the blocks process: the patches, and the class token if there is one."""
         return self.patches + (self.classifier == "token")
 
-    @property
-    def stem_widths(self) -> tuple[int, ...]:
-        """Output channels of each stride-2 convolution of the `conv` stem. They double up to the model's
-        width."""
-        halvings = self.patch_size.bit_length() - 1
-        return tuple(max(8, self.width >> (halvings - 1 - i)) for i in range(halvings))
+    @cached_property
+    def graph(self) -> Graph:
+        """Patches, one run, classes."""
+        token = self.classifier == "token"
+        images = PatchInput(
+            image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, stem=self.stem,
+            class_token=token,
+        )  # fmt: skip
+        run = Run(
+            name="encoder", stack=self, reads="images", rows=self.tokens, most=self.tokens, last_norm=False
+        )
+        head = ClassHead(
+            run="encoder", classes=self.classes, pool="first" if token else "mean",
+            norm_first=not token and self.pool_norm == "before",
+        )  # fmt: skip
+        return Graph(inputs=(images,), runs=(run,), heads=(head,))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Text(_Family):
+class _Text(ModelFamily):
     """Fields of all text models besides their blocks."""
 
     vocabulary: Words = 50257
@@ -135,6 +157,27 @@ class _Text(_Family):
     residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
     inputs and outputs (Glorot & Bengio, 2010)."""
 
+    def _run(self, name: str, stack: Stack, reads: str, length: int, **changes: Any) -> Run:
+        return Run(
+            name=name, stack=stack, reads=reads, rows=self.max_positions or self.sequence,
+            most=self.max_positions or length, embedding_norm=self.embedding_norm, **changes,
+        )  # fmt: skip
+
+    def _input(self, name: str, length: int, segments: int = 0) -> TokenInput:
+        return TokenInput(
+            name=name,
+            vocabulary=self.vocabulary,
+            length=length,
+            scaled=self.scale_embeddings,
+            segments=segments,
+        )
+
+    def _words(self, run: str, *, transform: bool = False) -> WordHead:
+        return WordHead(
+            run=run, vocabulary=self.vocabulary, tied="tokens" if self.tied else "", bias=self.output_bias,
+            scaled=self.scale_outputs, transform=transform,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class _OneStack(Stack, _Text):
@@ -142,6 +185,9 @@ class _OneStack(Stack, _Text):
 
     def _problems(self) -> Iterator[str]:
         yield from self.problems("model")
+
+    def with_lengths(self, *lengths: int) -> Any:
+        return replace(self, sequence=lengths[0])
 
     @property
     def tokens(self) -> int:
@@ -154,6 +200,15 @@ class DecoderConfig(_OneStack):
     """A causal language model (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners")."""
 
     family: Literal["decoder"] = "decoder"
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Tokens, one causal run, words."""
+        run = self._run("decoder", self, "tokens", self.sequence, causal=True)
+        return Graph(
+            inputs=(self._input("tokens", self.sequence),), runs=(run,), heads=(self._words("decoder"),),
+            init=self.init,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +227,21 @@ class EncoderConfig(_OneStack):
     activation and a norm (`norm`), as in ModernBERT."""
     output_bias: bool = True
 
+    @cached_property
+    def graph(self) -> Graph:
+        """Tokens, one run, and the head that `head` says."""
+        run = self._run("encoder", self, "tokens", self.sequence)
+        head: Head = FeatureHead(run="encoder")
+        if self.head == "words":
+            head = self._words("encoder", transform=True)
+        elif self.head == "classes":
+            before: Before = "tanh" if self.pooler == "tanh" else "transform"
+            head = ClassHead(run="encoder", classes=self.classes, before=before, dropout=self.dropout)
+        return Graph(
+            inputs=(self._input("tokens", self.sequence, self.token_types),), runs=(run,), heads=(head,),
+            init=self.init,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqConfig(_Text):
@@ -187,16 +257,23 @@ class Seq2SeqConfig(_Text):
     def _problems(self) -> Iterator[str]:
         yield from self.encoder.problems("model.encoder")
         yield from self.decoder.problems("model.decoder")
-        if self.encoder.width != self.decoder.width:
-            yield (
-                f"model.encoder.width {self.encoder.width} and model.decoder.width {self.decoder.width} differ, but "
-                "both read the same embedding table; make them equal."
-            )
-        if self.decoder.parallel:
-            yield (
-                "model.decoder.parallel is true, but a block with cross attention between attention and MLP cannot run "
-                "both in parallel; set it to false."
-            )
+        yield from self.graph.problems()
+
+    @cached_property
+    def graph(self) -> Graph:
+        """A source, a run over it; a target, a causal run that also attends to the first; words."""
+        encoder = self._run("encoder", self.encoder, "source", self.sequence, setting="model.encoder")
+        decoder = self._run(
+            "decoder", self.decoder, "target", self.decoder_sequence, setting="model.decoder", causal=True,
+            memories=("encoder",),
+        )  # fmt: skip
+        return Graph(
+            inputs=(self._input("source", self.sequence), self._input("target", self.decoder_sequence)),
+            runs=(encoder, decoder), heads=(self._words("decoder"),), init=self.init,
+        )  # fmt: skip
+
+    def with_lengths(self, *lengths: int) -> Any:
+        return replace(self, sequence=lengths[0], decoder_sequence=lengths[1])
 
     @property
     def tokens(self) -> int:
@@ -206,30 +283,30 @@ class Seq2SeqConfig(_Text):
 
 ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig
 """The configuration of a model of any family."""
+TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
+"""The same of families that transformers has models of."""
+
+
+FAMILIES: dict[str, type] = {family_of(arm): arm for arm in dataclasses_of(ModelConfig)}
+"""The configurations of models by family."""
+
+
+def enrol(family: type[ModelFamily]) -> type[ModelFamily]:
+    """Make a family of your own known, so that its configurations are parsed, saved and read again. Usable as a
+    decorator of its dataclass."""
+    FAMILIES[family_of(family)] = family
+    add_arm(ViTConfig, family)
+    return family
 
 
 def stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """The stacks of blocks of a model, in the order in which they run."""
-    return (config.encoder, config.decoder) if isinstance(config, Seq2SeqConfig) else (config,)
+    """The stack of each run of a model, in the order in which they compute."""
+    return tuple(run.stack for run in config.graph.runs)
 
 
-def stack_names(config: ModelConfig) -> tuple[str, ...]:
-    """The setting that each of `stacks` is."""
-    return ("model.encoder", "model.decoder") if isinstance(config, Seq2SeqConfig) else ("model",)
-
-
-def sequences(config: ModelConfig) -> tuple[int, ...]:
-    """Tokens of one sample that each of `stacks` processes."""
-    return (
-        (config.sequence, config.decoder_sequence) if isinstance(config, Seq2SeqConfig) else (config.tokens,)
-    )
-
-
-def positions(config: ModelConfig) -> tuple[int, ...]:
-    """Tokens that each stack can be given, in the order of `stacks`. A table of positions may have more rows than
-    samples have tokens."""
-    most = None if isinstance(config, ViTConfig) else config.max_positions
-    return tuple(most or tokens for tokens in sequences(config))
+def vocabulary_of(config: ModelConfig) -> int:
+    """Rows of a model's largest table of tokens; 0 without one."""
+    return max((one.vocabulary for one in config.graph.inputs_of(TokenInput)), default=0)
 
 
 def preset(name: str) -> ModelConfig:
@@ -249,12 +326,14 @@ def option_words(config: ModelConfig) -> list[str]:
         for name, found in PRESETS.items()
         if type(found) is type(config)
     )
-    return min(near, key=len)
+    own = ["--model.family", config.family, *changes(type(config)(), config, "model")]
+    return min(near, key=len, default=own)
 
 
 def title(config: ModelConfig) -> str:
     """The model's name for a headline: `vit-s16 (classifier pooled)`."""
     name, *changes = option_words(config)
+    name = config.family if name.startswith("--") else name
     # A list of layers is too long for a headline.
     told = ", ".join(change.removeprefix("--model.").partition(" '[")[0] for change in changes)
     return f"{name} ({told})" if told else name

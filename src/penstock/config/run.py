@@ -153,7 +153,7 @@ class Lists(Checked, where="recipe.lists"):
     keep: tuple[str, ...] = ()
     """Operations in the type of their first argument."""
     half_modules: tuple[str, ...] = ()
-    """Modules whose inputs are cast to half precision, by name or pattern: `blocks.*.mlp`."""
+    """Modules whose inputs are cast to half precision, by name or pattern: `encoder.blocks.*.mlp`."""
     fp32_modules: tuple[str, ...] = ()
     """Modules in fp32, with all that is in them."""
 
@@ -209,7 +209,7 @@ class Recipe(Checked, where="recipe"):
     layer_decay: PositiveShare = 1.0
     """Learning-rate factor per block from the head down (Bao et al., BEiT, ICLR 2022); 1 is off."""
     freeze: tuple[str, ...] = ()
-    """Parts that do not learn, by name or pattern, with all that is in them: `stem,positions,blocks.0,blocks.1`."""
+    """Parts that do not learn, by name or pattern, with all that is in them: `stem,encoder.places,encoder.blocks.0`."""
     eval_every_epochs: Positive = 1.0
     augment: Augment = field(default_factory=Augment)
     lora: Lora = field(default_factory=Lora)

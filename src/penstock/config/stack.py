@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
 
-from penstock.config.convert import Count, Positive, Probability, Range
+from penstock.config.convert import Count, NotNegative, Positive, Probability, Range
 
 Mlp = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 Norm = Literal["layer", "rms"]
@@ -118,6 +118,10 @@ class Stack:
     """Dropout probability of attention weights; none: `dropout`."""
     mlp_dropout: Probability | None = 0.0
     """Dropout probability of the MLP's activations; none: `dropout`."""
+    layer_scale: NotNegative | None = None
+    """Initial value of LayerScale (Touvron et al., ICCV 2021); none: no LayerScale."""
+    drop_path: Probability = 0.0
+    """Stochastic depth at the last block; rises linearly from 0 at the first."""
     experts: Experts = 0
     """Number of experts in a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
     experts_per_token: Annotated[int, Range(1, 1 << 16)] = 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from penstock.config.convert import word
-from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, stack_names, stacks
+from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import TaskName
 from penstock.errors import ConfigError
@@ -17,38 +17,36 @@ _ONLY: dict[str, Any] = {
     "ep": 1, "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
-_VIT_HAS: dict[str, tuple[Any, ...]] = {
-    "kv_heads": (None,), "head_features": (None,), "norm": ("layer",), "bias": (True,), "positions": ("learned",),
-    "parallel": (False,), "window": (None,), "experts": (0,), "mlp": ("gelu", "gelu_tanh"), "norm_first": (True,),
-    "norm_bias": (True,), "attention_scale": (None,), "attention_dropout": (0.0,), "mlp_dropout": (None,),
-}  # fmt: skip
-"""Fields of a stack that our Vision Transformer does not support for all values, with those that it does."""
 
 
-TASKS: dict[str, tuple[str, ...]] = {
-    "images": ("vit",),
-    "next_token": ("decoder",),
-    "masked_words": ("encoder",),
-    "sentences": ("encoder",),
-    "pairs": ("encoder",),
-    "span_corruption": ("seq2seq",),
-    "translation": ("seq2seq",),
-    "embedding": ("encoder",),
+TASKS: dict[str, str] = {
+    "images": "images",
+    "next_token": "causal tokens",
+    "masked_words": "tokens",
+    "sentences": "tokens",
+    "pairs": "tokens",
+    "span_corruption": "causal tokens and tokens",
+    "translation": "causal tokens and tokens",
+    "embedding": "tokens",
 }
-"""Families that each task trains; the first task that names a family is what it is trained for unless told."""
+"""Forms of the graphs that each task trains; the first task with a form is what it is trained for unless told."""
 
 
 def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
     """The task that a model is trained for, where `auto` is that of its family. Raises ConfigError for a task that does
     not fit the family."""
-    fitting = [name for name, families in TASKS.items() if model.family in families]
+    fitting = [name for name, form in TASKS.items() if form == model.graph.form]
+    if not fitting:
+        raise ConfigError(
+            f"No task trains a model of {model.graph.form}; give build a Task of your own as loss."
+        )
     if task == "auto":
-        classes = isinstance(model, EncoderConfig) and model.head == "classes"
+        classes = model.graph.classes is not None and "pairs" in fitting
         return "pairs" if classes else fitting[0]  # type: ignore[return-value]
     if task not in fitting:
         raise ConfigError(
-            f"task is {task}, which trains models of the family {' or '.join(TASKS[task])}, but model.family is "
-            f"{model.family}; use task {' or '.join(fitting)}, or another model."
+            f"task is {task}, which trains models of {TASKS[task]}, but model.family {model.family} is one of "
+            f"{model.graph.form}; use task {' or '.join(fitting)}, or another model."
         )
     return task
 
@@ -71,24 +69,11 @@ def require_vision(model: ModelConfig) -> ViTConfig:
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
     """Every reason why a model cannot be built and trained."""
-    if not isinstance(model, ViTConfig):
-        yield from _not_built(model)
-        return
-    for name, values in _VIT_HAS.items():
-        if getattr(model, name) not in values:
+    for run in model.graph.runs:
+        if run.stack.experts:
             yield (
-                f"model.{name}={word(getattr(model, name))} can be predicted by `penstock plan`, but our Vision "
-                f"Transformer is built with {name}={' or '.join(map(word, values))} only; use that."
-            )
-
-
-def _not_built(model: ModelConfig) -> Iterator[str]:
-    """Every reason why a text model cannot be built."""
-    for stack, name in zip(stacks(model), stack_names(model)):
-        if stack.experts:
-            yield (
-                f"{name}.experts={stack.experts} can be predicted by `penstock plan`, but mixtures of experts "
-                f"cannot be built yet; use {name}.experts=0."
+                f"{run.setting}.experts={run.stack.experts} can be predicted by `penstock plan`, but mixtures of "
+                f"experts cannot be built yet; use {run.setting}.experts=0."
             )
 
 

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
-from penstock.config.model import positions
 from penstock.decode.blocks import Blocks, Table
 from penstock.decode.choose import NOTHING, adjusted, chosen
 from penstock.decode.past import Columns, Pages, Past
 from penstock.decode.static import Compiled, bucket
 from penstock.errors import ConfigError
-from penstock.models.decoder import Decoder
-from penstock.models.seq2seq import Seq2Seq
-from penstock.models.stack import TextModel
+from penstock.models.model import Model
 
 CacheKind = Literal["slots", "paged"]
 Finished = Literal["", "stop", "length"]
@@ -81,7 +78,7 @@ class Engine:
 
     def __init__(
         self,
-        model: TextModel,
+        model: Model,
         *,
         slots: int = 8,
         context: int | None = None,
@@ -101,7 +98,7 @@ class Engine:
 
         Raises ConfigError for a model that does not generate.
         """
-        if not isinstance(model, Decoder | Seq2Seq):
+        if not isinstance(model, Model) or model.graph.writer is None:
             raise ConfigError(
                 f"A {type(model).__name__} does not generate text; give a decoder or an encoder–decoder."
             )
@@ -109,12 +106,12 @@ class Engine:
             raise ConfigError("A compiled step needs columns that lie together; use cache=slots.")
         self._compiled = compiled
         self.model = model.eval()
-        config = model.config
-        source, most = positions(config)[0], positions(config)[-1]
+        graph = model.graph
+        most = graph.written[-1].most
         self.context: int = min(context or most, most)
         self.slots, self.chunk, self.start, self.ends = slots, chunk, start, tuple(ends)
         self.device = next(model.parameters()).device
-        self._source = source if isinstance(model, Seq2Seq) else 0
+        self._source = graph.remembered[0].most if graph.remembered else 0
         if self._source and start is None:
             raise ConfigError(
                 "An encoder–decoder needs the number of the token that its decoder begins with: start."
@@ -292,8 +289,8 @@ class Engine:
         self, tokens: Tensor, rows: Tensor, source: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         if self._source:
-            return self.model(source, tokens, lengths, None, rows, past=self._past)  # type: ignore[no-any-return]
-        return self.model(tokens, None, None, rows, past=self._past)  # type: ignore[no-any-return]
+            return self.model.logits(source, tokens, lengths, None, rows, past=self._past)
+        return self.model.logits(tokens, None, None, rows, past=self._past)
 
     def _look(self, texts: Sequence[_Text | None]) -> None:
         """Tell a paged cache the blocks of these texts; what has no text writes to the spare block."""

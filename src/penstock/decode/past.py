@@ -181,6 +181,8 @@ class Past:
         self._seen: Tensor | None = None
         self._causal = False
         self._alone = False
+        self._run = self._layer = self._across = 0
+        """Runs that this pass has met, and their blocks and cross attentions: another run's come behind them."""
         self._kept = self.key_places
         self._in_order = self.key_places[:, :0]
         self.memory: list[tuple[Tensor, Tensor]] = []
@@ -215,6 +217,7 @@ class Past:
             told = places if key_places is None else key_places
             self.key_places[:, columns : columns + told.shape[-1]] = told
         self._kept, self._seen, self._causal, self._alone = self.key_places[:, :width], seen, first, alone
+        self._run = self._layer = self._across = 0
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
         """The `Context` for the blocks of a `TokenStack` in this pass."""
@@ -223,26 +226,30 @@ class Past:
         dtype = (
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         )
-        look = _Look(self)
+        look = _Look(self, self._layer)
         for window in set(stack.windows):
             look.masks[window] = self._mask(stack, window or None, dtype)
         # Of the blocks that lie here, which are all that look.
         here = (not block.__dict__.get(ELSEWHERE) for block in stack.blocks)
         look.windows = list(itertools.compress(stack.windows, here))
+        crosses, across = stack.crosses, self._across
+        self._run += 1
+        self._layer += len(look.windows)
+        self._across += len(look.windows) * crosses
         context = Context(mask=look, near=look, **turns)
-        if memory is None and not self.remembers:
+        if not crosses or (memory is None and not self.remembers):
             return context
         if memory is None:
             memory = x.new_zeros(x.shape[0], 0, x.shape[2])
         memory = memory.transpose(0, 1) if stack.sequence_first else memory
-        return context._replace(memory=memory, memory_mask=_LookAcross(self))
+        return context._replace(memory=memory, memory_mask=_LookAcross(self, across))
 
     def _turns(self, sizes: Stack, *, sequence_first: bool) -> dict[str, Rotation]:
-        if "turns" not in self.tables:
+        if (name := f"turns {self._run}") not in self.tables:
             every = torch.arange(self.positions, device=self.places.device)
-            self.tables["turns"] = rotations(sizes, every, sequence_first=False)
+            self.tables[name] = rotations(sizes, every, sequence_first=False)
         places = self.places if self.places.dim() == 2 else self.places[None]
-        return turned(self.tables["turns"], places, sequence_first=sequence_first)
+        return turned(self.tables[name], places, sequence_first=sequence_first)
 
     def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Numbers to add to scores, (r or 1, H or 1, N, width); None where all is seen, or a causal mask is enough."""
@@ -263,14 +270,14 @@ class Past:
 
     def _by_distance(self, stack: Any) -> Tensor:
         """Biases (H, positions) by how far a token lies behind the one that looks."""
-        if "bias" not in self.tables:
+        if (name := f"bias {self._run}") not in self.tables:
             device, count = self.places.device, self.positions
             if stack.relative is not None:
                 table = stack.relative(count, 1)
             else:
                 table = alibi(stack.sizes.heads, count, 1, device)[:, stack.heads]
-            self.tables["bias"] = table[0, :, :, 0]
-        found: Tensor = self.tables["bias"]
+            self.tables[name] = table[0, :, :, 0]
+        found: Tensor = self.tables[name]
         return found
 
     def remember(self, lengths: Tensor | None, memory: int) -> None:
@@ -334,8 +341,8 @@ class Past:
 class _Look:
     """A `Sight` of the columns: of each block in turn, for blocks run in their order."""
 
-    def __init__(self, past: Past) -> None:
-        self.past, self.layer = past, 0
+    def __init__(self, past: Past, layer: int) -> None:
+        self.past, self.first, self.layer = past, layer, layer
         self.masks: dict[int, Tensor | None] = {}
         """Masks by window; 0 is none."""
         self.windows: list[int] = []
@@ -343,7 +350,7 @@ class _Look:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `penstock.kernels.attention.attention`."""
-        past, mask = self.past, self.masks[self.windows[self.layer]]
+        past, mask = self.past, self.masks[self.windows[self.layer - self.first]]
         keys, values = past.store.keep(self.layer, k, v, past)
         self.layer += 1
         if past._causal:
@@ -354,8 +361,8 @@ class _Look:
 class _LookAcross:
     """A `Sight` of a source, whose keys and values are made in the first pass and kept."""
 
-    def __init__(self, past: Past) -> None:
-        self.past, self.layer = past, 0
+    def __init__(self, past: Past, layer: int) -> None:
+        self.past, self.layer = past, layer
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:

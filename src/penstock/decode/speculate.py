@@ -19,7 +19,6 @@ from penstock.decode.choose import adjusted, shares
 from penstock.decode.past import Columns, Past
 from penstock.decode.texts import Generating
 from penstock.kernels.top import largest
-from penstock.models.seq2seq import Seq2Seq
 
 _LONGEST = 3
 """Tokens that an earlier place must share with the end of the text; fewer if there is none with so many."""
@@ -69,7 +68,7 @@ class Reading:
         self.past.at(places, columns=begin, width=end, first=begin == 0, alone=len(tokens) == 1)
         given = torch.tensor([list(tokens)], device=self.device)
         self.kept = end
-        if isinstance(self.model, Seq2Seq):
+        if self.model.graph.remembered:
             source = None if self.past.remembers else self.source
             return self.model(source, given, past=self.past)[0]  # type: ignore[no-any-return]
         return self.model(given, past=self.past)[0]  # type: ignore[no-any-return]

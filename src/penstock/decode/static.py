@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
@@ -28,7 +28,7 @@ from penstock.decode.past import Columns, Past
 from penstock.kernels.attention import Scores
 from penstock.models.anatomy import let_recompile
 from penstock.models.block import Context
-from penstock.models.seq2seq import Seq2Seq
+from penstock.models.model import Model
 
 BACKEND = "inductor"
 """Backend of torch.compile."""
@@ -82,6 +82,8 @@ class _Step:
         self.places = given.places.expand(-1, tokens)
         self.columns = given.columns.expand(texts, -1)
         self.remembers = bool(given.memory)
+        self.run = self.layer = self.across = 0
+        """Runs that this pass has met, and their blocks and cross attentions: another run's come behind them."""
         if given.written:
             given.kept.scatter_(1, self.columns, self.places)
 
@@ -90,7 +92,7 @@ class _Step:
         sizes: Stack = stack.sizes
         tables = self.given.tables
         turns: dict[str, Any] = turned(
-            tables.get("turns", {}), self.places, sequence_first=stack.sequence_first
+            tables.get(f"turns {self.run}", {}), self.places, sequence_first=stack.sequence_first
         )
         biased = sizes.biased
         masks: dict[int, Tensor] = {}
@@ -102,28 +104,32 @@ class _Step:
                     dtype=x.dtype,
                     seen=self.given.seen,
                     window=window or None,
-                    biases=tables["bias"] if biased else None,
+                    biases=tables[f"bias {self.run}"] if biased else None,
                 )
-        look = _Look(self, masks, stack.windows)
+        look, across = _Look(self, masks, stack.windows), self.across
+        self.run += 1
+        self.layer += len(stack.windows)
+        self.across += len(stack.windows) * stack.crosses
         context = Context(mask=look, near=look, **turns)
-        if not self.remembers:
+        if not self.remembers or not stack.crosses:
             return context
         # Blocks make keys and values of a source that is given. There is none any more.
         nothing = x.new_zeros(1, 0, x.shape[2])
         nothing = nothing.transpose(0, 1) if stack.sequence_first else nothing
-        return context._replace(memory=nothing, memory_mask=_LookAcross(self.given))
+        return context._replace(memory=nothing, memory_mask=_LookAcross(self.given, across))
 
 
 class _Look:
     """A `Sight` of the columns: of each block in turn."""
 
     def __init__(self, step: _Step, masks: dict[int, Tensor], windows: tuple[int, ...]) -> None:
-        self.step, self.masks, self.windows, self.layer = step, masks, windows, 0
+        self.step, self.masks, self.windows = step, masks, windows
+        self.first = self.layer = step.layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `penstock.kernels.attention.attention`."""
         keys, values = self.step.given.layers[self.layer]
-        mask = self.masks[self.windows[self.layer]]
+        mask = self.masks[self.windows[self.layer - self.first]]
         self.layer += 1
         texts = torch.arange(k.shape[0], device=k.device)[:, None]
         keys[texts, :, self.step.columns] = k.transpose(1, 2)
@@ -134,8 +140,8 @@ class _Look:
 class _LookAcross:
     """A `Sight` of a source whose keys and values are there."""
 
-    def __init__(self, given: Given) -> None:
-        self.given, self.layer = given, 0
+    def __init__(self, given: Given, layer: int) -> None:
+        self.given, self.layer = given, layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """As `penstock.kernels.attention.attention`."""
@@ -149,16 +155,13 @@ class Compiled:
     """The compiled step of one model; caches are the callers'. `backend` is torch.compile's. `record` makes something
     that plays a step back; none: CUDA graphs on a GPU, and nothing elsewhere."""
 
-    def __init__(self, model: nn.Module, *, backend: Any = None, record: Record | None = None) -> None:
-        both = isinstance(model, Seq2Seq)
+    def __init__(self, model: Model, *, backend: Any = None, record: Record | None = None) -> None:
+        both = bool(model.graph.remembered)
 
         def step(given: Given) -> Tensor:
             past = _Step(given)
-            if both:
-                found = model(None, given.tokens, past=past)
-            else:
-                found = model(given.tokens, past=past)
-            return found.flatten(0, 1)  # type: ignore[no-any-return]
+            logits = model.logits(*[None] * both, given.tokens, past=past)
+            return logits.flatten(0, 1)
 
         let_recompile()
         self._step: Callable[[Given], Tensor] = torch.compile(

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from penstock.decode.past import NEVER, Columns, Past
 from penstock.decode.static import Compiled, bucket
-from penstock.models.decoder import Decoder
-from penstock.models.seq2seq import Seq2Seq
+from penstock.models.model import Model
 from penstock.shards import TENSOR
 
-Generating = Decoder | Seq2Seq
+Generating = Model
 _FEW = 0.75
 """Share of texts still going on below which the others are left out of what is computed."""
 ASK = 16
@@ -154,16 +153,16 @@ class Texts:
     def _run(self, tokens: Tensor, rows: Tensor | None, source: Tensor | None = None) -> Tensor:
         if self.prompts.source is not None:
             lengths = None if source is None else self.prompts.source_lengths
-            logits: Tensor = self.model(source, tokens, lengths, None, rows, past=self.past)
+            logits: Tensor = self.model.logits(source, tokens, lengths, None, rows, past=self.past)
         else:
-            logits = self.model(tokens, None, None, rows, past=self.past)
+            logits = self.model.logits(tokens, None, None, rows, past=self.past)
         return logits if rows is not None else logits.flatten(0, 1)
 
     def _features(self, tokens: Tensor, source: Tensor | None) -> Tensor:
         model, memory = self.model, None
-        if isinstance(model, Seq2Seq) and source is not None:
+        if model.graph.remembered and source is not None:
             memory = model.encode(source, self.prompts.source_lengths)
-        found: Tensor = model.decoder(model.embed(tokens), memory=memory, past=self.past)
+        found: Tensor = model.written(tokens, memory=memory, past=self.past)
         return found
 
     def remaining(self, going: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.boundary.files import printable
 from penstock.config.decoding import Decoding
-from penstock.config.model import ViTConfig, stacks
+from penstock.config.model import stacks
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -26,9 +26,6 @@ from penstock.export import ExportType
 from penstock.infer.load import Loaded, loaded
 from penstock.models.convert.files import read_json
 from penstock.models.convert.hub import local_weights
-from penstock.models.decoder import Decoder
-from penstock.models.encoder import Encoder
-from penstock.models.seq2seq import Seq2Seq
 
 _TYPES: dict[ExportType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 """CTranslate2's names of types."""
@@ -87,10 +84,10 @@ def write_ctranslate(
 
 def _problems(found: Loaded, folder: Path) -> Iterator[str]:
     """Why a model cannot be converted, where the converter would not say it, or not so that a user knows what to do."""
-    generates = isinstance(found.model, Decoder | Seq2Seq)
+    generates = found.model.graph.writer is not None
     if str(read_json(folder / "config.json").get("model_type")).startswith("penstock_"):
         yield f"CTranslate2 converts models of transformers, which has none like this; choose --to {_instead(found)}."
-    elif not generates and not isinstance(found.model, Encoder):
+    elif not generates and found.model.graph.vision:
         yield "CTranslate2 converts text models; choose --to onnx."
     for what in dict.fromkeys(_unconverted(found.model.config)):
         yield f"The export to CTranslate2 does not know {what}; choose --to {_instead(found)}."
@@ -99,7 +96,7 @@ def _problems(found: Loaded, folder: Path) -> Iterator[str]:
             "The model does not say which token ends a text, which CTranslate2 must know; write eos_token_id into its "
             "config.json."
         )
-    if isinstance(found.model, Seq2Seq) and found.start is None:
+    if found.model.graph.remembered and found.start is None:
         yield (
             "The model does not say which token its decoder begins with; write decoder_start_token_id into its "
             "config.json."
@@ -108,7 +105,7 @@ def _problems(found: Loaded, folder: Path) -> Iterator[str]:
 
 def _unconverted(config: Any) -> Iterator[str]:
     """Features of a model that CTranslate2's converter drops silently."""
-    every = () if isinstance(config, ViTConfig) else stacks(config)
+    every = stacks(config)
     if any(stack.window is not None for stack in every):
         yield "sliding windows"
     if len({stack.norm_eps for stack in every}) > 1:
@@ -116,7 +113,7 @@ def _unconverted(config: Any) -> Iterator[str]:
 
 
 def _instead(found: Loaded) -> str:
-    return "onnx-cache" if isinstance(found.model, Decoder | Seq2Seq) else "onnx"
+    return "onnx-cache" if found.model.graph.writer else "onnx"
 
 
 class _Names:
@@ -225,9 +222,9 @@ def _forbid(model: Any, numbers: list[int]) -> None:
 def _ours(found: Loaded, given: dict[str, Tensor]) -> Tensor:
     """The model's outputs; with a target, the log-probabilities of each token and of the end after it."""
     model = found.model
-    if isinstance(model, Encoder):
+    if model.graph.writer is None:
         return model.features(given["tokens"], given["lengths"])[_real(given)]
-    if isinstance(model, Decoder):
+    if not model.graph.remembered:
         return _likely(model(given["tokens"]), found)
     target = given["target"]
     start, end = (torch.full_like(target[:, :1], number) for number in (found.start or 0, found.ends[0]))
@@ -248,10 +245,10 @@ def _theirs(found: Loaded, given: dict[str, Tensor], names: list[str], folder: P
     every = given["source" if "source" in given else "tokens"].tolist()
     lengths = given["lengths"].tolist() if "lengths" in given else [len(row) for row in every]
     rows = [row[:length] for row, length in zip(every, lengths, strict=True)]
-    if isinstance(found.model, Encoder):
+    if found.model.graph.writer is None:
         features = ctranslate2.Encoder(str(folder), **how).forward_batch(rows).last_hidden_state
         return _tensor(features)[_real(given)]
-    if isinstance(found.model, Decoder):
+    if not found.model.graph.remembered:
         likely = ctranslate2.Generator(str(folder), **how).forward_batch(rows, return_log_probs=True)
         return _tensor(likely).clamp(min=_LEAST)
     sources, targets = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import printable, shown
-from penstock.config.model import Seq2SeqConfig, ViTConfig
+from penstock.config.graph import Graph, PatchInput, TokenInput
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate
@@ -114,19 +114,18 @@ def _require_compiler() -> None:
 def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dict[str, Tensor]:
     """Drawn inputs of a model, by name and in their order: `images`; `tokens` and of an encoder `lengths`; or `source`,
     `target` and `lengths` of the source."""
-    config: Any = module.config
+    graph: Graph = module.graph  # type: ignore[assignment]
     draw = torch.Generator().manual_seed(0)
-    if isinstance(config, ViTConfig):
-        size = config.image_size
-        return {"images": torch.randn(samples, config.channels, size, size, generator=draw)}
-
-    def words(count: int) -> Tensor:
-        return torch.randint(0, config.vocabulary, (samples, count), generator=draw)
-
-    lengths = tokens - torch.arange(samples) % 3
-    if isinstance(config, Seq2SeqConfig):
-        return {"source": words(tokens), "target": words(targets), "lengths": lengths}
-    return {"tokens": words(tokens)} | ({} if config.family == "decoder" else {"lengths": lengths})
+    written = {graph.input_of(run).name for run in graph.written} if graph.remembered else set()
+    found: dict[str, Tensor] = {}
+    for one in graph.inputs:
+        if isinstance(one, PatchInput):
+            size = one.image_size
+            found[one.name] = torch.randn(samples, one.channels, size, size, generator=draw)
+        else:
+            shape = samples, targets if one.name in written else tokens
+            found[one.name] = torch.randint(0, one.vocabulary, shape, generator=draw)
+    return found | ({"lengths": tokens - torch.arange(samples) % 3} if graph.padded else {})
 
 
 def exported(module: nn.Module) -> torch.export.ExportedProgram:
@@ -140,10 +139,9 @@ def exported(module: nn.Module) -> torch.export.ExportedProgram:
 
 def _sizes(module: nn.Module, example: dict[str, Tensor]) -> tuple[dict[int, Any], ...]:
     """Which sizes of each input may be others."""
-    config: Any = module.config
+    graph: Graph = module.graph  # type: ignore[assignment]
     samples = torch.export.Dim("samples", min=1, max=MOST_SAMPLES)
-    most = {"tokens": getattr(config, "sequence", 2), "source": getattr(config, "sequence", 2)}
-    most["target"] = getattr(config, "decoder_sequence", 2)
+    most = {one.name: one.length for one in graph.inputs_of(TokenInput)}
     found = []
     for name in example:
         sizes: dict[int, Any] = {0: samples}

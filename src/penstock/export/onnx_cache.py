@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.config.model import positions, stacks
+from penstock.config.model import stacks
 from penstock.config.stack import Stack
 from penstock.decode.past import NEVER, Columns, Past
 from penstock.errors import ConfigError
 from penstock.export.onnx_file import Run, write_onnx
-from penstock.models.decoder import Decoder
+from penstock.models.model import Model
 from penstock.models.positions import Rotation, rotations
-from penstock.models.seq2seq import Seq2Seq
 
 Pairs = list[tuple[Tensor, Tensor]]
 DECODER, ENCODER = "decoder_with_past_model.onnx", "encoder_model.onnx"
@@ -49,14 +48,14 @@ def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]
 
     Raises ConfigError for a model that does not generate.
     """
-    if not isinstance(module, Decoder | Seq2Seq):
+    if not isinstance(module, Model) or module.graph.writer is None:
         raise ConfigError(
             f"A {type(module).__name__} generates no text, so it keeps no keys and values; choose --to onnx."
         )
     target.mkdir(parents=True, exist_ok=True)
     path = target / DECODER
     with torch.no_grad():
-        if isinstance(module, Decoder):
+        if not module.graph.remembered:
             found, expected = _continued(_write_decoder(module, path), module)
         else:
             source = _write_source(module, target / ENCODER)
@@ -103,9 +102,9 @@ class _Given(Past):
 class _Generating(nn.Module):
     """One pass of a model as a function of tensors alone."""
 
-    def __init__(self, model: Decoder | Seq2Seq) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.model, self.positions = model, positions(model.config)[-1]
+        self.model, self.positions = model, model.graph.written[-1].most
 
 
 class _Continues(_Generating):
@@ -143,7 +142,7 @@ class _Translates(_Generating):
         return [self.model(None, tokens, past=past), *_flat(past.store.layers)]
 
 
-def _write_decoder(model: Decoder, path: Path) -> Run:
+def _write_decoder(model: Model, path: Path) -> Run:
     tokens = _words(model, _BATCH, _NEW)
     mask = torch.ones(_BATCH, _KEPT + _NEW, dtype=torch.int64)
     before = _empty(model, _BATCH, _KEPT)
@@ -160,7 +159,7 @@ def _write_decoder(model: Decoder, path: Path) -> Run:
     )  # fmt: skip
 
 
-def _write_source(model: Seq2Seq, path: Path) -> Run:
+def _write_source(model: Model, path: Path) -> Run:
     batch, source = _dims(model)[0], _source_size(model)
     given = _words(model, _BATCH, _SOURCE), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
     names = _names(model, "encoder.key", "encoder.value")
@@ -170,7 +169,7 @@ def _write_source(model: Seq2Seq, path: Path) -> Run:
     )
 
 
-def _write_target(model: Seq2Seq, path: Path) -> Run:
+def _write_target(model: Model, path: Path) -> Run:
     batch, new, kept = _dims(model)
     source = _source_size(model)
     tokens, mask = _words(model, _BATCH, _NEW), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
@@ -193,7 +192,7 @@ def _written(
     return write_onnx(program, path, inputs, outputs)
 
 
-def _continued(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
+def _continued(run: Run, model: Model) -> tuple[Tensor, Tensor]:
     """Logits (B, steps, V) of texts whose padding comes first, from a prompt in one pass and two single tokens; and the
     model's, of each text alone and at once."""
     tokens = _words(model, _TEXTS, _PROMPT + _STEPS)
@@ -208,7 +207,7 @@ def _continued(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
     return torch.stack(found, dim=1), torch.stack(expected)
 
 
-def _translated(read: Run, run: Run, model: Seq2Seq) -> tuple[Tensor, Tensor]:
+def _translated(read: Run, run: Run, model: Model) -> tuple[Tensor, Tensor]:
     """The same of targets to sources of several lengths, whose padding comes last."""
     source, target = _words(model, _TEXTS, _PROMPT), _words(model, _TEXTS, 2 + _STEPS)
     lengths = _PROMPT - torch.arange(_TEXTS)
@@ -229,24 +228,24 @@ def _passes(prompt: int) -> Iterable[tuple[int, int]]:
     return [(0, prompt), *((prompt + step, prompt + step + 1) for step in range(_STEPS))]
 
 
-def _dims(model: Decoder | Seq2Seq) -> tuple[Any, Any, Any]:
+def _dims(model: Model) -> tuple[Any, Any, Any]:
     """Texts, new tokens and tokens before them, as sizes that may be others."""
-    most = positions(model.config)[-1]
+    most = model.graph.written[-1].most
     sizes = (("batch", 1, 1 << 12), ("tokens", 1, most), ("past", 0, most))
     batch, new, kept = (torch.export.Dim(name, min=least, max=size) for name, least, size in sizes)
     return batch, new, kept
 
 
-def _source_size(model: Seq2Seq) -> Any:
-    return torch.export.Dim("source", min=1, max=positions(model.config)[0])
+def _source_size(model: Model) -> Any:
+    return torch.export.Dim("source", min=1, max=model.graph.remembered[0].most)
 
 
-def _words(model: Decoder | Seq2Seq, rows: int, count: int) -> Tensor:
+def _words(model: Model, rows: int, count: int) -> Tensor:
     draw = torch.Generator().manual_seed(0)
     return torch.randint(0, model.config.vocabulary, (rows, count), generator=draw)
 
 
-def _empty(model: Decoder | Seq2Seq, rows: int, columns: int) -> list[Tensor]:
+def _empty(model: Model, rows: int, columns: int) -> list[Tensor]:
     """Keys and values of so many columns for each block."""
     sizes = stacks(model.config)[-1]
     return [
@@ -254,7 +253,7 @@ def _empty(model: Decoder | Seq2Seq, rows: int, columns: int) -> list[Tensor]:
     ]
 
 
-def _names(model: Decoder | Seq2Seq, *each: str) -> list[str]:
+def _names(model: Model, *each: str) -> list[str]:
     return [f"{block}.{name}" for block in range(stacks(model.config)[-1].depth) for name in each]
 
 

@@ -18,14 +18,12 @@ from torch.nn import functional as F
 
 from penstock.boundary.files import Unreadable, read_bytes, shown
 from penstock.config.decoding import Weights
-from penstock.config.model import positions
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.text import needed
 from penstock.models.anatomy import set_switch
-from penstock.models.encoder import Encoder
-from penstock.models.vit import ViT
+from penstock.models.model import Model
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -41,7 +39,7 @@ class _Texts:
 
     def __init__(self, found: Loaded, batch: int, run: Callable[..., Tensor]) -> None:
         """`run` is the model, or what of it is to be run."""
-        assert isinstance(found.model, Encoder)
+        assert isinstance(found.model, Model)
         self.model, self.tokenizer, self.batch, self.run = found.model, found.tokenizer, batch, run
         set_switch(self.model, "padding", "remove")
 
@@ -50,7 +48,7 @@ class _Texts:
         return [self._row(text) for text in texts]
 
     def _row(self, text: Any) -> tuple[list[int], int]:
-        most = positions(self.model.config)[0]
+        most = self.model.graph.runs[0].most
         if not isinstance(text, str) and not (isinstance(text, tuple) and isinstance(text[0], str)):
             ids = list(text)[:most]
             return ids, len(ids)
@@ -86,7 +84,7 @@ class _Texts:
                 tokens[place, : len(ids)] = torch.tensor(ids)
                 segments[place, second : len(ids)] = 1
             with torch.inference_mode():
-                kinds = segments.to(device) if self.model.config.token_types > 1 else None
+                kinds = segments.to(device) if self.model.graph.inputs[0].segments > 1 else None
                 outputs = self.run(tokens.to(device), lengths.to(device), kinds)
                 part = finish(outputs, lengths.to(device))
             found = part.new_empty(len(rows), *part.shape[1:]) if found is None else found
@@ -103,7 +101,7 @@ class Embedder:
 
     def __init__(
         self,
-        model: str | Path | Encoder,
+        model: str | Path | Model,
         plan: Plan | None = None,
         *,
         weights: Weights = "auto",
@@ -114,7 +112,7 @@ class Embedder:
         found = loaded(
             model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, careful=True
         )
-        if not isinstance(found.model, Encoder):
+        if found.model.graph.vision or found.model.graph.writer is not None:
             raise ConfigError(f"A {type(found.model).__name__} gives no vectors of texts; give an encoder.")
         self._texts = _Texts(found, batch, found.model.features)
         self.first = found.pooled_first
@@ -148,7 +146,7 @@ class Classifier:
 
     def __init__(
         self,
-        model: str | Path | Encoder | ViT,
+        model: str | Path | Model,
         plan: Plan | None = None,
         *,
         weights: Weights = "auto",
@@ -161,9 +159,9 @@ class Classifier:
         self.model, self.batch = found.model, batch
         self.classes = tuple(classes) or found.classes
         self._texts: _Texts | None = None
-        if isinstance(found.model, Encoder) and found.model.config.head == "classes":
+        if not found.model.graph.vision and found.model.graph.classes is not None:
             self._texts = _Texts(found, batch, found.model)
-        elif not isinstance(found.model, ViT):
+        elif not found.model.graph.vision:
             raise ConfigError(
                 "The model tells no classes; give a ViT, or an encoder with a head for classes."
             )

@@ -13,7 +13,6 @@ import torch
 
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Decoding, Weights
-from penstock.config.model import Seq2SeqConfig, positions
 from penstock.config.plan import Plan
 from penstock.decode.beam import search
 from penstock.decode.choose import NOTHING
@@ -29,8 +28,7 @@ from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import everyones, own, together, told
 from penstock.infer.shortlist import read_shortlist
 from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
-from penstock.models.decoder import Decoder
-from penstock.models.seq2seq import Seq2Seq
+from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
 
 if TYPE_CHECKING:
@@ -74,14 +72,14 @@ class Generator:
 
     def __init__(
         self,
-        model: str | Path | Decoder | Seq2Seq,
+        model: str | Path | Model,
         plan: Plan | None = None,
         *,
         weights: Weights = "auto",
         tokenizer: Tokenizer | None = None,
         start: int | None = None,
         ends: Sequence[int] | None = None,
-        draft: str | Path | Decoder | Seq2Seq | None = None,
+        draft: str | Path | Model | None = None,
         shortlist: Sequence[int] | str | Path = (),
         device: torch.device | str = "cpu",
     ) -> None:
@@ -103,7 +101,7 @@ class Generator:
             self.start = found.start if start is None else start
             self.ends: tuple[int, ...] = found.ends if ends is None else tuple(ends)
             self._never = found.never
-            if isinstance(self.model, Seq2Seq) and self.start is None:
+            if self.model.graph.remembered and self.start is None:
                 raise ConfigError(
                     "The model does not say which token its decoder begins with; give its number as start."
                 )
@@ -143,7 +141,7 @@ class Generator:
             dims=self.dims,
             shortlist=shortlist,
         )
-        if not isinstance(found.model, Decoder | Seq2Seq):
+        if found.model.graph.writer is None:
             raise ConfigError(
                 f"A {type(found.model).__name__} does not generate text. Give a decoder or an encoder–decoder; for "
                 "others there are penstock.Embedder and penstock.Classifier."
@@ -235,7 +233,7 @@ class Generator:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the
         token that ends it."""
-        return prompt_numbers(prompt, self.tokenizer, source=isinstance(self.model, Seq2Seq))
+        return prompt_numbers(prompt, self.tokenizer, source=bool(self.model.graph.remembered))
 
     def _settings(self, decoding: Decoding | None, settings: dict[str, Any]) -> Decoding:
         decoding = replace(decoding or Decoding(), **settings)
@@ -247,20 +245,21 @@ class Generator:
         return decoding
 
     def _prompts(self, rows: list[list[int]]) -> Prompts:
-        start = self.start if isinstance(self.model, Seq2Seq) else None
+        start = self.start if self.model.graph.remembered else None
         return Prompts.of(rows, start=start, device=self.device)
 
     def _bounded(self, rows: list[list[int]], decoding: Decoding) -> Decoding:
         """The settings with a number of tokens. Raises ConfigError for prompts that the model cannot take."""
         config = self.model.config
         size: int = config.vocabulary
-        source, room = positions(config)[0], positions(config)[-1]
+        remembered = self.model.graph.remembered
+        source, room = self.model.graph.runs[0].most, self.model.graph.written[-1].most
         if not decoding.max_tokens:
-            longest = 1 if isinstance(config, Seq2SeqConfig) else max(map(len, rows), default=1)
+            longest = 1 if remembered else max(map(len, rows), default=1)
             usual = usual_tokens(longest, room, least=decoding.min_tokens)
             decoding = replace(decoding, max_tokens=usual)
         for row in rows:
-            own = 1 if isinstance(config, Seq2SeqConfig) else len(row)
+            own = 1 if remembered else len(row)
             if not row:
                 raise ConfigError(
                     "A prompt has no tokens, and this tokenizer puts none before a text; write something."
@@ -270,7 +269,7 @@ class Generator:
                     f"A prompt has {own:,} tokens and {decoding.max_tokens:,} are to be generated, but the model has "
                     f"{room:,} positions; lower max_tokens, or shorten the prompt."
                 )
-            if isinstance(config, Seq2SeqConfig) and len(row) > source:
+            if remembered and len(row) > source:
                 raise ConfigError(f"A source has {len(row):,} tokens, but the model reads {source:,}.")
             if not (min(row) >= 0 and max(row) < size):
                 raise ConfigError(f"A prompt has a token outside of the model's vocabulary of {size:,}.")
@@ -288,7 +287,7 @@ class Generator:
         return [(decoding.seed + number * _SPREAD) % 2**31 for number in range(count)]
 
     def _speculated(self, row: list[int], decoding: Decoding) -> list[int]:
-        both = isinstance(self.model, Seq2Seq)
+        both = bool(self.model.graph.remembered)
         ids = [self.start] if both and self.start is not None else row
         source = row if both else []
         guessing: Guessing = LookUp()
@@ -298,7 +297,7 @@ class Generator:
         return speculate(self.model, ids, decoding, guessing, ends=self.ends, source=source)
 
     def _engine(self, rows: list[list[int]], decoding: Decoding) -> Engine:
-        longest = 1 if isinstance(self.model, Seq2Seq) else max(map(len, rows))
+        longest = 1 if self.model.graph.remembered else max(map(len, rows))
         return Engine(
             self.model, slots=min(len(rows), 32), context=longest + decoding.max_tokens, chunk=1 << 30,
             start=self.start, ends=self.ends, compiled=self._compiled,

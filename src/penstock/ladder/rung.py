@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from penstock.config import rules
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.plan import SWITCHES, HalfDtype, Plan, effect_of
 from penstock.errors import ConfigError
 from penstock.ladder.result import Results
@@ -148,7 +148,7 @@ def plan(**fields: Any) -> PlanChange:
 
 def vision_only(setting: Setting) -> str | None:
     """The obstacle of a rung that rebuilds our Vision Transformer, or None."""
-    if isinstance(setting.model, ViTConfig):
+    if setting.model is not None and setting.model.graph.vision:
         return None
     whose = "is your own" if setting.model is None else "reads text"
     return f"it changes a Vision Transformer of Penstock's, and this model {whose}"

@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import nearest
-from penstock.config.model import ViTConfig
 from penstock.config.plan import AttentionBackend, HalfDtype, Sharding
 from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
@@ -42,14 +41,14 @@ def _optimizer(form: str, place: int, why: str) -> Rung:
 
 
 def _pooled(setting: Setting, situation: Situation) -> Setting:
-    assert isinstance(setting.model, ViTConfig)  # `_has_class_token` holds this
-    return replace(setting, model=replace(setting.model, classifier="pooled"))
+    vit: Any = setting.model  # `_has_class_token` holds this
+    return replace(setting, model=replace(vit, classifier="pooled"))
 
 
 def _has_class_token(setting: Setting, situation: Situation) -> str | None:
-    if isinstance(setting.model, ViTConfig) and setting.model.classifier == "pooled":
-        return "the model has a pooled classifier already"
-    return vision_only(setting)
+    obstacle = vision_only(setting)
+    pooled = not obstacle and getattr(setting.model, "classifier", "") == "pooled"
+    return "the model has a pooled classifier already" if pooled else obstacle
 
 
 def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
@@ -177,9 +176,8 @@ def _larger(size: int, patch: int) -> int:
 
 
 def _larger_image(setting: Setting, situation: Situation) -> Setting:
-    assert isinstance(setting.model, ViTConfig)  # `vision_only` holds this
-    larger = _larger(setting.model.image_size, setting.model.patch_size)
-    return replace(setting, model=replace(setting.model, image_size=larger))
+    vit: Any = setting.model  # `vision_only` holds this
+    return replace(setting, model=replace(vit, image_size=_larger(vit.image_size, vit.patch_size)))
 
 
 for _rung in (

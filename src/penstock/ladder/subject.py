@@ -21,7 +21,7 @@ from penstock.build import Built, build
 from penstock.config.jobs import JOBS
 from penstock.config.kinds import field_types
 from penstock.config.machine import Machine
-from penstock.config.model import EncoderConfig, ModelConfig, ViTConfig, option_words, title
+from penstock.config.model import ModelConfig, option_words, title, vocabulary_of
 from penstock.config.plan import SWITCHES, Plan
 from penstock.config.run import Recipe, TaskName
 from penstock.cpu import this_cpu
@@ -227,20 +227,23 @@ class Configured(Subject):
         """The model with what follows from the data, but with its own vocabulary if that has room for all tokens: its
         size is a great part of what a step costs. How many classes images have is no matter of speed.
         """
-        if isinstance(model, ViTConfig):
+        if model.graph.vision:
             return model
-        words = not isinstance(model, EncoderConfig) or model.head == "words"
-        if isinstance(self._task, WordTask) and words and tokenizer_of(self._source).size <= model.vocabulary:
+        words = model.graph.words
+        size = 0 if words is None else words.vocabulary
+        if isinstance(self._task, WordTask) and tokenizer_of(self._source).size <= size:
             return model
-        fitted = self._task.fit(model, self._source)
-        assert not isinstance(fitted, ViTConfig)
-        return replace(fitted, vocabulary=max(model.vocabulary, fitted.vocabulary))
+        fitted: Any = self._task.fit(model, self._source)
+        kept: ModelConfig = replace(fitted, vocabulary=max(vocabulary_of(model), fitted.vocabulary))
+        return kept
 
     def worth(self, setting: Setting) -> float:
         """Worth by the tokens that are not padding, where documents are packed."""
         if not setting.packed:
             return 1.0
-        each = [found.model.tokens * found.real for found in map(self._fullness, (setting, self.first))]
+        each = [
+            found.model.graph.lengths[0] * found.real for found in map(self._fullness, (setting, self.first))
+        ]
         return each[0] / each[1]
 
     def _source_of(self, setting: Setting) -> Source:
@@ -287,9 +290,9 @@ def _task_named(config: LadderConfig) -> TaskName:
 
 def _usual_batch(model: ModelConfig, device: torch.device) -> int:
     """Samples of the baseline where nobody says."""
-    if isinstance(model, ViTConfig):
+    if model.graph.vision:
         return BATCH[device.type]
-    return max(1, BATCH_TOKENS[device.type] // model.tokens)
+    return max(1, BATCH_TOKENS[device.type] // model.graph.lengths[0])
 
 
 def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:

@@ -45,6 +45,8 @@ class Stack:
     blocks: tuple[Block, ...]
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
+    shares: tuple[str, ...] = ()
+    """Tables that run before its blocks too, and are among the parts of an earlier stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,18 @@ class Anatomy:
 
     family: str
     stacks: tuple[Stack, ...]
-    """Stacks in the order in which they run: one, or an encoder and a decoder."""
+    """Stacks in the order in which they run."""
+    reads: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """For each stack the number of the stack whose output it computes on, −1 for an input, and those of the stacks that
+    its cross attention sees. Empty: each stack has an input, and sees the one before."""
+    read_out: tuple[int, ...] = ()
+    """Numbers of the stacks that heads read. Empty: the last."""
     unknown: str = ""
     """Class path of a model that is not enrolled: its blocks are known, and their parts are not."""
+
+    def read_by(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """The stack whose output a stack computes on, −1 for an input, and those that its cross attention sees."""
+        return self.reads[number] if self.reads else (-1, (number - 1,) * (number > 0))
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -119,11 +130,12 @@ class Family:
     """How one family of models is treated: its anatomy, and how it applies fields of a Plan."""
 
     anatomy: Callable[[Any], Anatomy]
-    switches: Switches = field(default_factory=dict)
-    """Functions that are given a model and a value, by the Plan field that they apply. Those in `SWITCHES` get the
-    field's value, `recompute` the name of a block whose attention scores the backward pass recomputes, `cp` the `Cut`
-    by which this rank has some tokens of each sample, and `tp` this rank's place among those that share the heads, with
-    their number: for what a model computes for all heads without weights."""
+    switches: Switches | Callable[[Any], Switches] = field(default_factory=dict)
+    """Functions that are given a model and a value, by the Plan field that they apply; or a function that returns those
+    of a model. Those in `SWITCHES` get the field's value, `recompute` the name of a block whose attention scores the
+    backward pass recomputes, `cp` the `Cut` by which this rank has some tokens of each sample, and `tp` this rank's
+    place among those that share the heads, with their number: for what a model computes for all heads without weights.
+    """
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -157,7 +169,8 @@ def switch_for(model: nn.Module, name: str) -> Callable[[Any], None] | None:
     """
     model = uncompiled(model)
     family = _family_of(model)
-    change = (None if family is None else family.switches.get(name)) or _ANY_MODEL.get(name)
+    switches: Any = {} if family is None else family.switches
+    change = (switches(model) if callable(switches) else switches).get(name) or _ANY_MODEL.get(name)
     return None if change is None else functools.partial(change, model)
 
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from penstock.config.convert import nearest
-from penstock.config.model import EncoderConfig
+from penstock.config.graph import ClassHead
 from penstock.config.run import Lora
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of
@@ -74,9 +74,10 @@ def _of_classes(model: nn.Module) -> list[Role]:
     """The heads that give classes, and with them the poolers."""
     every = list(walk(anatomy_of(model).stacks))
     heads = [role for role in every if isinstance(role, Head)]
-    config = getattr(model, "config", None)
-    if isinstance(config, EncoderConfig):  # ours, whose classes may be as many as words
-        heads = heads if config.head == "classes" else []
+    graph = getattr(model, "graph", None)
+    if graph is not None:  # ours, whose classes may be as many as words
+        classes = {head.name for head in graph.heads_of(ClassHead)}
+        heads = [role for role in heads if role.name in classes]
     else:
         tables = (role for role in every if isinstance(role, Embedding) and role.kind == "token")
         words = {_rows(model, role) for role in tables}

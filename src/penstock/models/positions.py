@@ -26,13 +26,16 @@ class Learned(nn.Embedding):
     def __init__(self, rows: int, width: int, **where: Any) -> None:
         super().__init__(rows, width, **where)
 
-    def forward(self, places: Tensor) -> Tensor:
-        if places.shape[-1] > self.num_embeddings:
+    def forward(self, places: Tensor | int) -> Tensor:
+        """The vectors of `places`, or of the first so many."""
+        tokens = places if isinstance(places, int | torch.SymInt) else places.shape[-1]
+        if tokens > self.num_embeddings:
             raise ConfigError(
-                f"The model has {self.num_embeddings} learned positions, but was given samples of "
-                f"{places.shape[-1]} tokens; shorten them, or set model.max_positions."
+                f"The model has {self.num_embeddings} learned positions, but was given samples of {tokens} tokens; "
+                "shorten them, or set model.max_positions."
             )
-        return super().forward(places)
+        # A slice keeps nothing for the backward pass, where a lookup keeps the places.
+        return super().forward(places) if isinstance(places, Tensor) else self.weight[:tokens]
 
 
 class Sinusoidal(nn.Module):

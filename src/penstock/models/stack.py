@@ -1,6 +1,6 @@
-"""A stack of blocks over embedded tokens, as decoders, encoders and both sides of an encoder–decoder have it.
+"""A run of a model's graph: positions, blocks, and where norms come first, a last norm.
 
-Shapes: B samples, N tokens, M tokens of the memory, D width, V vocabulary.
+Shapes: B samples, N tokens, M tokens of the memory, D width.
 """
 
 from __future__ import annotations
@@ -8,24 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
-from penstock.config.plan import LOSS_BUDGET, AttentionBackend, LossForm, Padding
-from penstock.config.stack import Stack
-from penstock.errors import ConfigError
-from penstock.kernels.attention import Sight, autocasts, type_of_scores
+from penstock.config.graph import Run
+from penstock.config.plan import AttentionBackend, Padding
+from penstock.kernels.attention import Sight, type_of_scores
 from penstock.kernels.documents import Documents
 from penstock.kernels.dropout import Dropout
-from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.padding import Real, Unpadded
-from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.varlen import Varlen, serves
-from penstock.kernels.vocabulary import Share
 from penstock.kernels.windows import Windows
-from penstock.models.base import Switched, Undrawn
-from penstock.models.block import Attention, Block, Context, CrossAttention, Past, make_norm
+from penstock.models.block import Block, Context, Past, make_norm
 from penstock.models.positions import (
     Learned,
     Relative,
@@ -39,20 +32,17 @@ from penstock.models.positions import (
     within,
 )
 
-TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
-
 
 class TokenStack(nn.Module):
-    """Embedded tokens (B, N, D) to features (B, N, D): positions, blocks, and where norms come first, a last norm.
+    """The vectors of tokens (B, N, D) to features (B, N, D).
 
-    `causal` stacks see earlier tokens only; those with `cross` attend to a memory besides.
+    Where it `enters`, the vectors come from an input and get positions; else they are what another run made.
     """
 
-    def __init__(
-        self, config: TextConfig, sizes: Stack, *, causal: bool, cross: bool = False, **where: Any
-    ) -> None:
+    def __init__(self, run: Run, *, enters: bool = True, **where: Any) -> None:
         super().__init__()
-        self.sizes, self.causal = sizes, causal
+        sizes, causal = run.stack, run.causal
+        self.sizes, self.causal, self.crosses = sizes, causal, bool(run.memories)
         self.windows = tuple(layer.window for layer in sizes.layers)
         """Tokens that a token of each block attends to; 0 is all."""
         self.sequence_first = False
@@ -61,17 +51,19 @@ class TokenStack(nn.Module):
         self.heads = slice(None)
         """Slice of all heads that is computed here."""
         self.places: Learned | Sinusoidal | None = None
-        if sizes.positions == "learned":
-            self.places = Learned(config.max_positions or config.sequence, sizes.width, **where)
-        elif sizes.positions == "sinusoidal":
+        if enters and sizes.positions == "learned":
+            self.places = Learned(run.rows, sizes.width, **where)
+        elif enters and sizes.positions == "sinusoidal":
             self.places = Sinusoidal(sizes.width)
         self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None
-        self.embedding_norm = make_norm(sizes, sizes.width, **where) if config.embedding_norm else None
-        self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
-        self.blocks = nn.ModuleList(
-            Block(sizes, layer, causal=causal, cross=cross, **where) for layer in sizes.layers
-        )
-        self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first else None
+        self.embedding_norm = make_norm(sizes, sizes.width, **where) if run.embedding_norm else None
+        self.dropout = Dropout(sizes.dropout) if enters and sizes.dropout else None
+        self.blocks = nn.ModuleList()
+        for i, layer in enumerate(sizes.layers):
+            rate = sizes.drop_path * i / max(sizes.depth - 1, 1) if sizes.drop_path else None
+            branch = {"layer_scale": sizes.layer_scale, "drop_path": rate}
+            self.blocks.append(Block(sizes, layer, branch, causal=causal, cross=bool(run.memories), **where))
+        self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first and run.last_norm else None
 
     def forward(
         self,
@@ -80,13 +72,19 @@ class TokenStack(nn.Module):
         documents: Tensor | None = None,
         memory: Tensor | None = None,
         memory_lengths: Tensor | None = None,
+        memory_seen: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
-        """With a `past`, the tokens follow those whose keys and values it keeps, and it says where they stand."""
+        """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
+        the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
+        follow those whose keys and values it keeps, and it says where they stand.
+        """
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
         tokens, unpadded = x.shape[1], None
         if self.places is not None:
-            x = x + self.places(places).to(x.dtype)
+            plain = past is None and documents is None and isinstance(self.places, Learned)
+            position = self.places(tokens if plain else places)
+            x = x + (position if isinstance(self.places, Learned) else position.to(x.dtype))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         if self.dropout is not None:
@@ -99,7 +97,7 @@ class TokenStack(nn.Module):
         if past is None:
             context = self._context(x, places, tokens, lengths, unpadded or documents)
             if memory is not None:
-                context = self._beside(context, memory, memory_lengths, x)
+                context = self._beside(context, memory, memory_lengths, memory_seen, x)
         else:
             context = past.context(self, x, memory)
         x = x.transpose(0, 1) if self.sequence_first else x
@@ -115,9 +113,11 @@ class TokenStack(nn.Module):
         x = x.transpose(0, 1) if self.sequence_first else x
         return x if unpadded is None else unpadded.real.put(x)
 
-    def _beside(self, context: Context, memory: Tensor, lengths: Tensor | None, x: Tensor) -> Context:
+    def _beside(
+        self, context: Context, memory: Tensor, lengths: Tensor | None, seen: Tensor | None, x: Tensor
+    ) -> Context:
         """The context with the memory that cross attention of x reads."""
-        mask: Tensor | Sight | None = None
+        mask: Tensor | Sight | None = added(seen, type_of_scores(x))
         if lengths is not None:
             dtype, unpadded = type_of_scores(x), None
             if self.padding == "remove":
@@ -205,150 +205,3 @@ class TokenStack(nn.Module):
         device, lengths = known["device"], known["lengths"]
         seen = visible(tokens, device, causal=causal, window=window, lengths=lengths, documents=documents)
         return added(seen if bias is None else biased(bias, seen, causal=causal), dtype)
-
-
-class Vocabulary(nn.Linear):
-    """Features (…, D) to logits over the vocabulary (…, V); given targets (…), to the sum of their losses, 0-d."""
-
-    chunked = False
-    """Whether logits of which only the loss is asked for are made for some rows at a time."""
-    tied = False
-    """Whether the weight is the table that embeds tokens, too."""
-    share: Share | None = None
-    """The entries of the vocabulary whose weights lie here, where ranks share them out."""
-
-    def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
-        # Of a table that embeds tokens too, two gradients are added.
-        added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        linear = linear_apart if added and not autocasts(x) else F.linear
-        if targets is None:
-            return linear(x, self.weight, self.bias)
-        budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked else None
-        return linear_cross_entropy(
-            x,
-            self.weight,
-            self.bias,
-            targets,
-            smoothing=smoothing,
-            budget=budget,
-            share=self.share,
-            linear=linear,
-        )
-
-
-class TextModel(Switched):
-    """The base of decoders, encoders and encoder–decoders: the table of tokens, the loss, and how weights are drawn.
-
-    A forward pass that is given `targets`, int64, of which −100 counts nothing, returns the sum of −log p over them,
-    0-d in fp32, with `smoothing` for that of labels, as `penstock.kernels.linear_cross_entropy` makes it. `rows` (M,)
-    are numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are (M, V) and
-    targets (M,).
-
-    With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`.
-    """
-
-    tokens: nn.Embedding
-    head: nn.Linear | None
-
-    def set_padding(self, padding: Padding) -> None:
-        """Choose whether tokens of padding are computed; what is read of results stays as it is."""
-        for module in self.modules():
-            if isinstance(module, TokenStack):
-                module.padding = padding
-
-    def set_loss(self, form: LossForm) -> None:
-        """Choose how the loss is made of targets; results stay as they are."""
-        for module in self.modules():
-            if isinstance(module, Vocabulary):
-                module.chunked = form == "chunked"
-
-    def __init__(
-        self,
-        config: TextConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        with Undrawn():
-            self._build(device=device, dtype=dtype)
-        self.init_weights()
-
-    def _build(self, **where: Any) -> None:
-        raise NotImplementedError
-
-    @staticmethod
-    def chosen(x: Tensor, rows: Tensor | None) -> Tensor:
-        """Features (B, N, D), or those of some tokens, (M, D)."""
-        return x if rows is None else x.flatten(0, 1).index_select(0, rows)
-
-    @property
-    def _width(self) -> int:
-        config = self.config
-        return config.encoder.width if isinstance(config, Seq2SeqConfig) else config.width
-
-    def _make_head(self, **where: Any) -> nn.Linear:
-        config = self.config
-        return Vocabulary(self._width, config.vocabulary, bias=config.output_bias, **where)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token numbers (B, N) to vectors (B, N, D)."""
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ConfigError(
-                f"The model takes token numbers of shape (batch, tokens), but was given {tokens.dtype} of shape "
-                f"{tuple(tokens.shape)}."
-            )
-        x: Tensor = self.tokens(tokens)
-        return x * self._width**0.5 if self.config.scale_embeddings else x
-
-    def words(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
-        """Features (…, D) to logits over the vocabulary (…, V), or to the summed loss of targets (…)."""
-        assert self.head is not None
-        x = x * self._width**-0.5 if self.config.scale_outputs else x
-        return self.head(x) if targets is None else self.head(x, targets, smoothing)  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw all weights, as `config.init` says: biases 0, norms 1."""
-        if self.config.tied and self.head is not None and self._gives_words:
-            self.head.weight = self.tokens.weight
-            if isinstance(self.head, Vocabulary):
-                self.head.tied = True
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                if module.weight is not self.tokens.weight:
-                    self._draw(name, module)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=self._embedding_deviation(module))
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
-
-    _gives_words = True
-    """Whether the head gives words, so that it can be the table of tokens."""
-
-    def _embedding_deviation(self, table: nn.Embedding) -> float:
-        if self.config.init == "fan_in":
-            return 1.0 if table is self.tokens else self._width**-0.5
-        return self._width**-0.5 if self.config.init == "xavier" and table is self.tokens else 0.02
-
-    def _draw(self, name: str, module: nn.Linear) -> None:
-        init, inside = self.config.init, name.rpartition(".")[2]
-        if init == "xavier":
-            nn.init.xavier_uniform_(module.weight)
-            return
-        deviation = module.in_features**-0.5 if init == "fan_in" else 0.02
-        if init == "scaled" and inside in ("out", "down"):
-            deviation /= (2 * sum(isinstance(m, Block) for m in self.modules())) ** 0.5
-        nn.init.normal_(module.weight, std=deviation)
-        if init == "fan_in" and inside in ("q", "qkv"):
-            # T5 leaves scores unscaled, and draws queries so much smaller instead.
-            attention = self.get_submodule(name.rpartition(".")[0])
-            assert isinstance(attention, Attention | CrossAttention)
-            rows, features = module.weight, attention.head_width
-            if isinstance(attention, Attention):
-                groups = rows.view(-1, attention.shared + 2, features, rows.shape[1])
-                rows = groups[:, : attention.shared]
-            rows.mul_(features**-0.5)

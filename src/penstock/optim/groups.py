@@ -15,6 +15,7 @@ from penstock.config.convert import PositiveShare, nearest, require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
+from penstock.models.model import present_patterns
 from penstock.models.roles import Embedding, Role
 from penstock.optim.tensors import mesh_of
 
@@ -80,7 +81,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     names = [name for name, _ in uncompiled(model).named_parameters()]
     frozen: set[str] = set()
-    for pattern in patterns:
+    for pattern in present_patterns(uncompiled(model), patterns):
         found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not found:
             parts = sorted({name.partition(".")[0] for name in names})

@@ -26,18 +26,18 @@ from torch import Tensor, distributed, nn
 
 from penstock.containers import tensors
 from penstock.kernels.split_linear import split_backward
-from penstock.models.anatomy import ELSEWHERE, WHOLE, Anatomy, anatomy_of
+from penstock.models.anatomy import ELSEWHERE, WHOLE, anatomy_of
 from penstock.models.roles import Linear, walk
 from penstock.optim.clip import grad_norm
 from penstock.optim.tensors import local
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.sequence import Line
-from penstock.parallel.stage_cut import Cut, nearest, places_of
+from penstock.parallel.stage_cut import Carried, StageCut, nearest, places_of
 from penstock.parallel.stand_in import Blank, Left, entry, exit_, passing, tap
 from penstock.parallel.tensor import lines_of
 
 Values = tuple[Tensor, ...]
-"""Tensors that one stage sends to the next: tokens, the memory, or both."""
+"""Tensors that one stage sends to the next: outputs of stacks, and tokens between two blocks."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Stages:
     """
 
     model: nn.Module
-    cut: Cut
+    cut: StageCut
     dims: ParallelDims
     device: torch.device
     mine: tuple[int, ...]
@@ -67,7 +67,8 @@ class Stages:
     _stand_ins: dict[int, list[tuple[Any, str, Any]]] = field(default_factory=dict)
     _blanks: dict[str, Blank] = field(default_factory=dict)
     _shapes: dict[Any, list[torch.Size]] = field(default_factory=dict)
-    _memory: list[Tensor] = field(default_factory=list)
+    _made: dict[Carried, Tensor] = field(default_factory=dict)
+    """The values of this pass that a later stage is sent."""
     _probing: bool = False
 
     @property
@@ -103,7 +104,7 @@ class Stages:
 
     def _one(self, stage: int, *args: Any, **kwargs: Any) -> Any:
         assert self._forward is not None
-        self._memory.clear()
+        self._made.clear()
         with self._changed(stage):
             try:
                 return self._forward(*args, **kwargs)
@@ -143,7 +144,7 @@ class Stages:
         assert self._forward is not None
         self._probing, before = True, self._active
         self._active = stage, ()
-        self._memory.clear()
+        self._made.clear()
         try:
             # A dropout that its family does not tell of would draw numbers: asking must change nothing.
             alone = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
@@ -179,55 +180,46 @@ class Stages:
     def _changes(self, stage: int, *, probing: bool) -> Iterator[tuple[Any, str, Any]]:
         anatomy, cut = anatomy_of(self.model), self.cut
         first, end = cut.edges[stage], cut.edges[stage + 1]
-        tokens, memory = cut.carries(stage)
-        memory_part = self._memory_part(anatomy)
-        for stack in anatomy.stacks:
-            for role in (*stack.before, *(stack.after if stack is not anatomy.stacks[-1] else ())):
-                if (probing or stage not in self.places[role.name]) and role.name != memory_part:
+        received = cut.carried[stage]
+        sent = cut.carried[stage + 1] if stage < self.last else ()
+        for number, stack in enumerate(anatomy.stacks):
+            last = stack is anatomy.stacks[-1]
+            output = Carried(number, done=True)
+            made_by = stack.after[-1].name if stack.after and not last else stack.blocks[-1].name
+            for role in (*stack.before, *(() if last else stack.after)):
+                if (probing or stage not in self.places[role.name]) and role.name != made_by:
                     yield self._blank(role.name)
-        for number, block in enumerate(anatomy.blocks):
-            module = self.model.get_submodule(block)
-            if block == memory_part or (first <= number < end and not probing) or number > end:
-                continue
-            if number == first - 1 and tokens:
-                new = entry(self, module, with_memory=memory)
-            elif number == end and not probing:
-                new = exit_(self, module, *((True, False) if end < cut.encoder or not cut.encoder else
-                                            (end > cut.encoder, True)))  # fmt: skip
-            else:
-                new = passing(module)
-            yield (*_owner(self.model, block), new)
-        if memory_part is not None:
-            yield from self._at_memory(stage, memory_part, anatomy, probing=probing)
+            names = [block.name for block in stack.blocks]
+            for at, name in enumerate(names, cut.starts[number]):
+                module, new = self.model.get_submodule(name), None
+                if at > end:
+                    break
+                if name == made_by and output in received:
+                    new = entry(self, module, output, received)
+                elif at == first - 1 and Carried(number, done=False) in received:
+                    new = entry(self, module, Carried(number, done=False), received)
+                elif probing or at < first:
+                    new = passing(module)
+                elif at == end:
+                    new = exit_(self, module, sent)
+                elif name == made_by and output in sent:
+                    new = tap(self, module, output)
+                if new is not None:
+                    yield (*_owner(self.model, name), new)
+            if made_by not in names:
+                yield from self._at_output(stage, made_by, output, probing=probing)
 
-    def _at_memory(
-        self, stage: int, name: str, anatomy: Anatomy, *, probing: bool
+    def _at_output(
+        self, stage: int, name: str, output: Carried, *, probing: bool
     ) -> Iterator[tuple[Any, str, Any]]:
-        """The stand-ins where the encoder's output is made."""
-        cut, module = self.cut, self.model.get_submodule(name)
-        made = stage in self.places[name]
-        if cut.carries(stage)[1]:
-            yield (
-                *_owner(self.model, name),
-                entry(self, module, memory=True, ends=probing and not cut.carries(stage)[0]),
-            )
-        elif made and not probing:
-            yield (*_owner(self.model, name), tap(self, module))
-        elif name in anatomy.blocks:
-            number = anatomy.blocks.index(name)
-            new = passing(module)
-            if number == cut.edges[stage + 1] and not probing:
-                new = exit_(self, module, True, False)
-            yield (*_owner(self.model, name), new)
-        else:
+        """The stand-in for the norm after a stack's blocks."""
+        module, received = self.model.get_submodule(name), self.cut.carried[stage]
+        if output in received:
+            yield (*_owner(self.model, name), entry(self, module, output, received))
+        elif probing or stage not in self.places[name]:
             yield self._blank(name)
-
-    def _memory_part(self, anatomy: Anatomy) -> str | None:
-        """The part whose output is the memory."""
-        if not self.cut.encoder:
-            return None
-        stack = anatomy.stacks[0]
-        return stack.after[-1].name if stack.after else stack.blocks[-1].name
+        else:
+            yield (*_owner(self.model, name), tap(self, module, output))
 
     def _blank(self, name: str) -> tuple[Any, str, Any]:
         owner, key = _owner(self.model, name)
@@ -304,7 +296,7 @@ def cut_stages(
     whether shapes inside the model follow from those of a batch. Raises ConfigError for a model that cannot be cut.
     """
     anatomy = anatomy_of(model)
-    cut = Cut.of(anatomy, counts)
+    cut = StageCut.of(anatomy, counts)
     places = places_of(anatomy, cut)
     place = dims.place()["pp"]
     mine = tuple(stage for stage in range(cut.stages) if stage % dims.pp == place)

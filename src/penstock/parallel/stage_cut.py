@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from torch import nn
 
@@ -13,30 +15,38 @@ from penstock.models.roles import Embedding, Linear, Pooler, Stem, owned, walk
 from penstock.planner.pipeline import balanced
 
 
+class Carried(NamedTuple):
+    """A value that goes from one stage to the next."""
+
+    stack: int
+    """The number of the stack that makes it."""
+    done: bool
+    """Whether it is the stack's output, and not the tokens between two of its blocks."""
+
+
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """Where a model is cut: the number of the first block of each stage, and of the block after the last."""
 
     edges: tuple[int, ...]
-    encoder: int
-    """Blocks of the encoder of an encoder–decoder; 0 for other models."""
+    starts: tuple[int, ...]
+    """The number of the first block of each stack, and of the block after the last."""
+    carried: tuple[tuple[Carried, ...], ...]
+    """The values that each stage is sent: outputs of stacks in the order in which they are made, then tokens."""
 
     @classmethod
-    def of(cls, anatomy: Anatomy, counts: Sequence[int]) -> Cut:
+    def of(cls, anatomy: Anatomy, counts: Sequence[int]) -> StageCut:
         """Stages of so many blocks each. Raises ConfigError for a model that cannot be cut."""
-        if anatomy.unknown or len(anatomy.stacks) > 2 or (
-            len(anatomy.stacks) == 2 and anatomy.family.startswith("hf_")
-        ):  # fmt: skip
+        if anatomy.unknown or (len(anatomy.stacks) > 1 and anatomy.family.startswith("hf_")):
             what = anatomy.unknown or f"a model of the family {anatomy.family}"
             raise ConfigError(
                 f"plan.pp cuts a model by its Anatomy, and {what} cannot be cut: its blocks must be known by role, and "
                 "take and return tokens. Use plan.pp=1, or one of Penstock's own models."
             )
-        edges = [0]
-        for count in counts:
-            edges.append(edges[-1] + count)
-        assert edges[-1] == len(anatomy.blocks)
-        return cls(tuple(edges), len(anatomy.stacks[0].blocks) if len(anatomy.stacks) == 2 else 0)
+        starts = (0, *accumulate(len(stack.blocks) for stack in anatomy.stacks))
+        edges = (0, *accumulate(counts))
+        assert edges[-1] == starts[-1]
+        return cls(edges, starts, tuple(tuple(_carried(anatomy, starts, edge)) for edge in edges[:-1]))
 
     @property
     def stages(self) -> int:
@@ -47,23 +57,37 @@ class Cut:
         """The stage of a block."""
         return next(s for s in range(self.stages) if block < self.edges[s + 1])
 
-    def carries(self, stage: int) -> tuple[bool, bool]:
-        """Whether a stage is sent tokens, and whether it is sent the memory."""
-        at = self.edges[stage]
-        return at not in (0, self.encoder), 0 < self.encoder <= at
+
+def _carried(anatomy: Anatomy, starts: Sequence[int], edge: int) -> Iterator[Carried]:
+    """The values made before block `edge` that are read from there on."""
+    last = len(anatomy.stacks) - 1
+    reads = [anatomy.read_by(number) for number in range(last + 1)]
+    for number in range(last + 1):
+        if starts[number + 1] <= edge:
+            later = (
+                starts[other + 1] > edge
+                and (number in reads[other][1] or (number == reads[other][0] and starts[other] >= edge))
+                for other in range(number + 1, last + 1)
+            )
+            if any(later) or number in anatomy.read_out:
+                yield Carried(number, done=True)
+        elif starts[number] < edge:
+            yield Carried(number, done=False)
 
 
-def places_of(anatomy: Anatomy, cut: Cut) -> dict[str, frozenset[int]]:
+def places_of(anatomy: Anatomy, cut: StageCut) -> dict[str, frozenset[int]]:
     """The stages that use each part, by its name."""
     found: dict[str, set[int]] = {}
-    at, tokens = 0, [r for r in anatomy.stacks[0].before if isinstance(r, Embedding) and r.kind == "token"]
-    for stack in anatomy.stacks:
-        home = [cut.stage_of(at + i) for i in range(len(stack.blocks))]
-        at += len(home)
-        for role in (*stack.before, *tokens):
+    tokens = [r.name for r in anatomy.stacks[0].before if isinstance(r, Embedding) and r.kind == "token"]
+    for number, stack in enumerate(anatomy.stacks):
+        home = [cut.stage_of(cut.starts[number] + i) for i in range(len(stack.blocks))]
+        for role in stack.before:
             everywhere = isinstance(role, Embedding) and role.kind == "relative"
             for name in (role.name, *owned(role)):
                 found.setdefault(name, set()).update(home if everywhere else home[:1])
+        # Of a foreign model it is not known which stacks read the table.
+        for name in stack.shares if anatomy.reads else tokens:
+            found.setdefault(name, set()).add(home[0])
         for block, stage in zip(stack.blocks, home):
             found[block.name] = {stage}
         for role in walk(stack.after):

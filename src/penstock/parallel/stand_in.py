@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.parallel.parts import split_from
 from penstock.parallel.sequence import divide
+from penstock.parallel.stage_cut import Carried
 from penstock.parallel.tensor import BEGINS, ENDS
 
 
@@ -27,7 +28,7 @@ class Running(Protocol):
     """The running stage, as stand-ins need it."""
 
     _active: Any
-    _memory: list[Tensor]
+    _made: dict[Carried, Tensor]
     _probing: bool
     device: torch.device
     hidden: dict[nn.Module, dict[str, Tensor]]
@@ -79,39 +80,29 @@ def passing(module: nn.Module) -> StandIn:
     return StandIn(module, lambda *args, **kwargs: _shared_out(module, _tokens(args, kwargs)))
 
 
-def entry(
-    running: Running,
-    module: nn.Module,
-    *,
-    memory: bool = False,
-    with_memory: bool = False,
-    ends: bool = False,
-) -> StandIn:
-    """A part that gives what the stage before has sent: the tokens or, with `memory`, the memory, which comes last.
+def entry(running: Running, module: nn.Module, value: Carried, carried: tuple[Carried, ...]) -> StandIn:
+    """A part that gives one of the values that the stage before has sent.
 
-    While shapes are asked for nothing was sent: then the shapes are those of what it is called with. The tokens' part
-    is the last to be called, or with `ends` the memory's.
+    While shapes are asked for nothing was sent: then the shapes are those of what it is called with, and the pass ends
+    with the last of the values.
     """
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         x = _shared_out(module, _tokens(args, kwargs))  # in every pass: it notes how many tokens there are
-        if not running._probing:
-            received = running._active[1]
-            found: Tensor = received[-1 if memory else 0]
-            if memory:
-                running._memory[:] = [found]
-            return found
-        if memory:
-            running._memory[:] = [x]
-        if ends or not memory:
-            raise Left((x,) if memory else (x, *(running._memory if with_memory else ())))
-        return x
+        if running._probing:
+            running._made[value] = x
+            if value == carried[-1]:
+                raise Left(tuple(running._made[each] for each in carried))
+            return x
+        received: Tensor = running._active[1][carried.index(value)]
+        running._made[value] = received
+        return received
 
     return StandIn(module, call)
 
 
-def exit_(running: Running, module: nn.Module, tokens: bool, memory: bool) -> StandIn:
-    """A block that ends the pass with its tokens, the memory, or both."""
+def exit_(running: Running, module: nn.Module, carried: tuple[Carried, ...]) -> StandIn:
+    """A block that ends the pass with the values that the next stage is sent."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         x = _tokens(args, kwargs)
@@ -120,18 +111,18 @@ def exit_(running: Running, module: nn.Module, tokens: bool, memory: bool) -> St
                 f"plan.pp needs blocks that take and return tokens, but {type(module).__name__} is called with a "
                 f"{type(x).__name__}; use plan.pp=1."
             )
-        raise Left((*((x,) if tokens else ()), *(running._memory if memory else ())))
+        raise Left(tuple(running._made[each] if each.done else x for each in carried))
 
     return StandIn(module, call)
 
 
-def tap(running: Running, module: nn.Module) -> StandIn:
-    """The part itself; its output is the memory."""
+def tap(running: Running, module: nn.Module, value: Carried) -> StandIn:
+    """The part itself, whose output a later stage is sent."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = module(*args, **kwargs)
-        running._memory[:] = [found]
-        return found
+        output = module(*args, **kwargs)
+        running._made[value] = output
+        return output
 
     return StandIn(module, call)
 

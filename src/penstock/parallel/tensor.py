@@ -146,14 +146,26 @@ class _Splitter:
             if isinstance(role, Embedding) and role.kind == "relative":
                 self._split(role, {"weight": 1})
         tokens = self._vocabulary()
-        for stack in self.anatomy.stacks:
+        for number, stack in enumerate(self.anatomy.stacks):
             line = self.line.sibling()
+            memories = self.anatomy.read_by(number)[1]
+            apart = any(not self._memory_alone(memory) for memory in memories)
             for role in walk(tuple(part for block in stack.blocks for part in block.parts)):
                 if isinstance(role, Attention):
                     self._attention(role, line)
+                    if apart and role.cross:
+                        self._enters(role.projections[1].name, self._outside(line))
                 elif isinstance(role, Perceptron):
                     self._perceptron(role, line)
-            self._ends(stack, line, tokens)
+            self._ends(number, line, tokens)
+
+    def _memory_alone(self, number: int) -> bool:
+        """Whether nothing but cross attention reads what a stack makes: then all that comes back are parts of its
+        gradient, and they are added up once, where the stack ends."""
+        anatomy = self.anatomy
+        others = range(number + 1, len(anatomy.stacks))
+        memory = any(number in anatomy.read_by(other)[1] for other in others)
+        return memory and number not in (*anatomy.read_out, *(anatomy.read_by(other)[0] for other in others))
 
     # -- parts
 
@@ -163,7 +175,7 @@ class _Splitter:
         self._row(role.out, line)
         first = role.projections[0].name
         # Several linears read the same tokens, which are taken in once, where the module gets them: its first argument.
-        # Memory is taken in where its stack ends.
+        # Memory is taken in where its stack ends, unless others read it too.
         self._enters(role.name if len(role.projections) > 1 else first, line)
         _divide(self._module(role.name), role.counts, line.count)
         # A rank's heads are all that its copy of these sees.
@@ -223,24 +235,26 @@ class _Splitter:
 
     # -- where tokens are split and come together
 
-    def _ends(self, stack: Stack, line: Line, words: bool) -> None:
+    def _ends(self, number: int, line: Line, words: bool) -> None:
         """Hooks at both ends of a stack, and which weights see a part of the gradients because of them."""
-        last = stack is self.anatomy.stacks[-1]
+        stack: Stack = self.anatomy.stacks[number]
+        last, memory = stack is self.anatomy.stacks[-1], self._memory_alone(number)
         tail = list(walk(stack.after))
         heads = [role for role in tail if isinstance(role, Head)]
         others = any(isinstance(role, Pooler) or type(role) is Role for role in tail)
         norms = stack.after[:1] if self.packed else tail
         norm = next((role.name for role in norms if isinstance(role, Norm)), "")
-        into_words = last and words and len(heads) == 1 and not others and (bool(norm) or not self.packed)
+        alone = len(heads) == 1 and self.anatomy.read_out in ((), (number,))
+        into_words = last and words and alone and not others and (bool(norm) or not self.packed)
         # Behind the last norm, where what follows adds up gradients of its parts; else behind the last block, as in a
         # Vision Transformer, which picks a token before its norm.
-        read = into_words or not last
+        read = into_words or memory
         end = self._module(norm if read and norm else stack.blocks[-1].name)
         for head in heads:
             if hasattr(self._module(head.name), "penstock_words") and not (line.sequence and into_words):
                 swap(self._module(head.name), Enter).__dict__["penstock_enters"] = self._outside(line)
         if not line.sequence:
-            if not last:
+            if memory:
                 end.register_forward_hook(functools.partial(_after, lambda x: sequence.copy(x, line)))
             return
         first = self._module(stack.blocks[0].name)

@@ -347,13 +347,13 @@ def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
     """Operators between a branch's output and the residual stream, and the addition."""
     t, d = to.terms, block.stack.width
     e, c, size = t.stream, t.product, rows * d
-    branch = e if block.layer_scale else c
+    branch = e if block.stack.layer_scale is not None else c
     if block.stack.dropout:
         to.dropout(f"{name}.dropout", size, c, merged=t.fused)
-    if block.layer_scale:
+    if block.stack.layer_scale is not None:
         to.move(
             f"{name}.scale", size, (c, e), (c + 2 * e, 2 * e), kept=size * c, group="masks", weights=d, tensors=1
         )  # fmt: skip
-    if block.drop_path:
+    if block.stack.drop_path:
         to.move(f"{name}.drop_path", size, (c, c), kept=t.samples * branch, group="masks")
     to.move(f"{name}.residual", size, (e + branch, e), (2 * e, e))

@@ -9,15 +9,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from penstock.config.model import (
-    DecoderConfig,
-    EncoderConfig,
-    ModelConfig,
-    Seq2SeqConfig,
-    ViTConfig,
-    sequences,
-    stacks,
-)
+from penstock.config.graph import ClassHead, FeatureHead, Graph, PatchInput, Run, TokenInput, WordHead
+from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import BYTES, numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
 from penstock.planner.blocks import before_split, list_block, turned
@@ -65,7 +58,9 @@ def attention_form(plan: Plan, model: ModelConfig, device: str, avx512: bool) ->
     """Whether an attention backend keeps the scores (`plain`, `math`) or computes them again (`fused`)."""
     backend, compute = plan.attention, numerics_of(plan).compute
     if backend == "auto":
-        short = device == "cpu" and compute == "bf16" and avx512 and model.tokens <= AUTO_PLAIN_TOKENS
+        short = (
+            device == "cpu" and compute == "bf16" and avx512 and model.graph.lengths[0] <= AUTO_PLAIN_TOKENS
+        )
         backend = "plain" if short else "sdpa"
     if backend in ("plain", "math"):
         return backend
@@ -82,7 +77,7 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
     """Workload as from `describe`, from the terms alone."""
     alone = Terms(software=terms.software)
     to = Lister(terms)
-    tied = _entrance(to, model)
+    tied = _entrance(to, model.graph)
     parts = [to.part("entrance")]
     blocks = blocks_of(model)
     for block in blocks:
@@ -91,11 +86,11 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
         rows = terms.samples * block.tokens / terms.cp / terms.spread
         parts.append(to.part("block", block, entering=rows * block.stack.width * terms.stream))
     to = Lister(terms)
-    _exit(to, model)
+    _exit(to, model.graph)
     parts.append(to.part("exit"))
     return Workload(
         parts=tuple(parts), samples=terms.samples, tokens=counted_tokens(model), tied=tied,
-        units=sum(block.count for block in blocks), vision=isinstance(model, ViTConfig),
+        units=sum(block.count for block in blocks), vision=model.graph.vision,
         whole=None if terms == alone or terms.serving else described(model, alone),
         even_stages=terms.software.even_stages,
     )  # fmt: skip
@@ -106,46 +101,56 @@ def totals(model: ModelConfig) -> Workload:
     return described(model, Terms())
 
 
-def _entrance(to: Lister, model: ModelConfig) -> int:
+def _entrance(to: Lister, graph: Graph) -> int:
     """List the operators before the blocks; return the number of their parameters that the exit uses too."""
-    if isinstance(model, ViTConfig):
-        _stem(to, model)
-        return 0
-    t, e = to.terms, to.terms.stream
-    d = stacks(model)[0].width
-    table = model.vocabulary * d
+    t, e, d = to.terms, to.terms.stream, graph.width
     # Entries of the vocabulary and heads are split over tensor parallel devices, the other tables are not.
-    mine, tied = -(-table // t.tp), model.tied and _gives_words(model)
-    shared = len(stacks(model)) - 1 + tied
-    if shared:
-        added = shared * mine * e
-        to.behind(
-            Op("embedding.shared", "pointwise", False, n=mine, read=2 * added, written=added, launches=shared,
-               module="shared_table")
-        )  # fmt: skip
-    for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
-        rows = t.samples * tokens / t.cp
-        tables = [mine] if i == 0 else []
-        if isinstance(model, EncoderConfig) and model.token_types:
-            tables.append(model.token_types * d)
-        if stack.positions == "learned":
-            tables.append((model.max_positions or model.sequence) * d)
-        if stack.positions == "relative":
-            tables.append(-(-stack.relative_buckets * stack.heads // t.tp))
-        to.table(
-            Op("embedding", "copy", n=d, read=rows * d * e, written=rows * d * e, weights=sum(tables),
-               tensors=len(tables)),
-            # The gradient is as large as the table, and cleared before rows are added to it.
-            3 * rows * d * e, rows * d * e, cleared=mine * e,
-        )  # fmt: skip
-        if t.tp > 1:
+    tables = {one.table: -(-one.vocabulary * d // t.tp) for one in graph.inputs_of(TokenInput)}
+    read = [one.table for run in graph.runs if isinstance(one := _entered(graph, run), TokenInput)]
+    tied = [head.tied for head in graph.heads_of(WordHead) if head.tied]
+    for table, mine in tables.items():
+        shared = [*read, *tied].count(table) - 1
+        if shared:
+            added = shared * mine * e
+            to.behind(
+                Op("embedding.shared", "pointwise", False, n=mine, read=2 * added, written=added, launches=shared,
+                   module="shared_table")
+            )  # fmt: skip
+    listed: set[str] = set()
+    for run in graph.runs:
+        one = _entered(graph, run)
+        if isinstance(one, PatchInput):
+            _stem(to, one, run)
+            continue
+        stack, rows = run.stack, t.samples * graph.length(run) / t.cp
+        weights = [-(-stack.relative_buckets * stack.heads // t.tp)] if stack.positions == "relative" else []
+        mine = 0
+        if one is not None:
+            mine = tables[one.table]
+            weights += [mine] if one.table not in listed else []
+            weights += [one.segments * d] if one.segments else []
+            weights += [run.rows * d] if stack.positions == "learned" else []
+            listed.add(one.table)
+        if weights or one is not None:
+            moved = rows * d * e if one is not None else 0.0
+            to.table(
+                Op("embedding", "copy", n=d, read=moved, written=moved, weights=sum(weights), tensors=len(weights)),
+                # The gradient is as large as the table, and cleared before rows are added to it.
+                3 * moved, moved, cleared=mine * e,
+            )  # fmt: skip
+        if t.tp > 1 and one is not None:
             to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
         _shared_out(to, rows * d)
-        if model.embedding_norm:
+        if run.embedding_norm:
             to.norm("embedding_norm", rows, stack, cast=not stack.norm_first)
-        if stack.dropout:
+        if stack.dropout and one is not None:
             to.dropout("embedding.dropout", rows * d, e)
-    return mine if tied else 0
+    return sum(tables[table] for table in dict.fromkeys(tied))
+
+
+def _entered(graph: Graph, run: Run) -> TokenInput | PatchInput | None:
+    """The input whose vectors a run gets; None where it reads another run."""
+    return graph.input_of(run) if graph.enters(run) else None
 
 
 def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
@@ -157,83 +162,83 @@ def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
             to.add(op) if last else to.behind(op)
 
 
-def _gives_words(model: ModelConfig) -> bool:
-    """Whether a text model's outputs are logits over the vocabulary."""
-    return not isinstance(model, EncoderConfig) or model.head == "words"
-
-
-def _stem(to: Lister, model: ViTConfig) -> None:
+def _stem(to: Lister, images: PatchInput, run: Run) -> None:
     """Patches, or a few convolutions, projected to tokens, and their positions."""
-    t, d = to.terms, model.width
+    t, stack, d = to.terms, run.stack, run.stack.width
     c, e = t.product, t.stream
-    rows = t.samples * model.patches
-    pixels = t.samples * model.channels * model.image_size**2
-    features = model.channels * model.patch_size**2
-    if model.stem == "patchify":
+    rows = t.samples * images.patches
+    pixels = t.samples * images.channels * images.image_size**2
+    features = images.channels * images.patch_size**2
+    if images.stem == "patchify":
         to.move("stem.patches", pixels, (4, 4), (0, 0), kind="copy")
     else:
-        _convolutions(to, model, pixels)
-        features = model.stem_widths[-1]
+        _convolutions(to, images, d, pixels)
+        features = images.stem_widths(d)[-1]
         to.move("stem.tokens", rows * features, (c, c), kind="copy")
     to.gemm(
-        "stem.proj", rows, d, features, bias=True, first=model.stem == "patchify", group="stem", fp8=False,
+        "stem.proj", rows, d, features, bias=True, first=images.stem == "patchify", group="stem", fp8=False,
         kept=rows * features * c,
     )  # fmt: skip
-    learned = model.tokens * d
-    to.table(
-        Op("positions", "pointwise", n=d, read=rows * d * e, written=rows * d * e, weights=learned, tensors=1),
-        rows * d * e, model.patches * d * e,
-    )  # fmt: skip
-    tokens = t.samples * model.tokens * d
+    if stack.positions == "learned":
+        to.table(
+            Op("positions", "pointwise", n=d, read=rows * d * e, written=rows * d * e, weights=run.rows * d, tensors=1),
+            rows * d * e, images.patches * d * e,
+        )  # fmt: skip
+    tokens = t.samples * images.length * d
     _shared_out(to, tokens)
-    if model.classifier == "token":
+    if images.class_token:
         to.move("class_token", tokens, (e, e), kind="copy", weights=d, tensors=1)
-    if model.dropout:
+    if run.embedding_norm:
+        to.norm("embedding_norm", t.samples * images.length, stack, cast=not stack.norm_first)
+    if stack.dropout:
         to.dropout("dropout", tokens, e, "stem")
 
 
-def _convolutions(to: Lister, model: ViTConfig, pixels: int) -> None:
+def _convolutions(to: Lister, images: PatchInput, width: int, pixels: int) -> None:
     """3×3 convolutions of stride 2, each with its norm and its activation."""
     t, c = to.terms, to.terms.product
-    side, channels = model.image_size, model.channels
-    for i, width in enumerate(model.stem_widths):
+    side, channels = images.image_size, images.channels
+    for i, wider in enumerate(images.stem_widths(width)):
         side //= 2
         area = t.samples * side * side
         to.gemm(
-            f"stem.conv{i}", area, width, 9 * channels, first=i == 0, kind="conv", source=4 * area * channels,
+            f"stem.conv{i}", area, wider, 9 * channels, first=i == 0, kind="conv", source=4 * area * channels,
             kept=2.0 * pixels if t.casts and i == 0 else 0.0, group="stem", fp8=False,
         )  # fmt: skip
-        wide = area * width
+        wide = area * wider
         to.move(
-            f"stem.norm{i}", wide, (c, c), (2 * c, c), kind="norm", kept=wide * c + 2 * width * t.statistic,
-            group="stem", weights=2 * width, tensors=2,
+            f"stem.norm{i}", wide, (c, c), (2 * c, c), kind="norm", kept=wide * c + 2 * wider * t.statistic,
+            group="stem", weights=2 * wider, tensors=2,
         )  # fmt: skip
         to.move(f"stem.relu{i}", wide, (c, c), (2 * c, c), kept=wide * c, group="stem")
-        channels = width
+        channels = wider
 
 
-def _exit(to: Lister, model: ModelConfig) -> None:
-    """The last norm, the output and, of language models, their loss, whose logits are what is large."""
-    t, c = to.terms, to.terms.product
-    if isinstance(model, ViTConfig):
-        _classifier(to, model)
-        return
-    last = stacks(model)[-1]
-    for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
-        each = t.samples * tokens / t.cp
-        if stack.norm_first:
-            to.norm("norm", each / t.spread, stack)
-        if i < len(stacks(model)) - 1:
+def _exit(to: Lister, graph: Graph) -> None:
+    """The last norms, the outputs and, of language models, their loss, whose logits are what is large."""
+    t = to.terms
+    for run in graph.runs:
+        each = t.samples * graph.length(run) / t.cp
+        if run.stack.norm_first and run.last_norm:
+            to.norm("norm", each / t.spread, run.stack)
+        if any(run.name in other.memories for other in graph.runs):
             # All blocks of the decoder read the memory, and each device's add a part to its gradient.
-            before_split(to, each, stack.width, hides=False)
-    rows, d = t.samples * counted_tokens(model) / t.cp, last.width
-    if isinstance(model, EncoderConfig) and model.head != "words":
-        _shared_out(to, rows * d, last=True)
-        if model.head == "classes":
-            _pooled(to, model)
-        return
-    rows *= t.words
-    if isinstance(model, EncoderConfig):
+            before_split(to, each, run.stack.width, hides=False)
+    for head in graph.heads:
+        run = graph.run(head.run)
+        rows = t.samples * graph.length(run) / t.cp
+        if isinstance(head, WordHead):
+            _words(to, head, run, rows * t.words)
+            continue
+        _shared_out(to, rows * run.stack.width, last=True)
+        if not isinstance(head, FeatureHead):
+            (_classifier if head.before == "norm" else _pooled)(to, head, run, graph.length(run))
+
+
+def _words(to: Lister, head: WordHead, run: Run, rows: float) -> None:
+    """The output over a vocabulary of `rows` tokens, and its loss."""
+    t, c, last, d = to.terms, to.terms.product, run.stack, run.stack.width
+    if head.transform:
         # The head of masked language models: a dense layer, its activation and a norm.
         size = rows * d
         with to.inside("head"):
@@ -242,30 +247,27 @@ def _exit(to: Lister, model: ModelConfig) -> None:
                 "head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output"
             )
         to.norm("head.norm", rows, last)
-    if model.scale_outputs:
+    if head.scaled:
         to.move("head.scale", rows * d, (c, c))
     before_split(to, rows, d, hides=False)
-    columns = -(-model.vocabulary // t.tp)
+    columns = -(-head.vocabulary // t.tp)
     if t.chunked:
         with to.inside("loss"):
-            _chunked_loss(to, model, rows, columns, d)
+            _chunked_loss(to, head, rows, columns, d)
         return
-    biased = model.output_bias
+    biased, learns = head.bias, not head.tied
     # The gradient takes the place of the logits, which stay until the products of the output have read it.
     in_place = t.tp == 1 and not t.whole and t.software.loss == "penstock"
     with to.inside("head"):
         to.gemm(
             "head", rows, columns, d, bias=biased, fp8=False, group="output",
-            kept=rows * (d + columns * in_place) * c, learned=columns * (d * (not model.tied) + biased),
-            tensors=(not model.tied) + biased,
+            kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,
         )  # fmt: skip
     with to.inside("loss"):
         _loss_in_place(to, rows, columns) if in_place else _loss(to, rows, columns)
 
 
-def _chunked_loss(
-    to: Lister, model: DecoderConfig | EncoderConfig | Seq2SeqConfig, rows: float, columns: int, d: int
-) -> None:
+def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int) -> None:
     """The output and its loss, of some rows at a time, as `penstock.kernels.linear_cross_entropy` makes them. Gradients
     are made along with the loss, which is when all activations are there. They are listed as the first of the backward
     pass: the logits of one chunk and the sum of the weights' gradients are then alive beside all that is kept.
@@ -274,8 +276,8 @@ def _chunked_loss(
     alive = LOGIT_BYTES[int(c)] * columns
     chunks = math.ceil(rows / max(1, LOSS_BUDGET["cpu" if t.host else "cuda"] // alive))
     some, size, weights = rows / chunks, rows * columns, columns * d
-    biases = columns if model.output_bias else 0
-    learned = weights * (not model.tied) + biases
+    biases, learns = columns if head.bias else 0, not head.tied
+    learned = weights * learns + biases
     cast = 2.0 * weights if t.casts else 0.0
     # Products of several chunks are added up in fp32; a half product is made first.
     apart = c < 4 and chunks > 1
@@ -291,7 +293,7 @@ def _chunked_loss(
     )
     to.add(
         Op("head", "gemm", True, chunks, some, columns, d, (rows * d + chunks * weights) * c, size * c, weights=learned,
-           tensors=(not model.tied) + (biases > 0), launches=chunks, module="head"),
+           tensors=learns + (biases > 0), launches=chunks, module="head"),
         Op("loss.gradient", "pointwise", False, read=max(0.0, moved - held), written=held, launches=6 * chunks),
         Op("head.input", "gemm", False, chunks, some, d, columns, (size + chunks * weights) * c, rows * d * c,
            launches=chunks),
@@ -311,19 +313,19 @@ def _of_all_words(to: Lister, rows: float) -> None:
         to.add(Op("loss.sums", "allreduce", read=rows * 8.0, axis="tensor"))
 
 
-def _pooled(to: Lister, model: EncoderConfig) -> None:
-    """The dense layer over the first token, and the classes."""
-    samples, d, c = to.terms.samples, model.width, to.terms.product
-    tanh = model.pooler == "tanh"
-    to.gemm("pooler", samples, d, d, bias=tanh or model.bias, fp8=False, group="output")
+def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
+    """The dense layer over a sample's vector, and the classes."""
+    samples, stack, c = to.terms.samples, run.stack, to.terms.product
+    d, tanh = stack.width, head.before == "tanh"
+    to.gemm("pooler", samples, d, d, bias=tanh or stack.bias, fp8=False, group="output")
     size = samples * d
     to.move("pooler.activation", size, (c, c), kind="activation", group="output", kept=size * c)
     if not tanh:
-        to.norm("pooler.norm", samples, model)
-    if model.dropout:
+        to.norm("pooler.norm", samples, stack)
+    if head.dropout:
         to.dropout("pooler.dropout", size, c, "output")
     with to.inside("head"):
-        to.gemm("head", samples, model.classes, d, bias=True, group="output", fp8=False)
+        to.gemm("head", samples, head.classes, d, bias=True, group="output", fp8=False)
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
@@ -382,19 +384,16 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
     _of_all_words(to, rows)
 
 
-def _classifier(to: Lister, model: ViTConfig) -> None:
-    """The last norm and the head, of the class token or of the mean over tokens."""
-    t, e, d = to.terms, to.terms.stream, model.width
-    pooled, each = model.classifier == "pooled", model.tokens
-    _shared_out(to, t.samples * each * d, last=True)
-    before = pooled and model.pool_norm == "before"
-    if not pooled:
-        # The class token is a view; its gradient is zero everywhere else.
-        to.move("class_row", t.samples * d, (0, 0), (e, each * e), kind="copy", launches=0)
-    elif not before:
-        to.move("pool", t.samples * d, (each * e, e), (e, each * e), kind="reduce")
-    to.norm("norm", t.samples * (each if before else 1), model, cast=not before)
-    if before:
-        to.move("pool", t.samples * d, (each * e, e), (e, each * e), kind="reduce")
+def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
+    """The last norm and the head, of the first token or of the mean over tokens."""
+    t, e, d = to.terms, to.terms.stream, run.stack.width
+    if head.pool == "first":
+        # The first token is a view; its gradient is zero everywhere else.
+        to.move("class_row", t.samples * d, (0, 0), (e, tokens * e), kind="copy", launches=0)
+    elif not head.norm_first:
+        to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
+    to.norm("norm", t.samples * (tokens if head.norm_first else 1), run.stack, cast=not head.norm_first)
+    if head.norm_first:
+        to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
     with to.inside("head"):
-        to.gemm("head", t.samples, model.classes, d, bias=True, group="output", fp8=False)
+        to.gemm("head", t.samples, head.classes, d, bias=True, group="output", fp8=False)

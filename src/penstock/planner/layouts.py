@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import rules
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, sequences, stacks
+from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.planner.describe import attention_form
 
@@ -144,7 +144,7 @@ def stages(model: ModelConfig, gpus: int) -> list[int]:
 
 def _context_degrees(model: ModelConfig) -> list[int]:
     """Context parallel degrees that leave each device enough of the tokens."""
-    most = max(1, min(sequences(model)) // LEAST_TOKENS)
+    most = max(1, min(model.graph.lengths) // LEAST_TOKENS)
     return [degree for degree in CONTEXT_DEGREES if degree <= most]
 
 

@@ -175,8 +175,8 @@ class Workload:
 
     @cached_property
     def stacks(self) -> tuple[tuple[Part, ...], ...]:
-        """The same by stack: an encoder's, a decoder's."""
-        runs = groupby(self.blocks, lambda part: part.block is not None and part.block.cross > 0)
+        """The same by run of the model's graph: an encoder's, a decoder's."""
+        runs = groupby(self.blocks, lambda part: part.block.run if part.block else 0)
         return tuple(tuple(run) for _, run in runs)
 
     def each(self, of: Callable[[Part], float]) -> list[float]:

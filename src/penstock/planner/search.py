@@ -17,7 +17,7 @@ from typing import Any
 from penstock.config import rules
 from penstock.config.convert import Count, require
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig, title
+from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.describe import describe, totals
@@ -106,7 +106,7 @@ def explore(
 ) -> Found:  # fmt: skip
     """Search as `search` does, and count the layouts that lose. Raises ConfigError likewise."""
     require("gpus", gpus, Count)
-    base = base or default_base(machine, trainable=gpus == 1 and isinstance(model, ViTConfig))
+    base = base or default_base(machine, trainable=gpus == 1 and model.graph.vision)
     problems = rules.problems(base, model, machine, degrees=False)
     if problems:
         raise ConfigError(problems)

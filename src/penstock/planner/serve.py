@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.config import rules
 from penstock.config.convert import Count, Positive, check_fields
 from penstock.config.machine import Machine
-from penstock.config.model import DecoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
+from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.collectives import send_seconds
@@ -89,8 +89,10 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
     Raises ConfigError, with every reason, for sizes that cannot be and degrees that the model does not admit.
     """
     problems = check_fields(serving, "serving") or [*_degrees(model, serving)]
-    if not isinstance(model, DecoderConfig):
-        problems.append(f"model.family is {model.family}, but only decoders are predicted to generate text.")
+    if not generates(model) or model.graph.remembered:
+        problems.append(
+            f"The model is of {model.graph.form}, but only decoders are predicted to generate text."
+        )
     if problems:
         raise ConfigError(problems)
     passes = Passes(model, machine, serving)
@@ -135,7 +137,7 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
 
 def generates(model: ModelConfig) -> bool:
     """Whether a model makes text token by token."""
-    return isinstance(model, DecoderConfig | Seq2SeqConfig)
+    return model.graph.writer is not None
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
@@ -184,7 +186,7 @@ class Passes:
         the other. An encoder–decoder's cache has the source among them, here as many tokens as its own.
         """
         rates, serving = self.rates, self.serving
-        sources = max(1, cached // 2) if isinstance(self.model, Seq2SeqConfig) else 1
+        sources = max(1, cached // 2) if self.model.graph.remembered else 1
         work = described(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
         blocks = [part for part in work.blocks if part.block and part.block.causal]
         token = sum(part.count * _seconds(part, rates, serving, again=True) for part in blocks)
@@ -235,12 +237,11 @@ def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
 
 
 def _sized(model: ModelConfig, tokens: int) -> ModelConfig:
-    """The model with samples of `tokens` tokens; an encoder–decoder's decoder has one."""
-    if isinstance(model, ViTConfig):
-        return model
-    if isinstance(model, Seq2SeqConfig):
-        return replace(model, sequence=tokens, decoder_sequence=1)
-    return replace(model, sequence=tokens)
+    """The model with samples of `tokens` tokens; what is written beside a memory has one."""
+    graph = model.graph
+    written = graph.input_of(graph.written[0]).name if graph.remembered else ""
+    sized: ModelConfig = model.with_lengths(*(1 if one.name == written else tokens for one in graph.inputs))
+    return sized
 
 
 def _seconds(part: Part, rates: Rates, serving: Serving, *, again: bool = False) -> float:
@@ -302,7 +303,7 @@ def predicted_costs(
     """The steps of `model` on `serving.gpus` devices, with up to `slots` sequences of up to `longest` tokens."""
     passes = Passes(model, machine, serving)
     sizes = [size for size in LENGTHS if size < longest] + [max(2, longest)]
-    if isinstance(model, ViTConfig):
+    if model.graph.vision:
         sizes = [1, max(2, counted_tokens(model))]
     decodes = []
     for batch in [size for size in BATCHES if size < slots] + [slots] if generates(model) else ():

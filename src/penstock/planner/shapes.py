@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig, sequences, stacks
+from penstock.config.model import ModelConfig
 from penstock.config.stack import Layer, Stack
 
 
@@ -24,31 +24,24 @@ class Block:
     causal: bool = False
     cross: int = 0
     """Tokens of another stack that the block also attends to; 0 is none."""
-
-    @property
-    def layer_scale(self) -> bool:
-        """Whether branches are scaled by learned factors."""
-        return isinstance(self.stack, ViTConfig) and self.stack.layer_scale is not None
-
-    @property
-    def drop_path(self) -> bool:
-        """Whether whole branches are left out at random."""
-        return isinstance(self.stack, ViTConfig) and self.stack.drop_path > 0
+    run: int = 0
+    """The number of its run in the model's graph."""
 
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
-    """The kinds of blocks of a model, stack by stack, each kind once and where its first block runs."""
-    found = []
-    for i, (stack, tokens) in enumerate(zip(stacks(model), sequences(model))):
-        causal, cross = i > 0 or model.family == "decoder", model.tokens if i > 0 else 0
-        found += [
-            Block(stack=stack, layer=layer, count=count, tokens=tokens, causal=causal, cross=cross)
-            for layer, count in stack.kinds.items()
-        ]
-    return tuple(found)
+    """The kinds of blocks of a model, run by run, each kind once and where its first block runs."""
+    graph = model.graph
+    return tuple(
+        Block(
+            stack=run.stack, layer=layer, count=count, tokens=graph.length(run), causal=run.causal, run=number,
+            cross=sum(graph.length(graph.run(name)) for name in run.memories),
+        )
+        for number, run in enumerate(graph.runs)
+        for layer, count in run.stack.kinds.items()
+    )  # fmt: skip
 
 
 def counted_tokens(model: ModelConfig) -> int:
-    """Tokens that one sample counts for in tokens per second: an encoder–decoder's those of its decoder."""
-    return model.decoder_sequence if isinstance(model, Seq2SeqConfig) else model.tokens
+    """Tokens that one sample counts for in tokens per second: those that the last head reads."""
+    return model.graph.length(model.graph.main)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, ViTConfig, stacks
+from penstock.config.model import ModelConfig, stacks
 from penstock.errors import ConfigError
 from penstock.planner.serve import (
     WORKSPACE_BYTES,
@@ -107,14 +107,14 @@ def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], a
     Raises ConfigError where prompts and answers are longer than the model's positions, or the model cannot be served.
     """
     context = max(one.prompt + one.made for one in arrivals)
-    if isinstance(model, ViTConfig):
+    if model.graph.vision:
         raise ConfigError(
             "A vision model takes images and no requests of tokens; penstock deploy is for text models."
         )
     if not generates(model):
         arrivals = [one._replace(made=1) for one in arrivals]
-    learned = any(stack.positions == "learned" for stack in stacks(model))
-    most = (model.max_positions or model.sequence) if learned else context
+    learned = [run.rows for run in model.graph.runs if run.stack.positions == "learned"]
+    most = min(learned, default=context)
     if context > most:
         raise ConfigError(
             f"The longest request has {context:,} tokens, but the model has {most:,} positions."

@@ -175,7 +175,7 @@ class Service:
         body = await self._table(request, "embeddings")
         if body.get("encoding_format", "float") != "float":
             raise Fault(400, "encoding_format must be float.")
-        if self.backend.about and self.backend.about["family"] != "encoder":
+        if self.backend.about and self.backend.about["writes"]:
             raise Fault(400, "This model makes text; embeddings come from encoders.")
         texts = asked.texts_of(body, "input")
         rows = [self._sentence(one) for one in texts]
@@ -227,7 +227,7 @@ class Service:
         return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
     async def _made(self, request: Request, wanted: Asked, kind: str) -> Response:
-        if self.backend.about and self.backend.about["family"] == "encoder":
+        if self.backend.about and not self.backend.about["writes"]:
             raise Fault(400, "This model is an encoder, which makes no text; use /v1/embeddings.")
         prompts = await self._numbers(wanted)
         tickets = self._submit(wanted, prompts)

@@ -123,7 +123,7 @@ class Worker:
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
-    from penstock.config.model import positions
+    from penstock.config.model import vocabulary_of
     from penstock.decode.engine import Engine, Request
     from penstock.decode.static import Compiled
     from penstock.infer.encode import Embedder
@@ -136,11 +136,11 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=settings["tp"])
     config = model_in(where)
     about = {
-        "family": getattr(config, "family", ""),
-        "vocabulary": getattr(config, "vocabulary", 0),
+        "writes": config is None or config.graph.writer is not None,
+        "vocabulary": 0 if config is None else vocabulary_of(config),
         "source": 0,
     }
-    if config is not None and config.family == "encoder":
+    if config is not None and config.graph.writer is None:
         if settings["compile"] != "none":
             raise ConfigError(
                 f"compile={settings['compile']} is for steps that make tokens, and this model makes vectors; leave it "
@@ -151,7 +151,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             None,
             lambda rows: embedder.embed(rows).tolist(),
             Request,
-            about | {"context": positions(config)[0], "never": []},
+            about | {"context": config.graph.runs[0].most, "never": []},
         )
     dims = ALONE
     if plan.tp > 1:
@@ -164,7 +164,8 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     )  # fmt: skip
     if settings["compile"] != "none":
         engine.warm()
-    source = positions(found.model.config)[0] if about["family"] == "seq2seq" else 0
+    remembered = found.model.graph.remembered
+    source = remembered[0].most if remembered else 0
     led = None if dims.alone else Led(engine, dims)
     return Opened(
         led or engine,

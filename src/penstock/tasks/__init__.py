@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config.model import ModelConfig
 from penstock.config.run import TaskName
-from penstock.config.trainable import require_trainable, task_name
+from penstock.config.trainable import TASKS, require_trainable, task_name
 from penstock.tasks.embedding import Embedding
 from penstock.tasks.image_classification import ImageClassification, classification_loss
 from penstock.tasks.masked_words import MaskedWords
@@ -43,6 +43,12 @@ _TEXT: dict[str, type[TextTask]] = {
     "translation": Translation,
     "embedding": Embedding,
 }
+
+
+def enrol(name: str, form: str, task: type[TextTask]) -> None:
+    """Train models whose graph has a `form` for a task of your own, unless told otherwise. It is made of the name of
+    the weights that a run starts from, or of None."""
+    TASKS[name], _TEXT[name] = form, task
 
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-from penstock.config.model import EncoderConfig, ModelConfig
+from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
@@ -47,18 +47,15 @@ class Embedding(TextTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.rows import open_rows
 
-        assert isinstance(model, EncoderConfig)
-        return open_rows(data, tokenizer, split, form="two", length=model.sequence)
+        return open_rows(data, tokenizer, split, form="two", length=model.graph.lengths[0])
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        assert isinstance(model, EncoderConfig)
-        return self.fit_vocabulary(replace(model, head="none"), tokenizer_of(source))
+        return self.fit_vocabulary(replace(cast(Any, model), head="none"), tokenizer_of(source))
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
-        assert isinstance(model, EncoderConfig)
-        return PrepareTwo(min(len(source), max(1, MOST // (2 * model.width))))
+        return PrepareTwo(min(len(source), max(1, MOST // (2 * model.graph.width))))
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         first, second = vectors(outputs, batch)
@@ -88,8 +85,7 @@ class Embedding(TextTask):
         return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
-        assert isinstance(model, EncoderConfig)
-        return f"{model.tokens} tokens of {model.vocabulary:,} words, {model.width} features"
+        return f"{super().describe_model(model)}, {model.graph.width} features"
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first text, and which of the first sixteen seconds is nearest to it."""

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from penstock.config.model import EncoderConfig, ModelConfig
+from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
@@ -52,9 +52,8 @@ class MaskedWords(WordTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.tokens import open_tokens
 
-        assert isinstance(model, EncoderConfig)
         around = sum(token is not None for token in (tokenizer.classify, tokenizer.separator))
-        length = max(1, model.sequence - around)
+        length = max(1, model.graph.lengths[0] - around)
         return open_tokens(data, tokenizer, split, length=length, around=around)
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
@@ -64,9 +63,10 @@ class MaskedWords(WordTask):
                 f"The tokenizer {tokenizer.name} has no token for what is masked. Name one as mask_token in its "
                 "tokenizer_config.json, choose another with data.tokenizer, or another task."
             )
-        if isinstance(model, EncoderConfig) and model.head != "words":
+        if model.graph.words is None:
             raise ConfigError(
-                f"model.head is {model.head}, but masked words need logits over words; set model.head to words."
+                f"model.head is {getattr(model, 'head', 'none')}, but masked words need logits over words; set "
+                "model.head to words."
             )
         return super().fit(model, source)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.config.decoding import Decoding
-from penstock.config.model import DecoderConfig, ModelConfig
+from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
@@ -49,8 +49,8 @@ class NextToken(WordTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.tokens import open_tokens
 
-        assert isinstance(model, DecoderConfig)
-        source: Source = open_tokens(data, tokenizer, split, length=model.sequence + 1, stride=model.sequence)
+        (length,) = (one.length for one in model.graph.inputs)
+        source: Source = open_tokens(data, tokenizer, split, length=length + 1, stride=length)
         return source
 
     def prepare(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.config.model import EncoderConfig, ModelConfig
+from penstock.config.graph import TokenInput
+from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
@@ -40,28 +41,28 @@ class Sentences(TextTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.rows import open_rows
 
-        assert isinstance(model, EncoderConfig)
-        return open_rows(data, tokenizer, split, form=self.form, length=model.sequence)
+        return open_rows(data, tokenizer, split, form=self.form, length=model.graph.lengths[0])
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
         """A head with as many classes as the data has, or with one number; that is said where it changes."""
-        assert isinstance(model, EncoderConfig)
         if "label" not in (source.sample.names or ()):
             raise DataError(
                 f"{source.name} has no labels, but the task needs them. Name their column in data.columns."
             )
         classes = _classes(source)
         found = 1 if classes is None else len(classes)
-        if (model.head, model.classes) != ("classes", found):
+        head = model.graph.classes
+        if head is None or head.classes != found:
             what = "numbers" if classes is None else f"{found} classes"
             _log.warning("model.head is set to classes, and model.classes to %d, for %s.", found, what)
-        return self.fit_vocabulary(replace(model, head="classes", classes=found), tokenizer_of(source))
+        return self.fit_vocabulary(
+            replace(cast(Any, model), head="classes", classes=found), tokenizer_of(source)
+        )
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
-        assert isinstance(model, EncoderConfig)
-        return PrepareSentences(len(source), segments=model.token_types > 1)
+        return PrepareSentences(len(source), segments=model.graph.inputs_of(TokenInput)[0].segments > 1)
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         return self._loss(outputs, batch, "mean")
@@ -111,9 +112,8 @@ class Sentences(TextTask):
         return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
-        assert isinstance(model, EncoderConfig)
-        what = "one number" if model.classes == 1 else f"{model.classes} classes"
-        return f"{model.tokens} tokens of {model.vocabulary:,} words, {what}"
+        classes = 0 if model.graph.classes is None else model.graph.classes.classes
+        return f"{super().describe_model(model)}, {'one number' if classes == 1 else f'{classes} classes'}"
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first texts, each with the model's answer and the true one."""

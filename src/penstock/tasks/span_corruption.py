@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from penstock.config.decoding import Decoding
-from penstock.config.model import ModelConfig, Seq2SeqConfig
+from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
@@ -103,21 +103,21 @@ class SpanCorruption(WordTask):
 
 def sizes_of(model: ModelConfig, tokenizer: Tokenizer) -> Sizes:
     """The longest text that a model has room for. Raises ConfigError where there is none, or too few sentinels."""
-    assert isinstance(model, Seq2SeqConfig)
+    most, most_target = (one.length for one in model.graph.inputs)
     ended = int(tokenizer.end is not None)
-    for text in range(2 * model.sequence, 1, -1):
+    for text in range(2 * most, 1, -1):
         found = Sizes.of(text)
         source, target = text - found.noise + found.spans, found.noise + found.spans
-        if source + ended <= model.sequence and target + ended <= model.decoder_sequence:
+        if source + ended <= most and target + ended <= most_target:
             break
     else:
         raise ConfigError(
-            f"model.sequence {model.sequence} and model.decoder_sequence {model.decoder_sequence} have no room for a "
+            f"model.sequence {most} and model.decoder_sequence {most_target} have no room for a "
             "text with a gap; make them larger."
         )
     if found.spans > len(tokenizer.sentinels):
         raise ConfigError(
-            f"Samples of model.sequence {model.sequence} have {found.spans} gaps, but the tokenizer {tokenizer.name} "
+            f"Samples of model.sequence {most} have {found.spans} gaps, but the tokenizer {tokenizer.name} "
             f"has {len(tokenizer.sentinels)} sentinels; choose another with data.tokenizer, a shorter sequence, or "
             "another task."
         )

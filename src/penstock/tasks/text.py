@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.config.model import ModelConfig, vocabulary_of
 from penstock.config.run import DataConfig
 from penstock.config.trainable import require_trainable
 from penstock.data.loader import HostBatch
@@ -103,37 +103,34 @@ class TextTask(Task):
 
     def fit_vocabulary(self, model: C, tokenizer: Tokenizer) -> C:
         """The model with room for all numbers of a tokenizer. Raises ConfigError where loaded weights lack it."""
-        assert not isinstance(model, ViTConfig)
         wanted = -(-tokenizer.size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        has = vocabulary_of(model)
         if self.init_from is not None:
-            if model.vocabulary < tokenizer.size:
+            if has < tokenizer.size:
                 raise ConfigError(
-                    f"model.vocabulary is {model.vocabulary}, but the tokenizer {tokenizer.name} has {tokenizer.size} "
+                    f"model.vocabulary is {has}, but the tokenizer {tokenizer.name} has {tokenizer.size} "
                     "entries; use the tokenizer that belongs to the weights of init_from, or leave init_from out."
                 )
             return model
-        if model.vocabulary != wanted:
+        if has != wanted:
             _log.warning(
                 "model.vocabulary is set to %d, which the tokenizer %s needs.", wanted, tokenizer.name
             )
-        return replace(model, vocabulary=wanted)
+        return replace(cast(Any, model), vocabulary=wanted)  # type: ignore[no-any-return]
 
     def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
         """Batches are cut to their longest sample: on average over some that are drawn by chance."""
-        assert not isinstance(model, ViTConfig)
         if source.lengths is None:
             return Fullness(model, words=self.asked_words)
         by_length = source.lengths if source.group_by_length else None
         ids = Stream(len(source), 0, by_length, batch).ids(0, DRAWN * batch)
         drawn = source.lengths[ids].reshape(DRAWN, batch)
-        padded = float(np.mean([rounded(int(longest), model.tokens) for longest in drawn.max(axis=1)]))
+        most, *others = (one.length for one in model.graph.inputs)
+        padded = float(np.mean([rounded(int(longest), most) for longest in drawn.max(axis=1)]))
         sequence = max(1, round(padded))
-        changes: dict[str, Any] = {"sequence": sequence, "max_positions": model.max_positions or model.tokens}
-        if isinstance(model, Seq2SeqConfig):
-            changes["decoder_sequence"] = max(1, round(model.decoder_sequence * sequence / model.sequence))
-        return Fullness(
-            replace(model, **changes), real=min(1.0, float(drawn.mean()) / sequence), words=self.asked_words
-        )
+        sized: Any = model.with_lengths(sequence, *(max(1, round(each * sequence / most)) for each in others))
+        sized = replace(sized, max_positions=model.graph.runs[0].rows)
+        return Fullness(sized, real=min(1.0, float(drawn.mean()) / sequence), words=self.asked_words)
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         return (torch.zeros(1, 1, dtype=torch.int64, device=device),)
@@ -145,8 +142,7 @@ class TextTask(Task):
         return batch.tokens
 
     def describe_model(self, model: ModelConfig) -> str:
-        assert not isinstance(model, ViTConfig)
-        return f"{model.tokens} tokens of {require_trainable(model).vocabulary:,} words"
+        return f"{model.graph.lengths[0]} tokens of {vocabulary_of(require_trainable(model)):,} words"
 
 
 class WordTask(TextTask):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.decoding import Decoding
-from penstock.config.model import ModelConfig, Seq2SeqConfig
+from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
@@ -56,10 +56,9 @@ class Translation(WordTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.rows import open_rows
 
-        assert isinstance(model, Seq2SeqConfig)
+        source, target = (one.length for one in model.graph.inputs)
         return open_rows(
-            data, tokenizer, split, form="translation", length=model.sequence,
-            target_length=model.decoder_sequence,
+            data, tokenizer, split, form="translation", length=source, target_length=target,
         )  # fmt: skip
 
     def prepare(
@@ -70,9 +69,8 @@ class Translation(WordTask):
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         """One source, and a target as long as any, which says how many steps others take."""
-        assert isinstance(model, Seq2SeqConfig)
         source = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        return source, source.expand(1, model.decoder_sequence), torch.ones_like(source[0])
+        return source, source.expand(1, model.graph.inputs[1].length), torch.ones_like(source[0])
 
     def assess(self, model: nn.Module, batch: TextBatch) -> Tensor:
         assert self._tokenizer is not None  # `prepare` made the batch

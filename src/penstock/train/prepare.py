@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import EncoderConfig, ModelConfig, Seq2SeqConfig
+from penstock.config.model import ModelConfig
 from penstock.config.run import RunConfig
 from penstock.data import Source
 from penstock.disk import write_file
@@ -73,11 +73,11 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
         "pad_token_id": tokenizer.pad,
         "bos_token_id": tokenizer.begin,
         "eos_token_id": tokenizer.end,
-        "decoder_start_token_id": tokenizer.start if isinstance(model, Seq2SeqConfig) else None,
+        "decoder_start_token_id": tokenizer.start if model.graph.remembered else None,
     }
     values: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
     classes = getattr(source, "classes", None)
-    if isinstance(model, EncoderConfig) and model.head == "classes" and classes:
+    if model.graph.classes is not None and classes:
         values["id2label"] = {str(number): str(name) for number, name in enumerate(classes)}
         values["label2id"] = {str(name): number for number, name in enumerate(classes)}
     write_file(folder / "config.json", [json.dumps(values).encode()])

@@ -12,14 +12,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from penstock.config.machine import Machine
-from penstock.config.model import Seq2SeqConfig, ViTConfig, sequences
+from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner import Prediction
 from penstock.planner.describe import describe
@@ -39,11 +38,11 @@ class Useful(NamedTuple):
 
 def useful(full: Fullness) -> Useful:
     """The same of batches like these."""
-    model = full.model
-    if not isinstance(model, ViTConfig):
-        names = ("sequence", "decoder_sequence") if isinstance(model, Seq2SeqConfig) else ("sequence",)
-        model = replace(model, **{name: max(1, round(full.real * getattr(model, name))) for name in names})
-    return Useful(sum(sequences(model)), describe(model, Plan(micro_batch=1), words=full.words).model_flops)
+    lengths = (max(1, round(full.real * one.length)) for one in full.model.graph.inputs)
+    model: ModelConfig = full.model.with_lengths(*lengths)
+    return Useful(
+        sum(model.graph.lengths), describe(model, Plan(micro_batch=1), words=full.words).model_flops
+    )
 
 
 class Speedometer:

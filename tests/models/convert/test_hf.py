@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.errors import ConfigError
-from penstock.models import ViT
+from penstock.models import Model
 from penstock.models.convert import (
     config_from_hf,
     from_hf,
@@ -67,7 +67,7 @@ def test_logits_equal_transformers_for_every_shape_family(name: str, tmp_path: P
     theirs = _theirs(config)
     images = torch.randn(2, config.channels, config.image_size, config.image_size)
     expected = theirs(images).logits
-    ours = ViT(config).eval()
+    ours = Model(config).eval()
     loaded = load_weights(ours, theirs.state_dict())
     assert loaded.names == "hf"
     assert not loaded.drawn
@@ -77,7 +77,7 @@ def test_logits_equal_transformers_for_every_shape_family(name: str, tmp_path: P
 def test_whole_base_model_equals_transformers() -> None:
     config = PRESETS["vit-b32"]
     theirs = _theirs(config)
-    ours = ViT(config).eval()
+    ours = Model(config).eval()
     load_weights(ours, theirs.state_dict())
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_whole_base_model_equals_transformers() -> None:
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": False}, {"mlp": "gelu_tanh"}, {"norm_eps": 1e-3}])
 def test_transformers_reads_what_we_write(changes: dict[str, Any], tmp_path: Path) -> None:
     config = replace(TINY, **changes)
-    ours = ViT(config).eval()
+    ours = Model(config).eval()
     _disturb(ours)
     save_pretrained(ours, tmp_path)
     reader = transformers.ViTForImageClassification
@@ -109,7 +109,7 @@ def test_we_read_what_transformers_writes(tmp_path: Path) -> None:
 def test_a_backbone_without_head_needs_leave_to_draw_one(tmp_path: Path) -> None:
     theirs = transformers.ViTModel(_theirs(TINY).config)
     theirs.save_pretrained(tmp_path)
-    ours = ViT(TINY)
+    ours = Model(TINY)
     with pytest.raises(ConfigError, match=r"lack head.weight, head.bias.*\n?.*new_head=True"):
         load_weights(ours, tmp_path)
     head = ours.head.weight.clone()
@@ -123,7 +123,7 @@ def test_a_backbone_without_head_needs_leave_to_draw_one(tmp_path: Path) -> None
 
 def test_another_image_size_interpolates_as_transformers_does() -> None:
     theirs = _theirs(TINY)
-    ours = ViT(replace(TINY, image_size=48)).eval()
+    ours = Model(replace(TINY, image_size=48)).eval()
     loaded = load_weights(ours, theirs.state_dict())
     assert loaded.resized_from == 17
     images = torch.randn(2, 3, 48, 48)
@@ -137,7 +137,7 @@ def test_both_of_transformers_namings_are_read(tmp_path: Path) -> None:
     in_file = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("vit."): tensor for name, tensor in in_memory.items()}
     first, *others = (from_hf(state, TINY) for state in (in_memory, in_file, bare))
-    assert sorted(first) == sorted(ViT(TINY, device="meta").state_dict())
+    assert sorted(first) == sorted(Model(TINY, device="meta").state_dict())
     for other in others:
         assert sorted(other) == sorted(first)
         assert all(torch.equal(other[name], first[name]) for name in first)
@@ -146,12 +146,12 @@ def test_both_of_transformers_namings_are_read(tmp_path: Path) -> None:
 def test_names_written_are_those_of_the_hub(tmp_path: Path) -> None:
     _theirs(TINY).save_pretrained(tmp_path)
     recorded = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
-    written = to_hf(ViT(TINY).state_dict(), TINY)
+    written = to_hf(Model(TINY).state_dict(), TINY)
     assert {name: tuple(t.shape) for name, t in written.items()} == recorded
 
 
 def test_there_and_back_is_exact() -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     _disturb(model)
     state = model.state_dict()
     back = from_hf(to_hf(state, TINY), TINY)
@@ -202,13 +202,13 @@ def test_what_transformers_lacks_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="no counterpart of model"):
         hf_config(config)
     with pytest.raises(ConfigError, match="no counterpart of model"):
-        to_hf(ViT(config).state_dict(), config)
+        to_hf(Model(config).state_dict(), config)
 
 
 def test_a_half_precision_file_fills_a_full_precision_model(tmp_path: Path) -> None:
-    state = {name: t.to(torch.bfloat16) for name, t in to_hf(ViT(TINY).state_dict(), TINY).items()}
+    state = {name: t.to(torch.bfloat16) for name, t in to_hf(Model(TINY).state_dict(), TINY).items()}
     save_file(state, tmp_path / "half.safetensors")
-    ours = ViT(TINY)
+    ours = Model(TINY)
     load_weights(ours, tmp_path / "half.safetensors")
     assert ours.head.weight.dtype == torch.float32
     assert torch.equal(ours.head.weight, state["classifier.weight"].float())

@@ -10,23 +10,23 @@ from torch import nn
 
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
-from penstock.models import ViT
+from penstock.models import Model
 from penstock.models.convert import Loaded, load_weights, to_hf, to_timm
 
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
 
 
 def test_the_three_namings_give_the_same_model() -> None:
-    source = ViT(TINY)
+    source = Model(TINY)
     state = source.state_dict()
     for names, given in (("penstock", state), ("hf", to_hf(state, TINY)), ("timm", to_timm(state, TINY))):
-        model = ViT(TINY)
+        model = Model(TINY)
         assert load_weights(model, given) == Loaded(names=names)  # type: ignore[arg-type]
         assert all(torch.equal(t, model.state_dict()[name]) for name, t in state.items())
 
 
 def test_another_head_is_an_error_or_drawn_anew() -> None:
-    source, target = ViT(TINY), ViT(replace(TINY, classes=3))
+    source, target = Model(TINY), Model(replace(TINY, classes=3))
     head = target.head.weight.clone()
     with pytest.raises(ConfigError) as caught:
         load_weights(target, source.state_dict())
@@ -37,33 +37,33 @@ def test_another_head_is_an_error_or_drawn_anew() -> None:
     )
     assert load_weights(target, source.state_dict(), new_head=True).drawn == ("head.weight", "head.bias")
     assert torch.equal(target.head.weight, head)
-    assert torch.equal(target.positions, source.positions)
+    assert torch.equal(target.encoder.places.weight, source.encoder.places.weight)
 
 
 def test_a_head_that_fits_is_loaded_even_where_a_new_one_is_allowed() -> None:
-    source, target = ViT(TINY), ViT(TINY)
+    source, target = Model(TINY), Model(TINY)
     assert load_weights(target, source.state_dict(), new_head=True).drawn == ()
     assert torch.equal(target.head.weight, source.head.weight)
 
 
 def test_every_misfit_is_named() -> None:
-    state = ViT(replace(TINY, mlp_width=64)).state_dict()
+    state = Model(replace(TINY, mlp_width=64)).state_dict()
     del state["norm.bias"]
-    state["blocks.7.norm1.bias"] = torch.zeros(48)
+    state["encoder.blocks.7.norm1.bias"] = torch.zeros(48)
     with pytest.raises(ConfigError) as caught:
-        load_weights(ViT(TINY), state)
+        load_weights(Model(TINY), state)
     text = str(caught.value)
     assert "lack norm.bias." in text
-    assert "no place for blocks.7.norm1.bias." in text
-    assert "blocks.0.mlp.up.weight is (64, 48), but the model's is (96, 48)." in text
+    assert "no place for encoder.blocks.7.norm1.bias." in text
+    assert "encoder.blocks.0.mlp.up.weight is (64, 48), but the model's is (96, 48)." in text
     assert "2 more have other shapes" in text
     assert "new_head" not in text
 
 
 def test_nothing_is_changed_by_weights_that_do_not_fit() -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    state = ViT(TINY).state_dict()
+    state = Model(TINY).state_dict()
     del state["norm.bias"]
     with pytest.raises(ConfigError):
         load_weights(model, state)
@@ -71,28 +71,28 @@ def test_nothing_is_changed_by_weights_that_do_not_fit() -> None:
 
 
 def test_another_classifier_is_said() -> None:
-    pooled = ViT(replace(TINY, classifier="pooled"))
+    pooled = Model(replace(TINY, classifier="pooled"))
     with pytest.raises(ConfigError, match=r"have a class token, .*'pooled' has none; set .* to 'token'"):
-        load_weights(pooled, ViT(TINY).state_dict())
+        load_weights(pooled, Model(TINY).state_dict())
     with pytest.raises(ConfigError, match=r"have no class token, .*'token' has one; set .* to 'pooled'"):
-        load_weights(ViT(TINY), pooled.state_dict())
+        load_weights(Model(TINY), pooled.state_dict())
 
 
 def test_positions_follow_the_image_size() -> None:
-    source, target = ViT(TINY), ViT(replace(TINY, image_size=64))
+    source, target = Model(TINY), Model(replace(TINY, image_size=64))
     assert load_weights(target, source.state_dict()).resized_from == 17
-    assert torch.equal(target.positions[0], source.positions[0])
+    assert torch.equal(target.encoder.places.weight[0], source.encoder.places.weight[0])
     assert target(torch.randn(1, 3, 64, 64)).shape == (1, 10)
 
 
 def test_names_of_no_known_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"of no known Vision Transformer \(the first are: conv\.weight\)"):
-        load_weights(ViT(TINY), {"conv.weight": torch.zeros(1)})
+        load_weights(Model(TINY), {"conv.weight": torch.zeros(1)})
 
 
 def test_a_meta_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"meta device; call model.to_empty"):
-        load_weights(ViT(TINY, device="meta"), ViT(TINY).state_dict())
+        load_weights(Model(TINY, device="meta"), Model(TINY).state_dict())
 
 
 def test_any_other_module_takes_its_own_names() -> None:

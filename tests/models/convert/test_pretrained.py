@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from penstock.config.model import ViTConfig
 from penstock.errors import CheckpointError, ConfigError
-from penstock.models import ViT
+from penstock.models import Model
 from penstock.models.convert import from_pretrained, read_state_dict, save_pretrained
 
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
@@ -28,7 +28,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_there_and_back(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = ViT(replace(TINY, **changes)).train()
+    model = Model(replace(TINY, **changes)).train()
     images = torch.randn(2, 3, 32, 32)
     model(images)  # moves the statistics of batch norms
     save_pretrained(model, tmp_path / "new" / "folder")
@@ -39,7 +39,7 @@ def test_there_and_back(changes: dict[str, Any], tmp_path: Path) -> None:
 
 def test_only_two_files_are_left_and_all_may_read_them(tmp_path: Path) -> None:
     for _ in range(2):
-        save_pretrained(ViT(TINY), tmp_path)
+        save_pretrained(Model(TINY), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     plain = tmp_path / "plain"
     plain.touch()
@@ -47,7 +47,7 @@ def test_only_two_files_are_left_and_all_may_read_them(tmp_path: Path) -> None:
 
 
 def test_parameters_that_share_one_buffer_are_written(tmp_path: Path) -> None:
-    model = ViT(TINY)
+    model = Model(TINY)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     offset = 0
     for parameter in model.parameters():
@@ -58,7 +58,7 @@ def test_parameters_that_share_one_buffer_are_written(tmp_path: Path) -> None:
 
 
 def test_the_type_and_device_are_chosen_by_the_reader(tmp_path: Path) -> None:
-    save_pretrained(ViT(TINY), tmp_path)
+    save_pretrained(Model(TINY), tmp_path)
     assert from_pretrained(tmp_path, device="cpu", dtype=torch.bfloat16).head.weight.dtype == torch.bfloat16
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
-    save_pretrained(ViT(TINY), tmp_path)
+    save_pretrained(Model(TINY), tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
@@ -129,7 +129,7 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.int64], ids=str)
 def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_pretrained(ViT(TINY), tmp_path)
+    save_pretrained(Model(TINY), tmp_path)
     state = read_state_dict(tmp_path)
     state["classifier.weight"] = state["classifier.weight"].to(dtype)
     save_file(state, tmp_path / "model.safetensors")
@@ -139,7 +139,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path: Path, 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
 def test_float8_and_complex_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_pretrained(ViT(TINY), tmp_path)
+    save_pretrained(Model(TINY), tmp_path)
     state = read_state_dict(tmp_path)
     state["classifier.weight"] = state["classifier.weight"].to(dtype)
     save_file(state, tmp_path / "model.safetensors")
@@ -160,10 +160,10 @@ def test_float8_and_complex_weights_are_refused(tmp_path: Path, dtype: torch.dty
 def test_a_configuration_that_asks_for_more_than_the_weights_is_refused_before_a_model_is_made(
     tmp_path: Path, lie: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_pretrained(ViT(TINY), tmp_path)
+    save_pretrained(Model(TINY), tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **lie}))
-    monkeypatch.setattr(ViT, "_build", lambda *_, **__: pytest.fail("a model was made"))
+    monkeypatch.setattr(Model, "_build", lambda *_, **__: pytest.fail("a model was made"))
     with pytest.raises(
         ConfigError, match=r"config.json describes a model of .* but its weights are [\d,]+ numbers"
     ):
@@ -186,7 +186,7 @@ def test_a_configuration_that_asks_for_more_than_the_weights_is_refused_before_a
 def test_other_shapes_are_named_and_nothing_is_reshaped(
     tmp_path: Path, name: str, shape: tuple[int, ...]
 ) -> None:
-    save_pretrained(ViT(TINY), tmp_path)
+    save_pretrained(Model(TINY), tmp_path)
     state = {**read_state_dict(tmp_path), name: torch.zeros(shape)}
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"shape|is \(|embeddings of 0 tokens"):
@@ -207,7 +207,7 @@ def test_timms_folders_and_newer_ones_are_told_apart(tmp_path: Path) -> None:
 
 def test_the_names_of_older_versions_are_read(tmp_path: Path) -> None:
     config = replace(TINY, stem="conv", mlp="gelu_tanh")
-    save_pretrained(ViT(config), tmp_path)
+    save_pretrained(Model(config), tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     values["penstock"] = {"activation": values["penstock"].pop("mlp"), **values["penstock"]}
     (tmp_path / "config.json").write_text(json.dumps(values))

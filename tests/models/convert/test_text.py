@@ -168,12 +168,8 @@ def _run(model: Any, ours: bool) -> Tensor:
     kind = type(model).__name__
     with torch.no_grad():
         if ours:
-            inputs = {
-                "Decoder": (source,),
-                "Encoder": (source, lengths),
-                "Seq2Seq": (source, target, lengths),
-            }[kind]
-            out = model(*inputs)
+            inputs = (source, target) if len(model.graph.inputs) == 2 else (source,)
+            out = model(*inputs, lengths) if model.graph.padded else model(*inputs)
         elif model.config.is_encoder_decoder:
             out = model(
                 input_ids=source, attention_mask=real, decoder_input_ids=target, use_cache=False
@@ -183,7 +179,8 @@ def _run(model: Any, ours: bool) -> Tensor:
             out = out.logits if "logits" in out else out.last_hidden_state
         else:
             out = model(input_ids=source, use_cache=False).logits
-    masked = out.dim() == 3 and out.shape[1] == 12 and ENCODER.match(kind)
+    encodes = (ours and model.graph.form == "tokens") or ENCODER.match(kind)
+    masked = out.dim() == 3 and out.shape[1] == 12 and encodes
     return out[real.bool()] if masked else out  # type: ignore[no-any-return]
 
 

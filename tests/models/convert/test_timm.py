@@ -17,7 +17,7 @@ import torch
 
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
-from penstock.models import ViT
+from penstock.models import Model
 from penstock.models.anatomy import anatomy_of, set_switch
 from penstock.models.convert import from_timm, load_weights, to_timm
 
@@ -40,7 +40,7 @@ def test_recorded_weights_load(name: str) -> None:
     manifest = MANIFESTS[name]
     config = ViTConfig(**manifest["config"])
     state = {key: torch.empty(shape, device="meta") for key, shape in manifest["state"].items()}
-    ours = ViT(config, device="meta").state_dict()
+    ours = Model(config, device="meta").state_dict()
     assert _shapes(from_timm(state, config)) == _shapes(ours)
 
 
@@ -48,7 +48,7 @@ def test_recorded_weights_load(name: str) -> None:
 def test_written_names_and_shapes_are_timms(name: str) -> None:
     manifest = MANIFESTS[name]
     config = ViTConfig(**manifest["config"])
-    written = to_timm(ViT(config, device="meta").state_dict(), config)
+    written = to_timm(Model(config, device="meta").state_dict(), config)
     assert _shapes(written) == manifest["state"]
 
 
@@ -63,7 +63,7 @@ def test_written_names_and_shapes_are_timms(name: str) -> None:
 )
 def test_there_and_back_is_exact(changes: dict[str, Any]) -> None:
     config = replace(TINY, **changes)
-    first, second = ViT(config), ViT(config)
+    first, second = Model(config), Model(config)
     loaded = load_weights(second, to_timm(first.state_dict(), config))
     assert loaded.names == "timm"
     for name, tensor in first.state_dict().items():
@@ -73,18 +73,18 @@ def test_there_and_back_is_exact(changes: dict[str, Any]) -> None:
 def test_qkv_rows_go_where_timm_reads_them() -> None:
     """timm reads row (kind, head, feature); ours is (head, kind, feature)."""
     config = replace(TINY, depth=1)
-    state = ViT(config).state_dict()
+    state = Model(config).state_dict()
     theirs = to_timm(state, config)["blocks.0.attn.qkv.weight"]
     width, k = config.width, config.head_width
     for kind, head, feature in [(0, 0, 0), (1, 2, 5), (2, 3, 11)]:
-        ours = state["blocks.0.attention.qkv.weight"][head * 3 * k + kind * k + feature]
+        ours = state["encoder.blocks.0.attention.qkv.weight"][head * 3 * k + kind * k + feature]
         assert torch.equal(theirs[kind * width + head * k + feature], ours)
 
 
 def test_a_class_token_without_position_gets_one_of_zeros() -> None:
-    state = to_timm(ViT(TINY).state_dict(), TINY)
+    state = to_timm(Model(TINY).state_dict(), TINY)
     state["pos_embed"] = state["pos_embed"][:, 1:]
-    positions = from_timm(state, TINY)["positions"]
+    positions = from_timm(state, TINY)["encoder.places.weight"]
     assert positions.shape == (17, 48)
     assert not positions[0].any()
 
@@ -92,14 +92,14 @@ def test_a_class_token_without_position_gets_one_of_zeros() -> None:
 def test_a_conv_stem_is_refused() -> None:
     config = replace(TINY, stem="conv")
     with pytest.raises(ConfigError, match="no convolutional stem"):
-        to_timm(ViT(config).state_dict(), config)
+        to_timm(Model(config).state_dict(), config)
 
 
 def test_unknown_parts_are_said_by_name() -> None:
-    state = to_timm(ViT(TINY).state_dict(), TINY)
+    state = to_timm(Model(TINY).state_dict(), TINY)
     state["reg_token"] = torch.zeros(1, 4, 48)
     with pytest.raises(ConfigError, match="no place for reg_token"):
-        load_weights(ViT(TINY), state)
+        load_weights(Model(TINY), state)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_logits_equal_timms(name: str, timm: Any) -> None:
     manifest = MANIFESTS[name]
     theirs = _theirs(timm, manifest)
     assert _shapes(theirs.state_dict()) == manifest["state"]
-    ours = ViT(ViTConfig(**manifest["config"])).eval()
+    ours = Model(ViTConfig(**manifest["config"])).eval()
     load_weights(ours, theirs.state_dict())
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_another_image_size_interpolates_as_timm_does(timm: Any) -> None:
     manifest = MANIFESTS["pooled_norm_before"]
     theirs = _theirs(timm, manifest)
     for size in (160, 288):
-        ours = ViT(ViTConfig(**manifest["config"], image_size=size)).eval()
+        ours = Model(ViTConfig(**manifest["config"], image_size=size)).eval()
         assert load_weights(ours, theirs.state_dict()).resized_from == 196
         larger = timm.create_model(manifest["factory"], **manifest["arguments"], img_size=size).eval()
         state = theirs.state_dict()

@@ -15,7 +15,15 @@ import numpy as np
 
 from penstock.boundary.files import quoted, read_bytes, shown, write_text
 from penstock.boundary.trees import Bounds, parse_json
-from penstock.data.text.sentencepiece import BPE, MOST_BYTES, SPACE, Model, library_of, of_text_alone, parsed
+from penstock.data.text.sentencepiece import (
+    BPE,
+    MOST_BYTES,
+    SPACE,
+    SentencePieceModel,
+    library_of,
+    of_text_alone,
+    parsed,
+)
 from penstock.data.text.tokenizers import (
     KEYS,
     MOST_TOKENS,
@@ -115,7 +123,7 @@ class Marian(Tokenizer):
     def _looked_up(self, pieces: Sequence[str]) -> Numbers:
         return np.array([self._table.get(piece, self.unknown) for piece in pieces], np.int32)
 
-    def _cutter(self, side: str, model: Model) -> tuple[Library, Numbers]:
+    def _cutter(self, side: str, model: SentencePieceModel) -> tuple[Library, Numbers]:
         """The library that cuts texts, and the number in the table of each of its own numbers."""
         self._check_letters(side, model)
         cutter = library_of(of_text_alone(model), f"{self.name}/{side}")
@@ -156,7 +164,7 @@ class Marian(Tokenizer):
                     "Add it there"
                 )
 
-    def _check_letters(self, side: str, model: Model) -> None:
+    def _check_letters(self, side: str, model: SentencePieceModel) -> None:
         """Refuse a BPE that lacks letters: the library does not report how the text spells what it does not know."""
         if model.kind != BPE or model.byte_fallback:
             return

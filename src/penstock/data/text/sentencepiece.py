@@ -24,7 +24,7 @@ _UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5
 
 
 @dataclass
-class Model:
+class SentencePieceModel:
     """The parts of a model file that determine how text is cut."""
 
     pieces: list[tuple[str, float]] = field(default_factory=list)
@@ -47,7 +47,7 @@ def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> Library
     return library_of(parsed(raw, shown(path)), shown(path), settings)
 
 
-def parsed(raw: bytes, name: str) -> Model:
+def parsed(raw: bytes, name: str) -> SentencePieceModel:
     """The model in the content of a `.model` file, of this name in messages. Raises DataError as `read_model`."""
     where = f"The sentencepiece model {name}"
     try:
@@ -61,7 +61,7 @@ def parsed(raw: bytes, name: str) -> Model:
     return model
 
 
-def library_of(model: Model, name: str, settings: Mapping[str, Any] | None = None) -> Library:
+def library_of(model: SentencePieceModel, name: str, settings: Mapping[str, Any] | None = None) -> Library:
     """The tokenizer that a model makes. Raises EnvironmentProblem without the package tokenizers."""
     library = tokenizers_library(f"The sentencepiece model {name}")
     with refusing(name):
@@ -73,7 +73,7 @@ def library_of(model: Model, name: str, settings: Mapping[str, Any] | None = Non
     return Library(text, name, {**words, **(settings or {})})
 
 
-def of_text_alone(model: Model) -> Model:
+def of_text_alone(model: SentencePieceModel) -> SentencePieceModel:
     """The same model for text, in other numbers: without control pieces, so that no text is cut into one whatever it
     spells, and with a character that is no text as its unknown piece, number 0.
     """
@@ -89,7 +89,7 @@ def _refuse(where: str, why: str) -> NoReturn:
     raise DataError(f"{where} cannot be read: {why}. Check that it is the right file.")
 
 
-def _made(library: Any, model: Model) -> Any:
+def _made(library: Any, model: SentencePieceModel) -> Any:
     words = [piece for piece, _ in model.pieces]
     unknown = next((number for number, kind in enumerate(model.kinds) if kind == _UNKNOWN), 0)
     if model.kind == UNIGRAM:
@@ -133,7 +133,7 @@ def _made(library: Any, model: Model) -> Any:
     return made
 
 
-def _merges(model: Model, numbers: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(model: SentencePieceModel, numbers: dict[str, int]) -> list[tuple[str, str]]:
     """Every two pieces that make a third, the best third first, as sentencepiece joins them."""
     found: list[tuple[float, int, int, str, str]] = []
     for (word, score), kind in zip(model.pieces, model.kinds):
@@ -147,8 +147,8 @@ def _merges(model: Model, numbers: dict[str, int]) -> list[tuple[str, str]]:
     return [(first, second) for *_, first, second in found]
 
 
-def _parsed(raw: memoryview) -> Model:
-    model = Model()
+def _parsed(raw: memoryview) -> SentencePieceModel:
+    model = SentencePieceModel()
     for number, value in _fields(raw):
         if number == 1:
             _add_piece(model, _message(value))
@@ -181,7 +181,7 @@ def _letters(raw: bytes) -> bytes:
     return raw
 
 
-def _add_piece(model: Model, raw: memoryview) -> None:
+def _add_piece(model: SentencePieceModel, raw: memoryview) -> None:
     word, score, kind = "", 0.0, 1
     for number, value in _fields(raw):
         if number == 1:

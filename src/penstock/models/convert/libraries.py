@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, TextConfig
 from penstock.config.stack import Mlp, Stack
 from penstock.models.convert import names as tables
-from penstock.models.stack import TextConfig
 
 FREE = frozenset({
     "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens",

@@ -18,13 +18,12 @@ from penstock.models import create
 from penstock.models.anatomy import WHOLE
 from penstock.models.convert.files import described, read_state_dict, said_in
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.names import misfit, shares_head
+from penstock.models.convert.names import misfit
 from penstock.models.convert.spellings import respelled
 from penstock.models.convert.text import text_from_hf
-from penstock.models.convert.vit import from_hf, from_timm, resize_positions
+from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.lora import without_adapters
-from penstock.models.stack import TextModel
-from penstock.models.vit import ViT
+from penstock.models.model import Model, renamed
 from penstock.planner.describe import totals
 
 log = logging.getLogger(__name__)
@@ -108,10 +107,10 @@ def fitted(
     and the model may be on the meta device. `model_type` is what the config.json beside the weights says. Raises
     ConfigError as `load_weights`.
     """
-    state, expected = dict(given), model.state_dict()
-    if isinstance(model, TextModel):
+    state, expected = renamed(dict(given), model), model.state_dict()
+    if isinstance(model, Model) and not model.graph.vision:
         return _fitted_text(model, state, new_head, model_type)
-    if not isinstance(model, ViT):
+    if not isinstance(model, Model):
         _check(expected, state, ())
         return state, Loaded(names="penstock")
     names = _names_of(state)
@@ -162,10 +161,11 @@ _THEIR_HEADS = (
 
 
 def _fitted_text(
-    model: TextModel, state: dict[str, Tensor], new_head: bool, model_type: Any
+    model: Model, state: dict[str, Tensor], new_head: bool, model_type: Any
 ) -> tuple[dict[str, Tensor], Loaded]:
     expected, ignored, misfits = model.state_dict(), tuple[str, ...](), dict[str, str]()
-    names: Names = "penstock" if "tokens.weight" in state else "hf"
+    own = any(f"{run.name}.blocks.0.norm2.weight" in state for run in model.graph.runs)
+    names: Names = "penstock" if own or "tokens.weight" in state else "hf"
     if names == "hf":
         ours, free = text_from_hf(respelled(state, model_type), model)
         state, misfits = ours.state, ours.misfits
@@ -173,20 +173,24 @@ def _fitted_text(
         other = tuple(name for name in ours.left if new_head and name.startswith(_THEIR_HEADS))
         ignored = (*free, *other)
         state |= dict.fromkeys((name for name in ours.left if name not in other), torch.empty(0))
-    elif shares_head(model.config):
-        state["head.weight"] = state["tokens.weight"]
+    else:
+        state = _with_tied(state, model)
     # What turns features into outputs, and may be learned again.
     head = tuple(name for name in expected if name.startswith(_OUR_HEADS))
     drawn: tuple[str, ...] = ()
     if new_head:
         ignored += tuple(name for name in state if name not in expected and name.startswith(_OUR_HEADS))
         state = {name: tensor for name, tensor in state.items() if name not in ignored}
-        if shares_head(model.config) and "tokens.weight" in state:
-            state["head.weight"] = state["tokens.weight"]
+        state = _with_tied(state, model)
         drawn = tuple(n for n in head if n not in state or misfit(n, state[n], expected[n]))
         state |= {name: expected[name] for name in drawn}
     _check(expected, state, head, misfits)
     return state, Loaded(names=names, drawn=drawn, ignored=ignored)
+
+
+def _with_tied(state: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
+    """The state with the weights of heads that are tables of tokens in it."""
+    return state | {head: state[table] for head, table in model.graph.tied.items() if table in state}
 
 
 def _names_of(state: Mapping[str, Tensor]) -> Names:
@@ -195,7 +199,7 @@ def _names_of(state: Mapping[str, Tensor]) -> Names:
         return "timm"
     if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in state):
         return "hf"
-    if "positions" in state:
+    if POSITIONS in state or "stem.proj.weight" in state:
         return "penstock"
     first = ", ".join(sorted(state)[:3]) or "none"
     raise ConfigError(
@@ -215,14 +219,14 @@ def _resized(
             f"The weights have {has}, but a model with model.classifier {config.classifier!r} {lacks}; "
             f"set model.classifier to {other!r}."
         )
-    positions = state.get("positions")
+    positions = state.get(POSITIONS)
     if positions is None or positions.ndim != 2 or positions.shape[1] != config.width:
         return state, None  # `_check` says so
     if positions.shape[0] == config.tokens:
         return state, None
     # Each library's own interpolation, so that its weights mean here what they mean there.
     resized = resize_positions(positions, config.tokens, class_token=token, antialias=names != "hf")
-    return state | {"positions": resized}, positions.shape[0]
+    return state | {POSITIONS: resized}, positions.shape[0]
 
 
 def _check(

@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config.model import Seq2SeqConfig
+from penstock.config.model import Seq2SeqConfig, TextConfig
 from penstock.config.stack import Stack
-from penstock.models.stack import TextConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +274,7 @@ def misfit(name: str, given: Tensor, expected: Tensor) -> str | None:
 
 def shares_head(config: TextConfig) -> bool:
     """Whether the weight of the head is the table of tokens."""
-    return config.tied and getattr(config, "head", "words") == "words"
+    return bool(config.graph.tied)
 
 
 def _sizes(name: str, config: TextConfig) -> tuple[int, list[int]]:

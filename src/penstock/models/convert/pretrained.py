@@ -15,32 +15,21 @@ from torch import Tensor, nn
 
 from penstock.boundary.files import shown
 from penstock.config.load import from_dict, to_dict
-from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.config.model import FAMILIES, ModelConfig, TextConfig, ViTConfig
 from penstock.errors import ConfigError
 from penstock.leftovers import replace_file
 from penstock.models.convert.files import described, read_json
 from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
-from penstock.models.convert.names import shares_head
 from penstock.models.convert.text import text_pending
 from penstock.models.convert.text_config import read_text_config, write_text_config
 from penstock.models.convert.vit import to_hf, unrepresentable
-from penstock.models.decoder import Decoder
-from penstock.models.encoder import Encoder
-from penstock.models.seq2seq import Seq2Seq
-from penstock.models.stack import TextModel
-from penstock.models.vit import ViT
+from penstock.models.model import Model
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
-OWN_TYPES: dict[str, type[ModelConfig]] = {
-    "penstock_vit": ViTConfig,
-    "penstock_decoder": DecoderConfig,
-    "penstock_encoder": EncoderConfig,
-    "penstock_seq2seq": Seq2SeqConfig,
-}
-
-_MODELS: dict[str, Any] = {"vit": ViT, "decoder": Decoder, "encoder": Encoder, "seq2seq": Seq2Seq}
+_OWN = "penstock_"
+"""The beginning of the model types of our own, which goes before the family."""
 
 
 def save_pretrained(
@@ -82,18 +71,17 @@ def _in_their_form(config: ModelConfig, state: Mapping[str, Tensor]) -> tuple[di
     if isinstance(config, ViTConfig):
         if not unrepresentable(config):
             return hf_config(config), pending(to_hf(state, config))
-    else:
+    elif isinstance(config, TextConfig):
         with suppress(ConfigError):
             return write_text_config(config), text_pending(state, config)
-        if shares_head(config):
-            state = {name: tensor for name, tensor in state.items() if name != "head.weight"}
-    own = f"penstock_{config.family}"
+    state = {name: tensor for name, tensor in state.items() if name not in config.graph.tied}
+    own = f"{_OWN}{config.family}"
     return {"model_type": own, "architectures": [own], "penstock": to_dict(config)}, pending(state)
 
 
 def from_pretrained(
     folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> ViT | TextModel:
+) -> Model:
     """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
     `penstock.models.convert.libraries`, wrote.
 
@@ -103,7 +91,7 @@ def from_pretrained(
     config = read_config(folder)
     held = sum(tensor.numel() for tensor in described(folder).values())
     require_as_large(config, held, str(folder / "config.json"))
-    model: ViT | TextModel = _MODELS[config.family](config, device=device, dtype=dtype)
+    model = Model(config, device=device, dtype=dtype)
     load_weights(model, folder)
     return model
 
@@ -130,8 +118,10 @@ def read_config(folder: Path) -> ModelConfig:
             f"create the model from a preset and call load_weights(model, {str(folder)!r})."
         )
     kind = values.get("model_type", "vit")
-    if isinstance(kind, str) and kind in OWN_TYPES:
+    if isinstance(kind, str) and kind.removeprefix(_OWN) in FAMILIES and kind.startswith(_OWN):
         origin = f"{folder / 'config.json'}, which another version of Penstock may have written"
         own = values.get("penstock")
-        return from_dict(OWN_TYPES[kind], own if isinstance(own, dict) else {}, origin=origin)
+        return from_dict(
+            FAMILIES[kind.removeprefix(_OWN)], own if isinstance(own, dict) else {}, origin=origin
+        )
     return read_text_config(values) if isinstance(kind, str) and kind != "vit" else config_from_hf(values)

@@ -9,13 +9,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from penstock.config.model import EncoderConfig, stacks
+from penstock.config.model import EncoderConfig, TextConfig, stacks
 from penstock.errors import ConfigError
 from penstock.models.convert.libraries import Library
 from penstock.models.convert.names import Ours, from_theirs, left_over, to_theirs
 from penstock.models.convert.text_config import library_of, write_text_config
+from penstock.models.model import Model
 from penstock.models.positions import Sinusoidal
-from penstock.models.stack import TextConfig, TextModel
 from penstock.tensorfile import Pending
 
 
@@ -51,7 +51,7 @@ def _library(config: TextConfig) -> Library:
     return library_of(write_text_config(config)["model_type"])
 
 
-def text_from_hf(state: Mapping[str, Tensor], model: TextModel) -> tuple[Ours, list[str]]:
+def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Ours, list[str]]:
     """transformers' state dict in our names and shapes, whose `left` have no place in the model; and those of theirs
     that were left out because the model does not need them. With or without the prefix of the base model.
 

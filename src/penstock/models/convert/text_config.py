@@ -13,11 +13,10 @@ from penstock.boundary.files import quoted, shown
 from penstock.config.convert import told
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
-from penstock.config.model import EncoderConfig, Init, Seq2SeqConfig, Tokens, Words, stacks
+from penstock.config.model import EncoderConfig, Init, Seq2SeqConfig, TextConfig, Tokens, Words, stacks
 from penstock.errors import ConfigError
 from penstock.models.convert.libraries import FREE, LIBRARIES, Library
 from penstock.models.convert.places import options_of, read_places, written_places
-from penstock.models.stack import TextConfig
 
 _OWN = ("init", "sequence", "decoder_sequence")
 """Fields that any library keeps under `penstock`, where its models have them."""

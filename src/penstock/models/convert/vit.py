@@ -23,6 +23,10 @@ from penstock.models.convert.by_role import translate
 from penstock.models.families import ours, timm, transformers
 from penstock.models.roles import Head, placed
 
+_TABLE = "encoder.places"
+POSITIONS = f"{_TABLE}.weight"
+"""The name of the weight of the table of positions."""
+
 
 def unrepresentable(config: ViTConfig) -> list[str]:
     """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
@@ -48,7 +52,7 @@ def to_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """
     require_representable(config)
     names = [f"vit.encoder.layer.{i}." for i in range(config.depth)]
-    return translate(_outward(state, config), ours.vit_anatomy(config), _hf(names, config))
+    return translate(_outward(state, config), ours.anatomy(config.graph), _hf(names, config))
 
 
 def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
@@ -59,7 +63,7 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
     """
     require_representable(config)
     state = {re.sub(r"^(?!vit\.|classifier\.)", "vit.", name): tensor for name, tensor in state.items()}
-    return _inward(translate(state, pruned(_hf(state, config), state), ours.vit_anatomy(config)))
+    return _inward(translate(state, pruned(_hf(state, config), state), ours.anatomy(config.graph)))
 
 
 def _hf(names: Collection[str], config: ViTConfig) -> Anatomy:
@@ -72,7 +76,7 @@ def to_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
     """Penstock's state dict in timm's names and shapes. Raises ConfigError where timm has no such model."""
     names = [f"blocks.{i}." for i in range(config.depth)]
     target = _timm(names, config)
-    written = translate(_outward(state, config), ours.vit_anatomy(config), target)
+    written = translate(_outward(state, config), ours.anatomy(config.graph), target)
     if config.classifier == "token" or config.pool_norm == "before":
         return written
     return {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in written.items()}
@@ -85,10 +89,10 @@ def from_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tenso
     it gets one of zeros, which is the same model.
     """
     source = pruned(_timm(state, config), state)
-    found = _inward(translate(state, source, ours.vit_anatomy(config)))
-    positions = found.get("positions")
+    found = _inward(translate(state, source, ours.anatomy(config.graph)))
+    positions = found.get(POSITIONS)
     if positions is not None and "class_token" in found and math.isqrt(len(positions)) ** 2 == len(positions):
-        found["positions"] = torch.cat([torch.zeros_like(positions[:1]), positions])
+        found[POSITIONS] = torch.cat([torch.zeros_like(positions[:1]), positions])
     return found
 
 
@@ -104,13 +108,17 @@ def _timm(names: Collection[str], config: ViTConfig) -> Anatomy:
 def _outward(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """Tensors in the shapes of both libraries: a stem that convolves, and tokens and positions of one sample."""
     kernel = (config.width, config.channels, config.patch_size, config.patch_size)
-    shapes = {"stem.proj.weight": kernel, "class_token": (1, 1, -1), "positions": (1, -1, config.width)}
-    return {name: tensor.reshape(shapes.get(name, tensor.shape)) for name, tensor in state.items()}
+    shapes = {"stem.proj.weight": kernel, "class_token": (1, 1, -1), POSITIONS: (1, -1, config.width)}
+    # Theirs are a parameter and not a table: the name of the table takes the place of its weight's.
+    return {
+        _TABLE if name == POSITIONS else name: tensor.reshape(shapes.get(name, tensor.shape))
+        for name, tensor in state.items()
+    }
 
 
 def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `_outward`."""
-    ends = {"stem.proj.weight": (4, (1, -1)), "class_token": (3, (0, -1)), "positions": (3, (0, 1))}
+    ends = {"stem.proj.weight": (4, (1, -1)), "class_token": (3, (0, -1)), _TABLE: (3, (0, 1))}
     for name, (dimensions, _) in ends.items():
         if name in state and state[name].ndim != dimensions:
             raise ConfigError(
@@ -118,7 +126,8 @@ def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"stored. Use weights of transformers' ViT or of timm's VisionTransformer."
             )
     return {
-        name: tensor.flatten(*ends[name][1]) if name in ends else tensor for name, tensor in state.items()
+        POSITIONS if name == _TABLE else name: tensor.flatten(*ends[name][1]) if name in ends else tensor
+        for name, tensor in state.items()
     }
 
 

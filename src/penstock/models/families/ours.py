@@ -1,15 +1,16 @@
-"""Penstock's own models: the parts of the one block, and what each family puts around its blocks."""
+"""Penstock's own models: the parts of the one block, and what a graph puts around its blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig, stacks
+from penstock.config.graph import FeatureHead, Graph, Input, PatchInput, Run, WordHead
+from penstock.config.graph import Head as GraphHead
 from penstock.config.stack import Layer
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Block, Family, Stack, Switches, enrol
 from penstock.models.base import Switched
-from penstock.models.context import share_tokens
+from penstock.models.model import Model, part_of
 from penstock.models.roles import (
     Attention,
     Dropout,
@@ -24,73 +25,88 @@ from penstock.models.roles import (
     Stem,
     placed,
 )
-from penstock.models.stack import TextModel, TokenStack
+from penstock.models.stack import TokenStack
 
 
-def vit_anatomy(config: ViTConfig) -> Anatomy:
-    """The parts of `ViT(config)`."""
-    token = (Embedding("class_token", "class"),) if config.classifier == "token" else ()
-    stem = Stem("stem.proj" if config.stem == "patchify" else "stem")
-    branch = (
-        *((Scale("{}.scale"),) if config.layer_scale is not None else ()),
-        *((Dropout("{}"),) if config.dropout or config.drop_path else ()),
-    )
-    whole = Stack(
-        before=(stem, Embedding("positions", "position"), *token),
-        blocks=_blocks("blocks", config, branch),
-        after=(Norm("norm"), Head("head")),
-    )
-    return Anatomy(family="vit", stacks=(whole,))
-
-
-def text_anatomy(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> Anatomy:
-    """The parts of `Decoder(config)`, `Encoder(config)` or `Seq2Seq(config)`."""
-    names = ("encoder", "decoder") if isinstance(config, Seq2SeqConfig) else (config.family,)
-    before: tuple[Role, ...] = (Embedding("tokens", "token"),)
-    if isinstance(config, EncoderConfig) and config.token_types:
-        before = (*before, Embedding("types", "segment"))
-    found: list[Stack] = []
-    for name, sizes in zip(names, stacks(config)):
-        entrance = _entrance(config, sizes, name)
-        last = (Norm(f"{name}.norm"),) if sizes.norm_first else ()
-        branch = (Dropout("{}"),) if sizes.dropout else ()
+def anatomy(graph: Graph) -> Anatomy:
+    """The parts of `Model(config)`, by `config.graph`."""
+    tables: set[str] = set()
+    stacks: list[Stack] = []
+    for run in graph.runs:
+        last, enters, one = run is graph.runs[-1], graph.enters(run), graph.input_of(run)
+        names = tuple(role.name for role in _input(one)) if enters else ()
+        shares = tuple(name for name in names if name in tables)
+        before = tuple(role for role in _input(one) if enters and role.name not in tables)
+        tables |= set(names)
+        norm = (Norm(f"{run.name}.norm"),) if run.stack.norm_first and run.last_norm else ()
         whole = Stack(
-            before=(*before, *entrance),
-            blocks=_blocks(f"{name}.blocks", sizes, branch, cross=bool(found)),
-            after=(*last, *_exit(config)) if name == names[-1] else last,
+            before=(*before, *_entrance(run, enters=enters)),
+            blocks=_blocks(run),
+            after=(*norm, *(role for head in graph.heads if last for role in _head(head))),
+            shares=shares,
         )
-        found.append(whole)
-        before = ()
-    return Anatomy(family=config.family, stacks=tuple(found))
+        stacks.append(whole)
+    reads = tuple(
+        (index(graph, run.reads), tuple(index(graph, name) for name in run.memories)) for run in graph.runs
+    )
+    heads = tuple(dict.fromkeys(index(graph, head.run) for head in graph.heads))
+    return Anatomy(family="penstock", stacks=tuple(stacks), reads=reads, read_out=heads)
 
 
-def _entrance(config: ModelConfig, sizes: Sizes, name: str) -> tuple[Role, ...]:
-    """The parts of a text model's stack before its blocks, in the order in which they run."""
-    assert not isinstance(config, ViTConfig)
-    position = (Embedding(f"{name}.places", "position"),) if sizes.positions == "learned" else ()
+def index(graph: Graph, name: str) -> int:
+    """The number of a run, or −1 for an input."""
+    return next((i for i, run in enumerate(graph.runs) if run.name == name), -1)
+
+
+def _input(one: Input) -> tuple[Role, ...]:
+    """The parts that make an input vectors."""
+    if isinstance(one, PatchInput):
+        token = (Embedding("class_token", "class"),) if one.class_token else ()
+        return (Stem("stem.proj" if one.stem == "patchify" else "stem"), *token)
+    return (
+        Embedding(one.table, "token"),
+        *((Embedding("types", "segment"),) if one.segments else ()),
+    )
+
+
+def _entrance(run: Run, *, enters: bool) -> tuple[Role, ...]:
+    """The parts of a run before its blocks, in the order in which they run."""
+    sizes, name = run.stack, run.name
+    position = (Embedding(f"{name}.places", "position"),) if enters and sizes.positions == "learned" else ()
     relative = (Embedding(f"{name}.relative", "relative"),) if sizes.positions == "relative" else ()
-    norm = (Norm(f"{name}.embedding_norm"),) if config.embedding_norm else ()
-    dropout = (Dropout(f"{name}.dropout"),) if sizes.dropout else ()
+    norm = (Norm(f"{name}.embedding_norm"),) if run.embedding_norm else ()
+    dropout = (Dropout(f"{name}.dropout"),) if enters and sizes.dropout else ()
     return (*position, *relative, *norm, *dropout)
 
 
-def _exit(config: ModelConfig) -> tuple[Role, ...]:
-    """The parts of a text model after its last stack."""
-    if not isinstance(config, EncoderConfig) or config.head == "none":
-        return () if isinstance(config, EncoderConfig) else (Head("head"),)
-    if config.head == "classes":
-        dropout = (Dropout("dropout"),) if config.dropout else ()
-        tanh = config.pooler == "tanh"
-        pooler = (Pooler("pooler"),) if tanh else (Pooler("pooler.dense"), Norm("pooler.norm"))
-        return (*pooler, *dropout, Head("head"))
-    return (Linear("transform.dense"), Norm("transform.norm"), Head("head"))
+def _head(head: GraphHead) -> tuple[Role, ...]:
+    """The parts of a head."""
+    if isinstance(head, FeatureHead):
+        return ()
+    if isinstance(head, WordHead):
+        transform = part_of(head, "transform")
+        before = (Linear(f"{transform}.dense"), Norm(f"{transform}.norm")) if head.transform else ()
+        return (*before, Head(head.name))
+    pooler = part_of(head, "pooler")
+    kinds: dict[str, tuple[Role, ...]] = {
+        "norm": (Norm(part_of(head, "norm")),),
+        "tanh": (Pooler(pooler),),
+        "transform": (Pooler(f"{pooler}.dense"), Norm(f"{pooler}.norm")),
+    }
+    dropout = (Dropout(part_of(head, "dropout")),) if head.dropout else ()
+    return (*kinds[head.before], *dropout, Head(head.name))
 
 
-def _blocks(prefix: str, sizes: Sizes, branch: tuple[Role, ...], *, cross: bool = False) -> tuple[Block, ...]:
-    """The blocks of a stack, each of the parts that its layer has."""
-    parts = {layer: _block(sizes, layer, branch, cross=cross) for layer in sizes.kinds}
+def _blocks(run: Run) -> tuple[Block, ...]:
+    """The blocks of a run, each of the parts that its layer has."""
+    sizes = run.stack
+    branch = (
+        *((Scale("{}.scale"),) if sizes.layer_scale is not None else ()),
+        *((Dropout("{}"),) if sizes.dropout or sizes.drop_path else ()),
+    )
+    parts = {layer: _block(sizes, layer, branch, cross=bool(run.memories)) for layer in sizes.kinds}
     return tuple(
-        Block(name := f"{prefix}.{i}", placed(parts[layer], f"{name}."))
+        Block(name := f"{run.name}.blocks.{i}", placed(parts[layer], f"{name}."))
         for i, layer in enumerate(sizes.layers)
     )
 
@@ -139,11 +155,6 @@ def _attention(sizes: Sizes, layer: Layer, name: str, projections: tuple[Linear,
     )
 
 
-def _anatomy(model: Any) -> Anatomy:
-    config = model.config
-    return vit_anatomy(config) if isinstance(config, ViTConfig) else text_anatomy(config)
-
-
 def _recompute_scores(model: Any, name: str) -> None:
     block: Any = model.get_submodule(name)
     for part in (block.attention, block.cross):
@@ -159,18 +170,20 @@ def _set_heads(model: Any, place: tuple[int, int]) -> None:
             module.heads = slice(index * share, (index + 1) * share)
 
 
-_VISION: Switches = {
-    "attention": Switched.set_attention,
-    "token_order": Switched.set_token_order,
-    "recompute": _recompute_scores,
-    "cp": share_tokens,
-}
-_DECODER: Switches = {**_VISION, "loss": TextModel.set_loss, "tp": _set_heads}
-_ENCODER: Switches = {**_DECODER, "padding": TextModel.set_padding}
-for _path, _switches in (
-    ("vit.ViT", _VISION),
-    ("decoder.Decoder", _DECODER),
-    ("encoder.Encoder", _ENCODER),
-    ("seq2seq.Seq2Seq", _ENCODER),
-):
-    enrol(f"penstock.models.{_path}", Family(anatomy=_anatomy, switches=_switches))
+def _switches(model: Model) -> Switches:
+    """The fields of a Plan that a model's graph has something for."""
+    switches: dict[str, Any] = {
+        "attention": Switched.set_attention,
+        "token_order": Switched.set_token_order,
+        "recompute": _recompute_scores,
+        "cp": Model.share_tokens,
+        "tp": _set_heads,
+    }
+    if model.graph.words is not None:
+        switches["loss"] = Model.set_loss
+    if model.graph.padded:
+        switches["padding"] = Model.set_padding
+    return switches
+
+
+enrol("penstock.models.model.Model", Family(anatomy=lambda model: anatomy(model.graph), switches=_switches))

@@ -38,7 +38,8 @@ class OpLists:
     """Operations that raise ConfigError for half-width tensors, each with the message, which says what to use
     instead."""
     fp32_modules: tuple[ModuleChoice, ...] = ()
-    """Modules whose forward runs in fp32, all in them included: qualified names, patterns ("blocks.*.mlp"), classes."""
+    """Modules whose forward runs in fp32, all in them included: qualified names, patterns
+    ("encoder.blocks.*.mlp"), classes."""
     half_modules: tuple[ModuleChoice, ...] = ()
     """Modules whose inputs are cast to the half type; inside them the lists decide."""
     modes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -1,0 +1,309 @@
+"""The graph of a model: its inputs, the runs of layers over them, and its heads.
+
+Every configuration of a model has a `graph`. Whoever builds, cuts, predicts, serves or exports a model goes through
+these lists and does not ask for the model's family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeVar
+
+from penstock.config.stack import Stack
+
+H = TypeVar("H")
+Stem = Literal["patchify", "conv"]
+Before = Literal["norm", "tanh", "transform"]
+Init = Literal["normal", "scaled", "fan_in", "xavier"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInput:
+    """An input of token numbers, (B, N), each of which is a row of a table of vectors."""
+
+    name: str = "tokens"
+    """The model's argument."""
+    vocabulary: int
+    """Rows of the table."""
+    length: int
+    """Tokens of a sample."""
+    table: str = "tokens"
+    """The module that holds the table; inputs with the same one share it."""
+    segments: int = 0
+    """Rows of a second table, of kinds of segments; 0 is none."""
+    scaled: bool = False
+    """Whether vectors are multiplied by √width (Vaswani et al., NeurIPS 2017, section 3.4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchInput:
+    """An input of images, (B, C, S, S), whose patches are mapped to vectors."""
+
+    name: str = "images"
+    image_size: int
+    """Pixels of a side."""
+    patch_size: int
+    channels: int
+    stem: Stem = "patchify"
+    """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
+    class_token: bool = False
+    """Whether a learned vector comes before the patches."""
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.patches + self.class_token
+
+    def stem_widths(self, width: int) -> tuple[int, ...]:
+        """Output channels of each stride-2 convolution of the `conv` stem. They double up to the model's width."""
+        halvings = self.patch_size.bit_length() - 1
+        return tuple(max(8, width >> (halvings - 1 - i)) for i in range(halvings))
+
+
+Input = TokenInput | PatchInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Layers that run one after the other over the tokens of an input, or over what another run made of them."""
+
+    name: str
+    """The module that holds it."""
+    stack: Stack
+    reads: str
+    """The input, or the earlier run, whose tokens it computes."""
+    memories: tuple[str, ...] = ()
+    """Earlier runs whose outputs its cross attention sees, one after the other."""
+    causal: bool = False
+    """Whether a token sees itself and those before it only."""
+    rows: int = 0
+    """Rows in its table of learned positions."""
+    most: int = 0
+    """Tokens that it can be given."""
+    embedding_norm: bool = False
+    """Whether a norm comes before its first layer's."""
+    last_norm: bool = True
+    """Whether a pre-norm run ends with a norm; without one a head has it."""
+    setting: str = "model"
+    """The setting of the configuration that its stack is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WordHead:
+    """A head: logits of each token over a vocabulary, (B, N, V)."""
+
+    name: str = "head"
+    """The module that holds its last linear."""
+    run: str
+    """The run that it reads."""
+    vocabulary: int
+    tied: str = ""
+    """The table of tokens that is its weight; empty for a weight of its own."""
+    bias: bool = False
+    scaled: bool = False
+    """Whether its inputs are divided by √width."""
+    transform: bool = False
+    """Whether a dense layer, its activation and a norm come before it (BERT)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassHead:
+    """A head: logits of each sample over classes, (B, classes)."""
+
+    name: str = "head"
+    run: str
+    classes: int
+    pool: Literal["first", "mean"] = "first"
+    """The vector of a sample: that of its first token, or the mean over tokens."""
+    before: Before = "norm"
+    """The layers before the last linear: a norm; a dense layer and tanh; or a dense layer, its activation and a
+    norm."""
+    norm_first: bool = False
+    """Whether the norm acts on all tokens before the mean is taken."""
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureHead:
+    """A head without weights: each token's features, (B, N, D)."""
+
+    name: str = "features"
+    run: str
+
+
+Head = WordHead | ClassHead | FeatureHead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """The parts of a model. Runs are in the order in which they compute; each reads what comes before it."""
+
+    inputs: tuple[Input, ...]
+    runs: tuple[Run, ...]
+    heads: tuple[Head, ...] = ()
+    init: Init = "normal"
+    """How weights are drawn: `normal` with deviation 0.02 (BERT, Llama, ViT); `scaled`: the same, and those that end
+    residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
+    inputs and outputs (Glorot & Bengio, 2010)."""
+
+    # -- parts by name and kind
+
+    def run(self, name: str) -> Run:
+        """The run of that name."""
+        return next(run for run in self.runs if run.name == name)
+
+    def input_of(self, run: Run) -> Input:
+        """The input whose tokens a run computes."""
+        at: Run | None = run
+        while at is not None:
+            source = at.reads
+            at = next((other for other in self.runs if other.name == source), None)
+        return next(one for one in self.inputs if one.name == source)
+
+    def enters(self, run: Run) -> bool:
+        """Whether a run reads an input, and not another run."""
+        return any(one.name == run.reads for one in self.inputs)
+
+    def heads_of(self, kind: type[H]) -> tuple[H, ...]:
+        """The heads of one kind."""
+        return tuple(head for head in self.heads if isinstance(head, kind))
+
+    def inputs_of(self, kind: type[H]) -> tuple[H, ...]:
+        """The inputs of one kind."""
+        return tuple(one for one in self.inputs if isinstance(one, kind))
+
+    # -- sizes
+
+    def length(self, run: Run) -> int:
+        """Tokens of one sample that a run computes."""
+        return self.input_of(run).length
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of one sample that each run computes."""
+        return tuple(self.length(run) for run in self.runs)
+
+    @property
+    def width(self) -> int:
+        """Features of a token."""
+        return self.runs[0].stack.width
+
+    @cached_property
+    def main(self) -> Run:
+        """The run that the last head reads: its tokens are those that are counted."""
+        return self.run(self.heads[-1].run) if self.heads else self.runs[-1]
+
+    # -- what the model is for
+
+    @cached_property
+    def vision(self) -> bool:
+        """Whether it takes images and nothing else."""
+        return all(isinstance(one, PatchInput) for one in self.inputs)
+
+    @cached_property
+    def words(self) -> WordHead | None:
+        """The head for words that the last tokens are read from, if there is one."""
+        found = self.heads_of(WordHead)
+        return found[-1] if found else None
+
+    @cached_property
+    def classes(self) -> ClassHead | None:
+        """The first head for classes, if there is one."""
+        return next(iter(self.heads_of(ClassHead)), None)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names of the weights of heads that are tables of tokens, with the names of these."""
+        return {f"{head.name}.weight": f"{head.tied}.weight" for head in self.heads_of(WordHead) if head.tied}
+
+    @cached_property
+    def writer(self) -> Run | None:
+        """The causal run from which words are read: it continues a text token by token. None where there is none."""
+        causal = [run for head in self.heads_of(WordHead) if (run := self.run(head.run)).causal]
+        return causal[-1] if causal else None
+
+    @cached_property
+    def written(self) -> tuple[Run, ...]:
+        """The runs that a continued text goes through, from its input to the writer."""
+        path: list[Run] = []
+        name = "" if self.writer is None else self.writer.name
+        while at := next((run for run in self.runs if run.name == name), None):
+            path.insert(0, at)
+            name = at.reads
+        return tuple(path)
+
+    @cached_property
+    def remembered(self) -> tuple[Run, ...]:
+        """The runs whose outputs are computed once before a text is written: those that its runs' cross attention
+        sees, with all that they read."""
+        wanted = {name for run in self.written for name in run.memories}
+        found: list[Run] = []
+        for run in reversed(self.runs):
+            if run.name in wanted:
+                found.insert(0, run)
+                wanted |= {run.reads, *run.memories}
+        return tuple(found)
+
+    @cached_property
+    def padded(self) -> str:
+        """The input that lengths are of unless they are given by name: the first whose padding a run would see."""
+        seen = [run for run in self.runs if not run.causal and isinstance(self.input_of(run), TokenInput)]
+        return self.input_of(seen[0]).name if seen else ""
+
+    @cached_property
+    def form(self) -> str:
+        """The inputs that the last head is made from, in words, with `causal` before those of a causal run; and the
+        number of heads where there are several."""
+        run = self.main
+        kinds = [*(self.run(name) for name in run.memories), run]
+        inputs = " and ".join(
+            "images" if isinstance(self.input_of(one), PatchInput) else "tokens" for one in kinds
+        )
+        inputs = f"causal {inputs}" if run.causal else inputs
+        return f"{inputs} with {len(self.heads)} heads" if len(self.heads) > 1 else inputs
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The model's arguments in their order: its inputs, then what describes them, then what is asked for."""
+        text = bool(self.inputs_of(TokenInput))
+        crossed = any(run.memories for run in self.runs)
+        seen = bool(self.padded)
+        return (
+            *(one.name for one in self.inputs),
+            *(("lengths",) if seen else ()),
+            *(("segments",) if seen and not crossed else ()),
+            *(("documents",) if text and not crossed else ()),
+            *(("targets", "rows") if text else ()),
+            *(("smoothing", "past") if self.writer is not None else ()),
+        )
+
+    # -- sense
+
+    def problems(self) -> Iterator[str]:
+        """Every reason why such a model is impossible."""
+        known = [one.name for one in self.inputs]
+        for run in self.runs:
+            for name in (run.reads, *run.memories):
+                if name not in known:
+                    yield f"The run {run.name} reads {name}, which does not come before it, as {', '.join(known)} do."
+            if run.stack.width != self.width:
+                yield (
+                    f"{self.runs[0].setting}.width {self.width} and {run.setting}.width {run.stack.width} differ, but "
+                    "all runs of a model exchange vectors of one width; make them equal."
+                )
+            if run.memories and run.stack.parallel:
+                yield (
+                    f"{run.setting}.parallel is true, but a block with cross attention between attention and MLP "
+                    "cannot run both in parallel; set it to false."
+                )
+            known.append(run.name)
+        for head in self.heads:
+            if head.run not in known:
+                yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(known)}."

@@ -1,0 +1,75 @@
+"""The parts of a model's heads: the output over a vocabulary, and what comes before it or before classes.
+
+Shapes: B samples, N tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.plan import LOSS_BUDGET
+from penstock.config.stack import Stack
+from penstock.kernels.attention import autocasts
+from penstock.kernels.linear_cross_entropy import linear_cross_entropy
+from penstock.kernels.split_linear import linear_apart
+from penstock.kernels.vocabulary import Share
+from penstock.models.block import activate, make_norm
+
+
+class Vocabulary(nn.Linear):
+    """Features (…, D) to logits over the vocabulary (…, V); given targets (…), to the sum of their losses, 0-d."""
+
+    chunked = False
+    """Whether logits of which only the loss is asked for are made for some rows at a time."""
+    tied = False
+    """Whether the weight is the table that embeds tokens, too."""
+    share: Share | None = None
+    """The entries of the vocabulary whose weights lie here, where ranks share them out."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+        # Of a table that embeds tokens too, two gradients are added.
+        added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        linear = linear_apart if added and not autocasts(x) else F.linear
+        if targets is None:
+            return linear(x, self.weight, self.bias)
+        budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked else None
+        return linear_cross_entropy(
+            x,
+            self.weight,
+            self.bias,
+            targets,
+            smoothing=smoothing,
+            budget=budget,
+            share=self.share,
+            linear=linear,
+        )
+
+
+class Transform(nn.Module):
+    """A dense layer, its activation and a norm before the output of masked words or classes, (…, D) → (…, D)."""
+
+    def __init__(self, sizes: Stack, **where: Any) -> None:
+        super().__init__()
+        self.activation = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}.get(
+            sizes.mlp, sizes.mlp
+        )
+        self.dense = nn.Linear(sizes.width, sizes.width, bias=sizes.bias, **where)
+        self.norm = make_norm(sizes, sizes.width, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(activate(self.dense(x), self.activation))  # type: ignore[no-any-return, arg-type]
+
+
+class Pooler(nn.Module):
+    """A dense layer and tanh over a sample's vector: (B, D) → (B, D)."""
+
+    def __init__(self, sizes: Stack, **where: Any) -> None:
+        super().__init__()
+        self.dense = nn.Linear(sizes.width, sizes.width, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.dense(x))

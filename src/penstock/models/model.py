@@ -1,0 +1,449 @@
+"""The model of a graph: every family of ours is one class.
+
+Shapes: B samples, N tokens, M tokens of a memory, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.graph import (
+    ClassHead,
+    FeatureHead,
+    Graph,
+    Head,
+    Input,
+    PatchInput,
+    Run,
+    TokenInput,
+    WordHead,
+)
+from penstock.config.model import ModelConfig
+from penstock.config.plan import LossForm, Padding
+from penstock.errors import ConfigError
+from penstock.kernels.dropout import Dropout
+from penstock.kernels.token_cut import Cut
+from penstock.models.base import Switched, Undrawn
+from penstock.models.block import Attention, Block, Branch, CrossAttention, make_norm
+from penstock.models.context import Shares
+from penstock.models.heads import Pooler, Transform, Vocabulary
+from penstock.models.stack import TokenStack
+from penstock.models.stems import ConvStem, PatchStem
+
+T = TypeVar("T")
+
+
+class Model(Switched):
+    """The inputs of `config.graph` to the output of its head; of several heads, to outputs by their names. Weights are
+    drawn from torch's global generator.
+
+    A head for words gives logits of each token (B, N, V), one for classes logits of each sample (B, classes), one for
+    features each token's (B, N, D). `graph.arguments` are the arguments, in this order:
+
+    | argument | what it is |
+    |---|---|
+    | the inputs | token numbers (B, N), images (B, C, S, S) |
+    | `lengths` | (B,), how many tokens of each sample are no padding, which comes last; a decoder sees none |
+    | `segments` | (B, N), kinds of segments; none: all 0 |
+    | `documents` | (B, N), numbers that change where another document begins: attention does not cross from one to the
+      next, and positions start again |
+    | `targets` | (B, N) int64, of which −100 counts nothing: the head returns the sum of −log p over them, 0-d, fp32 |
+    | `rows` | (M,), numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are
+      (M, V) and targets (M,) |
+    | `smoothing` | label smoothing of the loss |
+    | `past` | the keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of
+      that are None |
+
+    `lengths`, `targets` and `rows` are of the first input and the last head for words that can have them, or mappings
+    by name. With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`,
+    which also sets what no state dict has.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.graph: Graph = config.graph
+        # Compiled code can read what is known already, and cannot wait for a property to be computed.
+        self.graph.arguments, self.graph.words, self.graph.padded, self.graph.writer  # noqa: B018
+        self.cut: Cut | None = None
+        """How each sample's tokens are cut over the ranks of a context parallel group."""
+        # Allocated first, so that each weight is drawn once, and alike however the model came to be.
+        with Undrawn():
+            self._build(device=device, dtype=dtype)
+        self.init_weights()
+
+    # -- parts
+
+    def _build(self, **where: Any) -> None:
+        graph, width = self.graph, self.graph.width
+        for one in graph.inputs:
+            if isinstance(one, PatchInput):
+                stem = PatchStem if one.stem == "patchify" else ConvStem
+                self.stem = stem(one, width, **where)
+                self.class_token = nn.Parameter(torch.empty(width, **where)) if one.class_token else None
+                continue
+            if not hasattr(self, one.table):
+                setattr(self, one.table, nn.Embedding(one.vocabulary, width, **where))
+            if one.segments:
+                self.types = nn.Embedding(one.segments, width, **where)
+        for run in graph.runs:
+            setattr(self, run.name, TokenStack(run, enters=graph.enters(run), **where))
+        for head in graph.heads:
+            self._build_head(head, **where)
+
+    def _build_head(self, head: Head, **where: Any) -> None:
+        sizes = self.graph.run(head.run).stack
+        if isinstance(head, WordHead):
+            if head.transform:
+                setattr(self, part_of(head, "transform"), Transform(sizes, **where))
+            setattr(self, head.name, Vocabulary(sizes.width, head.vocabulary, bias=head.bias, **where))
+        elif isinstance(head, ClassHead):
+            if head.before == "norm":
+                setattr(self, part_of(head, "norm"), make_norm(sizes, sizes.width, **where))
+            else:
+                pooler = Pooler if head.before == "tanh" else Transform
+                setattr(self, part_of(head, "pooler"), pooler(sizes, **where))
+            if head.dropout:
+                setattr(self, part_of(head, "dropout"), Dropout(head.dropout))
+            setattr(self, head.name, nn.Linear(sizes.width, head.classes, **where))
+
+    def _part(self, head: Head, part: str) -> Any:
+        return getattr(self, part_of(head, part), None)
+
+    # -- one pass
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.given(args, kwargs)
+        shares = None
+        if self.cut is not None and given.get("past") is None:  # a text that is continued is not cut
+            shares = Shares(self.cut, self.graph, given)
+        outputs: dict[str, Tensor] = {}
+        for run in self.graph.runs:
+            self._compute(run, given, outputs, shares)
+        found = {
+            head.name: self._read(head, outputs[head.run], given, shares)
+            for head in self.graph.heads
+            if head.run in outputs
+        }
+        return next(iter(found.values())) if len(self.graph.heads) == 1 else found
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name. Raises TypeError for those that the model does not have."""
+        names = self.graph.arguments
+        if len(args) > len(names) or any(name not in names for name in kwargs):
+            raise TypeError(
+                f"The model takes {', '.join(names)}, not {len(args)} values and {', '.join(kwargs)}."
+            )
+        return {**dict(zip(names, args)), **kwargs}
+
+    def _compute(
+        self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor], shares: Shares | None
+    ) -> None:
+        """Add the output of a run to those of the runs before it, unless a past remembers it."""
+        graph = self.graph
+        if not graph.enters(run):
+            if run.reads not in outputs:
+                return
+            x = outputs[run.reads]
+        elif given.get(run.reads) is None:
+            return
+        else:
+            one = graph.input_of(run)
+            x = self.embed(given[one.name], one, given.get("segments"))
+            if shares is not None and isinstance(one, PatchInput):
+                x = shares.cut_of(one).take(x, 1)
+        more: dict[str, Any] = {}
+        if run.memories and run.memories[0] in outputs:
+            more |= self._memory(run, given, outputs)
+        if shares is not None:
+            more["past"] = shares.tokens(run)
+        else:
+            more |= {"lengths": self.lengths_of(run, given), "documents": given.get("documents")}
+            more["past"] = given.get("past") if run.causal else None
+        outputs[run.name] = getattr(self, run.name)(x, **more)
+
+    def _memory(self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
+        """The memory of a run: the outputs of those that it attends to, one after the other."""
+        lengths = [self.lengths_of(self.graph.run(name), given) for name in run.memories]
+        every = [outputs[name] for name in run.memories]
+        if len(every) == 1:
+            return {"memory": every[0], "memory_lengths": lengths[0]}
+        seen = None
+        if any(length is not None for length in lengths):
+            seen = torch.cat([_seen(length, x) for length, x in zip(lengths, every)], dim=3)
+        return {"memory": torch.cat(every, dim=1), "memory_seen": seen}
+
+    def lengths_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
+        """How many tokens of each sample of a run are no padding, (B,)."""
+        lengths = given.get("lengths")
+        if lengths is None or run.causal:
+            return None
+        name = self.graph.input_of(run).name
+        if isinstance(lengths, Mapping):
+            return lengths.get(name)
+        return lengths if name == self.graph.padded else None
+
+    # -- the ends
+
+    def embed(self, values: Tensor, one: Input | None = None, segments: Tensor | None = None) -> Tensor:
+        """Values of an input, by default of the last, to the vectors of its tokens (B, N, D), without positions."""
+        one = one or self.graph.inputs[-1]
+        if isinstance(one, PatchInput):
+            return self._patches(values, one)
+        if values.dim() != 2 or values.is_floating_point():
+            raise ConfigError(
+                f"The model takes token numbers of shape (batch, tokens), but was given {values.dtype} of shape "
+                f"{tuple(values.shape)}."
+            )
+        x: Tensor = getattr(self, one.table)(values)
+        x = x * self.graph.width**0.5 if one.scaled else x
+        if one.segments:
+            x = x + self.types(torch.zeros_like(values) if segments is None else segments)
+        return x
+
+    def _patches(self, images: Tensor, one: PatchInput) -> Tensor:
+        size, channels = one.image_size, one.channels
+        if images.shape[1:] != (channels, size, size):
+            raise ConfigError(
+                f"The model takes images of shape (batch, {channels}, {size}, {size}), but was given "
+                f"{tuple(images.shape)}; resize the images, or build the model with another model.image_size."
+            )
+        x: Tensor = self.stem(images)
+        if self.class_token is None:
+            return x
+        return torch.cat([self.class_token.expand_as(x[:, :1]), x], dim=1)
+
+    def _read(self, head: Head, x: Tensor, given: dict[str, Any], shares: Shares | None) -> Tensor:
+        if isinstance(head, WordHead):
+            asked = {name: self._asked(head, given.get(name)) for name in ("targets", "rows")}
+            if shares is not None:
+                return shares.words(self, head, x, asked, given.get("smoothing") or 0.0)
+            return self.words(
+                x, asked["targets"], given.get("smoothing") or 0.0, rows=asked["rows"], head=head
+            )
+        if shares is not None:
+            x = shares.whole(x, head)
+        if isinstance(head, FeatureHead):
+            return x
+        return self.classes(x, head, self.lengths_of(self.graph.run(head.run), given))
+
+    def _asked(self, head: WordHead, value: Any) -> Tensor | None:
+        if isinstance(value, Mapping):
+            return value.get(head.name)
+        return value if head is self.graph.words else None
+
+    def words(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        smoothing: float = 0.0,
+        *,
+        rows: Tensor | None = None,
+        head: WordHead | None = None,
+    ) -> Tensor:
+        """Features (…, D) to logits over the vocabulary (…, V), or to the summed loss of targets (…)."""
+        head = head or self.graph.words
+        assert head is not None
+        if rows is not None:
+            x = x.flatten(0, 1).index_select(0, rows)
+        transform = self._part(head, "transform")
+        x = x if transform is None else transform(x)
+        x = x * self.graph.width**-0.5 if head.scaled else x
+        linear = getattr(self, head.name)
+        return linear(x) if targets is None else linear(x, targets, smoothing)  # type: ignore[no-any-return]
+
+    def classes(self, x: Tensor, head: ClassHead, lengths: Tensor | None = None) -> Tensor:
+        """Features (B, N, D), of which padding is no part of a mean, to logits of each sample (B, classes)."""
+        norm = self._part(head, "norm")
+        if head.pool == "first":
+            # Only the first token is read; a copy, so that the rest can be freed.
+            x = x[:, 0].clone()
+        elif head.norm_first and norm is not None:
+            x, norm = _mean(norm(x), lengths), None
+        else:
+            x = _mean(x, lengths)
+        for part in (norm, self._part(head, "pooler"), self._part(head, "dropout")):
+            x = x if part is None else part(x)
+        return getattr(self, head.name)(x)  # type: ignore[no-any-return]
+
+    # -- parts of a pass
+
+    def logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The output of the head for words alone; arguments as of `forward`."""
+        found = self(*args, **kwargs)
+        assert self.graph.words is not None
+        return found[self.graph.words.name] if isinstance(found, dict) else found  # type: ignore[no-any-return]
+
+    def features(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        segments: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Each token's features (B, N, D) in the run that the last head reads, whatever the head is."""
+        given = {
+            self.graph.inputs[0].name: tokens, "lengths": lengths, "segments": segments, "documents": documents,
+        }  # fmt: skip
+        outputs: dict[str, Tensor] = {}
+        for run in self.graph.runs:
+            self._compute(run, given, outputs, None)
+        return outputs[self.graph.main.name]
+
+    def encode(self, source: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The memory that a text is written from: features of a source, (B, M, D)."""
+        outputs: dict[str, Tensor] = {}
+        remembered = self.graph.remembered
+        given = {self.graph.input_of(remembered[0]).name: source, "lengths": lengths}
+        for run in remembered:
+            self._compute(run, given, outputs, None)
+        return outputs[remembered[-1].name]
+
+    def written(self, tokens: Tensor, *, memory: Tensor | None = None, **more: Any) -> Tensor:
+        """Features (B, N, D) of tokens that continue a text; `more` are arguments of `TokenStack`."""
+        path = self.graph.written
+        x = self.embed(tokens, self.graph.input_of(path[0]))
+        for run in path:
+            beside = {"memory": memory} if run.memories else {}
+            x = getattr(self, run.name)(x, **beside, **more)
+        return x
+
+    # -- choices
+
+    def set_padding(self, padding: Padding) -> None:
+        """Choose whether tokens of padding are computed; what is read of results stays as it is."""
+        for module in self.modules():
+            if isinstance(module, TokenStack):
+                module.padding = padding
+
+    def set_loss(self, form: LossForm) -> None:
+        """Choose how the loss is made of targets; results stay as they are."""
+        for module in self.modules():
+            if isinstance(module, Vocabulary):
+                module.chunked = form == "chunked"
+
+    def share_tokens(self, cut: Cut) -> None:
+        """Compute this rank's tokens of each sample alone. All ranks are given whole samples and get the same outputs.
+        Raises ConfigError for several memories, which have no order of their own."""
+        if any(len(run.memories) > 1 for run in self.graph.runs):
+            raise ConfigError("plan.cp cannot cut several memories of one run; use plan.cp=1.")
+        self.cut = cut
+
+    # -- weights
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights, as `graph.init` says: biases 0, norms 1, convolutions by He et al."""
+        graph = self.graph
+        tables = {one.table: getattr(self, one.table) for one in graph.inputs if isinstance(one, TokenInput)}
+        for head in graph.heads_of(WordHead):
+            if head.tied:
+                linear = getattr(self, head.name)
+                linear.weight = tables[head.tied].weight
+                linear.tied = True
+        shared = {id(table.weight) for table in tables.values()}
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                if id(module.weight) not in shared:
+                    self._draw(name, module)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self._deviation(id(module.weight) in shared))
+            elif isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d):
+                module.reset_parameters()
+            elif isinstance(module, Branch):
+                module.init_weights()
+        if getattr(self, "class_token", None) is not None:
+            nn.init.normal_(self.class_token, std=0.02)
+
+    def _deviation(self, of_tokens: bool) -> float:
+        """The standard deviation of a table's rows."""
+        narrow = self.graph.width**-0.5
+        if self.graph.init == "fan_in":
+            return 1.0 if of_tokens else narrow
+        return narrow if self.graph.init == "xavier" and of_tokens else 0.02
+
+    def _draw(self, name: str, module: nn.Linear) -> None:
+        init, inside = self.graph.init, name.rpartition(".")[2]
+        if init == "xavier":
+            nn.init.xavier_uniform_(module.weight)
+            return
+        deviation = module.in_features**-0.5 if init == "fan_in" else 0.02
+        if init == "scaled" and inside in ("out", "down"):
+            deviation /= (2 * sum(isinstance(m, Block) for m in self.modules())) ** 0.5
+        nn.init.normal_(module.weight, std=deviation)
+        if init == "fan_in" and inside in ("q", "qkv"):
+            # T5 leaves scores unscaled, and draws queries so much smaller instead.
+            attention = self.get_submodule(name.rpartition(".")[0])
+            assert isinstance(attention, Attention | CrossAttention)
+            rows, features = module.weight, attention.head_width
+            if isinstance(attention, Attention):
+                groups = rows.view(-1, attention.shared + 2, features, rows.shape[1])
+                rows = groups[:, : attention.shared]
+            rows.mul_(features**-0.5)
+
+
+OLD_NAMES = {"positions": "encoder.places.weight", "blocks.": "encoder.blocks."}
+"""Beginnings of names that Vision Transformers had when they ran a loop of their own, with those of today."""
+
+
+def present_name(name: str) -> str:
+    """The name of a parameter of a Vision Transformer today."""
+    for old, new in OLD_NAMES.items():
+        if name == old or (old.endswith(".") and name.startswith(old)):
+            return new + name.removeprefix(old)
+    return name
+
+
+def former_name(name: str) -> str:
+    """The inverse of `present_name`."""
+    for old, new in OLD_NAMES.items():
+        if name == new or (new.endswith(".") and name.startswith(new)):
+            return old + name.removeprefix(new)
+    return name
+
+
+def present_patterns(model: nn.Module, patterns: Sequence[Any]) -> list[Any]:
+    """Patterns of names of parts with `present_name` in place of old names, where they are of such a model."""
+    ours = isinstance(model, Model) and model.graph.vision
+    return [present_name(p) if ours and isinstance(p, str) else p for p in patterns]
+
+
+def renamed(state: Mapping[str, T], model: nn.Module) -> dict[str, T]:
+    """A state dict with `present_name` in place of old names, where it is one of such a model."""
+    if isinstance(model, Model) and model.graph.vision and "positions" in state:
+        return {present_name(name): value for name, value in state.items()}
+    return dict(state)
+
+
+def part_of(head: Head, part: str) -> str:
+    """The name of a part that comes before a head's last linear."""
+    return part if head.name == "head" else f"{head.name}_{part}"
+
+
+def _mean(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """The mean over the tokens of each sample: (B, N, D) → (B, D)."""
+    if lengths is None:
+        return x.mean(1)
+    real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
+    return x.masked_fill(~real, 0.0).sum(1) / lengths[:, None].to(x.dtype)
+
+
+def _seen(lengths: Tensor | None, x: Tensor) -> Tensor:
+    """Which tokens of x (B, N, D) are no padding, (B, 1, 1, N)."""
+    counted = torch.arange(x.shape[1], device=x.device)
+    most = x.new_full((len(x),), x.shape[1]) if lengths is None else lengths
+    return (counted < most[:, None])[:, None, None]

@@ -75,12 +75,22 @@ def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> N
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "region"),
-    [("vit", "whole"), ("qwen", "blocks"), ("pruned", "whole"), ("modernbert", "blocks"), ("t5", "whole"),
-     ("marian", "blocks")],
-)  # fmt: skip
+    [
+        ("qwen", "blocks"),
+        ("pruned", "whole"),
+        ("modernbert", "blocks"),
+        ("t5", "whole"),
+        ("marian", "blocks"),
+    ],
+)
 def test_compiled_models_learn_the_same(name: str, region: str) -> None:
-    """One family of each form of block."""
+    """One family of each form of block; `test_build.test_inductor_agrees` compiles the one of images."""
     enrolled = ENROLLED[name]
+    config: Any = enrolled.config
+    if name == "pruned":  # two layers are as unequal as four
+        enrolled = enrolled._replace(config=replace(config, depth=2, unequal=config.unequal[:2]))
+    if name == "t5":  # the decoder's layers share a bias as the encoder's do
+        enrolled = enrolled._replace(config=replace(config, encoder=replace(config.encoder, depth=1)))
     if region == "blocks":
         line, compiled, tolerance = "baseline", "blocks", 1e-4
     else:

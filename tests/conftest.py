@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -18,6 +19,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the modules with the longest tests first: whoever starts a long one last is waited for by all others."""
+    weights: Counter[Path] = Counter()
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        seconds = limit.args[0] if limit else 300
+        weights[item.path] += seconds if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: -weights[item.path])
 
 
 @pytest.fixture(autouse=True)

@@ -74,7 +74,6 @@ def test_a_model_of_ones_own_is_trained_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_fsdp_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
     words = ["-m", "penstock", "launch", "--procs", "2", "--", str(EXAMPLES / "slurm" / "fsdp.py")]
     small = ["--width", "32", "--depth", "2", "--plan", "optimizer=fused micro_batch=1", "--every", "1"]

@@ -19,8 +19,6 @@ from torch import Tensor, distributed
 from helpers.rank_pool import RankPool
 from helpers.spawn import RankFailed, spawn
 
-pytestmark = pytest.mark.alone
-
 
 @dataclass(frozen=True)
 class Place:

@@ -70,7 +70,6 @@ def test_what_can_never_run_is_not_started(
     assert str(caught.value).startswith(said)
 
 
-@pytest.mark.alone
 def test_a_missing_package_is_told_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import no_such_package\n")
@@ -163,7 +162,6 @@ def test_the_agent_of_one_node_needs_no_torch_and_little_time(tmp_path: Path) ->
     assert statistics.median(times) < 0.6, "the agent and one empty rank, in processor seconds"
 
 
-@pytest.mark.alone
 def test_the_ranks_of_a_command_line_train_one_model(tmp_path: Path) -> None:
     from penstock.config.machine import Machine, save_machine
 

@@ -23,10 +23,7 @@ from penstock import checkpoint
 from penstock.config.machine import Machine, save_machine
 from penstock.launch.signals import STOPS
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(sys.platform != "linux", reason="caught signals are read from /proc"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="caught signals are read from /proc")
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_signals.json"
 STEPS = 12

@@ -14,8 +14,6 @@ from penstock.cli import main
 from penstock.config.machine import Machine, save_machine
 from penstock.train.metrics import read_metrics
 
-pytestmark = pytest.mark.alone
-
 SMALL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "64"]
 # Every sample has as many words to tell, so that the mean over ranks is that of one process.
 JOBS: dict[str, list[str]] = {

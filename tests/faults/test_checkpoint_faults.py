@@ -67,7 +67,6 @@ def save_until_killed(folder: Path, doomed: int, first: int, after: float, backg
             (folder.parent / "next").replace(folder.parent / "done")
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(1200)  # 100 kills take four minutes on two idle cores
 @pytest.mark.parametrize(
     ("world", "kills"),
@@ -203,7 +202,6 @@ def save_beyond_a_limit(folder: Path) -> tuple[str, int]:
     return told, code
 
 
-@pytest.mark.alone
 def test_one_of_two_ranks_that_cannot_write_stops_both_and_both_go_on(tmp_path: Path) -> None:
     first, second = spawn(save_beyond_a_limit, 2, tmp_path)
     assert first == second
@@ -233,7 +231,6 @@ def kind_of(file: Path) -> str:
     return file.name.replace("-0-of-2", "").replace("-1-of-2", "")
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("flips", [8, pytest.param(200, marks=whole)])
 def test_every_flipped_bit_is_refused_by_name_and_the_step_before_is_used(
     saved_on_two: Path, flips: int, caplog: pytest.LogCaptureFixture
@@ -276,7 +273,6 @@ def test_every_flipped_bit_is_refused_by_name_and_the_step_before_is_used(
         )
 
 
-@pytest.mark.alone
 def test_a_flip_in_latest_changes_nothing(saved_on_two: Path) -> None:
     latest = saved_on_two / "latest"
     for bit in range(8 * len(latest.read_bytes())):
@@ -292,7 +288,6 @@ def test_a_flip_in_latest_changes_nothing(saved_on_two: Path) -> None:
 # -- truncated and missing files
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("rows", [2_000, pytest.param(4_000_000, marks=whole)])
 def test_truncated_and_missing_files_are_refused_at_once_with_no_tensor_touched(
     tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -338,7 +333,6 @@ def train_on(layout: str, folder: Path, save: bool) -> list[float]:
     return trainee.train(20)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("saving", [pytest.param("fsdp", marks=whole), pytest.param("ddp", marks=whole)])
 def test_saved_on_two_ranks_and_loaded_on_any_number(tmp_path: Path, saving: str) -> None:
     undisturbed = spawn(train_on, 2, saving, tmp_path, True)[0]

@@ -30,8 +30,6 @@ from penstock import checkpoint
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, RunConfig
 
-pytestmark = pytest.mark.alone
-
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_resume.json"
 whole = pytest.mark.faults
 Stopped = Callable[[str], tuple[RunConfig, RunConfig]]

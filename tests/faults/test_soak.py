@@ -25,8 +25,6 @@ from helpers.rows import record
 from penstock import checkpoint
 from penstock.config.run import RunConfig
 
-pytestmark = pytest.mark.alone
-
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_soak.json"
 KINDS = ("flip", "nan", "stop", "kill", "raise")
 HANG_SECONDS = 2.0

@@ -33,8 +33,6 @@ from penstock.errors import NumericError
 from penstock.shards import whole_of
 from penstock.train.metrics import read_metrics
 
-pytestmark = pytest.mark.alone
-
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_supervisor.json"
 whole = pytest.mark.faults
 

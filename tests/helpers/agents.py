@@ -16,18 +16,10 @@ from typing import Self
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def needs_to_be_alone() -> None:
-    """Refuse to start an agent beside other tests: the timeouts of both would mean nothing."""
-    assert "PYTEST_XDIST_WORKER" not in os.environ, (
-        "Mark a test that starts an agent with `pytest.mark.alone`."
-    )
-
-
 class Agent:
     """`penstock launch ARGUMENTS` as a process, killed with all its ranks on leaving the context."""
 
     def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None) -> None:
-        needs_to_be_alone()
         self._log = log
         with log.open("w") as out:
             self.process = subprocess.Popen(

@@ -25,8 +25,6 @@ from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
 from penstock.ladder.team import Answer, Team, as_error
 
-pytestmark = pytest.mark.alone
-
 MACHINE = Machine(
     name="toy", device="cpu", source="measured", peak_flops={"fp32": 5e10, "bf16": 5e9}, memory_bytes=8e9,
     memory_bytes_per_second=1e10, launch_seconds=2e-6,

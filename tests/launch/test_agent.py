@@ -12,8 +12,6 @@ import pytest
 from helpers.agents import Agent, alive, no_orphans
 from penstock.launch.settings import own_cores, usable_cores
 
-pytestmark = pytest.mark.alone
-
 TOY = ("-m", "helpers.toy_run")
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from helpers.agents import Agent, free_port, no_orphans
 
-pytestmark = pytest.mark.alone
-
 TOY = ("-m", "helpers.toy_run")
 
 

@@ -23,7 +23,7 @@ from penstock.planner.memory import held
 from penstock.planner.pipeline import stage_counts
 from penstock.planner.states import device_share
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 META = torch.device("meta")
 COMMON = "micro_batch=1 recompute=selective attention=plain precision=O3"

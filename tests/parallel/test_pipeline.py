@@ -434,7 +434,6 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
         build(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), plan, dims=dims, loss=Given())
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ["pp=2", "tp=2 sp=true pp=2"])
 def test_a_stage_that_is_killed_goes_on_without_changing_a_bit(line: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from penstock.serve.traffic import Arrival, Rate
 from penstock.serve.worker import Opened
 
 pytest.importorskip("uvicorn")
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% endfor %}a:"
 REAL = "penstock.serve.worker:opened"
 
@@ -303,6 +303,7 @@ def test_it_stops_when_the_requests_under_way_are_done(tmp_path: Path) -> None:
             running.ask("/health")
 
 
+@pytest.mark.alone
 def test_a_thousand_requests_at_twice_the_capacity(tmp_path: Path) -> None:
     """None is lost: each is served in full or refused at once; and memory does not grow with them."""
     with served(folder(tmp_path, 4), "slots=8", "waiting=16") as running:
@@ -334,6 +335,7 @@ def memory(running: Running) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_simulation_knows_a_server_whose_steps_are_known(tmp_path: Path) -> None:
     """Load of others on the machine makes the server slower than it can be: hence the width."""
     with served(folder(tmp_path, 20), "slots=4", "waiting=64") as running:

@@ -41,21 +41,24 @@ ALLOWED: dict[str, set[str]] = {
     "shards": set(),
     "tensorfile": {"boundary", "config", "disk", "errors", "leftovers"},
     "cpu": set(),
+    "dtypes": {"config"},
     "matmul": BASE,
-    "probe": BASE | ASKED | {"cpu", "kernels", "matmul"},
-    "doctor": BASE | ASKED | {"probe"},
+    "probe": BASE | ASKED | {"cpu", "dtypes", "kernels", "matmul"},
+    "doctor": BASE | ASKED | {"dtypes", "probe"},
     "data": BASE | ASKED | {"containers", "disk", "leftovers"},
     "launch": BASE | {"leftovers"},
-    "kernels": BASE | ASKED | {"cpu"},
-    "models": BASE | ASKED | {"kernels", "leftovers", "tensorfile"},
+    "kernels": BASE | ASKED | {"cpu", "dtypes"},
+    "models": BASE | ASKED | {"dtypes", "kernels", "leftovers", "tensorfile"},
     "decode": BASE | ASKED | {"kernels", "models", "parallel", "shards"},
-    "infer": BASE | ASKED | {"cpu", "data", "decode", "models", "parallel", "precision"},
+    "infer": BASE | ASKED | {"cpu", "data", "decode", "dtypes", "models", "parallel", "precision"},
     "serve": BASE | ASKED | {"data", "decode", "infer", "models", "parallel"},
     "export": BASE | ASKED | {"decode", "infer", "models"},
     "tasks": BASE | {"data", "decode", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models", "shards"},
-    "precision": BASE | ASKED | {"cpu", "containers", "kernels", "matmul", "models", "optim"},
-    "parallel": BASE | ASKED | {"cpu", "containers", "kernels", "models", "optim", "precision", "shards"},
+    "precision": BASE | ASKED | {"cpu", "containers", "dtypes", "kernels", "matmul", "models", "optim"},
+    "parallel": BASE
+    | ASKED
+    | {"cpu", "containers", "dtypes", "kernels", "models", "optim", "precision", "shards"},
     "step": BASE
     | ASKED
     | {"containers", "host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
@@ -416,7 +419,7 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 65,000.
 LINES = {
-    "(modules)": 1550,
+    "(modules)": 1600,
     "boundary": 1500,
     "checkpoint": 1980,
     "cli": 3300,

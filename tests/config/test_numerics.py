@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.formats import BYTES
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 
 

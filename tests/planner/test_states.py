@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config.formats import BYTES
 from penstock.config.model import PRESETS
-from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Master, Plan
 from penstock.planner.describe import describe
 from penstock.planner.memory import memory

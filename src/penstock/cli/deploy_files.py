@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from penstock.config.formats import FORMATS, Dtype
 from penstock.config.machine import Machine
 from penstock.config.model import stacks, title
 from penstock.planner.serve import generates
@@ -12,8 +13,8 @@ from penstock.serve.deploy import Layout
 from penstock.serve.scheduler import Limits
 from penstock.serve.settings import DeployConfig
 
-_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""Types that servers of decoders are told; products in fp8 are asked for besides."""
+SERVED = ("fp32", "bf16", "fp16", "fp8")
+"""Types of weights that Penstock and vLLM serve; with `fp8`, everything outside the blocks is bf16."""
 CHUNK = 8192
 """Tokens of one pass, where the server reads prompts in pieces."""
 
@@ -26,12 +27,12 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     # Each rank of ours has whole KV heads.
     whole = all(stack.kv % layout.tp == 0 for stack in stacks(asked.model))
     split = layout.tp == 1 or (generates(asked.model) and whole and layout.type != "fp8")
-    if asked.weights is not None and layout.pp == 1 and split and layout.type in _TYPES:
+    if asked.weights is not None and layout.pp == 1 and split and layout.type in SERVED:
         found["penstock.sh"] = _script(
             "Penstock, one server for each replica", penstock(model, machine, layout)
         )
     decoder = generates(asked.model) and not asked.model.graph.remembered
-    if decoder and machine.device == "cuda" and layout.type in _TYPES:
+    if decoder and machine.device == "cuda" and layout.type in SERVED:
         found["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
     return found
 
@@ -39,7 +40,7 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
 def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:
     """The command of our own server, for one replica."""
     options = {
-        "device": machine.device, "dtype": "bf16" if layout.type == "fp8" else layout.type,
+        "device": machine.device, "dtype": _computed(layout),
         "slots": layout.slots, "context": layout.context,
         "tokens": min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
     }  # fmt: skip
@@ -53,13 +54,19 @@ def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:
 def vllm(model: str, layout: Layout) -> list[str]:
     """The command of vLLM (docs.vllm.ai, "Engine Arguments")."""
     options = {
-        "dtype": _TYPES[layout.type], "tensor-parallel-size": layout.tp, "pipeline-parallel-size": layout.pp,
+        "dtype": FORMATS[_computed(layout)].dtype,
+        "tensor-parallel-size": layout.tp, "pipeline-parallel-size": layout.pp,
         "data-parallel-size": layout.replicas, "max-num-seqs": layout.slots, "max-model-len": layout.context,
         "max-num-batched-tokens": max(CHUNK, layout.slots),
     }  # fmt: skip
     if layout.type == "fp8":
         options["quantization"] = "fp8"
     return ["vllm", "serve", model, *_words(options, "--{}"), "--enable-chunked-prefill"]
+
+
+def _computed(layout: Layout) -> Dtype:
+    """The type that everything outside of products in fp8 is computed in."""
+    return "bf16" if layout.type == "fp8" else layout.type
 
 
 def _words(options: Mapping[str, object], form: str) -> list[str]:

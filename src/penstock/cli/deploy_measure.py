@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock.cli.deploy_files import penstock
+from penstock.cli.deploy_files import SERVED, penstock
 from penstock.config.machine import Machine
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.planner.serve import generates
@@ -32,7 +32,7 @@ def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Seq
     """
     assert asked.model is not None
     assert asked.weights is not None
-    if layout.gpus > 1 or layout.type not in ("fp32", "bf16", "fp16", "fp8"):
+    if layout.gpus > 1 or layout.type not in SERVED:
         raise ConfigError(
             f"--measure starts one server on one device, but the choice is {layout.words()}; use --gpus 1."
         )

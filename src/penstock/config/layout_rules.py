@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.config.convert import word
+from penstock.config.formats import HALVES
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
@@ -243,7 +244,7 @@ def _padding_is_left_out_of_encoders(plan: Plan, model: ModelConfig) -> Iterator
 def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
     """The machine has units for the types that the Plan computes in."""
     if numerics_of(plan).half and plan.dtype not in machine.peak_flops:
-        able = [dtype for dtype in ("bf16", "fp16") if dtype in machine.peak_flops]
+        able = [dtype for dtype in HALVES if dtype in machine.peak_flops]
         remedy = f"use dtype={able[0]}" if able else "use precision=O0"
         yield f"plan.dtype={plan.dtype} cannot be computed on machine {machine.name}; {remedy}."
     if not numerics_of(plan).half and "fp32" not in machine.peak_flops:

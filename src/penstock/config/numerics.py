@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from penstock.config.formats import BYTES, HALVES, Dtype
 from penstock.config.plan import Plan
 
-Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 Masters = Literal["none", "copy", "remainder", "shards"]
 
-BYTES: dict[Dtype, float] = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.03}
-"""Bytes of one number. An 8-bit number includes its part of the block's scale (Dettmers et al., ICLR
-2022)."""
 MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "remainder": 2.0, "shards": 0.0}
 """Bytes of a master weight, in addition to the weight that forward and backward read. `remainder` is the 16
 bits that a bf16 weight lacks. With `shards`, each device holds a shard of the fp32 weights, and half weights
@@ -72,7 +69,7 @@ class Numerics:
     @property
     def half(self) -> bool:
         """Whether anything is computed in half precision."""
-        return self.compute in ("bf16", "fp16")
+        return self.compute in HALVES
 
 
 def numerics_of(plan: Plan) -> Numerics:

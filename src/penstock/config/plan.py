@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import parse_toml
 from penstock.config.convert import BadValue, Checked, Count, Range, convert, nearest, word
+from penstock.config.formats import HalfDtype
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
-HalfDtype = Literal["bf16", "fp16"]
 Master = Literal["copy", "remainder"]
 Norms = Literal["fp32", "half"]
 Fp8 = bool | Literal["rowwise"]

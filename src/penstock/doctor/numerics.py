@@ -34,14 +34,13 @@ def types(device: Any) -> Iterator[Finding]:
     import torch
     import torch.nn.functional as F
 
+    from penstock.dtypes import HALVES
+
     size = 256 if device.type == "cpu" else 2048
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(device) for _ in range(2))
     exact = (a.double() @ b.double().t()).float()
-    half = {
-        name: (a.to(dtype), b.to(dtype))
-        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-    }
+    half = {name: (a.to(dtype), b.to(dtype)) for dtype, name in HALVES.items()}
     # A tolerance is several times the error of rounding the operands; that of fp32 is loose, because an environment
     # variable may ask for TF32.
     products: list[tuple[str, Callable[[], Any], float]] = [
@@ -107,6 +106,8 @@ def attention(device: Any) -> Iterator[Finding]:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from penstock.dtypes import HALVES
+
     def run(backend: Any, dtype: Any) -> Any:
         q, k, v = (
             torch.randn(1, 2, 64, 64, device=device, dtype=dtype, generator=generator).requires_grad_()
@@ -123,10 +124,9 @@ def attention(device: Any) -> Iterator[Finding]:
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for name, backend in backends.items():
         able, reason = [], ""
-        for word, dtype in dtypes.items():
+        for dtype, word in {torch.float32: "fp32", **HALVES}.items():
             found, why = _attempt(lambda backend=backend, dtype=dtype: run(backend, dtype))  # type: ignore[misc]
             if found is not None and bool(found.isfinite().all()):
                 able.append(word)

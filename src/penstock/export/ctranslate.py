@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.boundary.files import printable
 from penstock.config.decoding import Decoding
+from penstock.config.formats import FORMATS
 from penstock.config.model import stacks
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
@@ -27,8 +28,6 @@ from penstock.infer.load import Loaded, loaded
 from penstock.models.convert.files import read_json
 from penstock.models.convert.hub import local_weights
 
-_TYPES: dict[ExportType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
-"""CTranslate2's names of types."""
 _NEVER = -1e4
 """Bias of a token that must not be generated; fp16 holds it."""
 _LEAST = -100.0
@@ -64,7 +63,7 @@ def write_ctranslate(
         transformers.logging.set_verbosity_error()
         try:
             _converter(ctranslate2, folder, found, names).convert(
-                partial, quantization=_TYPES[kind], force=True
+                partial, quantization=FORMATS[kind].dtype, force=True
             )
         except (ValueError, NotImplementedError, KeyError) as error:
             why = " ".join(printable(str(error)).split())[:200].rstrip(".")

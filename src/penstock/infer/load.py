@@ -16,6 +16,7 @@ from penstock.config.plan import Plan
 from penstock.data.text.open import found_in
 from penstock.decode.stages import cut, stages_of
 from penstock.decode.texts import sharded
+from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.infer.shortlist import shorten
 from penstock.infer.weights import ROUNDED, pack, suited
@@ -30,8 +31,6 @@ from penstock.parallel.tensor import line_of, split_layers
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
-
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ def loaded(
         if tokenizer is None:
             tokenizer = found_in(folder)
     module = module.eval()
-    wanted = _TYPES[numerics_of(plan).compute]
+    wanted = DTYPES[numerics_of(plan).compute]
     if plan.precision != "O0":
         module = module.to(wanted)
     if not dims.alone:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from penstock.config import rules
+from penstock.config.formats import HalfDtype
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
-from penstock.config.plan import SWITCHES, HalfDtype, Plan, effect_of
+from penstock.config.plan import SWITCHES, Plan, effect_of
 from penstock.errors import ConfigError
 from penstock.ladder.result import Results
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import nearest
-from penstock.config.plan import AttentionBackend, HalfDtype, Sharding
+from penstock.config.formats import HalfDtype
+from penstock.config.plan import AttentionBackend, Sharding
 from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
 from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, distributed
 
 from penstock.containers import replaced, tensors
+from penstock.dtypes import FLOATS
 from penstock.parallel.dims import ParallelDims
 
 _MOST = 8
 """Tensors that may be under way at a time."""
-_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Links:
@@ -39,7 +39,7 @@ class Links:
         key = (boundary, True)
         if key not in self._types:
             self._types[key] = values[0].dtype
-            number = torch.tensor([_TYPES.index(values[0].dtype)], device=self._device)
+            number = torch.tensor([FLOATS.index(values[0].dtype)], device=self._device)
             self._post(number, to)
         for value in values:
             self._post(value, to)
@@ -55,7 +55,7 @@ class Links:
         if key not in self._types:
             number = torch.zeros(1, dtype=torch.int64, device=self._device)
             distributed.recv(number, group=self._group, group_src=source)
-            self._types[key] = _TYPES[int(number)]
+            self._types[key] = FLOATS[int(number)]
         return self._receive(source, shapes, self._types[key])
 
     def receive_back(self, source: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from penstock.config.formats import BYTES
 from penstock.config.graph import ClassHead, FeatureHead, Graph, PatchInput, Run, TokenInput, WordHead
 from penstock.config.model import ModelConfig, stacks
-from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
 from penstock.planner.blocks import before_split, list_block, turned
 from penstock.planner.listing import Form, Lister, Terms

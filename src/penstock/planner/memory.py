@@ -12,7 +12,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.formats import BYTES
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, Part, Workload

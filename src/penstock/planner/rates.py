@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock.config.formats import BYTES
 from penstock.config.machine import Machine, ProductForm
-from penstock.config.numerics import BYTES, Numerics, numerics_of
+from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.products import Chip, Products, Samples, nearby_rate

@@ -6,7 +6,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.formats import BYTES
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.formats import BYTES
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner import traffic
 from penstock.planner.collectives import exposed_seconds

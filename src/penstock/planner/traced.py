@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from penstock.config.numerics import BYTES, Numerics, numerics_of
+from penstock.config.formats import BYTES
+from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import MATRIX, Op, Part, Workload
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-from penstock.config.numerics import BYTES, numerics_of
+from penstock.config.formats import BYTES
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.collectives import (
     exposed_seconds,

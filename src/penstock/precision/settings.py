@@ -17,10 +17,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from penstock.config.convert import nearest
+from penstock.config.formats import HalfDtype
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.run import Lists
 from penstock.cpu import this_cpu
+from penstock.dtypes import DTYPES, HALVES
 from penstock.errors import ConfigError
 from penstock.precision.lists import OpLists, default_lists
 
@@ -30,7 +32,6 @@ Master = Literal["none", "copy", "remainder"]
 Outputs = Literal["fp32", "keep"]
 Fp8 = Literal["none", "tensorwise", "rowwise"]
 
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS: tuple[Level, ...] = get_args(Level)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": get_args(Width),
@@ -99,7 +100,7 @@ class Precision:
     @property
     def dtype_name(self) -> str:
         """`bf16`, `fp16`, or `fp32` where nothing is half."""
-        return next((name for name, dtype in DTYPES.items() if dtype == self.dtype), "fp32")
+        return "fp32" if self.dtype is None else HALVES[self.dtype]
 
     def describe(self) -> str:
         """One line that says all that differs from plain fp32."""
@@ -160,9 +161,7 @@ def properties_of(
     if problems:
         raise ConfigError(problems)
     half = _dtype(checked, dtype, device)
-    base = precision_of(
-        Plan(precision=checked, dtype="fp16" if half == torch.float16 else "bf16") if half else Plan()
-    )
+    base = precision_of(Plan(precision=checked, dtype=HALVES[half]) if half else Plan())
     if checked == "O3":
         # As in Apex, a script that asks for O3 need not scale its loss; Penstock's own step does in fp16.
         base = replace(base, loss_scale=1.0)
@@ -180,7 +179,7 @@ def precision_of(plan: Plan, lists: Lists | None = None, device: torch.device | 
     its type on a device. Raises ConfigError where the level has no op lists, or an operation is not known.
     """
     numerics = numerics_of(plan)
-    half = DTYPES.get(numerics.compute)
+    half = DTYPES[numerics.compute] if numerics.half else None
     chosen: OpLists | None = None
     if lists is not None and lists != Lists():
         if half is None or not numerics.by_lists:
@@ -224,7 +223,7 @@ def _level(level: str) -> Level:
 
 def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torch.dtype | None:
     """The half type; None at O0."""
-    name = next((n for n, d in DTYPES.items() if asked in (n, d)), asked)
+    name = next((n for d, n in HALVES.items() if asked in (n, d)), asked)
     if level == "O0":
         if name != "auto":
             raise ConfigError(
@@ -241,7 +240,7 @@ def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torc
                 logging.WARNING,
             )
         return DTYPES[chosen]
-    if name not in DTYPES:
+    if name not in HALVES.values():
         known = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": 'precision="O0"'}
         meant = known.get(str(asked).removeprefix("torch."))
         hint = f"write {meant}" if meant else "choose bf16, fp16 or auto"
@@ -252,10 +251,10 @@ def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torc
             "For speed use dtype=bf16 where the CPU has it, or O0.",
             logging.WARNING,
         )
-    return DTYPES[str(name)]
+    return DTYPES[name]  # type: ignore[index]
 
 
-def auto_dtype(device: torch.device) -> tuple[str, str]:
+def auto_dtype(device: torch.device) -> tuple[HalfDtype, str]:
     """The type that dtype=auto chooses on a device, and why."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

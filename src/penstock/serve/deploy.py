@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.config.formats import BYTES, HALVES, Dtype
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.errors import ConfigError
@@ -27,9 +28,7 @@ from penstock.serve.settings import DeployConfig, WeightType
 from penstock.serve.simulate import simulate
 from penstock.serve.traffic import Arrival, Served
 
-BYTES_OF: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5625}
-"""Bytes of one weight; for fp8, of one inside the blocks. In int4, groups of 32 have an fp16 scale each."""
-CHANGES = ("int8", "fp8", "int4")
+CHANGES: tuple[Dtype, ...] = ("int8", "fp8", "int4")
 """Types that change results, and are chosen only if named."""
 SLOTS = (256, 64, 16, 4)
 """Sequences at a time that are tried. Fewer make the tokens of each come faster."""
@@ -43,7 +42,7 @@ ENDLESS = 1 << 20
 class Layout:
     """One way to serve, and what it would do."""
 
-    type: str
+    type: Dtype
     tp: int
     pp: int
     replicas: int
@@ -86,14 +85,14 @@ class Found:
     layouts: tuple[Layout, ...]
 
 
-def types_of(wanted: Sequence[WeightType], machine: Machine) -> list[str]:
+def types_of(wanted: Sequence[WeightType], machine: Machine) -> list[Dtype]:
     """The types of weights to choose from on a machine. Raises ConfigError for one that it cannot compute in."""
-    found: list[str] = []
+    found: list[Dtype] = []
     for name in wanted:
         if name == "auto":
-            half = next((kind for kind in ("bf16", "fp16") if kind in machine.peak_flops), "fp32")
+            half: Dtype = next((kind for kind in HALVES if kind in machine.peak_flops), "fp32")
             found.append("fp32" if machine.device == "cpu" else half)
-        elif name in ("bf16", "fp16", "fp8") and name not in machine.peak_flops:
+        elif name in (*HALVES, "fp8") and name not in machine.peak_flops:
             have = ", ".join(machine.peak_flops)
             raise ConfigError(f"types names {name}, but {machine.name} computes in {have} only.")
         else:
@@ -129,7 +128,7 @@ def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], a
     return _judged(tried, chosen, asked)
 
 
-def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: str) -> Iterator[tuple[int, int]]:
+def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: Dtype) -> Iterator[tuple[int, int]]:
     """Tensor and pipeline degrees: the latter only where no tensor degree makes the weights fit."""
     stack = stacks(model)[-1]
     powers = [1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus]
@@ -147,11 +146,11 @@ def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: str) -> Iter
         yield tp, pp
 
 
-def _serving(model: ModelConfig, machine: Machine, kind: str, tp: int, pp: int) -> Serving:
+def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int) -> Serving:
     ep = tp if stacks(model)[-1].experts and stacks(model)[-1].experts % tp == 0 else 1
-    half = kind != "fp32" and (machine.device != "cpu" or kind in ("bf16", "fp16"))
+    half = kind != "fp32" and (machine.device != "cpu" or kind in HALVES)
     return Serving(
-        tp=tp, pp=pp, ep=ep, weight_bytes=BYTES_OF[kind], cache_bytes=2.0 if half else 4.0, half=half,
+        tp=tp, pp=pp, ep=ep, weight_bytes=BYTES[kind], cache_bytes=2.0 if half else 4.0, half=half,
         fp8=kind == "fp8",
     )  # fmt: skip
 
@@ -163,7 +162,7 @@ def _room(model: ModelConfig, machine: Machine, serving: Serving) -> float:
 
 def _replicas(
     model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], asked: DeployConfig,
-    how: tuple[str, int, int], context: int,
+    how: tuple[Dtype, int, int], context: int,
 ) -> Iterator[Layout]:  # fmt: skip
     """One layout with more and more replicas, until it is in time."""
     kind, tp, pp = how

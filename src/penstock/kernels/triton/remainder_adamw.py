@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.dtypes import HALVES, format_of
 from penstock.errors import ConfigError
 
 BLOCK = 2048
 WARPS = 4
 ALIGNMENT = 16
 """Arrays that start on a multiple of so many bytes, and have a multiple of so many elements, are read in vectors."""
-_WIDTH = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -144,7 +144,7 @@ def launch(
     """
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, gradient in enumerate(gradients):
-        if gradient.dtype not in _WIDTH:
+        if gradient.dtype not in (torch.float32, *HALVES):
             raise ConfigError(
                 f"RemainderAdamW takes bf16, fp16 and fp32 gradients, but was given {gradient.dtype}."
             )
@@ -164,7 +164,7 @@ def launch(
                 grad_scale if grad_scale is not None else table,
                 found_inf if found_inf is not None else table,
                 *_numbers(**numbers),
-                GRADIENT=_WIDTH[dtype],
+                GRADIENT=format_of(dtype),
                 HAS_SCALE=grad_scale is not None,
                 HAS_FOUND=found_inf is not None,
                 MAXIMIZE=maximize,

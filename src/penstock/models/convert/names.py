@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.config.model import Seq2SeqConfig, TextConfig
 from penstock.config.stack import Stack
+from penstock.dtypes import FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +259,13 @@ def from_theirs(
     return Ours(found, misfits, [name for name in state if name not in used])
 
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
 def misfit(name: str, given: Tensor, expected: Tensor) -> str | None:
     """Why a weight cannot be the model's, as a sentence. One type of floating-point numbers may become another;
     anything else would be cast without a word.
     """
     if given.shape != expected.shape:
         return f"{name} is {tuple(given.shape)}, but the model's is {tuple(expected.shape)}."
-    if given.is_complex() or (given.dtype in _FLOATS) is not expected.is_floating_point():
+    if given.is_complex() or (given.dtype in FLOATS) is not expected.is_floating_point():
         return f"{name} is of {given.dtype}, but the model's is of {expected.dtype}; give floating-point weights."
     return None
 

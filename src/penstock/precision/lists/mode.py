@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.containers import replaced, tensors
+from penstock.dtypes import HALVES
 from penstock.errors import ConfigError
 from penstock.precision.lists.kernels import CASTABLE, register
-from penstock.precision.lists.op_lists import HALVES, OpLists, intercepted
+from penstock.precision.lists.op_lists import OpLists, intercepted
 
 # The devices whose tensors op lists cast. Tensors in fp64 and fp8 are left as the model made them.
 _DEVICES = ("cpu", "cuda")

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.config.convert import nearest
+from penstock.dtypes import HALVES
 from penstock.errors import ConfigError
 from penstock.precision.copies import ModuleStandIns
 from penstock.precision.lists.mode import cast, device_type_of, prepare, region
-from penstock.precision.lists.op_lists import HALVES, ModuleChoice, OpLists, differences
+from penstock.precision.lists.op_lists import ModuleChoice, OpLists, differences
 
 _KEY = "_penstock_lists"
 _LSTM = "torch.lstm"

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.config.formats import HalfDtype
+from penstock.dtypes import HALVES
 from penstock.errors import ConfigError
 from penstock.precision.lists.kernels import registered
 from penstock.precision.lists.names import Function, functions_of, name_of
-from penstock.precision.lists.table import AUTOCAST, BANNED, GROUPS, POLICIES, Half, Policy
+from penstock.precision.lists.table import AUTOCAST, BANNED, GROUPS, POLICIES, Policy
 
-HALVES: dict[torch.dtype, Half] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 ModuleChoice = str | type[nn.Module]
 
 
@@ -140,7 +141,7 @@ def default_lists(dtype: torch.dtype, device_type: str = "cuda") -> OpLists:
 
 
 @functools.cache
-def _default_lists(half: Half, place: str) -> OpLists:
+def _default_lists(half: HalfDtype, place: str) -> OpLists:
     chosen: dict[Policy, list[str]] = {policy: [] for policy in POLICIES}
     for group in GROUPS:
         if half in group.dtypes and place in group.devices:

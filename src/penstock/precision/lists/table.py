@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.formats import HALVES, HalfDtype
+
 Policy = Literal["half", "fp32", "promote", "keep", "banned"]
-Half = Literal["fp16", "bf16"]
 POLICIES: tuple[Policy, ...] = ("half", "fp32", "promote", "keep", "banned")
 
 _F = "torch.nn.functional."
@@ -29,7 +30,7 @@ class Group:
     policy: Policy
     names: tuple[str, ...]
     reason: str
-    dtypes: tuple[Half, ...] = ("fp16", "bf16")
+    dtypes: tuple[HalfDtype, ...] = HALVES
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Devices on which the group is in the default lists. A reason that holds on both may still not be worth watching
     every call for; the reason then says so."""

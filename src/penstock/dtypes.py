@@ -1,0 +1,23 @@
+"""torch's types of the formats in `penstock.config.formats`."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.config import formats
+from penstock.config.formats import FORMATS, Dtype, HalfDtype
+
+DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, row.dtype) for name, row in FORMATS.items()}
+"""The type that holds numbers of each format."""
+HALVES: dict[torch.dtype, HalfDtype] = {DTYPES[name]: name for name in formats.HALVES}
+"""The types of half precision, with the names of their formats."""
+FLOATS: tuple[torch.dtype, ...] = tuple(DTYPES[name] for name in ("fp32", "bf16", "fp16", "fp64"))
+"""The types of a model's weights and activations."""
+
+
+def format_of(dtype: torch.dtype) -> Dtype:
+    """The format of a tensor of this type. Raises KeyError for a type that holds none."""
+    return _FORMATS[dtype]
+
+
+_FORMATS: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in reversed(DTYPES.items())}

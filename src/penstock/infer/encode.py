@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from penstock.boundary.files import Unreadable, read_bytes, shown
 from penstock.config.decoding import Weights
+from penstock.config.graph import TokenInput
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
@@ -84,7 +85,9 @@ class _Texts:
                 tokens[place, : len(ids)] = torch.tensor(ids)
                 segments[place, second : len(ids)] = 1
             with torch.inference_mode():
-                kinds = segments.to(device) if self.model.graph.inputs[0].segments > 1 else None
+                kinds = (
+                    segments.to(device) if self.model.graph.inputs_of(TokenInput)[0].segments > 1 else None
+                )
                 outputs = self.run(tokens.to(device), lengths.to(device), kinds)
                 part = finish(outputs, lengths.to(device))
             found = part.new_empty(len(rows), *part.shape[1:]) if found is None else found

@@ -71,7 +71,7 @@ class Model(Switched):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config: Any = config
         self.graph: Graph = config.graph
         # Compiled code can read what is known already, and cannot wait for a property to be computed.
         self.graph.arguments, self.graph.words, self.graph.padded, self.graph.writer  # noqa: B018
@@ -366,8 +366,9 @@ class Model(Switched):
                 module.reset_parameters()
             elif isinstance(module, Branch):
                 module.init_weights()
-        if getattr(self, "class_token", None) is not None:
-            nn.init.normal_(self.class_token, std=0.02)
+        token: nn.Parameter | None = getattr(self, "class_token", None)
+        if token is not None:
+            nn.init.normal_(token, std=0.02)
 
     def _deviation(self, of_tokens: bool) -> float:
         """The standard deviation of a table's rows."""

@@ -50,7 +50,8 @@ class Embedding(TextTask):
         return open_rows(data, tokenizer, split, form="two", length=model.graph.lengths[0])
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        return self.fit_vocabulary(replace(cast(Any, model), head="none"), tokenizer_of(source))
+        fitted: ModelConfig = replace(cast(Any, model), head="none")
+        return self.fit_vocabulary(fitted, tokenizer_of(source))
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0

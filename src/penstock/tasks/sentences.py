@@ -55,9 +55,8 @@ class Sentences(TextTask):
         if head is None or head.classes != found:
             what = "numbers" if classes is None else f"{found} classes"
             _log.warning("model.head is set to classes, and model.classes to %d, for %s.", found, what)
-        return self.fit_vocabulary(
-            replace(cast(Any, model), head="classes", classes=found), tokenizer_of(source)
-        )
+        fitted: ModelConfig = replace(cast(Any, model), head="classes", classes=found)
+        return self.fit_vocabulary(fitted, tokenizer_of(source))
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from penstock.boundary.files import quoted, shown
 from penstock.config.convert import told
+from penstock.config.graph import Init
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
-from penstock.config.model import EncoderConfig, Init, Seq2SeqConfig, TextConfig, Tokens, Words, stacks
+from penstock.config.model import EncoderConfig, Seq2SeqConfig, TextConfig, Tokens, Words, stacks
 from penstock.errors import ConfigError
 from penstock.models.convert.libraries import FREE, LIBRARIES, Library
 from penstock.models.convert.places import options_of, read_places, written_places

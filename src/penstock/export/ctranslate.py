@@ -222,7 +222,8 @@ def _ours(found: Loaded, given: dict[str, Tensor]) -> Tensor:
     """The model's outputs; with a target, the log-probabilities of each token and of the end after it."""
     model = found.model
     if model.graph.writer is None:
-        return model.features(given["tokens"], given["lengths"])[_real(given)]
+        features: Tensor = model.features(given["tokens"], given["lengths"])
+        return features[_real(given)]
     if not model.graph.remembered:
         return _likely(model(given["tokens"]), found)
     target = given["target"]

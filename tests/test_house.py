@@ -425,7 +425,7 @@ LINES = {
     "cli": 3300,
     "config": 4050,
     "data": 5910,
-    "decode": 2420,
+    "decode": 2570,
     "doctor": 450,
     "export": 800,
     "infer": 1400,

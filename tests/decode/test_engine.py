@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from helpers.generation import BOTH, DECODERS, WORDS, served, tiny
 from penstock.config.decoding import Decoding
+from penstock.config.model import PRESETS
 from penstock.decode.engine import Engine, Request
 from penstock.decode.static import Compiled
 from penstock.errors import ConfigError
-from penstock.models.model import Model
+from penstock.models import Model, create
 
 
 def plain(model: Model, ids: Sequence[int], steps: int) -> list[int]:
@@ -60,6 +62,19 @@ def test_prompts_that_begin_alike_are_read_once() -> None:
     assert found == [plain(model, request.ids, 3) for request in requests]
 
 
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_prompts_that_come_together_are_read_together_as_far_as_a_step_may(cache: Any) -> None:
+    model = tiny("gpt")
+    requests = [Request(ids=tuple(range(count)), decoding=Decoding(max_tokens=2)) for count in (3, 5, 4, 12)]
+    read = []
+    model.decoder.register_forward_pre_hook(lambda _, given: read.append(tuple(given[0].shape[:2])))
+    engine = Engine(model, slots=4, cache=cache, block=4, chunk=16)
+    found = served(engine, requests)
+    # Of 16 tokens three prompts with padding take 15, and of the fourth there is one more in this step.
+    assert read[:3] == [(3, 5), (1, 1), (1, 11)]
+    assert [text for text, _ in found] == [plain(model, request.ids, 2) for request in requests]
+
+
 def test_a_seed_draws_the_same_beside_others_and_another_seed_does_not() -> None:
     model = tiny("llama")
     asked = Request(ids=(1, 2, 3), decoding=Decoding(max_tokens=12, temperature=1.5, seed=7))
@@ -97,7 +112,7 @@ def test_what_can_never_run_is_refused_with_all_reasons() -> None:
     with pytest.raises(ConfigError, match="needs the number"):
         Engine(tiny("t5-tiny"), slots=1)
     with pytest.raises(ConfigError, match="does not generate"):
-        Engine(tiny("bert-tiny"))
+        Engine(create(PRESETS["bert-tiny"], device="meta"))
     assert engine.running == 0
 
 

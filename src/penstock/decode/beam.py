@@ -18,10 +18,9 @@ from torch import Tensor
 
 from penstock.config.decoding import Decoding
 from penstock.decode.choose import NOTHING, adjusted
-from penstock.decode.sample import history_of
 from penstock.decode.stages import stages_of
 from penstock.decode.static import Compiled, bucket
-from penstock.decode.texts import ASK, Generating, Prompts, Texts, sharded
+from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sharded
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
 from penstock.parallel.sequence import added
@@ -180,7 +179,7 @@ def search(
     groups = [_Group(decoding, prompts, stops, dtype) for _ in range(decoding.beam_groups)]
     size = groups[0].terms.size
     logits = logits.repeat_interleave(beams, dim=0)
-    history = history_of(prompts).repeat_interleave(size, dim=0) if decoding.looks_back else None
+    history = prompts.history().repeat_interleave(size, dim=0) if decoding.looks_back else None
     tokens = torch.full((len(prompts), best, steps), NOTHING, device=device)
     scores = torch.full((len(prompts), best), OUT, dtype=dtype, device=device)
     rows = torch.arange(len(prompts), device=device)
@@ -195,7 +194,7 @@ def search(
             break
         if step % _SWEEP == _SWEEP - 1:
             sight.sweep(parents)
-        kept = texts.remaining(going) if asks and going is not None else None
+        kept = remaining(going, texts.compiled) if asks and going is not None else None
         if kept is not None:
             tokens[rows], scores[rows] = _best(groups, best)
             count, rows, parents, chosen = len(rows), rows[kept], parents[kept], chosen[kept]

@@ -118,3 +118,26 @@ def chosen(logits: Tensor, settings: Decoding, uniform: Tensor | None) -> Tensor
     last = probabilities.shape[1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1, keepdim=True)
     places = torch.minimum(places, last)
     return (places if numbers is None else numbers.gather(1, places)).squeeze(1)
+
+
+def next_tokens(
+    logits: Tensor,
+    settings: Decoding,
+    history: Tensor | None,
+    new: Tensor | int,
+    ends: Tensor | None,
+    uniform: Tensor | None,
+) -> Tensor:
+    """The next token (R,) after logits (R, V), with arguments as of `adjusted` and `chosen`. Logits in half or single
+    precision are chosen from in single, those in double in double."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return chosen(adjusted(wide, settings, history, new, ends), settings, uniform)
+
+
+def history_of(tokens: Tensor, lengths: Tensor | int) -> Tensor:
+    """The first `lengths`, (R, 1) or one for all, of tokens (R, P), with the last at the right."""
+    length = tokens.shape[1]
+    if isinstance(lengths, int):
+        return tokens[:, :lengths]
+    places = torch.arange(length, device=tokens.device) - (length - lengths)
+    return torch.where(places >= 0, tokens.gather(1, places.clamp(min=0)), NOTHING)

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from penstock.config.decoding import Decoding
 from penstock.decode.choose import NOTHING, adjusted
 from penstock.decode.past import Columns
-from penstock.decode.sample import history_of
 from penstock.decode.texts import Generating, Prompts, Texts
 from penstock.kernels.top import top
 
@@ -39,7 +38,7 @@ def contrast(model: Generating, prompts: Prompts, decoding: Decoding, *, ends: S
     logits = model.words(features[rows, prompts.lengths - 1])
     found = torch.full((len(prompts), steps), NOTHING, device=device)
     going = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    history = history_of(prompts)
+    history = prompts.history()
     for step in range(steps):
         logits = adjusted(logits.float(), decoding, torch.cat([history, found[:, :step]], 1), step, stops)
         shares, candidates = top(torch.softmax(logits, dim=-1), min(width, logits.shape[1]))

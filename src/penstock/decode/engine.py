@@ -3,23 +3,29 @@
 An engine has a fixed number of slots, each with room for one text in the cache. In each step it reads pieces of new
 prompts and makes one token for every text whose prompt has been read. Which request gets a slot when is for the
 caller to decide. Which others run beside a text changes none of its tokens.
+
+All tokens stay on the device, and `advance` never waits for it, so a caller that need not see each token at once, such
+as `penstock.decode.sample`, lets a GPU work ahead.
+
+Shapes: r texts of a pass, N tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
 from penstock.decode.blocks import Blocks, Table
-from penstock.decode.choose import NOTHING, adjusted, chosen
-from penstock.decode.past import Columns, Pages, Past
+from penstock.decode.choose import history_of, next_tokens
+from penstock.decode.past import Columns, Pages, Past, passed
 from penstock.decode.static import Compiled, bucket
+from penstock.decode.texts import eagerly
 from penstock.errors import ConfigError
 from penstock.models.model import Model
 
@@ -51,26 +57,39 @@ class Made(NamedTuple):
     """Empty while the text goes on; `stop` at the model's end of text, `length` after as many tokens as asked for."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Text:
     """A text in a slot."""
 
     request: Request
-    ids: list[int]
-    """All tokens, of the decoder."""
+    settings: Decoding
+    """The request's but for the seed: texts with equal ones choose their tokens together."""
     prompt: int
-    """How many of them are no new ones."""
+    """Tokens, of the decoder, that are no new ones."""
     kept: int
     """How many have their keys and values in the cache."""
     table: Table | None
-    random: random.Random
     source: bool = False
     """Whether its source has still to be encoded."""
+    made: int = 0
     done: bool = False
 
     @property
-    def made(self) -> int:
-        return len(self.ids) - self.prompt
+    def unread(self) -> bool:
+        return self.kept < self.prompt
+
+
+class _Batch(NamedTuple):
+    """Texts that make a token in the same pass."""
+
+    slots: list[int]
+    texts: list[_Text]
+    every: bool
+    """Whether the pass computes no other slots."""
+    tokens: Tensor
+    """(r, 1), their newest tokens; of a slot between them, any."""
+    places: Tensor | None
+    """(r, 1), the positions of these; none where the pass computes no other slots and all are equal."""
 
 
 class Engine:
@@ -88,9 +107,11 @@ class Engine:
         chunk: int = 512,
         start: int | None = None,
         ends: Sequence[int] = (),
+        source: int | None = None,
         compiled: Compiled | None = None,
     ) -> None:
-        """`context` are the most tokens of one text, prompt and new ones; none: as many as the model has positions.
+        """`context` are the most tokens of one text, prompt and new ones; none: as many as the model has positions. The
+        last token of a text needs none, for the model is not given it. `source` are the most tokens of a source.
         With `cache=paged` all texts together have room for `tokens` (none: every slot's `context`) in blocks of `block`
         tokens, and prompts that begin alike share them. A step reads at most `chunk` tokens of prompts. `start` is what
         an encoder–decoder's decoder begins with, `ends` are the tokens that end a text. `compiled` makes the tokens of
@@ -107,11 +128,11 @@ class Engine:
         self._compiled = compiled
         self.model = model.eval()
         graph = model.graph
-        most = graph.written[-1].most
-        self.context: int = min(context or most, most)
+        longest, most = graph.runs[0].most, graph.written[-1].most
+        self.context: int = min(context or most, most + 1)
         self.slots, self.chunk, self.start, self.ends = slots, chunk, start, tuple(ends)
         self.device = next(model.parameters()).device
-        self._source = graph.remembered[0].most if graph.remembered else 0
+        self._source = min(source or longest, longest) if graph.remembered else 0
         if self._source and start is None:
             raise ConfigError(
                 "An encoder–decoder needs the number of the token that its decoder begins with: start."
@@ -127,7 +148,15 @@ class Engine:
             store = Columns(slots, self.context)
         self._past = Past(store, rows=slots, columns=self.context, memory=self._source, device=self.device)
         self._lengths = torch.ones(slots, dtype=torch.int64, device=self.device)
+        """(slots,), tokens of each source."""
+        self._ids = torch.zeros(slots, self.context, dtype=torch.int64, device=self.device)
+        """All tokens of the texts, prompts and new ones."""
+        self._uniform: Tensor | None = None
+        """(slots, context), numbers in [0, 1) to draw new tokens with."""
         self._ends = torch.tensor(self.ends, device=self.device) if self.ends else None
+        self._every = torch.arange(self.context, device=self.device)
+        self._next: _Batch | None = None
+        """The texts of the next step, if nobody comes or goes before."""
 
     def open(self, requests: Iterable[Request]) -> list[int | None]:
         """Admit requests in their order: the slot of each, None for those that have to wait."""
@@ -149,11 +178,22 @@ class Engine:
             table = self._blocks.allocate(shareable, len(ids) + request.max_tokens)
             if table is None:
                 return None
+        decoding, slot, self._next = request.decoding, free[0], None
+        self._ids[slot, : len(ids)] = torch.tensor(ids, device=self.device)
+        if decoding.draws:
+            if self._uniform is None:
+                self._uniform = torch.zeros(self._ids.shape, device=self.device)
+            drawn = random.Random(decoding.seed) if decoding.seed is not None else random.Random()
+            numbers = [drawn.random() for _ in range(request.max_tokens)]
+            self._uniform[slot, : len(numbers)] = torch.tensor(numbers, device=self.device)
+        settings = decoding if decoding.seed is None else replace(decoding, seed=None)
+        # One object for all texts with these settings, since comparing them at each step would take long.
+        settings = next(
+            (text.settings for text in self._texts if text and text.settings == settings), settings
+        )
         kept = 0 if table is None else table.shared
-        seed = request.decoding.seed
-        drawn = random.Random(seed) if seed is not None else random.Random()
-        self._texts[free[0]] = _Text(request, ids, len(ids), kept, table, drawn, source=bool(self._source))
-        return free[0]
+        self._texts[slot] = _Text(request, settings, len(ids), kept, table, source=bool(self._source))
+        return slot
 
     def require(self, request: Request) -> None:
         """Raise ConfigError, with all reasons, if a request could never run."""
@@ -191,7 +231,7 @@ class Engine:
         text = self._texts[slot]
         if text is not None and text.table is not None and self._blocks is not None:
             self._blocks.release(text.table)
-        self._texts[slot] = None
+        self._texts[slot] = self._next = None
 
     @property
     def running(self) -> int:
@@ -208,21 +248,60 @@ class Engine:
     @torch.inference_mode()
     def step(self, chunk: int | None = None) -> list[Made]:
         """Read at most `chunk` tokens of prompts, and make a token for each text whose prompt has been read."""
-        made = []
-        left = chunk or self.chunk
-        ready = [
-            slot for slot, text in enumerate(self._texts) if text and not text.done and not self._unread(text)
+        return [
+            self._made(slot, token)
+            for slots, tokens in self.advance(chunk)
+            for slot, token in zip(slots, tokens.tolist(), strict=True)
         ]
-        for slot, text in enumerate(self._texts):
-            if text is not None and self._unread(text) and left > 0:
-                count = min(left, len(text.ids) - text.kept)
-                left -= count
-                logits = self._read(slot, text, count)
-                if logits is not None:
-                    made += self._choose([slot], logits)
-        if ready:
-            made += self._choose(ready, self._decode(ready))
+
+    def advance(self, chunk: int | None = None) -> list[tuple[list[int], Tensor]]:
+        """As `step`, but gives slots and their new tokens (r,), of which those that end a text are like all others."""
+        made = []
+        batch, self._next = self._next, None
+        steady = batch is not None
+        if batch is None:
+            batch = self._ready()
+            for low, high, count in list(self._pieces(chunk or self.chunk)):
+                logits, slots = self._read(low, high, count), list(range(low, high))
+                if not self._text(low).unread:
+                    made.append((slots, self._choose(slots, self._texts[low:high], logits)))
+            steady = not any(text and text.unread for text in self._texts) and not made
+        if batch is not None:
+            behind = batch.places + 1 if batch.every and batch.places is not None else None
+            tokens = self._choose(batch.slots, batch.texts, self._decode(batch), behind)
+            made.append((batch.slots, tokens))
+            if steady and batch.every and not any(text.done for text in batch.texts):
+                self._next = batch._replace(tokens=tokens[:, None], places=behind)
         return made
+
+    def _ready(self) -> _Batch | None:
+        """All texts whose prompts have been read, unless there is none."""
+        slots = [slot for slot, text in enumerate(self._texts) if text and not text.done and not text.unread]
+        if not slots:
+            return None
+        texts = [self._text(slot) for slot in slots]
+        low, high = self._span(slots)
+        every = len(slots) == high - low
+        if every and self._compiled is None and len({text.kept for text in texts}) == 1:
+            return _Batch(slots, texts, every, self._ids[low:high, texts[0].kept, None], None)
+        places = [0] * (high - low)
+        for slot, text in zip(slots, texts, strict=True):
+            places[slot - low] = text.kept
+        there = torch.tensor(places, device=self.device)[:, None]
+        return _Batch(slots, texts, every, self._ids[low:high].gather(1, there), there)
+
+    def _span(self, slots: list[int]) -> tuple[int, int]:
+        """First slot of a pass over these, and the slot behind its last."""
+        return (slots[0], slots[-1] + 1) if self._compiled is None else (0, self.slots)
+
+    def keep(self, slots: Tensor) -> None:
+        """Leave all but some slots (r,) out from now on; they are numbered anew in their order. Not for `paged`."""
+        assert self._blocks is None
+        self._past.keep(slots)
+        self._ids, self._lengths = self._ids[slots], self._lengths[slots]
+        self._uniform = None if self._uniform is None else self._uniform[slots]
+        self._texts = [self._texts[slot] for slot in slots.tolist()]
+        self.slots, self._next = len(self._texts), None
 
     def warm(self) -> None:
         """Make a text that nobody asked for, so that what is compiled is compiled before the first request."""
@@ -232,65 +311,95 @@ class Engine:
             pass
         self.release(slot)
 
-    @staticmethod
-    def _unread(text: _Text) -> bool:
-        return text.kept < text.prompt
+    def _pieces(self, left: int) -> Iterator[tuple[int, int, int]]:
+        """First slot, slot behind the last, and tokens of each, of prompts that are read together: of neighbours that
+        begin now, as many as find room in `left` tokens with their padding; else a piece of one."""
+        low, texts = 0, self._texts
+        while low < len(texts) and left > 0:
+            text, high = texts[low], low + 1
+            if text is not None and text.unread:
+                longest, alone = text.prompt - text.kept, text.kept > 0
+                while not alone and high < len(texts):
+                    other = texts[high]
+                    if other is None or other.kept or (high + 1 - low) * max(longest, other.prompt) > left:
+                        break
+                    longest, high = max(longest, other.prompt), high + 1
+                count = min(left, longest)
+                left -= (high - low) * count
+                yield low, high, count
+            low = high
 
-    def _read(self, slot: int, text: _Text, count: int) -> Tensor | None:
-        """Compute the next tokens of a prompt; logits (1, V) once its last one is among them."""
-        begin, end = text.kept, text.kept + count
-        tokens = torch.tensor([text.ids[begin:end]], device=self.device)
-        source = lengths = None
-        if text.source:
-            source = torch.tensor([text.request.ids], device=self.device)
-            self._lengths[slot] = source.shape[1]
-            self._past.remember(self._lengths, self._source)
-            text.source = False
-        places = torch.arange(begin, end, device=self.device)
-        self._look([text])
-        self._past.at(
-            places, columns=begin, width=end, rows=slice(slot, slot + 1), first=begin == 0, alone=count == 1
-        )
-        last = torch.tensor([count - 1], device=self.device)
-        logits = self._run(tokens, last, source, lengths)
-        text.kept = end
-        if self._blocks is not None and text.table is not None:
-            self._blocks.computed(text.table, end)
-        return None if end < text.prompt else logits
-
-    def _decode(self, ready: list[int]) -> Tensor:
-        """Logits (r, V) after the newest token of each of these slots."""
-        low, high = (ready[0], ready[-1] + 1) if self._compiled is None else (0, self.slots)
-        texts = [self._texts[slot] if slot in ready else None for slot in range(low, high)]
-        tokens = torch.tensor([[text.ids[-1] if text else 0] for text in texts], device=self.device)
-        places = torch.tensor([[text.kept if text else 0] for text in texts], device=self.device)
-        # A slot between them that is empty, or reads its prompt, writes where nothing is read before it is written.
-        spare = [self._texts[slot] for slot in range(low, high)]
-        columns = torch.tensor([[text.kept if text else 0] for text in spare], device=self.device)
-        columns = columns.clamp(max=self.context - 1)
-        width = int(columns.max()) + 1
-        wanted = torch.tensor([slot - low for slot in ready], device=self.device)
-        if self._compiled is not None:
-            assert isinstance(self._past.store, Columns)
-            width, there = bucket(width), self._past.store.width
-            width = width if width <= there // 2 else max(width, bucket(there))  # a long text that has gone
-            logits = self._compiled(self._past, tokens, places, columns, width)[wanted]
-        else:
-            self._look(texts)
-            even = len(ready) == high - low and bool((places == places[0]).all())
-            self._past.at(places, columns=columns, width=width, rows=slice(low, high), alone=even)
-            logits = self._run(tokens, wanted)
+    def _read(self, low: int, high: int, count: int) -> Tensor:
+        """Compute the next tokens of some prompts: logits (r, V) after the last of each."""
+        texts = [self._text(slot) for slot in range(low, high)]
+        begin, rows = texts[0].kept, self._rows(low, high)
         for text in texts:
-            if text is not None:
-                text.kept += 1
+            text.kept = min(begin + count, text.prompt)
+        source = lengths = None
+        if texts[0].source:
+            sources = [text.request.ids for text in texts]
+            longest = max(map(len, sources))
+            source = torch.tensor(
+                [[*ids, *[0] * (longest - len(ids))] for ids in sources], device=self.device
+            )
+            self._lengths[low:high] = torch.tensor([len(ids) for ids in sources], device=self.device)
+            lengths = self._lengths[low:high]
+            self._past.remember(self._lengths, self._source)
+            for text in texts:
+                text.source = False
+        places = torch.arange(begin, begin + count, device=self.device)
+        self._look(texts)
+        # What padding writes lies behind its text, where nothing is read before it is written.
+        self._past.at(
+            places, columns=begin, width=begin + count, rows=rows, first=begin == 0, alone=count == 1
+        )
+        last = [number * count + text.kept - begin - 1 for number, text in enumerate(texts)]
+        with eagerly():
+            logits = passed(
+                self.model, self._past, self._ids[low:high, begin : begin + count],
+                torch.tensor(last, device=self.device), source, lengths,
+            )  # fmt: skip
+        for text in texts:
+            if self._blocks is not None and text.table is not None:
+                self._blocks.computed(text.table, text.kept)
         return logits
 
-    def _run(
-        self, tokens: Tensor, rows: Tensor, source: Tensor | None = None, lengths: Tensor | None = None
-    ) -> Tensor:
-        if self._source:
-            return self.model.logits(source, tokens, lengths, None, rows, past=self._past)
-        return self.model.logits(tokens, None, None, rows, past=self._past)
+    def _rows(self, low: int, high: int) -> slice:
+        return slice(None) if (low, high) == (0, self.slots) else slice(low, high)
+
+    def _decode(self, batch: _Batch) -> Tensor:
+        """Logits (r, V) after the newest token of each of these texts."""
+        low, high = self._span(batch.slots)
+        longest, wanted = max(text.kept for text in batch.texts), None
+        width, rows = longest + 1, self._rows(low, high)
+        if batch.places is None:
+            self._look(batch.texts)
+            places = self._every[longest:width]
+            self._past.at(places, columns=longest, width=width, rows=rows, alone=True)
+            logits = passed(self.model, self._past, batch.tokens)
+        else:
+            columns, there = batch.places, self._texts[low:high]
+            if not batch.every:
+                # A slot between them that is empty, or reads its prompt, writes where nothing is read before it is
+                # written.
+                kept = [min(text.kept, self.context - 1) if text else 0 for text in there]
+                columns, width = torch.tensor(kept, device=self.device)[:, None], max(kept) + 1
+                wanted = torch.tensor(batch.slots, device=self.device) - low
+            if self._compiled is not None:
+                assert isinstance(self._past.store, Columns)
+                width, now = bucket(width), self._past.store.width
+                width = width if width <= now // 2 else max(width, bucket(now))  # a long text that has gone
+                # One graph serves all steps, if no tensor is given twice.
+                columns = columns.clone() if batch.every else columns
+                logits = self._compiled(self._past, batch.tokens, batch.places, columns, width)
+                logits = logits if wanted is None else logits[wanted]
+            else:
+                self._look([text if text in batch.texts else None for text in there])
+                self._past.at(batch.places, columns=columns, width=width, rows=rows)
+                logits = passed(self.model, self._past, batch.tokens, wanted)
+        for text in batch.texts:
+            text.kept += 1
+        return logits
 
     def _look(self, texts: Sequence[_Text | None]) -> None:
         """Tell a paged cache the blocks of these texts; what has no text writes to the spare block."""
@@ -302,40 +411,66 @@ class Engine:
         table = [[*row, *[spare] * (longest - len(row))] for row in rows]
         self._past.store.look(torch.tensor(table, device=self.device))
 
-    def _choose(self, slots: list[int], logits: Tensor) -> list[Made]:
-        """The next token of each of these slots, whose texts are alike in settings or not."""
-        made = []
-        groups: dict[Decoding, list[int]] = {}
-        for place, slot in enumerate(slots):
-            groups.setdefault(self._text(slot).request.decoding, []).append(place)
-        for decoding, places in groups.items():
-            texts = [self._text(slots[place]) for place in places]
-            own = logits.float() if len(places) == len(slots) else logits[places].float()
-            history = None
-            if decoding.looks_back:
-                longest = max(len(text.ids) for text in texts)
-                padded = [[NOTHING] * (longest - len(text.ids)) + text.ids for text in texts]
-                history = torch.tensor(padded, device=self.device)
-            new = torch.tensor([[text.made] for text in texts], device=self.device)
-            ends = None if decoding.ignore_end else self._ends
-            own = adjusted(own, decoding, history, new, ends)
-            uniform = None
-            if decoding.draws:
-                uniform = torch.tensor([text.random.random() for text in texts], device=self.device)
-            for place, token in zip(places, chosen(own, decoding, uniform).tolist(), strict=True):
-                made.append(self._add(slots[place], token))
-        return made
+    def _choose(
+        self, slots: list[int], texts: Sequence[_Text | None], logits: Tensor, behind: Tensor | None = None
+    ) -> Tensor:
+        """The next token (r,) of each of these slots, whose texts are alike in settings or not. `behind` (r, 1) are
+        their positions, where these are known on the device."""
+        groups: dict[int, list[int]] = {}
+        for place, text in enumerate(texts):
+            assert text is not None
+            groups.setdefault(id(text.settings), []).append(place)
+        if len(groups) == 1:
+            return self._chosen(slots, logits, behind)
+        tokens = self._lengths.new_empty(len(slots))
+        for places in groups.values():
+            tokens[places] = self._chosen([slots[place] for place in places], logits[places])
+        return tokens
+
+    def _chosen(self, slots: list[int], logits: Tensor, behind: Tensor | None = None) -> Tensor:
+        """The next token (r,) of each of these slots, whose texts are alike in settings."""
+        texts = [self._text(slot) for slot in slots]
+        settings, history, uniform = texts[0].settings, None, None
+        together = slots[-1] - slots[0] + 1 == len(slots)
+        rows: Any = slice(slots[0], slots[-1] + 1) if together else torch.tensor(slots, device=self.device)
+        new = self._column([text.made for text in texts])
+        lengths: Any = behind
+        if behind is None:
+            lengths = self._column([text.prompt + text.made for text in texts])
+        if settings.looks_back:
+            longest = max(text.prompt + text.made for text in texts)
+            history = history_of(self._ids[rows, :longest], lengths)
+        if settings.draws:
+            assert self._uniform is not None
+            drawn = self._uniform[rows]
+            uniform = drawn[:, new] if isinstance(new, int) else drawn.gather(1, new)[:, 0]
+        ends = None if settings.ignore_end else self._ends
+        tokens = next_tokens(logits, settings, history, new, ends, uniform)
+        if isinstance(lengths, int):
+            self._ids[rows, lengths] = tokens
+        elif together:
+            self._ids[rows].scatter_(1, lengths, tokens[:, None])
+        else:
+            self._ids[rows, lengths[:, 0]] = tokens
+        for text in texts:
+            text.made += 1
+            text.done = text.made >= text.request.max_tokens
+        return tokens
+
+    def _column(self, numbers: list[int]) -> int | Tensor:
+        """One number of all texts, or that of each, (r, 1)."""
+        if min(numbers) == max(numbers):
+            return numbers[0]
+        return torch.tensor(numbers, device=self.device)[:, None]
 
     def _text(self, slot: int) -> _Text:
         text = self._texts[slot]
         assert text is not None
         return text
 
-    def _add(self, slot: int, token: int) -> Made:
+    def _made(self, slot: int, token: int) -> Made:
         text = self._text(slot)
         if token in self.ends and not text.request.decoding.ignore_end:
-            text.done = True
+            text.done, self._next = True, None
             return Made(slot, (), "stop")
-        text.ids.append(token)
-        text.done = text.made >= text.request.max_tokens
         return Made(slot, (token,), "length" if text.done else "")

@@ -54,8 +54,7 @@ class Columns:
             if isinstance(past.columns, int):
                 rows.narrow(2, past.columns, new.shape[2]).copy_(new)
             else:
-                texts = torch.arange(len(rows), device=new.device)[:, None]
-                rows.transpose(1, 2)[texts, past.columns] = new.transpose(1, 2)
+                rows.scatter_(2, past.columns[:, None, :, None].expand_as(new), new)
             found.append(rows.narrow(2, 0, past.width))
         return found[0], found[1]
 
@@ -336,6 +335,23 @@ class Past:
         self.store.gather(places)
         kept = self.key_places.expand(len(places), -1)
         self.key_places = F.pad(kept.gather(1, places), (0, kept.shape[1] - places.shape[1]), value=NEVER)
+
+
+def passed(
+    model: Any,
+    past: Any,
+    tokens: Tensor,
+    rows: Tensor | None = None,
+    source: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) of the tokens numbered by `rows` (M,). An
+    encoder–decoder is given its source (R, S) in the first pass, with the `lengths` (R,) of its texts."""
+    if model.graph.remembered:
+        logits: Tensor = model.logits(source, tokens, lengths, None, rows, past=past)
+    else:
+        logits = model.logits(tokens, None, None, rows, past=past)
+    return logits if rows is not None else logits.flatten(0, 1)
 
 
 class _Look:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.config.decoding import Decoding
 from penstock.decode.choose import adjusted, shares
-from penstock.decode.past import Columns, Past
+from penstock.decode.past import Columns, Past, passed
 from penstock.decode.texts import Generating
 from penstock.kernels.top import largest
 
@@ -68,10 +68,7 @@ class Reading:
         self.past.at(places, columns=begin, width=end, first=begin == 0, alone=len(tokens) == 1)
         given = torch.tensor([list(tokens)], device=self.device)
         self.kept = end
-        if self.model.graph.remembered:
-            source = None if self.past.remembers else self.source
-            return self.model(source, given, past=self.past)[0]  # type: ignore[no-any-return]
-        return self.model(given, past=self.past)[0]  # type: ignore[no-any-return]
+        return passed(self.model, self.past, given, source=None if self.past.remembers else self.source)
 
 
 class Chooser:

@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
 from penstock.decode.looks import folded, mask_of, turned
-from penstock.decode.past import Columns, Past
+from penstock.decode.past import Columns, Past, passed
 from penstock.kernels.attention import Scores
 from penstock.models.anatomy import let_recompile
 from penstock.models.block import Context
@@ -156,12 +156,8 @@ class Compiled:
     that plays a step back; none: CUDA graphs on a GPU, and nothing elsewhere."""
 
     def __init__(self, model: Model, *, backend: Any = None, record: Record | None = None) -> None:
-        both = bool(model.graph.remembered)
-
         def step(given: Given) -> Tensor:
-            past = _Step(given)
-            logits = model.logits(*[None] * both, given.tokens, past=past)
-            return logits.flatten(0, 1)
+            return passed(model, _Step(given), given.tokens)
 
         let_recompile()
         self._step: Callable[[Given], Tensor] = torch.compile(

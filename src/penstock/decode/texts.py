@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.decode.past import NEVER, Columns, Past
+from penstock.decode.choose import history_of
+from penstock.decode.past import NEVER, Columns, Past, passed
 from penstock.decode.static import Compiled, bucket
 from penstock.models.model import Model
 from penstock.shards import TENSOR
@@ -59,9 +60,25 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def history(self) -> Tensor:
+        """The decoder's first tokens, (B, P), the last at the right."""
+        return history_of(self.tokens, self.lengths[:, None])
+
+    def rows(self) -> list[list[int]]:
+        """Numbers of the tokens of each prompt, or source, without padding."""
+        tokens, lengths = self.tokens, self.lengths
+        if self.source is not None:
+            tokens = self.source
+            lengths = (
+                torch.full_like(lengths, tokens.shape[1])
+                if self.source_lengths is None
+                else self.source_lengths
+            )
+        return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+
 
 class Texts:
-    """Texts of a batch. Each call of `following` puts in new tokens of each, side by side (beams), or in a row."""
+    """Texts of a batch. Each call of `following` puts in new tokens of each, side by side: beams, or candidates."""
 
     def __init__(
         self,
@@ -69,7 +86,7 @@ class Texts:
         prompts: Prompts,
         *,
         steps: int,
-        side_by_side: int = 1,
+        side_by_side: int,
         compiled: Compiled | None = None,
     ) -> None:
         """There is room for `steps` calls of `following` with `side_by_side` tokens each, which runs `compiled`, if it
@@ -77,14 +94,12 @@ class Texts:
         self.model, self.prompts, self.compiled = model, prompts, compiled
         rows, longest = prompts.tokens.shape
         columns = longest + steps * side_by_side
-        # Compiled code has one form for all: columns are told their positions.
-        in_order = prompts.even and side_by_side == 1 and compiled is None
         columns = columns if compiled is None else bucket(columns)
         self.past = Past(
             Columns(rows, columns),
             rows=1 if prompts.even else rows,
             columns=columns,
-            positions=None if in_order else columns,
+            positions=columns,
             device=prompts.tokens.device,
         )
         self.filled = longest
@@ -116,23 +131,22 @@ class Texts:
         if prompts.source is not None:
             past.remember(prompts.source_lengths, prompts.source.shape[1])
 
-    def following(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
+    def following(self, tokens: Tensor, seen: Tensor) -> Tensor:
         """Put in the next tokens, (B, N), all at one position: logits (B·N, V). `seen` (B, N, columns or more) says
-        which columns each sees; none: all before it."""
+        which columns each sees."""
         if self.compiled is not None:
             return self._fixed(self.compiled, tokens, seen)
         self._follow(tokens.shape[1], seen)
         return self._run(tokens, None)
 
-    def _fixed(self, compiled: Compiled, tokens: Tensor, seen: Tensor | None) -> Tensor:
+    def _fixed(self, compiled: Compiled, tokens: Tensor, seen: Tensor) -> Tensor:
         begin, self.filled = self.filled, self.filled + tokens.shape[1]
         assert isinstance(self.past.store, Columns)
         width = bucket(max(self.filled, self.past.store.width))
         if len(self.lengths) != len(tokens):
             self.lengths = self.lengths.expand(len(tokens), -1).contiguous()
         columns = torch.arange(begin, self.filled, device=tokens.device)[None]
-        seen = None if seen is None else seen[:, :, :width].contiguous()
-        logits = compiled(self.past, tokens, self.lengths, columns, width, seen)
+        logits = compiled(self.past, tokens, self.lengths, columns, width, seen[:, :, :width].contiguous())
         self.lengths = self.lengths + 1
         return logits
 
@@ -141,22 +155,16 @@ class Texts:
         self._follow(tokens.shape[1], seen)
         return self._features(tokens, None)
 
-    def _follow(self, count: int, seen: Tensor | None) -> None:
+    def _follow(self, count: int, seen: Tensor) -> None:
         begin, self.filled = self.filled, self.filled + count
-        seen = None if seen is None else seen[:, :, : self.filled]
-        places = self.lengths if count == 1 else self.lengths.expand(-1, count)
-        alone = self.past.in_order and count == 1
+        places = self.lengths.expand(-1, count)
         places = places[0] if len(places) == 1 else places
-        self.past.at(places, columns=begin, width=self.filled, seen=seen, alone=alone)
+        self.past.at(places, columns=begin, width=self.filled, seen=seen[:, :, : self.filled])
         self.lengths = self.lengths + 1
 
     def _run(self, tokens: Tensor, rows: Tensor | None, source: Tensor | None = None) -> Tensor:
-        if self.prompts.source is not None:
-            lengths = None if source is None else self.prompts.source_lengths
-            logits: Tensor = self.model.logits(source, tokens, lengths, None, rows, past=self.past)
-        else:
-            logits = self.model.logits(tokens, None, None, rows, past=self.past)
-        return logits if rows is not None else logits.flatten(0, 1)
+        lengths = None if source is None else self.prompts.source_lengths
+        return passed(self.model, self.past, tokens, rows, source, lengths)
 
     def _features(self, tokens: Tensor, source: Tensor | None) -> Tensor:
         model, memory = self.model, None
@@ -165,23 +173,22 @@ class Texts:
         found: Tensor = model.written(tokens, memory=memory, past=self.past)
         return found
 
-    def remaining(self, going: Tensor) -> Tensor | None:
-        """Rows of texts (B,) worth computing from now on: all that still go on, and perhaps others; None: all rows."""
-        left = int(going.sum())
-        if self.compiled is not None and self.compiled.rounds:
-            left = (
-                1 << (left - 1).bit_length()
-            )  # some that have ended stay, so that few numbers of texts occur
-            if left > len(going) // 2:
-                return None
-            return (~going).to(torch.uint8).argsort(stable=True)[:left].sort().values
-        return going.nonzero().squeeze(1) if left < _FEW * len(going) else None
-
     def keep(self, rows: Tensor) -> None:
         """Leave all but some texts out from now on."""
         self.past.keep(rows)
         if len(self.lengths) > 1:
             self.lengths = self.lengths[rows]
+
+
+def remaining(going: Tensor, compiled: Compiled | None) -> Tensor | None:
+    """Rows of texts (B,) worth computing from now on: all that still go on, and perhaps others; None: all rows."""
+    left = int(going.sum())
+    if compiled is not None and compiled.rounds:
+        left = 1 << (left - 1).bit_length()  # some that have ended stay, so that few numbers of texts occur
+        if left > len(going) // 2:
+            return None
+        return (~going).to(torch.uint8).argsort(stable=True)[:left].sort().values
+    return going.nonzero().squeeze(1) if left < _FEW * len(going) else None
 
 
 def eagerly() -> AbstractContextManager[Any]:

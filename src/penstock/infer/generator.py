@@ -175,6 +175,7 @@ class Generator:
         found = in_parts(stages_of(self.model), generated, len(rows), self.dims) if rows else []
         return everyones(found, self.dims)
 
+    @torch.inference_mode()
     def _generated(
         self, rows: list[list[int]], seeds: list[int | None], decoding: Decoding
     ) -> list[Generated]:

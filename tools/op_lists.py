@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.config.formats import HalfDtype
 from penstock.precision.lists.op_lists import autocast_policy
-from penstock.precision.lists.table import AUTOCAST, BANNED, GROUPS, POLICIES, Group, Half
+from penstock.precision.lists.table import AUTOCAST, BANNED, GROUPS, POLICIES, Group
 
 PATH = Path(__file__).parent.parent / "docs" / "reference" / "op-lists.md"
-NUMBERS: dict[Half, str] = {
+NUMBERS: dict[HalfDtype, str] = {
     "fp16": "11 bits, largest 65,504, smallest 6e-8",
     "bf16": "8 bits, the range of fp32",
 }

@@ -67,5 +67,5 @@ class Fake:
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The fake; the folder's name says how many milliseconds a step takes."""
     seconds = int(settings["model"].rpartition("-")[2]) / 1e3
-    about = {"family": "decoder", "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY, "never": []}
+    about = {"writes": True, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY, "never": []}
     return Opened(Fake(limits.slots, seconds), None, Asked, about)

@@ -18,6 +18,7 @@ from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
 from penstock.models import Model, create
 from penstock.models.stems import PatchStem
+from penstock.planner.describe import totals
 
 VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)
@@ -327,3 +328,26 @@ def test_submodules_are_called_and_nothing_is_taken_out_of_them(variant: str) ->
             holder, _, last = name.rpartition(".")
             setattr(model.get_submodule(holder), last, _Wrapped(module))
     assert torch.equal(model(images), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": "rms", "mlp": "swiglu", "positions": "rotary", "bias": False, "qkv_bias": False},
+        {"kv_heads": 1, "positions": "none", "window": 5, "norm_first": False, "layer_scale": 0.1},
+        {"parallel": True, "positions": "sinusoidal", "classifier": "pooled", "mlp": "relu"},
+    ],
+)
+def test_what_text_models_have_an_image_model_can_have_too(changes: dict[str, Any]) -> None:
+    """Its parameters are predicted, both orders of tokens compute the same, and every weight gets a gradient."""
+    config = replace(TINY, **changes)
+    model = _model(config)
+    assert totals(config).parameters == sum(p.numel() for p in model.parameters())
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    first, gradients = _pass(model, images)
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+    model.set_token_order("batch_second")
+    second, others = _pass(model, images)
+    torch.testing.assert_close(second, first, rtol=1e-10, atol=1e-10)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-10, atol=1e-10, msg=name)

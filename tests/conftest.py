@@ -24,7 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more process than cores, for tests that wait for a process, a signal or a deadline leave theirs idle."""
-    return len(os.sched_getaffinity(0)) + 1
+    from penstock.launch.settings import usable_cores
+
+    return (len(usable_cores()) or os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,5 +1,5 @@
-"""Attention over kept columns, for eager and compiled passes alike: masks by position, rotated angles, and attention of
-query heads that share KV heads.
+"""Attention over kept columns, for eager and compiled passes alike: what their blocks are given, masks by position,
+rotated angles, and attention of query heads that share KV heads.
 
 Shapes: R texts, or 1 where all are alike; N new tokens; W columns; G KV heads, H query heads; K features.
 """
@@ -7,13 +7,126 @@ Shapes: R texts, or 1 where all are alike; N new tokens; W columns; G KV heads, 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.attention import Scores, attention
-from penstock.models.positions import Rotation
+from penstock.kernels.attention import Scores, attention, type_of_scores
+from penstock.models.block import Context
+from penstock.models.positions import Rotation, alibi, rotations
+
+
+class Continuing:
+    """The base of a pass over tokens that follow others, whose keys and values are kept: see
+    `penstock.models.block.Past`. A pass may run through several stacks, of which each has its own tables and keeps."""
+
+    places: Tensor
+    """(N,) or (R, N), positions of the tokens."""
+    positions: float
+    """As many as a text can have, where windows may be wider than that."""
+    kept: Tensor
+    """(R or 1, W), positions of what is in the columns."""
+    seen: Tensor | None = None
+    """(R, N, W), which columns each token sees; none: those whose positions are not after its own."""
+    causal = False
+    """Whether nothing is kept yet, and columns are the tokens of this pass in order."""
+    alone = False
+    """Whether one token looks at columns that it sees all of."""
+    remembers = False
+    """Whether the keys and values of the memory are kept too."""
+    tables: dict[str, Any]
+    """Rotations and biases of each stack, over all positions."""
+    run = layer = across = 0
+    """Stacks that this pass has met, and their blocks and cross attentions: those of the next come behind them."""
+
+    def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
+        """The `Context` for the blocks of a `TokenStack` in this pass."""
+        windows, dtype, crosses = self.windows_of(stack), type_of_scores(x), stack.crosses
+        masks = {window: self._mask(stack, window or None, dtype) for window in dict.fromkeys(windows)}
+        look, across = _Look(self, self.layer, [masks[window] for window in windows]), None
+        turns: dict[str, Any] = self._turns(stack)
+        if crosses and (memory is not None or self.remembers):
+            # Blocks make keys and values of the memory that is given, and after the first pass there is none any more.
+            memory = x.new_zeros(1, 0, x.shape[2]) if memory is None else memory
+            memory = memory.transpose(0, 1) if stack.sequence_first else memory
+            across = _LookAcross(self, self.across)
+        self.run += 1
+        self.layer += len(windows)
+        self.across += len(windows) * crosses
+        return Context(mask=look, near=look, memory=memory if across else None, memory_mask=across, **turns)
+
+    def windows_of(self, stack: Any) -> tuple[int, ...]:
+        """The window of each block that is computed here; 0 is none."""
+        windows: tuple[int, ...] = stack.windows
+        return windows
+
+    def attend(self, layer: int, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        """Keep k and v of a block's new tokens, and attend to all columns; `how` are backend and `Scores`."""
+        raise NotImplementedError
+
+    def attend_across(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        """Attend to the memory; k and v are of no token where they are kept."""
+        raise NotImplementedError
+
+    @property
+    def _rows(self) -> Tensor:
+        return self.places if self.places.dim() == 2 else self.places[None]
+
+    def _turns(self, stack: Any) -> dict[str, Rotation]:
+        if (name := f"turns {self.run}") not in self.tables:
+            every = torch.arange(int(self.positions), device=self.places.device)
+            self.tables[name] = rotations(stack.sizes, every, sequence_first=False)
+        return turned(self.tables[name], self._rows, sequence_first=stack.sequence_first)
+
+    def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Numbers to add to scores, (R or 1, H or 1, N, W); None where all is seen, or a causal mask is enough."""
+        narrow = window is not None and window < self.positions
+        biased = stack.sizes.biased
+        if not narrow and not biased and (self.causal or self.alone):
+            return None
+        return mask_of(
+            self._rows, self.kept, dtype=dtype, seen=self.seen, window=window if narrow else None,
+            biases=self._by_distance(stack) if biased else None, itself=self.causal,
+        )  # fmt: skip
+
+    def _by_distance(self, stack: Any) -> Tensor:
+        """Biases (H, positions) by how far a token lies behind the one that looks."""
+        if (name := f"bias {self.run}") not in self.tables:
+            count = int(self.positions)
+            if stack.relative is not None:
+                table = stack.relative(count, 1)
+            else:
+                table = alibi(stack.sizes.heads, count, 1, self.places.device)[:, stack.heads]
+            self.tables[name] = table[0, :, :, 0]
+        found: Tensor = self.tables[name]
+        return found
+
+
+class _Look:
+    """A `Sight` of the columns: of each block in turn, for blocks run in their order."""
+
+    def __init__(self, past: Continuing, layer: int, masks: list[Tensor | None]) -> None:
+        self.past, self.masks, self.first, self.layer = past, masks, layer, layer
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `penstock.kernels.attention.attention`."""
+        self.layer += 1
+        mask = self.masks[self.layer - self.first - 1]
+        return self.past.attend(self.layer - 1, mask, q, k, v, backend, scores)
+
+
+class _LookAcross:
+    """A `Sight` of a memory, whose keys and values are made in the first pass and kept."""
+
+    def __init__(self, past: Continuing, layer: int) -> None:
+        self.past, self.layer = past, layer
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `penstock.kernels.attention.attention`."""
+        self.layer += 1
+        return self.past.attend_across(self.layer - 1, q, k, v, backend, scores)
 
 
 def mask_of(

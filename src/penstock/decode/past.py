@@ -18,12 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.config.plan import AttentionBackend
-from penstock.config.stack import Stack
-from penstock.decode.looks import folded, mask_of, turned
+from penstock.decode.looks import Continuing, folded
 from penstock.kernels.attention import Scores, attention
 from penstock.models.anatomy import ELSEWHERE
-from penstock.models.block import Context
-from penstock.models.positions import Rotation, alibi, rotations
 
 NEVER = 1 << 30
 """The position of a column that nothing may see."""
@@ -146,7 +143,7 @@ class Pages:
         return of(columns), of(every)
 
 
-class Past:
+class Past(Continuing):
     """A cache, and the positions of this pass's tokens in it, with which a model continues texts.
 
     `at` says so before each pass; then `model(…, past=past)`.
@@ -177,12 +174,7 @@ class Past:
         self.watched: Tensor | None = None
         """(B, N, M), how much the last block looks at each token of the source, the mean over heads; told once this has
         been set to a tensor."""
-        self._seen: Tensor | None = None
-        self._causal = False
-        self._alone = False
-        self._run = self._layer = self._across = 0
-        """Runs that this pass has met, and their blocks and cross attentions: another run's come behind them."""
-        self._kept = self.key_places
+        self.kept = self.key_places
         self._in_order = self.key_places[:, :0]
         self.memory: list[tuple[Tensor, Tensor]] = []
         self._memory_shape = (rows, memory) if memory else None
@@ -215,69 +207,58 @@ class Past:
             assert isinstance(columns, int)
             told = places if key_places is None else key_places
             self.key_places[:, columns : columns + told.shape[-1]] = told
-        self._kept, self._seen, self._causal, self._alone = self.key_places[:, :width], seen, first, alone
-        self._run = self._layer = self._across = 0
+        self.kept, self.seen, self.causal, self.alone = self.key_places[:, :width], seen, first, alone
+        self.run = self.layer = self.across = 0
 
-    def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
-        """The `Context` for the blocks of a `TokenStack` in this pass."""
-        sizes: Stack = stack.sizes
-        turns: dict[str, Any] = self._turns(sizes, sequence_first=stack.sequence_first)
-        dtype = (
-            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        )
-        look = _Look(self, self._layer)
-        for window in set(stack.windows):
-            look.masks[window] = self._mask(stack, window or None, dtype)
-        # Of the blocks that lie here, which are all that look.
+    def windows_of(self, stack: Any) -> tuple[int, ...]:
+        """The windows of blocks of this rank, since others do not look."""
         here = (not block.__dict__.get(ELSEWHERE) for block in stack.blocks)
-        look.windows = list(itertools.compress(stack.windows, here))
-        crosses, across = stack.crosses, self._across
-        self._run += 1
-        self._layer += len(look.windows)
-        self._across += len(look.windows) * crosses
-        context = Context(mask=look, near=look, **turns)
-        if not crosses or (memory is None and not self.remembers):
-            return context
-        if memory is None:
-            memory = x.new_zeros(x.shape[0], 0, x.shape[2])
-        memory = memory.transpose(0, 1) if stack.sequence_first else memory
-        return context._replace(memory=memory, memory_mask=_LookAcross(self, across))
+        return tuple(itertools.compress(stack.windows, here))
 
-    def _turns(self, sizes: Stack, *, sequence_first: bool) -> dict[str, Rotation]:
-        if (name := f"turns {self._run}") not in self.tables:
-            every = torch.arange(self.positions, device=self.places.device)
-            self.tables[name] = rotations(sizes, every, sequence_first=False)
-        places = self.places if self.places.dim() == 2 else self.places[None]
-        return turned(self.tables[name], places, sequence_first=sequence_first)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        self,
+        layer: int,
+        mask: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        backend: AttentionBackend,
+        scores: Scores,
+    ) -> Tensor:
+        """See `Continuing.attend`."""
+        keys, values = self.store.keep(layer, k, v, self)
+        if self.causal:
+            return attention(q, k, v, backend, Scores(mask, causal=mask is None, scale=scores.scale))
+        return folded(q, keys, values, mask, backend, scores.scale)
 
-    def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Numbers to add to scores, (r or 1, H or 1, N, width); None where all is seen, or a causal mask is enough."""
-        narrow = window is not None and window < self.positions
-        biased = stack.sizes.biased
-        if not narrow and not biased and (self._causal or self._alone):
-            return None
-        places = self.places if self.places.dim() == 2 else self.places[None]
-        return mask_of(
-            places,
-            self._kept,
-            dtype=dtype,
-            seen=self._seen,
-            window=window if narrow else None,
-            biases=self._by_distance(stack) if biased else None,
-            itself=self._causal,
-        )
-
-    def _by_distance(self, stack: Any) -> Tensor:
-        """Biases (H, positions) by how far a token lies behind the one that looks."""
-        if (name := f"bias {self._run}") not in self.tables:
-            device, count = self.places.device, self.positions
-            if stack.relative is not None:
-                table = stack.relative(count, 1)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend_across(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores
+    ) -> Tensor:
+        """See `Continuing.attend_across`."""
+        if k.shape[2]:
+            if self._memory_shape is None:
+                self.memory.append((k.contiguous(), v.contiguous()))
             else:
-                table = alibi(stack.sizes.heads, count, 1, device)[:, stack.heads]
-            self.tables[name] = table[0, :, :, 0]
-        found: Tensor = self.tables[name]
-        return found
+                if layer == len(self.memory):
+                    rows, columns = self._memory_shape
+                    shape = (rows, k.shape[1], columns, k.shape[3])
+                    self.memory.append((k.new_zeros(shape), v.new_zeros(shape)))
+                for store, new in zip(self.memory[layer], (k, v)):
+                    store[self.rows, :, : new.shape[2]] = new
+            self.remembers = True
+        (keys, values), mask = self.memory[layer], self.memory_mask
+        if not self.whole:
+            keys, values = keys[self.rows], values[self.rows]
+            mask = mask if mask is None else mask[self.rows]
+        mask = mask if mask is None else mask.to(q.dtype)
+        if self.watched is not None and layer == len(self.memory) - 1:
+            shared = q.shape[1] // keys.shape[1]
+            products = q @ keys.repeat_interleave(shared, dim=1).transpose(2, 3)
+            products = products * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+            self.watched = torch.softmax(products if mask is None else products + mask, dim=-1).mean(1)
+        return folded(q, keys, values, mask, backend, scores.scale)
 
     def remember(self, lengths: Tensor | None, memory: int) -> None:
         """Set how many tokens of each row's source, (R,) of `memory`, are no padding; none: all."""
@@ -352,58 +333,3 @@ def passed(
     else:
         logits = model.logits(tokens, None, None, rows, past=past)
     return logits if rows is not None else logits.flatten(0, 1)
-
-
-class _Look:
-    """A `Sight` of the columns: of each block in turn, for blocks run in their order."""
-
-    def __init__(self, past: Past, layer: int) -> None:
-        self.past, self.first, self.layer = past, layer, layer
-        self.masks: dict[int, Tensor | None] = {}
-        """Masks by window; 0 is none."""
-        self.windows: list[int] = []
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `penstock.kernels.attention.attention`."""
-        past, mask = self.past, self.masks[self.windows[self.layer - self.first]]
-        keys, values = past.store.keep(self.layer, k, v, past)
-        self.layer += 1
-        if past._causal:
-            return attention(q, k, v, backend, Scores(mask, causal=mask is None, scale=scores.scale))
-        return folded(q, keys, values, mask, backend, scores.scale)
-
-
-class _LookAcross:
-    """A `Sight` of a source, whose keys and values are made in the first pass and kept."""
-
-    def __init__(self, past: Past, layer: int) -> None:
-        self.past, self.layer = past, layer
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `penstock.kernels.attention.attention`."""
-        past, layer = self.past, self.layer
-        self.layer += 1
-        if k.shape[2]:
-            if past._memory_shape is None:
-                past.memory.append((k.contiguous(), v.contiguous()))
-            else:
-                if layer == len(past.memory):
-                    rows, columns = past._memory_shape
-                    shape = (rows, k.shape[1], columns, k.shape[3])
-                    past.memory.append((k.new_zeros(shape), v.new_zeros(shape)))
-                for store, new in zip(past.memory[layer], (k, v)):
-                    store[past.rows, :, : new.shape[2]] = new
-            past.remembers = True
-        (keys, values), mask = past.memory[layer], past.memory_mask
-        if not past.whole:
-            keys, values = keys[past.rows], values[past.rows]
-            mask = mask if mask is None else mask[past.rows]
-        mask = mask if mask is None else mask.to(q.dtype)
-        if past.watched is not None and layer == len(past.memory) - 1:
-            shared = q.shape[1] // keys.shape[1]
-            products = q @ keys.repeat_interleave(shared, dim=1).transpose(2, 3)
-            products = products * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
-            past.watched = torch.softmax(products if mask is None else products + mask, dim=-1).mean(1)
-        return folded(q, keys, values, mask, backend, scores.scale)

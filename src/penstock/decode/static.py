@@ -13,6 +13,7 @@ The eager pass of `penstock.decode.past` is the reference. It reads the prompts,
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,13 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config.plan import AttentionBackend
-from penstock.config.stack import Stack
-from penstock.decode.looks import folded, mask_of, turned
+from penstock.decode.looks import Continuing, folded
 from penstock.decode.past import Columns, Past, passed
-from penstock.kernels.attention import Scores
 from penstock.models.anatomy import let_recompile
-from penstock.models.block import Context
 from penstock.models.model import Model
 
 BACKEND = "inductor"
@@ -73,81 +70,33 @@ class Given(NamedTuple):
     """Whether `kept` has to be told where the new tokens are."""
 
 
-class _Step:
-    """The past of one compiled step, for a model: see `penstock.models.block.Past`."""
+class _Step(Continuing):
+    """The past of one compiled step, for a model."""
+
+    positions = math.inf
 
     def __init__(self, given: Given) -> None:
-        self.given = given
+        self.given, self.kept, self.seen, self.tables = given, given.kept, given.seen, given.tables
         texts, tokens = given.tokens.shape
         self.places = given.places.expand(-1, tokens)
         self.columns = given.columns.expand(texts, -1)
         self.remembers = bool(given.memory)
-        self.run = self.layer = self.across = 0
-        """Runs that this pass has met, and their blocks and cross attentions: another run's come behind them."""
         if given.written:
             given.kept.scatter_(1, self.columns, self.places)
 
-    def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
-        """See `penstock.decode.past.Past.context`."""
-        sizes: Stack = stack.sizes
-        tables = self.given.tables
-        turns: dict[str, Any] = turned(
-            tables.get(f"turns {self.run}", {}), self.places, sequence_first=stack.sequence_first
-        )
-        biased = sizes.biased
-        masks: dict[int, Tensor] = {}
-        for window in stack.windows:
-            if window not in masks:
-                masks[window] = mask_of(
-                    self.places,
-                    self.given.kept,
-                    dtype=x.dtype,
-                    seen=self.given.seen,
-                    window=window or None,
-                    biases=tables[f"bias {self.run}"] if biased else None,
-                )
-        look, across = _Look(self, masks, stack.windows), self.across
-        self.run += 1
-        self.layer += len(stack.windows)
-        self.across += len(stack.windows) * stack.crosses
-        context = Context(mask=look, near=look, **turns)
-        if not self.remembers or not stack.crosses:
-            return context
-        # Blocks make keys and values of a source that is given. There is none any more.
-        nothing = x.new_zeros(1, 0, x.shape[2])
-        nothing = nothing.transpose(0, 1) if stack.sequence_first else nothing
-        return context._replace(memory=nothing, memory_mask=_LookAcross(self.given, across))
-
-
-class _Look:
-    """A `Sight` of the columns: of each block in turn."""
-
-    def __init__(self, step: _Step, masks: dict[int, Tensor], windows: tuple[int, ...]) -> None:
-        self.step, self.masks, self.windows = step, masks, windows
-        self.first = self.layer = step.layer
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `penstock.kernels.attention.attention`."""
-        keys, values = self.step.given.layers[self.layer]
-        mask = self.masks[self.windows[self.layer - self.first]]
-        self.layer += 1
+    def attend(self, layer: int, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        """See `Continuing.attend`."""
+        keys, values = self.given.layers[layer]
         texts = torch.arange(k.shape[0], device=k.device)[:, None]
-        keys[texts, :, self.step.columns] = k.transpose(1, 2)
-        values[texts, :, self.step.columns] = v.transpose(1, 2)
+        keys[texts, :, self.columns] = k.transpose(1, 2)
+        values[texts, :, self.columns] = v.transpose(1, 2)
+        backend, scores = how
         return folded(q, keys, values, mask, backend, scores.scale)
 
-
-class _LookAcross:
-    """A `Sight` of a source whose keys and values are there."""
-
-    def __init__(self, given: Given, layer: int) -> None:
-        self.given, self.layer = given, layer
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `penstock.kernels.attention.attention`."""
-        keys, values = self.given.memory[self.layer]
-        self.layer += 1
-        mask = self.given.memory_mask
+    def attend_across(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        """See `Continuing.attend_across`."""
+        (keys, values), mask = self.given.memory[layer], self.given.memory_mask
+        backend, scores = how
         return folded(q, keys, values, mask if mask is None else mask.to(q.dtype), backend, scores.scale)
 
 

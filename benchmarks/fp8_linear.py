@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.precision.fp8 import Scaling
-from penstock.precision.fp8_linear import convert_to_fp8
+from penstock.config.formats import Products
+from penstock.products.convert import convert_linears
 from penstock.report.record import environment
 
 WARM_UP = 3
@@ -103,8 +103,8 @@ def contestants(module: nn.Module, arguments: argparse.Namespace, device: torch.
         # blocks.
         model = nn.ModuleList([nn.ModuleList([copy.deepcopy(module)]) for _ in range(2)])
         if name != REFERENCE:
-            scaling: Scaling = "tensorwise" if name.endswith("tensorwise") else "rowwise"
-            convert_to_fp8(model, scaling, emulate=arguments.emulate)
+            products: Products = "fp8_tensorwise" if name.endswith("tensorwise") else "fp8"
+            convert_linears(model, products, emulate=arguments.emulate)
         inner = model.get_submodule("0.0")
         call = inner if arguments.eager else torch.compile(inner, fullgraph=True, dynamic=False)
         found.append(Contestant(name, inner, call))

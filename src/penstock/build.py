@@ -43,9 +43,9 @@ from penstock.precision import (
     apply_precision,
     precision_of,
 )
-from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import agree_over
+from penstock.products.convert import convert_linears
 from penstock.step import Pipeline, Runner, TrainStep
 from penstock.tasks import Embedding, Loss, classification_loss, task_of
 
@@ -151,7 +151,7 @@ def build(
     if precision.weights == "half" and precision.master == "none":
         module = module.to(precision.dtype)
     if precision.fp8 != "none":
-        convert_to_fp8(module, precision.fp8, device=device)
+        convert_linears(module, "fp8" if precision.fp8 == "rowwise" else "fp8_tensorwise", device=device)
     # On the host, so that of what is split each device gets its part alone.
     split = None if plan.tp == 1 else split_layers(module, plan, dims, alike=config is not None)
     # A stage's rank lets go of what others hold before anything else is made of the model.

@@ -23,9 +23,9 @@ from penstock.errors import ConfigError
 from penstock.infer.encode import Embedder
 from penstock.infer.generator import Generator
 from penstock.infer.load import loaded
-from penstock.infer.weights import Packed
 from penstock.models.convert import save_pretrained
 from penstock.parallel import dims_of
+from penstock.products.stored import Stored
 from penstock.serve.led import Led
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
@@ -134,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _opened(folder: Path) -> tuple[int, int, list[tuple[int, ...]]]:
     """Numbers that the linears hold, those that are packed, and texts."""
     made = Generator(folder, Plan(tp=2), ends=())
-    packed = [module for module in made.model.modules() if isinstance(module, Packed)]
+    packed = [module for module in made.model.modules() if isinstance(module, Stored)]
     held = sum(module.in_features * module.out_features for module in packed)
     for weights in ("int8", "int4"):
         with pytest.raises(ConfigError, match="weights=auto"):
@@ -148,7 +148,7 @@ def _opened(folder: Path) -> tuple[int, int, list[tuple[int, ...]]]:
 
 def test_a_rank_packs_its_part_of_what_a_folder_holds(folder: Path) -> None:
     alone = Generator(folder, ends=())
-    packed = [module for module in alone.model.modules() if isinstance(module, Packed)]
+    packed = [module for module in alone.model.modules() if isinstance(module, Stored)]
     held = sum(module.in_features * module.out_features for module in packed)
     expected = [each.ids for each in alone.generate(ROWS, max_tokens=10)]
     found = pool(2).run(_opened, folder)

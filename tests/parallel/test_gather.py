@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from helpers.equality import TINY, images, trained
 from helpers.spawn import spawn
 from penstock.build import build, compile_model
+from penstock.config.formats import Products
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
 from penstock.parallel import dims_of
-from penstock.precision.fp8 import Scaling, fp8_linear
-from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8
+from penstock.products.convert import convert_linears
+from penstock.products.fp8 import fp8_linear
+from penstock.products.fp8_linear import Fp8Linear
 
 SCALED = replace(TINY, layer_scale=0.5)
 RECIPE = Recipe(lr=1e-3, clip_norm=None, eps=1e-6)
@@ -174,11 +176,11 @@ def _through_bf16(layer: Fp8Linear, x: Tensor) -> Tensor:
     return fp8_linear(x, weight, bias, scaling=layer.scaling, emulate=True)
 
 
-def _fp8(scaling: Scaling) -> tuple[set[torch.dtype], float, float]:
+def _fp8(products: Products) -> tuple[set[torch.dtype], float, float]:
     def model() -> nn.Module:
         torch.manual_seed(1)
         made = create(TINY)
-        convert_to_fp8(made, scaling, emulate=True)
+        convert_linears(made, products, emulate=True)
         assert sum(isinstance(module, Fp8Linear) for module in made.modules()) == 8
         return made
 
@@ -194,9 +196,9 @@ def _fp8(scaling: Scaling) -> tuple[set[torch.dtype], float, float]:
     return {dtype for name, dtype in types.items() if "fc1" in name or "qkv" in name}, worst, apart
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_weights_on_their_way_to_fp8_are_gathered_in_half(scaling: Scaling) -> None:
-    types, through_bf16, directly = spawn(_fp8, 2, scaling)[0]
+@pytest.mark.parametrize("products", ["fp8", "fp8_tensorwise"])
+def test_weights_on_their_way_to_fp8_are_gathered_in_half(products: Products) -> None:
+    types, through_bf16, directly = spawn(_fp8, 2, products)[0]
     assert types == {torch.bfloat16}
     assert through_bf16 == 0.0
     assert directly < 0.02

@@ -1,4 +1,6 @@
-"""Formats: how numbers are stored. Types are strings, so planning needs no torch."""
+"""Formats: how numbers are stored, and how linear layers multiply and store them. Types are strings, so planning needs
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -41,3 +43,45 @@ BYTES: dict[Dtype, float] = {name: format.bytes for name, format in FORMATS.item
 """Bytes of one number of each format."""
 HALVES: tuple[HalfDtype, ...] = ("bf16", "fp16")
 """The formats of half precision."""
+
+Products = Literal["plain", "packed", "fp8", "fp8_tensorwise", "int8", "int8_weights", "int4"]
+Scales = Literal["none", "tensorwise", "rowwise", "groups"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """How a linear layer multiplies and stores its weights."""
+
+    weights: Dtype | None
+    """The format of its weights while it multiplies; None where it is the model's own, and results do not change."""
+    scales: Scales = "none"
+    """The numbers that share a scale: a whole tensor, each row of what a product sums over, or each group in such a row."""
+    devices: tuple[str, ...]
+    """Kinds of devices that multiply so."""
+    capability: tuple[int, int] = (0, 0)
+    """The compute capability of the first NVIDIA GPUs that do."""
+    multiple: tuple[int, int] = (1, 1)
+    """Inputs and outputs of a layer must be multiples of these; a layer whose are not multiplies otherwise."""
+    linears: Literal["all", "blocks"] = "all"
+    """Which linear layers multiply so: all that are one by role, or those inside the blocks except for routers."""
+    trains: bool = False
+    """Whether the backward pass multiplies so too, and weights keep their values beside it."""
+    serves: bool = True
+    """Whether a trained model can be stored so. Then no row of inputs changes the results of another."""
+
+
+PRODUCTS: dict[Products, Product] = {
+    "plain": Product(weights=None, devices=("cpu", "cuda"), trains=True),
+    "packed": Product(weights=None, devices=("cpu",)),
+    "fp8": Product(
+        weights="fp8", scales="rowwise", devices=("cuda",), capability=(9, 0), multiple=(16, 16), linears="blocks",
+        trains=True,
+    ),
+    "fp8_tensorwise": Product(
+        weights="fp8", scales="tensorwise", devices=("cuda",), capability=(8, 9), multiple=(16, 16), linears="blocks",
+        trains=True, serves=False,
+    ),
+    "int8": Product(weights="int8", scales="rowwise", devices=("cpu",)),
+    "int8_weights": Product(weights="int8", scales="rowwise", devices=("cpu",)),
+    "int4": Product(weights="int4", scales="groups", devices=("cpu",), multiple=(32, 16)),
+}  # fmt: skip

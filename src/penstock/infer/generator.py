@@ -26,10 +26,10 @@ from penstock.decode.texts import Generating, Prompts
 from penstock.errors import ConfigError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import everyones, own, together, told
-from penstock.infer.shortlist import read_shortlist
 from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
 from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
+from penstock.products.shortlist import read_shortlist
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -58,8 +58,8 @@ class Generator:
 
     `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Mistral,
     Qwen 2 or 3, T5, mT5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and
-    `weights` how they are kept: see `penstock.infer.weights`. With `compile=whole` or `compile=blocks` each step that
-    makes the next tokens is one compiled graph, compiled when it is first met: see `penstock.decode.static`.
+    `weights` how they are stored: see `penstock.products.convert`. With `compile=whole` or `compile=blocks` each step
+    that makes the next tokens is one compiled graph, compiled when it is first met: see `penstock.decode.static`.
     `draft` is a smaller model with the same vocabulary, for `speculate`.
 
     With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see

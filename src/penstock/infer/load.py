@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.config.decoding import Weights
+from penstock.config.formats import PRODUCTS
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.data.text.open import found_in
@@ -18,8 +19,6 @@ from penstock.decode.stages import cut, stages_of
 from penstock.decode.texts import sharded
 from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
-from penstock.infer.shortlist import shorten
-from penstock.infer.weights import ROUNDED, pack, suited
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import first_token, read_json, said_in
@@ -28,6 +27,8 @@ from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS
 from penstock.parallel.tensor import line_of, split_layers
+from penstock.products.convert import store_linears, suited
+from penstock.products.shortlist import shorten
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -65,7 +66,7 @@ def loaded(
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
     changed in place. Of several ranks, `dims` is this one's place: each reads the whole model on the host, and its
-    device gets this rank's part. `careful` is as `pack` takes it. Of a model that generates,
+    device gets this rank's part. `careful` is as `store_linears` takes it. Of a model that generates,
     tokens that are neither on the `shortlist`, if there is one, nor end a text have no logits.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
@@ -76,7 +77,7 @@ def loaded(
             f"Only text is generated on several devices; this runs on one, but the plan asks for {plan.gpus}. Leave "
             "dp, tp, pp and cp out."
         )
-    if dims.tp > 1 and weights in ROUNDED:
+    if dims.tp > 1 and weights != "auto" and PRODUCTS[weights].weights is not None:
         raise ConfigError(
             f"weights={weights} rounds by what is beside it, and with plan.tp={dims.tp} each rank has another part: "
             "texts would change with tp. Use weights=auto, or plan.dp in place of tp."
@@ -112,7 +113,7 @@ def loaded(
     start, ends = _marks(said, tokenizer)
     if shortlist:
         shorten(module, (*shortlist, *ends))
-    module = pack(module, suited(module, weights, own=own), careful=careful)
+    module = store_linears(module, suited(module, weights, own=own), careful=careful)
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
     never |= set(said.get("suppress_tokens") or ())
     names = said.get("id2label") or {}

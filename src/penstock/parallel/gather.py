@@ -22,9 +22,9 @@ from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.models.roles import Linear
 from penstock.parallel.parts import split_from
 from penstock.precision.forward import precision_on
-from penstock.precision.fp8_linear import Fp8Linear
 from penstock.precision.lists import fp32_modules_of
 from penstock.precision.settings import precision_of
+from penstock.products.fp8_linear import Fp8Linear
 
 _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

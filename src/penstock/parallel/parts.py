@@ -62,6 +62,19 @@ class Part:
     penstock_spread: tuple[str, ...] = ()
     forward: Callable[..., Any]
 
+    def replaced_by(self, new: M) -> M:
+        """Let `new`, which keeps this rank's part of a split linear's weights in another form, add up or gather over
+        ranks what it gives, as this module does. Where this one does neither, `new` stays as it is.
+        """
+        kinds: tuple[Any, ...] = (Row, Words)
+        for kind in kinds:
+            if isinstance(self, kind):
+                kept = ("penstock_line", "penstock_words")
+                new.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+                base: Any = type(new)
+                new.__class__ = _class(kind, base, reads=False)
+        return new
+
 
 def _reader(name: str) -> Callable[[Any], Any]:
     def read(self: Any) -> Any:
@@ -154,20 +167,6 @@ def swap(module: nn.Module, kind: type) -> nn.Module:
         base: Any = type(module)
         module.__class__ = _class(kind, base)
     return module
-
-
-def in_place_of(module: nn.Module, new: M) -> M:
-    """Let `new`, which keeps this rank's part of a split linear's weights in a form of its own, add up or gather over
-    ranks what it gives, as `module` does. Where `module` does neither, `new` stays as it is.
-    """
-    kinds: tuple[Any, ...] = (Row, Words)
-    for kind in kinds:
-        if isinstance(module, kind):
-            kept = ("penstock_line", "penstock_words")
-            new.__dict__.update({name: module.__dict__[name] for name in kept if name in module.__dict__})
-            base: Any = type(new)
-            new.__class__ = _class(kind, base, reads=False)
-    return new
 
 
 def split_from(module: nn.Module) -> Any:

@@ -26,13 +26,13 @@ from penstock.precision import scaling
 from penstock.precision.checks import check, check_kinds, check_options
 from penstock.precision.copies import strip, widen
 from penstock.precision.forward import apply_precision, unwrapped
-from penstock.precision.fp8_linear import convert_to_fp8
 from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import Agree, LossScaler, agree_over
 from penstock.precision.scaling import Gradients
 from penstock.precision.session import Session, device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
+from penstock.products.convert import convert_linears
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 """One model, a list or a tuple of them. What goes in comes out, of the very same type."""
@@ -106,7 +106,7 @@ def accelerate(
     check(properties, models, bare, optimizers, losses)
     if properties.fp8 != "none":
         for module in bare:
-            convert_to_fp8(module, properties.fp8)
+            convert_linears(module, "fp8" if properties.fp8 == "rowwise" else "fp8_tensorwise")
     if properties.master == "remainder":
         cast_in_place(
             bare, torch.bfloat16, norms=properties.norms, lists=properties.lists, completed_by=optimizers

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.containers import tensors
-from penstock.precision.fp8_linear import restore_from_fp8
 from penstock.precision.state_hooks import (
     Fp32State,
     HalfWeight,
@@ -28,6 +27,7 @@ from penstock.precision.state_hooks import (
     take_masters,
 )
 from penstock.precision.subclass import StandIns
+from penstock.products.convert import convert_linears
 
 _KINDS: list[ModuleStandIns] = []
 """Every kind of stand-in that modules may wear."""
@@ -96,7 +96,7 @@ def strip(model: nn.Module) -> None:
         remove_hooks(module)
         for mark in [name for name in module.__dict__ if name.startswith("_penstock")]:
             del module.__dict__[mark]
-    restore_from_fp8(model)
+    convert_linears(model, "plain")
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from penstock.config.plan import Matmul
 from penstock.matmul import matmul_precision
 from penstock.probe import load
 from penstock.probe.rates import agreed, seconds
+from penstock.products.fp8 import E4M3, scaled_product
 
 log = logging.getLogger(__name__)
 
@@ -96,15 +98,9 @@ def _int8_operands(shape: Shape, device: torch.device, generator: torch.Generato
 
 
 def _fp8_operands(shape: Shape, device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
-    a, b = _float_operands(torch.float8_e4m3fn)(shape, device, generator)
-    return a, b.t(), torch.ones((), device=device), torch.ones((), device=device)
-
-
-def _fp8_product(a: Any, b: Any, scale_a: Any, scale_b: Any) -> torch.Tensor:
-    result: torch.Tensor = torch._scaled_mm(
-        a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return result
+    a, b = _float_operands(E4M3)(shape, device, generator)
+    one = torch.ones((), device=device)
+    return a, b.t(), one, one, torch.bfloat16
 
 
 def _kinds(device: torch.device) -> list[_Kind]:
@@ -121,7 +117,7 @@ def _kinds(device: torch.device) -> list[_Kind]:
     kinds.append(_Kind("fp16", _float_operands(torch.float16), F.linear))
     kinds.append(_Kind("int8", _int8_operands, torch._int_mm, trains=False))
     if device.type == "cuda":
-        kinds.append(_Kind("fp8", _fp8_operands, _fp8_product))
+        kinds.append(_Kind("fp8", _fp8_operands, partial(scaled_product, fast=True)))
     return kinds
 
 

@@ -16,23 +16,25 @@ from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
-from penstock.infer.weights import _FORMS, Fp8, Packed, _packed, pack
 from penstock.models import create
 from penstock.models.convert import save_pretrained
+from penstock.products.convert import STORED, _stored, store_linears
+from penstock.products.fp8_linear import Fp8
+from penstock.products.stored import Stored
 
 ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12, "fp8": 0.05}
 """Of outputs, relative to their deviation; measured 4e-7, 0.012, 0.010, 0.09 and 0.039."""
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("form", STORED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_form_multiplies_as_the_plain_layer_does(form: str, bias: bool, dtype: torch.dtype) -> None:
     if form == "packed" and dtype == torch.bfloat16 and not this_cpu().packs_bf16:
         pytest.skip("oneDNN packs no bf16 on this CPU, and `pack` refuses it")
     torch.manual_seed(0)
     linear = nn.Linear(64, 48, bias=bias).to(dtype).requires_grad_(False)
-    packed = _FORMS[form](linear)
+    packed = STORED[form](linear)
     for shape in ((1, 1, 64), (3, 64), (2, 20, 64), (2, 0, 64)):
         x = torch.randn(shape).to(dtype)
         expected = linear(x)
@@ -51,7 +53,7 @@ def test_packed_models_generate_the_same_and_small_ones_nearly(name: str, tmp_pa
     rows = [[1, 2, 3], [4, 5, 6, 7]]
     expected = [each.ids for each in Generator(model, start=0, ends=()).generate(rows, max_tokens=8)]
     packed = Generator(tmp_path, start=0, ends=())
-    assert any(isinstance(module, Packed) for module in packed.model.modules())
+    assert any(isinstance(module, Stored) for module in packed.model.modules())
     assert not any(isinstance(module, nn.Linear) for module in packed.model.modules())
     assert [each.ids for each in packed.generate(rows, max_tokens=8)] == expected
     assert [each.ids for each in packed.generate(rows, max_tokens=8, beams=3)]
@@ -68,30 +70,30 @@ def test_bf16_is_not_packed_where_onednn_cannot(monkeypatch: pytest.MonkeyPatch,
     pretend(monkeypatch, "avx2")
     model = tiny("gpt", dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"weights=packed: oneDNN .* choose weights=plain, or precision=O0"):
-        pack(model, "packed")
+        store_linears(model, "packed")
     odd = nn.Linear(40, 48, bias=False, dtype=torch.bfloat16)  # no multiple of a group of int4
-    assert _packed(odd, _FORMS["int4"]) is odd
+    assert _stored(odd, STORED["int4"]) is odd
     save_pretrained(model, tmp_path)
     half = Generator(tmp_path, Plan(precision="O3"), start=0, ends=())
-    assert not any(isinstance(module, Packed) for module in half.model.modules())
+    assert not any(isinstance(module, Stored) for module in half.model.modules())
 
 
 def test_a_model_that_is_given_stays_as_it_is() -> None:
     model = tiny("gpt", dtype=torch.float32)
     Generator(model, ends=())
-    assert not any(isinstance(module, Packed) for module in model.modules())
+    assert not any(isinstance(module, Stored) for module in model.modules())
 
 
-def test_layers_that_do_not_fit_four_bits_are_packed() -> None:
+def test_layers_that_do_not_fit_four_bits_are_stored() -> None:
     config = replace(PRESETS["gpt-tiny"], width=32, heads=4, mlp_width=64, depth=1, vocabulary=60)
-    model = pack(create(config), "int4")
+    model = store_linears(create(config), "int4")
     kinds = {
-        name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, Packed)
+        name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, Stored)
     }
     assert kinds["decoder.blocks.0.mlp.up"] == "Int4"
     assert kinds["head"] == "OneDnn", "60 words are no multiple of 16"
     with pytest.raises(ConfigError, match="for a CPU"):
-        pack(create(config, device="meta"), "int8")
+        store_linears(create(config, device="meta"), "int8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,7 +116,7 @@ def test_fp8_multiplies_as_its_reference_and_no_row_changes_another(dtype: torch
 
 @pytest.mark.parametrize("name", ["llama", "marian-tiny"])
 def test_a_model_in_fp8_generates_like_its_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.infer.weights.fp8_problem", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.products.convert.device_problem", lambda *_, **__: None)
     rows = [[1, 2, 3], [4, 5, 6, 7]]
     half = Plan(precision="O3")
     small = Generator(tiny(name), half, weights="fp8", start=0, ends=())
@@ -131,7 +133,7 @@ def test_a_model_in_fp8_generates_like_its_reference(name: str, monkeypatch: pyt
 
 def test_fp8_is_refused_by_name_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"weights=fp8: fp8 needs a GPU .*9\.0.*on a CPU int8"):
-        pack(tiny("gpt"), "fp8")
+        store_linears(tiny("gpt"), "fp8")
 
 
 @pytest.mark.gpu

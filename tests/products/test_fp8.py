@@ -5,18 +5,17 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.precision.fp8 import (
+from penstock.products.fp8 import (
     E4M3,
     E5M2,
     LARGEST,
-    SCALINGS,
     Scaling,
     _Rowwise,
     _Tensorwise,
@@ -30,6 +29,7 @@ from penstock.precision.fp8 import (
 ROUNDING = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 SMALLEST = {E4M3: 2.0**-10, E5M2: 2.0**-17}
 BF16 = 2.0**-9
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 GRADIENT = {"tensorwise": E5M2, "rowwise": E4M3}
 
 

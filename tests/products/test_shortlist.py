@@ -14,8 +14,8 @@ from penstock.cli import main
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
-from penstock.infer.shortlist import read_shortlist
 from penstock.models.convert import save_pretrained
+from penstock.products.shortlist import read_shortlist
 
 END = 7
 LISTED = tuple(range(10, 34))

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.config.formats import PRODUCTS, Products
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import Model
-from penstock.precision.fp8 import SCALINGS, Scaling
-from penstock.precision.fp8_linear import Fp8Linear, convert_to_fp8, fp8_problem, restore_from_fp8
+from penstock.products.convert import STORED, TRAINED, convert_linears, device_problem
+from penstock.products.fp8_linear import Fp8Linear
 
 TINY = ViTConfig(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_width=64, classes=16)
+FP8: list[Products] = [name for name in TRAINED if name != "plain"]
 BLOCK = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 
 
@@ -40,7 +42,7 @@ def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float)
     parameters = dict(model.named_parameters())
     exact = model(images)
     plain = run(model, images)
-    kept = convert_to_fp8(model, emulate=True)
+    kept = convert_linears(model, "fp8_tensorwise", emulate=True)
     assert kept == {"stem.proj": "outside the blocks", "head": "outside the blocks"}
     converted = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
     assert converted == [f"encoder.blocks.{i}.{name}" for i in range(2) for name in BLOCK]
@@ -56,25 +58,25 @@ def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float)
 
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     torch.testing.assert_close(model.state_dict(), before, rtol=0.0, atol=0.0)
-    restore_from_fp8(model)
+    convert_linears(model, "plain")
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
     torch.testing.assert_close(run(model, images), plain, rtol=0.0, atol=0.0)
 
 
 def test_converting_again_changes_the_scaling() -> None:
     model = Model(TINY)
-    convert_to_fp8(model, emulate=True)
-    convert_to_fp8(model, "rowwise", emulate=True)
+    convert_linears(model, "fp8_tensorwise", emulate=True)
+    convert_linears(model, "fp8", emulate=True)
     assert {m.scaling for m in model.modules() if isinstance(m, Fp8Linear)} == {"rowwise"}
     assert "fp8=rowwise, emulated" in repr(model)
 
 
 def test_sides_that_the_units_cannot_take_are_kept_and_named() -> None:
     model = Model(replace(TINY, mlp_width=60))
-    kept = convert_to_fp8(model, emulate=True)
+    kept = convert_linears(model, "fp8_tensorwise", emulate=True)
     assert kept["encoder.blocks.0.mlp.up"] == "32 × 60 are no multiples of 16"
     with pytest.raises(ConfigError, match=r"No linear layer .* 24 × 72 are no multiples of 16"):
-        convert_to_fp8(Model(replace(TINY, width=24, heads=2, mlp_width=40)), emulate=True)
+        convert_linears(Model(replace(TINY, width=24, heads=2, mlp_width=40)), "fp8_tensorwise", emulate=True)
 
 
 def test_layers_that_compute_in_their_own_way_are_kept() -> None:
@@ -82,7 +84,7 @@ def test_layers_that_compute_in_their_own_way_are_kept() -> None:
         pass
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Own(16, 16)) for _ in range(2)))
-    kept = convert_to_fp8(model, emulate=True)
+    kept = convert_linears(model, "fp8_tensorwise", emulate=True)
     assert [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)] == ["0.0", "1.0"]
     assert "computes in its own way" in kept["0.1"]
 
@@ -90,51 +92,51 @@ def test_layers_that_compute_in_their_own_way_are_kept() -> None:
 def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(TINY)
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 .* on cpu; move it"):
-        convert_to_fp8(model)
+        convert_linears(model, "fp8_tensorwise")
     with pytest.raises(
         ConfigError,
-        match=r"compute capability 9\.0.*penstock\.precision\.fp8_linear\.convert_to_fp8\(…, emulate=True\)",
+        match=r"compute capability 9\.0.*penstock\.products\.convert\.convert_linears\(…, emulate=True\)",
     ):
-        convert_to_fp8(model, "rowwise")
+        convert_linears(model, "fp8")
     wrong: Any = "columnwise"
-    with pytest.raises(ConfigError, match="choose tensorwise or rowwise"):
-        convert_to_fp8(model, wrong, emulate=True)
+    with pytest.raises(ConfigError, match="choose one of plain, fp8, fp8_tensorwise"):
+        convert_linears(model, wrong, emulate=True)
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
 
     capability = (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    problem = fp8_problem("cuda", "tensorwise")
+    problem = device_problem("cuda", "fp8_tensorwise")
     assert problem is not None
     assert "compute capability 8.9 or newer, and NVIDIA A100 has 8.0" in problem
     capability = (8, 9)
-    assert fp8_problem("cuda", "tensorwise") is None
-    problem = fp8_problem("cuda", "rowwise")
+    assert device_problem("cuda", "fp8_tensorwise") is None
+    problem = device_problem("cuda", "fp8")
     assert problem is not None
-    assert "tensorwise scales need 8.9 only" in problem
+    assert "fp8_tensorwise needs 8.9 only" in problem
     capability = (9, 0)
-    assert fp8_problem("cuda", "rowwise") is None
+    assert device_problem("cuda", "fp8") is None
     # Weights that are not there yet say nothing of where the model will run.
-    convert_to_fp8(Model(TINY, device="meta"), "rowwise", device="cuda")
+    convert_linears(Model(TINY, device="meta"), "fp8", device="cuda")
     with pytest.raises(ConfigError, match="on cpu; move it"):
-        convert_to_fp8(Model(TINY, device="meta"), "rowwise", device="cpu")
+        convert_linears(Model(TINY, device="meta"), "fp8", device="cpu")
 
 
 def test_fp16_is_refused() -> None:
     model = Model(TINY)
-    convert_to_fp8(model, emulate=True)
+    convert_linears(model, "fp8_tensorwise", emulate=True)
     with torch.autocast("cpu", dtype=torch.float16), pytest.raises(ConfigError, match="dtype='bf16'"):
         model.get_submodule("encoder.blocks.0.mlp.up")(torch.randn(2, 32))
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_gradients_reach_fp32_weights(images: Tensor, scaling: Scaling) -> None:
+@pytest.mark.parametrize("products", FP8)
+def test_gradients_reach_fp32_weights(images: Tensor, products: Products) -> None:
     """Against the bf16 model: the same directions, within what fp8 rounds."""
     model = Model(TINY)
     gradients = []
     for fp8 in (False, True):
         if fp8:
-            convert_to_fp8(model, scaling, emulate=True)
+            convert_linears(model, products, emulate=True)
         model.zero_grad()
         run(model, images).float().square().mean().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -151,7 +153,7 @@ def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
     for how in ("plain", "checkpoint", "compile"):
         torch.manual_seed(0)
         model = Model(TINY)
-        convert_to_fp8(model, emulate=True)
+        convert_linears(model, "fp8_tensorwise", emulate=True)
         block: Any = model.encoder.blocks[0]
         if how == "checkpoint":
             original = block.forward
@@ -167,13 +169,13 @@ def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
 
 def test_no_rows_are_no_trouble() -> None:
     layer = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(2)))
-    convert_to_fp8(layer, emulate=True)
+    convert_linears(layer, "fp8_tensorwise", emulate=True)
     assert run(layer, torch.zeros(0, 16)).shape == (0, 16)
 
 
 def test_copies_and_pickles() -> None:
     model = Model(TINY)
-    convert_to_fp8(model, "rowwise", emulate=True)
+    convert_linears(model, "fp8", emulate=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         layer: Any = other.get_submodule("encoder.blocks.1.mlp.down")
         assert type(layer) is Fp8Linear
@@ -182,11 +184,11 @@ def test_copies_and_pickles() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_vit_trains_on_a_gpu(scaling: Scaling, compiled: bool) -> None:
+@pytest.mark.parametrize("products", FP8)
+def test_a_vit_trains_on_a_gpu(products: Products, compiled: bool) -> None:
     torch.manual_seed(0)
     model = Model(TINY).cuda()
-    convert_to_fp8(model, scaling)
+    convert_linears(model, products)
     for block in model.encoder.blocks:
         if compiled:
             block.compile(fullgraph=True)
@@ -201,3 +203,8 @@ def test_a_vit_trains_on_a_gpu(scaling: Scaling, compiled: bool) -> None:
         optimizer.step()
         losses.append(float(loss))
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_table_says_what_the_classes_do() -> None:
+    assert set(TRAINED) == {name for name, row in PRODUCTS.items() if row.trains}
+    assert set(STORED) | {"plain"} == {name for name, row in PRODUCTS.items() if row.serves}

@@ -24,16 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.config.formats import PRODUCTS
+from penstock.dtypes import DTYPES
+
 Scaling = Literal["tensorwise", "rowwise"]
-SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise")
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+E4M3, E5M2 = DTYPES["fp8"], DTYPES["fp8_e5m2"]
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in (E4M3, E5M2)}
 # The largest magnitude that a scale is made for is at least this, so that scales, their inverses and products of two
 # inverses are normal fp32 numbers. Tensors of smaller numbers are rounded more coarsely, down to zero.
 _LEAST = 2.0**-50
 _EXPONENT = 0x7F800000
 # The units of the hardware take operands whose sides are multiples of this.
-MULTIPLE = 16
+MULTIPLE, _ = PRODUCTS["fp8"].multiple
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None, *, power_of_two: bool = False) -> Tensor:

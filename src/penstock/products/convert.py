@@ -1,0 +1,253 @@
+"""Giving a model's linear layers another form of products, one of `penstock.config.formats.PRODUCTS`.
+
+| form | what it is | what changes |
+|---|---|---|
+| `plain` | as the model has them | nothing |
+| `packed` | in oneDNN's blocked layout for this processor, in the model's own type | rounding only |
+| `int8` | weights in int8 with a scale for each output; inputs rounded to int8 with one for each row | results |
+| `int8_weights` | weights in int8 with a scale for each output; products in bf16 | results |
+| `int4` | weights in 4 bits with a scale and an offset for each 32 inputs | results |
+| `fp8` | weights of blocks in fp8 with a scale for each output; inputs rounded to fp8 with one for each row | results |
+| `fp8_tensorwise` | the same in training alone, with one scale for each tensor | results |
+
+Of 30 M weights with 4 rows of inputs on one core of an AMD EPYC with AVX512 and VNNI: plain fp32 20 ms, packed 6,
+packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alone pay off for a few rows only, as one
+text has them.
+
+Inputs in 8 bits lose most behind a norm, where few features are far larger than the others. `careful` products there
+are in bf16, whose weights take twice the memory. A CPU without bf16 units rounds what the first rounding left once more
+instead, and multiplies twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from penstock.config.decoding import Weights
+from penstock.config.formats import PRODUCTS, Product, Products
+from penstock.cpu import this_cpu
+from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.models.anatomy import Anatomy, anatomy_of
+from penstock.models.roles import Attention, Experts, Linear, Perceptron
+from penstock.products.fp8_linear import Fp8, Fp8Linear
+from penstock.products.integers import Int4, Int8, Int8Twice, Int8Weights
+from penstock.products.shortlist import Shortlist
+from penstock.products.stored import Bf16, OneDnn, Stored
+
+_log = logging.getLogger(__name__)
+TRAINED: dict[Products, type[nn.Linear]] = {"plain": nn.Linear, "fp8": Fp8Linear, "fp8_tensorwise": Fp8Linear}
+"""Classes of linear layers in training."""
+STORED: dict[Products, type[Stored]] = {
+    "packed": OneDnn, "fp8": Fp8, "int8": Int8, "int8_weights": Int8Weights, "int4": Int4,
+}  # fmt: skip
+"""Classes of linear layers in inference; `plain` leaves them as they are."""
+
+
+def device_problem(device: torch.device | str, products: Products, *, serving: bool = False) -> str | None:
+    """Why a device cannot multiply in this form, as a sentence with the remedy; None if it can."""
+    device, row = torch.device(device), PRODUCTS[products]
+    if device.type in row.devices and not any(row.capability):
+        return None
+    if "cuda" not in row.devices:
+        return f"{products} is for a CPU, but the model is on {device}; choose plain, or fp8 on a GPU that has it."
+    remedy = "choose plain, or on a CPU int8"
+    if not serving:
+        study = "penstock.products.convert.convert_linears(…, emulate=True)"
+        remedy = f"choose products=plain, or study the rounding with {study}"
+    needed = f"{products} needs a GPU of compute capability {row.capability[0]}.{row.capability[1]} or newer"
+    if device.type != "cuda":
+        return f"{needed}, and the model is on {device.type}; move it to such a GPU first, or {remedy}."
+    if torch.version.hip is not None:
+        return f"{products} is built for NVIDIA's formats and not tested on AMD's GPUs; {remedy}."
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= row.capability:
+        return None
+    others = (
+        f" {name} needs {other.capability[0]}.{other.capability[1]} only;"
+        for name, other in PRODUCTS.items()
+        if other.weights == row.weights and other.capability <= capability and (other.serves or not serving)
+    )
+    name = torch.cuda.get_device_name(device)
+    return f"{needed}, and {name} has {capability[0]}.{capability[1]};{''.join(others)} {remedy}."
+
+
+def left_out(linears: Mapping[str, nn.Linear], anatomy: Anatomy, row: Product) -> Iterator[tuple[str, str]]:
+    """Names of the linear layers that do not multiply as `row` says, each with the reason."""
+    blocks = tuple(f"{block}." for block in anatomy.blocks)
+    routers = set() if anatomy.unknown else {experts.router.name for experts in anatomy.parts(Experts)}
+    for name, module in linears.items():
+        if not name.startswith(blocks):
+            yield name, "outside the blocks"
+        elif name in routers:
+            yield name, "a router, whose choice of experts rounding would change"
+        elif type(module) not in (nn.Linear, Fp8Linear):
+            kind = type(module)
+            yield name, f"a {kind.__module__}.{kind.__qualname__}, which computes in its own way"
+        elif not _fits(module, row):
+            sides, multiples = f"{module.in_features} × {module.out_features}", dict.fromkeys(row.multiple)
+            yield name, f"{sides} are no multiples of {' and '.join(map(str, multiples))}"
+
+
+def _fits(linear: nn.Linear, row: Product) -> bool:
+    inputs, outputs = row.multiple
+    return not (linear.in_features % inputs or linear.out_features % outputs)
+
+
+def convert_linears(
+    model: nn.Module,
+    products: Products,
+    *,
+    device: torch.device | str | None = None,
+    emulate: bool = False,
+) -> dict[str, str]:
+    """Let the linear layers inside a model's repeated blocks multiply in a form that trains, in place; returns the
+    qualified names of the other linear layers, each with the reason.
+
+    What comes before and after the blocks (stem, embeddings, head) stays as it is: the first and last layers are the
+    most sensitive and a small part of the work. So do layers whose sides are no multiples of 16. Weights stay what they
+    are and so do state dicts; `products="plain"` undoes it. Convert before compiling and sharding. `device` is where
+    the model will run, by default where its weights are. `emulate` computes the same numbers slowly, on any device.
+
+    Raises:
+        ConfigError: the device does not multiply so, or no layer can be converted.
+    """
+    if products not in TRAINED:
+        raise ConfigError(
+            f"No model is trained with products={products!r}; choose one of {', '.join(TRAINED)}."
+        )
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if products == "plain":
+        for linear in linears.values():
+            _restore(linear)
+        return {}
+    if not emulate:
+        devices = {module.weight.device for module in linears.values()} if device is None else {device}
+        if problems := sorted({problem for each in devices if (problem := device_problem(each, products))}):
+            raise ConfigError(problems)
+    row = PRODUCTS[products]
+    kept = dict(left_out(linears, anatomy_of(model), row))
+    chosen = [name for name in linears if name not in kept]
+    if not chosen:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
+        raise ConfigError(
+            f"No linear layer of this {type(model).__name__} can multiply in {products} ({reasons or 'it has none'}); "
+            "use products=plain."
+        )
+    for name in kept:
+        _restore(linears[name])
+    for name in chosen:
+        linears[name].__class__ = TRAINED[products]
+        linears[name].__dict__.update(scaling=row.scales, emulate=emulate)
+    _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), kept or "none")
+    return kept
+
+
+def _restore(module: nn.Module) -> None:
+    if type(module) is Fp8Linear:
+        module.__class__ = nn.Linear  # type: ignore[assignment]
+        del module.__dict__["scaling"], module.__dict__["emulate"]
+
+
+@torch.no_grad()
+def store_linears(model: nn.Module, products: Products, *, careful: bool = False) -> nn.Module:
+    """The model with its linear layers, by role, in a form for inference.
+
+    Layers that `int4` cannot hold are `packed`, or stay as they are where this CPU packs no bf16. Layers that training
+    leaves out of fp8 (`convert_linears`) stay as they are. `careful` is for outputs that are compared as numbers, and
+    not only by which is the largest.
+
+    Raises ConfigError for a form that does not suit the device or the type.
+    """
+    if products == "plain":
+        return model
+    row, first = PRODUCTS[products], next(model.parameters())
+    if not row.serves:
+        raise ConfigError(
+            f"weights={products} has one scale for all rows of inputs, which would let a text change with its "
+            "neighbours; choose weights=fp8."
+        )
+    if problem := device_problem(first.device, products, serving=True):
+        raise ConfigError(f"weights={products}: {problem}")
+    if first.device.type == "cpu":
+        _require_onednn(products, first.dtype)
+    anatomy = anatomy_of(model)
+    exact = _behind_norms(anatomy) if careful and products == "int8" else set()
+    stored: dict[nn.Linear, nn.Module] = {}
+    for name, linear in _chosen(model, anatomy, products).items():
+        if linear not in stored:
+            careful_form = Bf16 if this_cpu().bf16 and this_cpu().packs_bf16 else Int8Twice
+            stored[linear] = _stored(linear, careful_form if name in exact else STORED[products])
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, stored[linear])
+    return model
+
+
+def _require_onednn(products: Products, dtype: torch.dtype) -> None:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        raise EnvironmentProblem(
+            "This torch was built without oneDNN, whose layout is asked for; use weights=plain."
+        )
+    if dtype == torch.bfloat16 and products == "packed" and not this_cpu().packs_bf16:
+        raise ConfigError(
+            "weights=packed: oneDNN lays bf16 weights out only on a CPU with AVX-512; choose weights=plain, or "
+            "precision=O0, whose fp32 weights it packs."
+        )
+
+
+def _behind_norms(anatomy: Anatomy) -> set[str]:
+    """Names of the linears whose inputs a norm has made."""
+    normed = {linear.name for part in anatomy.parts(Attention) for linear in part.projections}
+    return normed | {
+        linear.name for part in anatomy.parts(Perceptron) for linear in (part.up, part.gate) if linear
+    }
+
+
+def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str, nn.Linear]:
+    """The linears of a model that a form for inference is for, by name."""
+    row = PRODUCTS[products]
+    if row.linears == "blocks":
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for name, _ in list(left_out(linears, anatomy, row)):
+            del linears[name]
+        if not linears:
+            raise ConfigError(
+                f"No linear layer of this {type(model).__name__} has sides that are multiples of {row.multiple[0]}, as "
+                f"{products} needs; choose weights=plain."
+            )
+        return linears
+    modules = dict(model.named_modules(remove_duplicate=False))
+    linears = {}
+    for role in anatomy.parts(Linear):
+        name, module = role.name, modules.get(role.name)  # None in a block that another rank has
+        if isinstance(module, Shortlist):
+            name, module = f"{name}.rows", module.rows
+        if isinstance(module, nn.Linear):
+            linears[name] = module
+    return linears
+
+
+def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:
+    if form is Int4 and not _fits(linear, PRODUCTS["int4"]):
+        if linear.weight.dtype == torch.bfloat16 and not this_cpu().packs_bf16:
+            return linear
+        form = OneDnn
+    # A linear that is split over ranks gives the other form its part between them: see `penstock.parallel.parts`.
+    hand_over = getattr(linear, "replaced_by", None)
+    found: nn.Module = form(linear) if hand_over is None else hand_over(form(linear))
+    return found
+
+
+def suited(model: nn.Module, weights: Weights, *, own: bool) -> Products:
+    """The form that `auto` means: `packed` on a CPU where it is faster and the model is nobody else's (`own`), else
+    `plain`.
+    """
+    if weights != "auto":
+        return weights
+    first = next(model.parameters())
+    known = first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and this_cpu().packs_bf16)
+    on_cpu = first.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return "packed" if own and on_cpu and known else "plain"

@@ -1,0 +1,60 @@
+"""Linear layers that multiply in fp8: one that trains, and one that stores its weights so for inference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.products.fp8 import Scaling, fp8_linear, rows_in_fp8, scaled_product
+from penstock.products.stored import Stored
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose products are in fp8 inside an accelerated forward pass (under autocast to bf16), and which
+    is a plain one elsewhere. Made by `penstock.products.convert` out of an nn.Linear, whose parameters and names it
+    keeps.
+    """
+
+    scaling: Scaling
+    emulate: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type) or not x.numel():
+            return super().forward(x)
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype != torch.bfloat16:
+            raise ConfigError(
+                f"fp8 linear layers compute in bf16 around their products, but autocast is to {dtype}; use "
+                "dtype='bf16' or leave fp8 out."
+            )
+        return fp8_linear(x, self.weight, self.bias, scaling=self.scaling, dtype=dtype, emulate=self.emulate)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.scaling}{', emulated' if self.emulate else ''}"
+
+
+class Fp8(Stored):
+    """Weights and inputs in fp8 (e4m3), products in bf16."""
+
+    emulate = False
+    """Whether the same numbers are multiplied in fp32: the reference."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self.weight, scales = rows_in_fp8(linear.weight.detach())
+        self.scales = scales.t()
+        self.bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+
+    def product(self, x: Tensor) -> Tensor:
+        rows, scales = rows_in_fp8(x)
+        return scaled_product(
+            rows,
+            self.weight.t(),
+            scales,
+            self.scales,
+            torch.bfloat16,
+            bias=self.bias,
+            fast=True,
+            emulate=self.emulate,
+        ).to(x.dtype)

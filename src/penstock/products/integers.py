@@ -1,0 +1,111 @@
+"""Linear layers whose weights are stored in 8 or 4 bits, for inference on a CPU."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.config.formats import FORMATS
+from penstock.cpu import this_cpu
+from penstock.products.stored import Stored
+
+_GROUP = FORMATS["int4"].group
+"""Inputs that share a scale in `int4`."""
+_FEW = 16
+"""Rows of inputs up to which products with `int8_weights` read them as they are."""
+
+
+class Int8(Stored):
+    """Weights and inputs in int8."""
+
+    wide = True
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        scales = _scales(weight)
+        with warnings.catch_warnings():
+            # torch will take its quantised tensors out one day; the kernel that takes this one is its fastest so far.
+            warnings.simplefilter("ignore", UserWarning)
+            zeros = torch.zeros(len(weight), dtype=torch.int64)
+            weight = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
+            self.weight = torch.ops.quantized.linear_prepack(weight, None)
+        # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
+        self.narrow = not this_cpu().vnni
+
+    def product(self, x: Tensor) -> Tensor:
+        # The kernel has one scale for all rows. So each is divided by its largest number first: one row with an outlier
+        # would leave the others few levels.
+        sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
+        found = self.multiplied(x.float() / sizes)
+        found = found * sizes if self.bias is None else torch.addcmul(self.bias, found, sizes)
+        return found.to(x.dtype)
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """Rows (N, in) of numbers from −1 to 1 by the weights, in fp32."""
+        return self.called(x)
+
+    def kernel(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic.default(x, self.weight, self.narrow)  # type: ignore[no-any-return]
+
+
+class Int8Twice(Int8):
+    """The same with inputs in twice 8 bits."""
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """See `Int8`."""
+        low, high = x.aminmax()
+        # The kernel's own levels, among which is zero: so it rounds these numbers to themselves.
+        levels = 127 if self.narrow else 255
+        step = ((high.clamp(min=0.0) - low.clamp(max=0.0)) / levels).clamp(min=1e-12)
+        coarse = (x / step).round() * step
+        return super().multiplied(coarse) + super().multiplied(x - coarse)
+
+
+class Int8Weights(Stored):
+    """Weights in int8, products in bf16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        scales = _scales(weight)
+        self.weight = (weight / scales[:, None]).round().to(torch.int8)
+        self.scales = scales.to(torch.bfloat16)
+
+    def product(self, x: Tensor) -> Tensor:
+        half = x.to(torch.bfloat16)
+        if len(x) <= _FEW:
+            found = torch._weight_int8pack_mm(half, self.weight, self.scales).to(x.dtype)
+        else:
+            weight = self.weight.to(torch.bfloat16) * self.scales[:, None]
+            found = F.linear(half, weight).to(x.dtype)
+        return found if self.bias is None else found + self.bias
+
+
+class Int4(Stored):
+    """Weights in 4 bits, in groups."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        groups = linear.weight.detach().float().unflatten(1, (-1, _GROUP))  # type: ignore[no-untyped-call]
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scales = ((high - low) / 15).clamp(min=1e-6)
+        numbers = ((groups - low) / scales).round().clamp(0, 15).to(torch.int32).flatten(1)
+        self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        # The kernel reads a number n as (n − 8) · scale + offset.
+        told = torch.cat([scales, low + 8 * scales], dim=-1)
+        self.scales = told.transpose(0, 1).contiguous().to(self.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
+            x.contiguous(), self.weight, _GROUP, self.scales.to(x.dtype)
+        )
+        return found if self.bias is None else found + self.bias
+
+
+def _scales(weight: Tensor) -> Tensor:
+    """The scale of int8 for each output (out,): the value of 1."""
+    return weight.abs().amax(1).clamp(min=1e-12) / 127

@@ -289,7 +289,7 @@ def test_sixteen_bits_more_train_as_a_copy_does() -> None:
 
 def test_fp8_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
-        build(TINY, Plan(precision="O1", fp8=True))
+        build(TINY, Plan(precision="O1", products="fp8_tensorwise"))
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def build(
     precision = precision_of(plan, recipe.lists, device)
     if precision.weights == "half" and precision.master == "none":
         module = module.to(precision.dtype)
-    if precision.fp8 != "none":
-        convert_linears(module, "fp8" if precision.fp8 == "rowwise" else "fp8_tensorwise", device=device)
+    if precision.products != "plain":
+        convert_linears(module, precision.products, device=device)
     # On the host, so that of what is split each device gets its part alone.
     split = None if plan.tp == 1 else split_layers(module, plan, dims, alike=config is not None)
     # A stage's rank lets go of what others hold before anything else is made of the model.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from calibration import blind
 from calibration.table import Rewrite, Row, Software, as_torch_does, decoder, iteration_seconds, read
+from penstock.config.formats import Products
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan, Recompute, TensorOverlap
@@ -155,8 +155,10 @@ def mosaicml(chip: str) -> Iterator[Row]:
 TITAN = Software(norms_apart=True, loss="torch")
 
 
-def _titan_fp8(words: str) -> Any:
-    return "rowwise" if "rowwise" in words else "float8" in words
+def _titan_products(words: str) -> Products:
+    if "float8" not in words:
+        return "plain"
+    return "fp8" if "rowwise" in words else "fp8_tensorwise"
 
 
 def _titan_overlap(row: dict[str, str]) -> TensorOverlap:
@@ -177,9 +179,9 @@ def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
     if row["ac"] == "selective layer":
         kind, every = "early", 2
     plan = Plan(
-        precision="O2", optimizer="fused", attention="flash", fp8=_titan_fp8(row["precision"]), tp=tp, sp=tp > 1, cp=cp,
-        cp_exchange="gather", dp=int(row["gpus"]) // tp // cp, sharding="fsdp", micro_batch=int(row["local_batch"]),
-        recompute=kind, recompute_every=every, tp_overlap=_titan_overlap(row),
+        precision="O2", optimizer="fused", attention="flash", products=_titan_products(row["precision"]),
+        tp=tp, sp=tp > 1, cp=cp, cp_exchange="gather", dp=int(row["gpus"]) // tp // cp, sharding="fsdp",
+        micro_batch=int(row["local_batch"]), recompute=kind, recompute_every=every, tp_overlap=_titan_overlap(row),
         # The H200 rows are of 2025, when the loss was compiled too.
         compile="none" if row["compile"] != "yes" else "whole" if "H200" in row["table"] else "blocks",
     )  # fmt: skip
@@ -347,9 +349,10 @@ def nemo() -> Iterator[Row]:
         micro = int(row["micro_batch"])
         chunks = virtual if pp > 1 else 1
         plan = Plan(
-            precision="O2", fp8=True, gradients="half", optimizer="fused", compile="blocks", attention="cudnn", tp=tp,
-            sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro, accumulate=int(row["global_batch"]) // micro // dp,
-            virtual=chunks, schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
+            precision="O2", products="fp8_tensorwise", gradients="half", optimizer="fused", compile="blocks",
+            attention="cudnn", tp=tp, sp=tp > 1, pp=pp, cp=cp, dp=dp, micro_batch=micro,
+            accumulate=int(row["global_batch"]) // micro // dp, virtual=chunks,
+            schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
         )  # fmt: skip
         seconds = iteration_seconds(
             model, machine, plan, Software(adds_in_products=True, even_stages=True, loss="torch")

@@ -104,7 +104,7 @@ def test_penstock_runs_what_it_can() -> None:
     [
         {},
         {"precision": "O0"}, {"precision": "O1"}, {"precision": "O3"}, {"dtype": "fp16"},
-        {"fp8": True}, {"fp8": "rowwise"},
+        {"products": "fp8_tensorwise"}, {"products": "fp8"},
         *({"sharding": kind} for kind in ("ddp", "zero2", "fsdp")), {"sharding": "hsdp", "shard": 4},
         {"cp": 2}, {"cp": 2, "cp_exchange": "gather"}, {"ep": 2}, {"offload": "optimizer"}, {"gradients": "fp32"},
         *({"recompute": kind} for kind in ("none", "selective", "early", "full")),

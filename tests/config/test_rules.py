@@ -21,7 +21,7 @@ BROKEN = {
         "cannot skip an overflowed step",
     ),
     "remainder_completes_bf16_weights": ("master=remainder", "vit-s16", "h100", "master=remainder completes"),
-    "fp8_stands_on_bf16": ("fp8=true", "vit-s16", "h100", "replaces the bf16 products"),
+    "products_have_gradients": ("precision=O1 products=int4", "vit-s16", "h100", "nothing would train them"),
     "budget_is_of_its_recomputation": ("budget=2", "vit-s16", "h100", "use recompute=budget"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),
     "half_norms_are_of_o2": ("norms=half", "vit-s16", "h100", "has no effect with plan.precision=O0"),
@@ -75,7 +75,7 @@ BROKEN = {
     "runtime_has_the_setting": ("ep=2 dp=2", "vit-s16", "h100", "training cannot run it yet"),
     "heads_of_keys_are_split": ("tp=16", "llama3-8b", "h100", "8 KV heads, which can be predicted"),
     "split_layers_have_plain_weights": (
-        "tp=2 fp8=true precision=O1",
+        "tp=2 products=fp8_tensorwise precision=O1",
         "gpt2",
         "h100",
         "leave one of them out",
@@ -108,7 +108,19 @@ def test_a_broken_rule_says_why(name: str) -> None:
         assert not any(words in problem for problem in problems(Plan.parse(line), config, degrees=False))
 
 
+@pytest.mark.parametrize("products", ["fp8", "fp8_tensorwise"])
+def test_products_in_fp8_stand_on_bf16(products: str) -> None:
+    for line in (f"products={products}", f"precision=O1 dtype=fp16 products={products}"):
+        (problem,) = problems(Plan.parse(line))
+        assert f"products={products} replaces the bf16 products of plan.precision=O1 or O2" in problem
+    assert problems(Plan.parse(f"precision=O2 products={products}")) == []
+
+
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        require(Plan.parse("fp8=true sp=true attention=cudnn"), PRESETS["gpt2"], load_machine("v100"))
+        require(
+            Plan.parse("products=fp8_tensorwise sp=true attention=cudnn"),
+            PRESETS["gpt2"],
+            load_machine("v100"),
+        )
     assert len(caught.value.problems) == 5

@@ -108,7 +108,7 @@ def test_masters_and_fp8_build_upon_what_they_need() -> None:
     assert fp8.refusal(plan, hopper) is None
     assert "needs a GPU with fp8 units" in str(fp8.refusal(plan, ampere))
     top = fp8.apply(plan, hopper)
-    assert top.plan.line() == "precision=O2 master=remainder optimizer=fused fp8=true"
+    assert top.plan.line() == "precision=O2 master=remainder optimizer=fused products=fp8_tensorwise"
     assert top.model is not None
     require(top.plan, top.model, hopper.machine, run=True)
     whole = _named("whole-half").apply(top, hopper)

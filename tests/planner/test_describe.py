@@ -121,7 +121,7 @@ def test_flops_do_not_depend_on_the_plan(name: str) -> None:
     expected = 3 * totals(model).model_flops
     for line in (
         "attention=plain", "attention=sdpa token_order=batch_second", "precision=O1", "precision=O2 compile=blocks",
-        "precision=O1 fp8=true", "recompute=full",
+        "precision=O1 products=fp8_tensorwise", "recompute=full",
     ):  # fmt: skip
         work = describe(model, Plan.parse(f"micro_batch=3 {line}"))
         assert work.model_flops == pytest.approx(expected), line
@@ -194,7 +194,7 @@ def test_casts_are_operators_too() -> None:
     shards = names("precision=O1 dp=2 sharding=fsdp")
     assert "norm1.cast" in shards
     assert "cast.weights" not in shards
-    assert "mlp.up.quantize" in names("precision=O1 fp8=true")
+    assert "mlp.up.quantize" in names("precision=O1 products=fp8_tensorwise")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -72,8 +72,8 @@ def test_an_offloaded_update_runs_in_host_memory() -> None:
 def test_fp8_multiplies_and_casts_once_each() -> None:
     model = preset("gpt-22b")
     assert isinstance(model, DecoderConfig)
-    plain, eight = at(model), at(model, fp8=True)
-    rates = rates_of(H100, replace(HALF, fp8=True))
+    plain, eight = at(model), at(model, products="fp8_tensorwise")
+    rates = rates_of(H100, replace(HALF, products="fp8_tensorwise"))
     assert rates.fp8 is not None
     rows, d = model.sequence, model.width
     saved = cast = 0.0

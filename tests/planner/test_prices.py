@@ -226,8 +226,8 @@ def test_keys_that_cannot_be_shared_out_are_refused() -> None:
 
 
 def test_types_and_kernels_that_a_machine_lacks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="fp8=true replaces"):
-        predict(PRESETS["gpt-22b"], H100, Plan.parse("precision=O0 fp8=true"))
+    with pytest.raises(ConfigError, match="products=fp8_tensorwise replaces"):
+        predict(PRESETS["gpt-22b"], H100, Plan.parse("precision=O0 products=fp8_tensorwise"))
     v100, line = load_machine("v100"), "precision=O1 dtype=fp16 attention=flash optimizer=fused"
     with pytest.raises(ConfigError, match="compute capability"):
         explain(PRESETS["vit-b16"], v100, Plan.parse(line))
@@ -364,8 +364,8 @@ def test_a_scale_per_row_casts_each_factor_for_each_product() -> None:
         sum(op.batch * op.m * size(op) for op in products) for size in (lambda op: op.k, lambda op: op.n)
     )
     weights = sum(op.n * op.k for op in products)
-    assert casts("fp8=true") == inputs + outputs
-    assert casts("fp8=rowwise") == 2 * (inputs + outputs + weights)
+    assert casts("products=fp8_tensorwise") == inputs + outputs
+    assert casts("products=fp8") == 2 * (inputs + outputs + weights)
 
 
 def test_what_belongs_to_no_single_product_cannot_be_cut() -> None:

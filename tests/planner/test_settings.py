@@ -116,7 +116,7 @@ def test_what_is_not_hidden_is_paid_for() -> None:
 
 def test_fp8_halves_the_products_and_not_the_rest() -> None:
     plain = predict(GPT, H100, BASE)
-    fp8 = predict(GPT, H100, replace(BASE, fp8=True))
+    fp8 = predict(GPT, H100, replace(BASE, products="fp8_tensorwise"))
     assert fp8.peak_flops == 2 * plain.peak_flops or fp8.peak_flops == pytest.approx(1979e12)
     assert 0.45 < fp8.seconds["gemm"] / plain.seconds["gemm"] < 0.75
     assert fp8.seconds["attention"] == pytest.approx(plain.seconds["attention"])

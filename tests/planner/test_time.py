@@ -91,13 +91,13 @@ def test_fp8_products_gain_what_their_casts_leave() -> None:
         for name in ("vit-s16", "vit-b16", "vit-h14"):
             half, eight = (
                 predict(preset(name), h100, Plan.parse(FP8 + compiled + more)).iteration_seconds
-                for more in ("", " fp8=true")
+                for more in ("", " products=fp8_tensorwise")
             )
             gains[name + compiled] = half / eight
     assert gains["vit-s16"] < 1.0 < gains["vit-b16"] < gains["vit-h14"]
     assert all(gains[name] < gains[f"{name} compile=blocks"] for name in ("vit-s16", "vit-b16", "vit-h14"))
     assert gains["vit-b16 compile=blocks"] > 1.0
-    assert predict(preset("vit-h14"), h100, Plan.parse(FP8 + " fp8=true")).peak_name == "fp8"
+    assert predict(preset("vit-h14"), h100, Plan.parse(FP8 + " products=fp8_tensorwise")).peak_name == "fp8"
 
 
 def test_fp8_multiplies_what_the_runtime_converts() -> None:
@@ -111,12 +111,14 @@ def test_fp8_multiplies_what_the_runtime_converts() -> None:
         (even._replace(n=8200), False),
         (even._replace(fp8=False), False),
     ):
-        half, eight = (_seconds(_work(op), h100, one)["gemm"] for one in (plan, replace(plan, fp8=True)))
+        half, eight = (
+            _seconds(_work(op), h100, one)["gemm"] for one in (plan, replace(plan, products="fp8_tensorwise"))
+        )
         assert (eight < 0.7 * half) is faster, op
         assert eight <= half
     products = {
         op.name
-        for _, op in describe(preset("vit-b16"), Plan.parse(FP8 + " fp8=true")).operators()
+        for _, op in describe(preset("vit-b16"), Plan.parse(FP8 + " products=fp8_tensorwise")).operators()
         if op.fp8 and op.forward
     }
     assert products == {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}
@@ -124,9 +126,9 @@ def test_fp8_multiplies_what_the_runtime_converts() -> None:
 
 def test_fp8_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(ConfigError, match="needs a GPU with fp8 units"):
-        predict(preset("vit-b16"), load_machine("a100-80g"), Plan.parse(FP8 + " fp8=true"))
+        predict(preset("vit-b16"), load_machine("a100-80g"), Plan.parse(FP8 + " products=fp8_tensorwise"))
     with pytest.raises(ConfigError, match="replaces the bf16 products"):
-        predict(preset("vit-b16"), load_machine("h100"), Plan(fp8=True))
+        predict(preset("vit-b16"), load_machine("h100"), Plan(products="fp8_tensorwise"))
 
 
 def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.build import build
+from penstock.config.formats import Products
 from penstock.config.load import dump_toml, from_dict
 from penstock.config.plan import Plan
-from penstock.config.run import Lists, Recipe
+from penstock.config.run import Lists, Recipe, RunConfig
 from penstock.errors import ConfigError
 from penstock.precision import precision_of
 from penstock.precision.lists import default_lists
+from penstock.precision.settings import properties_of
 
 
 class Net(nn.Module):
@@ -80,19 +83,33 @@ def test_norms_of_o2_may_be_half() -> None:
         build(net(), Plan.parse("precision=O1 norms=half"))
 
 
-def test_fp8_by_rows_is_a_plan() -> None:
-    for text, value, scaling in (
-        ("true", True, "tensorwise"),
-        ("rowwise", "rowwise", "rowwise"),
-        ("false", False, "none"),
-    ):
-        plan = Plan.parse(f"precision=O1 fp8={text}")
-        assert plan.fp8 == value
-        assert Plan.parse(plan.line()) == plan
-        assert from_dict(Plan, {"precision": "O1", "fp8": value}, origin="a file") == plan
-        assert precision_of(plan).fp8 == scaling
-    with pytest.raises(ConfigError, match="fp8 is 'columns'"):
+@pytest.mark.parametrize(
+    ("text", "value", "products"),
+    [
+        ("true", True, "fp8_tensorwise"), ("rowwise", "rowwise", "fp8"), ("false", False, "plain"),
+        ("Yes", "yes", "fp8_tensorwise"),
+    ],
+)  # fmt: skip
+def test_fp8_of_an_earlier_version_is_a_form_of_products(
+    text: str, value: bool | str, products: Products
+) -> None:
+    plan = Plan(precision="O1", products=products)
+    assert Plan.parse(f"precision=O1 fp8={text}") == plan
+    assert Plan.parse(plan.line()) == plan
+    assert from_dict(Plan, {"precision": "O1", "fp8": value}, origin="a file") == plan
+    assert from_dict(RunConfig, {"plan": {"precision": "O1", "fp8": value}}, origin="a run").plan == plan
+    assert Plan.from_toml(f'precision = "O1"\nfp8 = {json.dumps(value)}') == plan
+    assert precision_of(plan).products == products
+    assert properties_of("O1", fp8=value) == properties_of("O1", products=products)
+
+
+def test_what_fp8_never_was_is_refused() -> None:
+    with pytest.raises(ConfigError, match="products is 'columns'"):
         Plan.parse("fp8=columns")
+    with pytest.raises(ConfigError, match="products is given twice"):
+        Plan.parse("fp8=true products=fp8")
+    with pytest.raises(ConfigError, match="products is 'int8', but must be one of"):
+        properties_of("O1", products="int8")
 
 
 def test_lists_that_mean_nothing_are_refused() -> None:

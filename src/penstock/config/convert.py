@@ -291,6 +291,17 @@ def word(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
+def present(cls: type, name: str, value: Any) -> tuple[str, Any]:
+    """The name and value of a setting of `cls` as they are today, where they may be of an earlier version.
+
+    `cls.RENAMED` has the names that changed, and `cls.REWORDED` the values that did, by the earlier name.
+    """
+    reworded = getattr(cls, "REWORDED", {}).get(name, {})
+    if reworded and isinstance(value, str | bool):
+        value = reworded.get(word(value).lower(), value)
+    return getattr(cls, "RENAMED", {}).get(name, name), value
+
+
 def plain(value: Any) -> Any:
     """`value` as dicts, lists and scalars, which JSON, YAML and TOML can all hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

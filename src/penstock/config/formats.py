@@ -55,7 +55,7 @@ class Product:
     weights: Dtype | None
     """The format of its weights while it multiplies; None where it is the model's own, and results do not change."""
     scales: Scales = "none"
-    """The numbers that share a scale: a whole tensor, each row of what a product sums over, or each group in such a row."""
+    """The numbers that share a scale: a whole tensor, each row of what a product sums over, or each group of a row."""
     devices: tuple[str, ...]
     """Kinds of devices that multiply so."""
     capability: tuple[int, int] = (0, 0)

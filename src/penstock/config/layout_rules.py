@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.config.convert import word
-from penstock.config.formats import HALVES
+from penstock.config.formats import HALVES, PRODUCTS
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
@@ -64,12 +64,18 @@ def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
 
 
 @LAYOUT_RULES.of("types")
-def _fp8_stands_on_bf16(plan: Plan) -> Iterator[str]:
-    """`fp8` replaces the bf16 products of O1 or O2."""
-    if plan.fp8 and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
+def _products_have_gradients(plan: Plan) -> Iterator[str]:
+    """`products` is a form that trains, and replaces the bf16 products of O1 or O2."""
+    if not PRODUCTS[plan.products].trains:
+        able = " or ".join(name for name, row in PRODUCTS.items() if row.trains)
         yield (
-            f"plan.fp8={word(plan.fp8)} replaces the bf16 products of plan.precision=O1 or O2 with dtype=bf16, "
-            f"but the plan has precision={plan.precision} dtype={plan.dtype}; change these, or leave fp8 out."
+            f"plan.products={plan.products} stores weights for inference, and nothing would train them; use "
+            f"products={able}, and weights={plan.products} where the trained model is opened."
+        )
+    elif plan.products != "plain" and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
+        yield (
+            f"plan.products={plan.products} replaces the bf16 products of plan.precision=O1 or O2 with dtype=bf16, "
+            f"but the plan has precision={plan.precision} dtype={plan.dtype}; change these, or leave products out."
         )
 
 
@@ -252,10 +258,11 @@ def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
             f"plan.precision={plan.precision} computes in fp32, and machine {machine.name} has rates for "
             f"{', '.join(machine.peak_flops)} only; use precision=O1, O2 or O3, or give machine.peak_flops.fp32."
         )
-    if plan.fp8 and "fp8" not in machine.peak_flops:
+    row = PRODUCTS[plan.products]
+    if row.trains and row.weights is not None and row.weights not in machine.peak_flops:
         yield (
-            f"plan.fp8={word(plan.fp8)} needs a GPU with fp8 units (compute capability 8.9 or newer), and machine "
-            f"{machine.name} has none; leave it out."
+            f"plan.products={plan.products} needs a GPU with {row.weights} units (compute capability "
+            f"{row.capability[0]}.{row.capability[1]} or newer), and machine {machine.name} has none; leave it out."
         )
     if plan.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
         yield (

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast, overload
 
 from penstock.boundary.files import shown
 from penstock.boundary.trees import read_tree
-from penstock.config.convert import NONE_WORDS, BadValue, convert, nearest, plain
+from penstock.config.convert import NONE_WORDS, BadValue, convert, nearest, plain, present
 from penstock.config.kinds import (
     accepts_none,
     dataclasses_of,
@@ -179,13 +179,12 @@ class _Node:
     def merge(self, values: Mapping[str, Any], layer: _Layer, path: str) -> None:
         """Override present values with `values`."""
         self.origins[layer.origin] = None
-        renamed: dict[str, str] = getattr(self.cls, "RENAMED", {})
         # A preset sets every field and a family decides which fields exist, so both come before other keys.
         first = ("preset", "family")
         for name, given in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
             if len(layer.problems) >= MOST_PROBLEMS:
                 return
-            key, value = renamed.get(name, name), given[-1]
+            key, value = present(self.cls, name, given[-1])
             if key == "family" and len(self.arms) > 1:
                 self._choose_family(value, layer, path)
                 continue

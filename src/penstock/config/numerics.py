@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from penstock.config.formats import BYTES, HALVES, Dtype
+from penstock.config.formats import BYTES, HALVES, Dtype, Products
 from penstock.config.plan import Plan
 
 Masters = Literal["none", "copy", "remainder", "shards"]
@@ -36,8 +36,10 @@ class Numerics:
     arguments."""
     compute: Dtype
     """Type that matrix products read and write: the activations of linear layers and attention."""
-    products: Dtype
-    """Type in which linear layers inside the blocks multiply."""
+    factors: Dtype
+    """Type that matrix products round their factors to, but for those of linear layers whose `products` say more."""
+    products: Products
+    """How linear layers multiply."""
     residual: Dtype
     """Type of the residual stream."""
     norms: Dtype
@@ -53,8 +55,6 @@ class Numerics:
     moments_per_weight: int
     loss_scale: bool
     """Whether the loss is scaled, so that small gradients do not vanish in fp16."""
-    fp8: Literal["none", "tensorwise", "rowwise"]
-    """How products are scaled to fp8, if at all."""
 
     @property
     def master_bytes(self) -> float:
@@ -83,7 +83,7 @@ def numerics_of(plan: Plan) -> Numerics:
         sharding,
         plan.gradients,
         plan.algorithm,
-        plan.fp8,
+        plan.products,
         plan.norms,
     )
 
@@ -91,11 +91,11 @@ def numerics_of(plan: Plan) -> Numerics:
 @lru_cache(maxsize=512)
 def _numerics(
     precision: str, dtype: Dtype, master: Masters, matmul: str, sharding: str, gradients: str, algorithm: str,
-    fp8: bool | str, norms: str,
+    products: Products, norms: str,
 ) -> Numerics:  # fmt: skip
     sharded = sharding in ("fsdp", "hsdp")
     compute: Dtype = "fp32" if precision == "O0" else dtype
-    products: Dtype = "tf32" if precision == "O0" and matmul != "highest" else compute
+    factors: Dtype = "tf32" if precision == "O0" and matmul != "highest" else compute
     masters: Masters = "none"
     if sharded and precision in ("O1", "O2"):
         masters = "shards"
@@ -116,7 +116,8 @@ def _numerics(
         gathered=gathered,
         by_lists=precision in ("O1", "O2"),
         compute=compute,
-        products="fp8" if fp8 else products,
+        factors=factors,
+        products=products,
         residual=compute if precision in ("O2", "O3") else "fp32",
         norms=compute if precision == "O3" or norms == "half" else "fp32",
         gradients=gathered,
@@ -125,5 +126,4 @@ def _numerics(
         moments=moments,
         moments_per_weight=MOMENTS[algorithm],
         loss_scale=compute == "fp16",
-        fp8="rowwise" if fp8 == "rowwise" else "tensorwise" if fp8 else "none",
     )

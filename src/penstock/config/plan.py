@@ -7,8 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import parse_toml
-from penstock.config.convert import BadValue, Checked, Count, Range, convert, nearest, word
-from penstock.config.formats import HalfDtype
+from penstock.config.convert import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    BadValue,
+    Checked,
+    Count,
+    Range,
+    convert,
+    nearest,
+    present,
+    word,
+)
+from penstock.config.formats import HalfDtype, Products
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
 from penstock.errors import ConfigError
@@ -16,7 +27,6 @@ from penstock.errors import ConfigError
 Precision = Literal["O0", "O1", "O2", "O3"]
 Master = Literal["copy", "remainder"]
 Norms = Literal["fp32", "half"]
-Fp8 = bool | Literal["rowwise"]
 Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 TokenOrder = Literal["batch_first", "batch_second"]
@@ -80,8 +90,14 @@ class Plan(Checked, where="plan"):
     """How a model runs on a machine. The defaults are the plain baseline that optimisations are compared
     with."""
 
-    RENAMED: ClassVar[dict[str, str]] = {"layout": "token_order"}
+    RENAMED: ClassVar[dict[str, str]] = {"layout": "token_order", "fp8": "products"}
     """Old names of settings, mapped to their present names."""
+    REWORDED: ClassVar[dict[str, dict[str, str]]] = {
+        "fp8": dict.fromkeys((*FALSE_WORDS, "none"), "plain")
+        | dict.fromkeys((*TRUE_WORDS, "tensorwise"), "fp8_tensorwise")
+        | {"rowwise": "fp8"}
+    }
+    """By old names of settings, old values, mapped to their present words."""
 
     precision: Precision = field(default="O0", metadata=_PRECISION | {"O3": "model"})
     """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
@@ -162,9 +178,9 @@ class Plan(Checked, where="plan"):
     budget: Annotated[float, Range(0, 1 << 20)] = field(default=0.0, metadata=_NOTHING)
     """GiB that the activations of one device's blocks may take, with recompute=budget; all micro-batches that a
     pipeline stage holds at one time are counted."""
-    fp8: Fp8 = field(default=False, metadata=_MODEL)
-    """Whether linear layers inside the blocks multiply in fp8: true has one scale per tensor, rowwise one per row of
-    what is summed over."""
+    products: Products = field(default="plain", metadata=_MODEL)
+    """How linear layers multiply: as their types say (`plain`), or inside the blocks in fp8, with one scale per row of
+    what is summed over (`fp8`) or per tensor (`fp8_tensorwise`). The other forms are for inference."""
     algorithm: Algorithm = field(default="adamw", metadata=_MODEL)
     """The optimizer's algorithm: AdamW with two moments per weight, or SGD with one, its momentum `recipe.beta1`."""
     gradients: GradientType = field(default="weights", metadata=_PRECISION)
@@ -211,7 +227,7 @@ class Plan(Checked, where="plan"):
             if part == BASELINE:
                 continue
             name, equals, text = part.partition("=")
-            name = cls.RENAMED.get(name, name)
+            name, text = present(cls, name, text)
             if not equals:
                 problems.append(
                     f"The plan's word {quoted(part)} is not a setting; write key=value, or {BASELINE} for the defaults."

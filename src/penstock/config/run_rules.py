@@ -43,7 +43,7 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
     if plan.compile == "whole":
         yield f"plan.compile=whole cannot be run with plan.pp={plan.pp}, which cuts the model; use compile=blocks."
     if plan.schedule == "zero_bubble":
-        whole = {"fp8": False, "sharding": "ddp"}
+        whole = {"products": "plain", "sharding": "ddp"}
         for name, value in whole.items():
             if getattr(plan, name) != value:
                 yield (
@@ -65,9 +65,9 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with neither `fp8` nor `master=remainder`."""
-    if plan.tp > 1 and plan.fp8:
-        yield f"plan.fp8={word(plan.fp8)} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
+    """In training, `tp` goes with `products=plain` alone, and not with `master=remainder`."""
+    if plan.tp > 1 and plan.products != "plain":
+        yield f"plan.products={plan.products} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
     if plan.tp > 1 and plan.master == "remainder":
         yield (
             f"plan.master=remainder keeps whole weights, and plan.tp={plan.tp} splits them; use master=copy, or tp=1."

@@ -77,6 +77,8 @@ def loaded(
             f"Only text is generated on several devices; this runs on one, but the plan asks for {plan.gpus}. Leave "
             "dp, tp, pp and cp out."
         )
+    if weights == "auto" and plan.products != "plain":
+        weights = plan.products
     if dims.tp > 1 and weights != "auto" and PRODUCTS[weights].weights is not None:
         raise ConfigError(
             f"weights={weights} rounds by what is beside it, and with plan.tp={dims.tp} each rank has another part: "

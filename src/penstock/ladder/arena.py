@@ -229,7 +229,7 @@ def _form(setting: Setting) -> tuple[object, ...]:
     """Everything that decides the code that is compiled: two settings of one form share it."""
     p = setting.plan
     return (
-        setting.model, p.compile, p.precision, p.dtype, p.matmul, p.attention, p.token_order, p.micro_batch, p.fp8,
+        setting.model, p.compile, p.precision, p.dtype, p.matmul, p.attention, p.token_order, p.micro_batch, p.products,
         p.gpus,
     )  # fmt: skip
 

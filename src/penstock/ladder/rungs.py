@@ -309,7 +309,7 @@ for _rung in (
         place=750,
         title="fp8 products",
         why="Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
-        apply=plan(fp8=True),
+        apply=plan(products="fp8_tensorwise"),
     ),
     _batch(2, 800),
     _batch(4, 810),
@@ -378,7 +378,7 @@ for _rung in (
         why="Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
         "Small updates can be lost in rounding, so look at the loss.",
         # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
-        apply=plan(precision="O3", dtype=lambda situation: situation.half, master="copy", fp8=False),
+        apply=plan(precision="O3", dtype=lambda situation: situation.half, master="copy", products="plain"),
     ),
 ):
     register(_rung)

@@ -40,7 +40,7 @@ def describe(
     product = BYTES[numerics.compute]
     terms = Terms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
-        numerics.gathered == "fp32" and product == 2, numerics.fp8 != "none", numerics.fp8 == "rowwise",
+        numerics.gathered == "fp32" and product == 2, numerics.products != "plain", numerics.products == "fp8",
         attention_form(plan, model, device, avx512), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),

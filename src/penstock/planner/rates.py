@@ -85,7 +85,7 @@ class Rates:
 
 def product_type(numerics: Numerics, machine: Machine) -> str:
     """The key of `machine.peak_flops` that products outside fp8 layers run under."""
-    if numerics.products != "tf32":
+    if numerics.factors != "tf32":
         return numerics.compute
     wish = "tf32" if machine.device == "cuda" else "fp32_medium"
     return wish if wish in machine.peak_flops else "fp32"
@@ -102,7 +102,7 @@ def rates_of(
 def _rates(
     machine: Machine, numerics: Numerics, attention: str, constants: Constants, launch_blocking: bool
 ) -> Rates:
-    cpu, fp8 = machine.device == "cpu", numerics.fp8 != "none"
+    cpu, fp8 = machine.device == "cpu", numerics.products != "plain"
     type_ = product_type(numerics, machine)
     peak_name = "fp8" if fp8 else type_
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share

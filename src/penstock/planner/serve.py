@@ -224,7 +224,7 @@ class Passes:
 def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
     """The Plan whose types are those of inference on a machine."""
     if fp8:
-        plan = Plan(precision="O2", dtype="bf16", fp8="rowwise", attention="flash")
+        plan = Plan(precision="O2", dtype="bf16", products="fp8", attention="flash")
         rules.require(plan, machine=machine)
         return plan
     plan = Plan()

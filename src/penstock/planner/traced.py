@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from penstock.config.formats import BYTES
+from penstock.config.formats import BYTES, PRODUCTS
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import MATRIX, Op, Part, Workload
 
-FP8_MULTIPLE = 16
-"""Both sizes of a weight must be multiples of it, that its products run in fp8."""
 _ALONE = MATRIX | {"attention"}
 """Kinds of operators that no compiler merges with their neighbours."""
 
@@ -46,7 +44,7 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
                 ops = [*_casts(ops, part), *ops]
             if compiled:
                 ops = _merged(ops)
-            if numerics.fp8 != "none":
+            if numerics.products != "plain":
                 ops = [*_quantized(ops), *[op._replace(fp8=_is_fp8(op)) for op in ops]]
             passes.append(tuple(ops))
         parts.append(replace(part, forward=passes[0], backward=passes[1]))
@@ -98,7 +96,7 @@ def _merged(operators: Iterable[Op]) -> list[Op]:
 def _is_fp8(op: Op) -> bool:
     """Whether a product runs in fp8 where the plan says so: of a linear in a block, both of whose sizes fit."""
     sizes = (op.m, op.n) if op.over_rows else (op.n, op.k)
-    return op.fp8 and not any(size % FP8_MULTIPLE for size in sizes)
+    return op.fp8 and not any(size % PRODUCTS["fp8"].multiple[0] for size in sizes)
 
 
 def _quantized(operators: Iterable[Op]) -> list[Op]:

@@ -104,9 +104,9 @@ def accelerate(
     properties = properties_of(precision, dtype=dtype, device=device, **overrides)
     bare = [unwrapped(m) for m in models]
     check(properties, models, bare, optimizers, losses)
-    if properties.fp8 != "none":
+    if properties.products != "plain":
         for module in bare:
-            convert_linears(module, "fp8" if properties.fp8 == "rowwise" else "fp8_tensorwise")
+            convert_linears(module, properties.products)
     if properties.master == "remainder":
         cast_in_place(
             bare, torch.bfloat16, norms=properties.norms, lists=properties.lists, completed_by=optimizers

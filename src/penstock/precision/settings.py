@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from penstock.config.convert import nearest
-from penstock.config.formats import HalfDtype
+from penstock.config.convert import nearest, present
+from penstock.config.formats import PRODUCTS, HalfDtype, Products
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.run import Lists
@@ -30,7 +30,6 @@ Level = Literal["O0", "O1", "O2", "O3"]
 Width = Literal["fp32", "half"]
 Master = Literal["none", "copy", "remainder"]
 Outputs = Literal["fp32", "keep"]
-Fp8 = Literal["none", "tensorwise", "rowwise"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -39,7 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "norms": get_args(Width),
     "master": get_args(Master),
     "outputs": get_args(Outputs),
-    "fp8": get_args(Fp8),
+    "products": tuple(name for name, row in PRODUCTS.items() if row.trains),
 }
 
 _APEX = {
@@ -79,8 +78,8 @@ class Precision:
     """Factor of the loss before the backward pass, so that small gradients do not vanish in fp16."""
     outputs: Outputs
     """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
-    fp8: Fp8
-    """How matrix products of linear layers are scaled into fp8, if they are."""
+    products: Products
+    """How linear layers multiply: see `penstock.config.formats.PRODUCTS`."""
     lists: OpLists | None = None
     """An `OpLists`; None for the default of the dtype."""
 
@@ -115,8 +114,8 @@ class Precision:
                 "fp32 master weights" if self.master == "copy" else "fp32 weights as bf16 and 16 more bits"
             )
         parts.append("no loss scale" if not self.scales else f"loss scale {self.loss_scale}")
-        if self.fp8 != "none":
-            parts.append(f"fp8 matrix products, {self.fp8}")
+        if self.products != "plain":
+            parts.append(f"matrix products in {self.products}")
         return f"{self.level} in {half}: " + ", ".join(parts)
 
 
@@ -133,6 +132,7 @@ def properties_of(
     """
     checked = _level(level)
     device = torch.device(device)
+    overrides = dict(present(Plan, name, value) for name, value in overrides.items())
     unknown = [name for name in overrides if name not in _OVERRIDES]
     if unknown:
         raise ConfigError(
@@ -197,7 +197,7 @@ def precision_of(plan: Plan, lists: Lists | None = None, device: torch.device | 
         master="none" if numerics.masters == "shards" else numerics.masters,
         loss_scale="dynamic" if numerics.loss_scale else 1.0,
         outputs="keep" if half is None else "fp32",
-        fp8=numerics.fp8,
+        products=numerics.products,
         lists=chosen,
     )
 
@@ -286,7 +286,8 @@ def _scale_problems(value: Any) -> Iterator[str]:
 def _contradictions(p: Precision) -> Iterator[str]:
     if p.dtype is None:
         for name, plain in (
-            ("weights", "fp32"), ("autocast", False), ("norms", "fp32"), ("master", "none"), ("fp8", "none"),
+            ("weights", "fp32"), ("autocast", False), ("norms", "fp32"), ("master", "none"),
+            ("products", "plain"),
         ):  # fmt: skip
             if getattr(p, name) != plain:
                 yield f"{name}={getattr(p, name)!r} contradicts O0, in which nothing is half; choose O1, O2 or O3."
@@ -309,10 +310,10 @@ def _contradictions(p: Precision) -> Iterator[str]:
             "master='remainder' splits an fp32 number into a bf16 and 16 more bits, which fp16's shorter exponent "
             "does not allow; use dtype='bf16', or master='copy'."
         )
-    if p.fp8 != "none" and not p.autocast:
-        yield f"fp8={p.fp8!r} is a type of O1's and O2's matrix products; it needs autocast=True."
-    elif p.fp8 != "none" and p.dtype != torch.bfloat16:
-        yield f"fp8={p.fp8!r} has bf16 around its products; it needs dtype='bf16'."
+    if p.products != "plain" and not p.autocast:
+        yield f"products={p.products!r} replaces O1's and O2's matrix products; it needs autocast=True."
+    elif p.products != "plain" and p.dtype != torch.bfloat16:
+        yield f"products={p.products!r} has bf16 around its products; it needs dtype='bf16'."
     if p.lists is not None and not p.autocast:
         yield "lists have no effect with autocast=False, where each operation runs in the type of its arguments."
 

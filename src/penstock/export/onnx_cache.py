@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import stacks
-from penstock.config.stack import Stack
 from penstock.decode.past import NEVER, Columns, Past
 from penstock.errors import ConfigError
 from penstock.export.onnx_file import Run, write_onnx
@@ -94,9 +93,9 @@ class _Given(Past):
         self.memory, self.remembers = memory, True
         self.remember(mask.sum(1), mask.shape[1])
 
-    def _turns(self, sizes: Stack, *, sequence_first: bool) -> dict[str, Rotation]:
+    def _turns(self, stack: Any) -> dict[str, Rotation]:
         # A table of all positions, which serves many passes, would be made again in each.
-        return rotations(sizes, self.places, sequence_first=sequence_first)
+        return rotations(stack.sizes, self.places, sequence_first=stack.sequence_first)
 
 
 class _Generating(nn.Module):

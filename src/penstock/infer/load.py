@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.config.decoding import Weights
-from penstock.config.formats import PRODUCTS
+from penstock.config.formats import PRODUCTS, Products
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.data.text.open import found_in
@@ -56,7 +56,7 @@ def loaded(
     model: str | Path | nn.Module,
     plan: Plan,
     *,
-    weights: Weights,
+    weights: Weights | Products,
     tokenizer: Tokenizer | None,
     device: torch.device | str = "cpu",
     dims: ParallelDims = ALONE,

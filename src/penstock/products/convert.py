@@ -241,7 +241,7 @@ def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:
     return found
 
 
-def suited(model: nn.Module, weights: Weights, *, own: bool) -> Products:
+def suited(model: nn.Module, weights: Weights | Products, *, own: bool) -> Products:
     """The form that `auto` means: `packed` on a CPU where it is faster and the model is nobody else's (`own`), else
     `plain`.
     """

@@ -271,11 +271,11 @@ def test_the_whole_model_is_one_graph(token_order: TokenOrder, attention: Attent
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("token_order", TOKEN_ORDERS)
-def test_a_compiled_block_computes_the_same(token_order: TokenOrder) -> None:
+def test_a_compiled_block_computes_the_same() -> None:
+    """In the order of tokens that other tests do not compile."""
     torch._dynamo.reset()
     model = _model(replace(TINY, depth=1))
-    model.set_token_order(token_order)
+    model.set_token_order("batch_second")
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     expected, gradients = _pass(model, images)
     model.encoder.blocks[0].compile()

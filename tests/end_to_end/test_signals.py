@@ -121,7 +121,7 @@ def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
     finish(form, tmp_path, job)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["alone", pytest.param("two ranks", marks=pytest.mark.slow)])
 def test_a_shower_after_the_last_word_changes_nothing(tmp_path: Path, form: str) -> None:
     run = Run(form, tmp_path)
     run.until(run.done)

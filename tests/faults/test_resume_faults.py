@@ -162,7 +162,8 @@ def like(config: RunConfig, folder: Path) -> RunConfig:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kills", [pytest.param((2,), id="short"), pytest.param((0, 1, 2, 1, 0, 2), marks=whole)]
+    "kills",
+    [pytest.param((2,), id="short", marks=pytest.mark.slow), pytest.param((0, 1, 2, 1, 0, 2), marks=whole)],
 )
 def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
     epochs: RunConfig, tmp_path: Path, kills: tuple[int, ...]
@@ -193,7 +194,7 @@ def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
 def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
     epochs: RunConfig, tmp_path: Path, times: int
 ) -> None:
@@ -232,7 +233,7 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
 def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path: Path, times: int) -> None:
     plan = Plan(micro_batch=16, dp=2, optimizer="fused")
     config = config_in(tmp_path, plan, steps=100_000)

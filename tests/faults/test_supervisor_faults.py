@@ -54,7 +54,7 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=whole)])
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=whole)])
 def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: Path, kills: int) -> None:
     dice = random.Random(kills)
     config = config_in(tmp_path, undisturbed.plan)
@@ -145,6 +145,7 @@ def test_being_stopped_at_random_times_changes_no_bit(
 # -- one rank hangs, raises; the supervisor is killed
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_stands_still_is_ended_by_the_rank_that_waits(tmp_path: Path) -> None:
     """The watchdog is off: it would act first."""
     config = config_in(tmp_path, PLANS["ddp"], steps=8, wait_seconds=5.0)

@@ -43,6 +43,7 @@ def _rungs(report: LadderReport) -> dict[str, RungResult]:
     return {rung.name: rung for rung in report.rungs}
 
 
+@pytest.mark.slow
 def test_replicas_and_shards_really_run_and_equal_one_process(
     machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

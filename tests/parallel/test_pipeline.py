@@ -183,7 +183,9 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
         ("t5", "micro_batch=2 accumulate=2 cp=2 tp=2 padding=remove"),
         ("t5", "micro_batch=2 accumulate=2 cp=2 pp=2"),
         ("vit", "micro_batch=2 accumulate=2 cp=2 tp=2"),
-        ("gpt", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true sharding=fsdp"),
+        pytest.param(
+            "gpt", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true sharding=fsdp", marks=pytest.mark.slow
+        ),
         ("gpt", "micro_batch=1 accumulate=2 cp=2 tp=2 pp=2"),
         *(
             (name, "micro_batch=2 accumulate=2 tp=2 sp=true padding=remove")

@@ -112,6 +112,7 @@ def _check(world: int, folder: Path, lines: list[str]) -> None:
         assert any("exp_avg" in name for name in one)
 
 
+@pytest.mark.slow
 def test_fp16_over_shards_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     _check(
         2,

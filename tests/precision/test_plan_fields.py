@@ -87,7 +87,6 @@ def test_norms_of_o2_may_be_half() -> None:
     ("text", "value", "products"),
     [
         ("true", True, "fp8_tensorwise"), ("rowwise", "rowwise", "fp8"), ("false", False, "plain"),
-        ("Yes", "yes", "fp8_tensorwise"),
     ],
 )  # fmt: skip
 def test_fp8_of_an_earlier_version_is_a_form_of_products(

@@ -136,6 +136,23 @@ def test_fp8_is_refused_by_name_where_there_is_none() -> None:
         store_linears(tiny("gpt"), "fp8")
 
 
+def test_a_plan_says_the_form_where_weights_do_not() -> None:
+    rows = [[1, 2, 3], [4, 5, 6, 7]]
+    by_plan = Generator(tiny("gpt", dtype=torch.float32), Plan(products="int8_weights"), ends=())
+    by_weights = Generator(tiny("gpt", dtype=torch.float32), weights="int8_weights", ends=())
+    forms = [
+        {name: type(module) for name, module in one.model.named_modules() if isinstance(module, Stored)}
+        for one in (by_plan, by_weights)
+    ]
+    assert forms[0] == forms[1]
+    assert set(forms[0].values()) == {STORED["int8_weights"]}
+    assert by_plan.generate(rows, max_tokens=4) == by_weights.generate(rows, max_tokens=4)
+    own = Generator(tiny("gpt"), Plan(products="int8_weights"), weights="plain", ends=())
+    assert not any(isinstance(module, Stored) for module in own.model.modules())
+    with pytest.raises(ConfigError, match="would let a text change with its neighbours; choose weights=fp8"):
+        Generator(tiny("gpt"), Plan(products="fp8_tensorwise"), ends=())
+
+
 @pytest.mark.gpu
 def test_fp8_on_a_gpu_multiplies_as_its_reference_and_generates() -> None:
     torch.manual_seed(0)

@@ -7,18 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import parse_toml
-from penstock.config.convert import (
-    FALSE_WORDS,
-    TRUE_WORDS,
-    BadValue,
-    Checked,
-    Count,
-    Range,
-    convert,
-    nearest,
-    present,
-    word,
-)
+from penstock.config.convert import BadValue, Checked, Count, Range, convert, nearest, present, word
 from penstock.config.formats import HalfDtype, Products
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
@@ -93,9 +82,9 @@ class Plan(Checked, where="plan"):
     RENAMED: ClassVar[dict[str, str]] = {"layout": "token_order", "fp8": "products"}
     """Old names of settings, mapped to their present names."""
     REWORDED: ClassVar[dict[str, dict[str, str]]] = {
-        "fp8": dict.fromkeys((*FALSE_WORDS, "none"), "plain")
-        | dict.fromkeys((*TRUE_WORDS, "tensorwise"), "fp8_tensorwise")
-        | {"rowwise": "fp8"}
+        "fp8": {"rowwise": "fp8"}
+        | dict.fromkeys(("true", "tensorwise"), "fp8_tensorwise")
+        | dict.fromkeys(("false", "none"), "plain")
     }
     """By old names of settings, old values, mapped to their present words."""
 

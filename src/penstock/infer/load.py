@@ -77,11 +77,12 @@ def loaded(
             f"Only text is generated on several devices; this runs on one, but the plan asks for {plan.gpus}. Leave "
             "dp, tp, pp and cp out."
         )
+    form: Weights | Products = weights
     if weights == "auto" and plan.products != "plain":
-        weights = plan.products
-    if dims.tp > 1 and weights != "auto" and PRODUCTS[weights].weights is not None:
+        form = plan.products
+    if dims.tp > 1 and form != "auto" and PRODUCTS[form].weights is not None:
         raise ConfigError(
-            f"weights={weights} rounds by what is beside it, and with plan.tp={dims.tp} each rank has another part: "
+            f"weights={form} rounds by what is beside it, and with plan.tp={dims.tp} each rank has another part: "
             "texts would change with tp. Use weights=auto, or plan.dp in place of tp."
         )
     if dims.tp > 1 and shortlist:
@@ -115,7 +116,7 @@ def loaded(
     start, ends = _marks(said, tokenizer)
     if shortlist:
         shorten(module, (*shortlist, *ends))
-    module = store_linears(module, suited(module, weights, own=own), careful=careful)
+    module = store_linears(module, suited(module, form, own=own), careful=careful)
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
     never |= set(said.get("suppress_tokens") or ())
     names = said.get("id2label") or {}

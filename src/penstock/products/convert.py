@@ -1,15 +1,5 @@
 """Giving a model's linear layers another form of products, one of `penstock.config.formats.PRODUCTS`.
 
-| form | what it is | what changes |
-|---|---|---|
-| `plain` | as the model has them | nothing |
-| `packed` | in oneDNN's blocked layout for this processor, in the model's own type | rounding only |
-| `int8` | weights in int8 with a scale for each output; inputs rounded to int8 with one for each row | results |
-| `int8_weights` | weights in int8 with a scale for each output; products in bf16 | results |
-| `int4` | weights in 4 bits with a scale and an offset for each 32 inputs | results |
-| `fp8` | weights of blocks in fp8 with a scale for each output; inputs rounded to fp8 with one for each row | results |
-| `fp8_tensorwise` | the same in training alone, with one scale for each tensor | results |
-
 Of 30 M weights with 4 rows of inputs on one core of an AMD EPYC with AVX512 and VNNI: plain fp32 20 ms, packed 6,
 packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alone pay off for a few rows only, as one
 text has them.
@@ -98,11 +88,7 @@ def _fits(linear: nn.Linear, row: Product) -> bool:
 
 
 def convert_linears(
-    model: nn.Module,
-    products: Products,
-    *,
-    device: torch.device | str | None = None,
-    emulate: bool = False,
+    model: nn.Module, products: Products, *, device: torch.device | str | None = None, emulate: bool = False
 ) -> dict[str, str]:
     """Let the linear layers inside a model's repeated blocks multiply in a form that trains, in place; returns the
     qualified names of the other linear layers, each with the reason.

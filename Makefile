@@ -75,7 +75,7 @@ test: $(VENV)/.test
 # Tests of what depends on the CPU, as on one with AVX2 only and on one with AVX-512 but no units for bf16. What this
 # machine has itself is tested by `make test`. Scripts and the loops of Hugging Face at each level are left out: they
 # compute by the same operators.
-ISA_TESTS := tests/kernels tests/precision tests/planner tests/infer/test_weights.py tests/infer/test_encode.py \
+ISA_TESTS := tests/kernels tests/precision tests/planner tests/products tests/infer/test_encode.py \
   tests/tasks/test_plans.py tests/parallel/test_recompute.py tests/test_cpu.py
 ISA_RUN = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal \
   -m 'not gpu and not slow and not faults and not alone' $(ISA_TESTS) \

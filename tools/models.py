@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
 from penstock.config.plan import Plan, Precision
-from penstock.config.trainable import model_problems
 from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config
 from penstock.models.convert.libraries import LIBRARIES
@@ -111,7 +110,7 @@ class Claim(NamedTuple):
 PLANNER = "tests/planner/"
 AUTOGRAD = "what autograd keeps"
 CLAIMS = (
-    Claim("parameters, tensors", "all text presets but mixtures of experts", "our modules", "exact",
+    Claim("parameters, tensors", "all text presets", "our modules", "exact",
           f"{PLANNER}test_text_models.py::test_parameters_are_exact",
           "totals(config).parameters == sum(parameter.numel() for parameter in parameters)"),
     Claim("parameters", "all ViT presets, with both classifiers and other image sizes", "our modules", "exact",
@@ -291,8 +290,6 @@ def _written() -> Iterator[str]:
 
 def written_as(model: ModelConfig) -> tuple[str, str]:
     """The form in which `save_pretrained` writes a model, and what transformers lacks where that is our own."""
-    if list(model_problems(model)):
-        return "not built yet", "Penstock predicts mixtures of experts, and does not train them"
     try:
         values = hf_config(model) if isinstance(model, ViTConfig) else write_text_config(model)
     except ConfigError as error:

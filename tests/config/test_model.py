@@ -17,7 +17,6 @@ from penstock.config.model import (
     ModelConfig,
     Seq2SeqConfig,
     Stack,
-    ViTConfig,
     option_words,
     preset,
     stacks,
@@ -25,7 +24,6 @@ from penstock.config.model import (
 )
 from penstock.config.run import RunConfig
 from penstock.config.stack import Layer
-from penstock.config.trainable import require_trainable
 from penstock.errors import ConfigError
 
 
@@ -104,12 +102,25 @@ def test_a_stack_of_an_encoder_decoder_is_checked_when_it_is_made_in_python() ->
         Seq2SeqConfig(decoder=Stack(depth=0))
 
 
-def test_what_can_be_planned_only_is_refused_by_name() -> None:
-    assert require_trainable(PRESETS["vit-s16"]) == PRESETS["vit-s16"]
-    assert require_trainable(PRESETS["gpt2"]) == PRESETS["gpt2"]
-    with pytest.raises(ConfigError, match="mixtures of experts cannot be built yet"):
-        require_trainable(PRESETS["mixtral-8x7b"])
-    assert require_trainable(ViTConfig(norm="rms", mlp="swiglu", positions="rotary"))
+def test_a_dense_stack_forgets_the_capacity_that_it_was_saved_with() -> None:
+    assert DecoderConfig(capacity=1.0) == DecoderConfig()
+    assert Seq2SeqConfig(encoder=Stack(capacity=1.0)) == Seq2SeqConfig()
+    assert DecoderConfig(experts=4, router="given", capacity=1.0).capacity == 1.0
+
+
+def test_a_router_that_cannot_learn_or_choose_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.router_normalised makes the weight of a token's only expert 1"
+    ):
+        DecoderConfig(experts=4, router_normalised=True)
+    with pytest.raises(ConfigError, match=r"model\.router given sends each token to the one expert"):
+        DecoderConfig(experts=4, router="given", experts_per_token=2)
+
+
+def test_leading_blocks_may_be_dense() -> None:
+    config = DecoderConfig(depth=6, experts=4, expert_every=2, dense_layers=2, expert_width=8)
+    assert [layer.mixture for layer in config.layers] == [False, False, False, True, False, True]
+    assert [layer.hidden for layer in config.layers[2:4]] == [3072, 8]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -71,10 +71,14 @@ ENROLLED = {
     "modernbert of classes": Enrolled(
         small("modernbert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"
     ),
+    "mixtral": Enrolled(small("mixtral-tiny"), None),
+    "qwen moe": Enrolled(small("qwen3-moe-tiny", head_features=8, expert_width=16), None),
     "pruned": Enrolled(PRUNED, None),
     "t5": Enrolled(small("t5-tiny"), "AutoModelForSeq2SeqLM"),
     "marian": Enrolled(small("marian-tiny"), "AutoModelForSeq2SeqLM"),
     "bart": Enrolled(small("bart-tiny"), "AutoModelForSeq2SeqLM"),
+    "t5 moe": Enrolled(small("t5-moe-tiny"), None),
+    "marian moe": Enrolled(small("marian-moe-tiny"), None),
 }  # fmt: skip
 
 

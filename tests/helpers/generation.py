@@ -31,13 +31,21 @@ DECODERS: dict[str, dict[str, Any]] = {
         "global_every": 3,
         "first_norm": False,
     },
+    "mixtral": {"kv_heads": 2, "experts": 4, "experts_per_token": 2, "shared_experts": 1},
+    "sigmoid": {
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_width": 16,
+        "expert_every": 2,
+        "router": "sigmoid",
+    },
     "pruned": {
         "positions": "rotary",
         "unequal": (Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16)),
     },
 }
 BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")
-_LIKE_LLAMA = ("llama", "qwen", "qwen2")
+_LIKE_LLAMA = ("llama", "qwen", "qwen2", "mixtral")
 
 
 def tiny(

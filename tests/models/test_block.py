@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from penstock.models.block import activate, drop_path
+from penstock.models.block import drop_path
+from penstock.models.perceptron import activate
 
 
 def test_both_activations_are_their_formulas() -> None:

@@ -22,11 +22,7 @@ from penstock.planner.operators import Workload
 from penstock.planner.software import PENSTOCK, Software
 
 TITAN = Software(norms_apart=True)
-BUILT = [
-    name
-    for name, config in PRESETS.items()
-    if not isinstance(config, ViTConfig) and not any(stack.experts for stack in stacks(config))
-]
+BUILT = [name for name, config in PRESETS.items() if not isinstance(config, ViTConfig)]
 TINY = [name for name in BUILT if name.endswith("tiny")]
 
 
@@ -46,11 +42,13 @@ def _inputs(config: Any, samples: int, device: str = "cpu") -> tuple[Tensor, ...
 
 @pytest.mark.parametrize("name", TINY)
 def test_flops_equal_torchs(name: str) -> None:
-    model = create(PRESETS[name], device="meta")
+    # Which experts a token visits is not known on the meta device, and of grouped products torch counts nothing.
+    mixed = any(stack.experts for stack in stacks(PRESETS[name]))
+    model = create(PRESETS[name], device="cpu" if mixed else "meta", dtype=torch.float64 if mixed else None)
     assert isinstance(model, Switched)
     model.set_attention("plain")
     with FlopCounterMode(display=False) as counter:
-        model(*_inputs(PRESETS[name], 2, "meta")).sum().backward()
+        model(*_inputs(PRESETS[name], 2, "cpu" if mixed else "meta")).sum().backward()
     assert 2 * totals(PRESETS[name]).model_flops == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 

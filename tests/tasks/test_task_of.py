@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.config.model import PRESETS
@@ -24,6 +26,7 @@ def test_a_task_of_another_family_is_refused(task: TaskName, model: str) -> None
         task_name(PRESETS[model], task)
 
 
-def test_what_cannot_be_built_has_no_task() -> None:
-    with pytest.raises(ConfigError, match=r"mixtures of experts cannot be built yet"):
-        task_of(PRESETS["mixtral-8x7b"])
+def test_a_model_whose_experts_are_given_has_no_task() -> None:
+    assert isinstance(task_of(PRESETS["mixtral-8x7b"]), NextToken)
+    with pytest.raises(ConfigError, match=r"No task gives the expert of each sample"):
+        task_of(replace(PRESETS["gpt-tiny"], experts=2, router="given"))  # type: ignore[call-arg]

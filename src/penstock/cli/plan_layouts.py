@@ -17,7 +17,6 @@ from penstock.config.load import dump_toml
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
-from penstock.config.trainable import model_problems
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.explain import Lever, explain, sensitivity, why_others_lose
 from penstock.planner.prediction import Prediction, predict
@@ -71,12 +70,10 @@ def search_all(asked: PlanConfig, machine: Machine) -> None:
 
 def _command(model: ModelConfig, machine: Machine, found: Found) -> str:
     """The command that trains with the fastest layout Penstock can run. Raises ConfigError where there is none."""
-    reasons = list(model_problems(model))
-    runs = None if reasons else best_runnable(found, model)
+    runs = best_runnable(found, model)
     if runs is None:
         raise ConfigError(
-            reasons
-            or f"penstock train runs none of the {len(found.predictions):,} layouts that fit; fix less with --base."
+            f"penstock train runs none of the {len(found.predictions):,} layouts that fit; fix less with --base."
         )
     return penstock_train(model, machine, runs.plan).command
 
@@ -131,19 +128,18 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
     console.print(section.text.replace("\n\n", "\n"), style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
     runs = best_runnable(found, model)
-    # What `train` does not make itself is passed to `build` as a module.
-    ours = not list(model_problems(model))
-    runner = "penstock train runs" if ours else "penstock.build runs on a model of your own"
     if runs is None:
-        console.print(f"{'penstock train' if ours else 'penstock.build'} runs none of them yet.")
+        console.print("penstock train runs none of them yet.")
     elif runs is not best:
         slower = runs.iteration_seconds / best.iteration_seconds - 1
-        console.print(f"best that {runner}: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True)
+        console.print(
+            f"best that penstock train runs: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True
+        )
     if said := totals_line(best, asked.samples(), machine, asked.price):
         console.print(said)
     # The best, and where Penstock does not run that, the best that it does.
     ways = how_to_run(model, machine, best.plan)
-    if runs is not None and runs is not best and ours:
+    if runs is not None and runs is not best:
         ways[:0] = how_to_run(model, machine, runs.plan)[:1]
     if ways:
         vision = model.graph.vision

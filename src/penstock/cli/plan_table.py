@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.rules import problems
-from penstock.config.trainable import model_problems
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import Found
 from penstock.report.page import Cell, Section
@@ -21,9 +20,8 @@ LEGEND = (
 
 
 def best_runnable(found: Found, model: ModelConfig) -> Prediction | None:
-    """The fastest layout that can be trained today; of a model that is not ours to build, by `build` of a module."""
-    known = None if list(model_problems(model)) else model
-    return next((one for one in found.predictions if not problems(one.plan, known, run=True)), None)
+    """The fastest layout that can be trained today."""
+    return next((one for one in found.predictions if not problems(one.plan, model, run=True)), None)
 
 
 def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:

@@ -270,6 +270,11 @@ class Graph:
         return f"{inputs} with {len(self.heads)} heads" if len(self.heads) > 1 else inputs
 
     @cached_property
+    def routed(self) -> bool:
+        """Whether experts are given with each sample."""
+        return any(run.stack.router == "given" for run in self.runs if run.stack.experts)
+
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         """The model's arguments in their order: its inputs, then what describes them, then what is asked for."""
         text = bool(self.inputs_of(TokenInput))
@@ -282,6 +287,7 @@ class Graph:
             *(("documents",) if text and not crossed else ()),
             *(("targets", "rows") if text else ()),
             *(("smoothing", "past") if self.writer is not None else ()),
+            *(("routes",) if self.routed else ()),
         )
 
     # -- sense

@@ -406,13 +406,21 @@ def _qwen(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **c
     )  # fmt: skip
 
 
+def _qwen_moe(
+    width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any
+) -> DecoderConfig:
+    sizes = {"head_features": 128, "experts": 128, "experts_per_token": 8, "balance": 0.001, "tied": False}
+    return replace(_qwen(width, depth, heads, kv_heads, mlp_width, qk_norm=True), **{**sizes, **changes})
+
+
 def _t5(
-    width: int, depth: int, heads: int, mlp_width: int, *, features: int = 64, **changes: Any
-) -> Seq2SeqConfig:
+    width: int, depth: int, heads: int, mlp_width: int, *, features: int = 64, experts: int = 0,
+    expert_every: int = 1, **changes: Any,
+) -> Seq2SeqConfig:  # fmt: skip
     stack = Stack(
         width=width, depth=depth, heads=heads, head_features=features, mlp_width=mlp_width, mlp="relu",
         positions="relative", attention_scale=1.0, norm="rms", norm_eps=1e-6, bias=False, qkv_bias=False,
-        dropout=0.1, mlp_dropout=None,
+        dropout=0.1, mlp_dropout=None, experts=experts, expert_every=expert_every,
     )  # fmt: skip
     config = Seq2SeqConfig(
         encoder=stack, decoder=stack, vocabulary=32128, sequence=512, decoder_sequence=512, scale_outputs=True,
@@ -453,6 +461,9 @@ _MODERN: dict[str, Any] = {
     "bias": False, "qkv_bias": False, "mlp": "geglu", "window": 128, "window_base": 10000.0, "global_every": 3,
     "token_types": 0, "dropout": 0.0, "first_norm": False, "pooler": "norm",
 }  # fmt: skip
+
+_MIXTRAL: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "balance": 0.02}
+_SWITCH: dict[str, Any] = {"experts": 4, "expert_every": 2}
 
 PRESETS: dict[str, ModelConfig] = {
     # Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
@@ -516,9 +527,11 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     # Jiang et al. 2024 Table 1.
     "mixtral-8x7b": _llama(
-        4096, 32, 32, 8, 14336, vocabulary=32000, sequence=4096, rotary=Rotary(base=1e6), experts=8,
-        experts_per_token=2,
+        4096, 32, 32, 8, 14336, vocabulary=32000, sequence=4096, rotary=Rotary(base=1e6), **_MIXTRAL,
     ),
+    # Yang et al. 2025, "Qwen3", Table 2.
+    "qwen3-30b-a3b": _qwen_moe(2048, 48, 32, 4, 6144, expert_width=768),
+    "qwen3-235b-a22b": _qwen_moe(4096, 94, 64, 4, 12288, expert_width=1536),
     # Devlin et al. 2019, section 3.
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
@@ -541,9 +554,22 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt-tiny": replace(_gpt2(128, 4, 4), vocabulary=2048, sequence=128, dropout=0.0),
     "llama-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
     "qwen-tiny": replace(_qwen(128, 4, 4, 2, 352, qk_norm=True), vocabulary=2048, sequence=128),
+    "mixtral-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, **{**_MIXTRAL, "experts": 4}),
+    "qwen3-moe-tiny": _qwen_moe(
+        128, 4, 4, 2, 352, vocabulary=2048, sequence=128, head_features=32, experts=8, experts_per_token=2,
+        expert_width=96,
+    ),
     "bert-tiny": _bert(128, 2, 2, vocabulary=2048, sequence=128),
     "modernbert-tiny": _bert(128, 4, 4, mlp_width=192, vocabulary=2048, sequence=128, **{**_MODERN, "window": 32}),
     "t5-tiny": _t5(128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64),
+    # Every other block is a mixture of which a token visits one expert (Fedus et al., JMLR 2022).
+    "t5-moe-tiny": _t5(
+        128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64, **_SWITCH
+    ),
+    "marian-moe-tiny": _translator(
+        128, 2, 4, {"mlp": "silu", "experts": 4, "experts_per_token": 2}, vocabulary=512, sequence=64,
+        decoder_sequence=64, output_bias=True,
+    ),
     "marian-tiny": _translator(
         128, 2, 4, {"mlp": "silu"}, vocabulary=512, sequence=64, decoder_sequence=64, output_bias=True
     ),

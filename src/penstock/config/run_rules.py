@@ -9,7 +9,7 @@ from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.rule import Rules, divisors
-from penstock.config.trainable import model_problems, plan_problems
+from penstock.config.trainable import mixture_problems, plan_problems
 
 SKIPS_ON_DEVICE = ("fused", "contiguous")
 """Optimizer forms that can skip an overflowed step without making the host wait."""
@@ -106,6 +106,6 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 
 
 @RUN_RULES.of("run")
-def _family_can_be_trained(model: ModelConfig) -> Iterator[str]:
-    """The model's family can be built."""
-    yield from model_problems(model)
+def _mixtures_are_trained(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Mixtures of experts are trained whole on each replica, or sharded, and not compiled."""
+    yield from mixture_problems(plan, model)

@@ -18,6 +18,7 @@ Depth = Annotated[int, Range(1, 1 << 14)]
 Experts = Annotated[int, Range(0, 1 << 16)]
 Positions = Literal["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
 Scaling = Literal["none", "linear", "llama3", "yarn"]
+Router = Literal["softmax", "sigmoid", "given"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +132,35 @@ class Stack:
     """Hidden width of one expert; none: `mlp_width`."""
     expert_every: Depth = 1
     """Every n-th block is a mixture; the others are dense."""
-    capacity: Annotated[float, Range(1, 1 << 16)] = 1.0
-    """Tokens that an expert has room for, as a multiple of an even share; 1 if no tokens are dropped or
-    padded."""
+    dense_layers: Annotated[int, Range(0, 1 << 14)] = 0
+    """Blocks at the beginning that are dense."""
+    router: Router = "softmax"
+    """How experts are chosen: those with the highest softmax (Shazeer et al., ICLR 2017), or the highest sigmoid plus a
+    bias that balances them (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing"), or by a number that is given with
+    each sample, such as that of its language."""
+    router_normalised: bool | None = None
+    """Whether the weights of a token's experts are divided by their sum; none: if there are several."""
+    balance: NotNegative = 0.01
+    """Coefficient of the balance loss of each mixture with a softmax router (Fedus et al., JMLR 2022, section 2.2):
+    see `penstock.models.experts`."""
+    z_loss: NotNegative = 0.0
+    """Coefficient of the mean square of the routers' log-sum-exp (Zoph et al., 2022, "ST-MoE", equation 5)."""
+    bias_rate: NotNegative = 0.001
+    """Amount by which a step moves the bias of each expert of a sigmoid router, up for those with few tokens."""
+    capacity: Positive | None = None
+    """Visits that an expert has room for in training, as a multiple of an even share of a micro-batch; those beyond it
+    are dropped, the last tokens first. None: all visits are computed."""
     unequal: tuple[Layer, ...] = ()
     """The layers one by one, as a pruned model has them: `depth` of them, whose sizes replace those above. None: all
     follow from the fields above."""
+
+    def __post_init__(self) -> None:
+        if not self.experts and self.capacity is not None:
+            # Dense stacks were once saved with a capacity, which says nothing about them.
+            object.__setattr__(self, "capacity", None)
+        checks = getattr(super(), "__post_init__", None)
+        if checks is not None:
+            checks()
 
     @property
     def head_width(self) -> int:
@@ -168,13 +192,19 @@ class Stack:
         """Dropout probability of the MLP's activations."""
         return self.dropout if self.mlp_dropout is None else self.mlp_dropout
 
+    @property
+    def normalises(self) -> bool:
+        """Whether the weights of a token's experts are divided by their sum."""
+        return self.experts_per_token > 1 if self.router_normalised is None else self.router_normalised
+
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The layer of each block, in the order in which they run."""
         return self.unequal or tuple(self._layer(block) for block in range(self.depth))
 
     def _layer(self, block: int) -> Layer:
-        mixture = self.experts > 0 and block % self.expert_every == self.expert_every - 1
+        sparse = block >= self.dense_layers and block % self.expert_every == self.expert_every - 1
+        mixture = self.experts > 0 and sparse
         sees_all = self.window is None or (self.global_every and block % self.global_every == 0)
         return Layer(
             heads=self.heads,
@@ -231,6 +261,16 @@ class Stack:
             yield (
                 f"{where}.experts_per_token is {self.experts_per_token}, but there are only "
                 f"{self.experts} {where}.experts to send a token to."
+            )
+        if self.experts and self.router == "given" and self.experts_per_token > 1:
+            yield (
+                f"{where}.router given sends each token to the one expert that is given, but {where}.experts_per_token "
+                f"is {self.experts_per_token}; set it to 1."
+            )
+        if self.experts and self.router != "given" and self.normalises and self.experts_per_token == 1:
+            yield (
+                f"{where}.router_normalised makes the weight of a token's only expert 1, from which the router cannot "
+                f"learn; leave it out, or set {where}.experts_per_token to 2 or more."
             )
 
     def _unequal_problems(self, where: str) -> Iterator[str]:

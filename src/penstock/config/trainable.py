@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.config.convert import word
 from penstock.config.model import ModelConfig, ViTConfig
@@ -11,12 +11,12 @@ from penstock.config.plan import Plan
 from penstock.config.run import TaskName
 from penstock.errors import ConfigError
 
-M = TypeVar("M", bound=ModelConfig)
-
 _ONLY: dict[str, Any] = {
     "ep": 1, "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
+_MIXED: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "products": "plain", "compile": "none"}
+"""The same with mixtures of experts."""
 
 
 TASKS: dict[str, str] = {
@@ -40,6 +40,11 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
         raise ConfigError(
             f"No task trains a model of {model.graph.form}; give build a Task of your own as loss."
         )
+    if model.graph.routed:
+        raise ConfigError(
+            "No task gives the expert of each sample, as a model with router given needs; give build a Task of your "
+            "own as loss, which passes the model routes, or use router softmax."
+        )
     if task == "auto":
         classes = model.graph.classes is not None and "pairs" in fitting
         return "pairs" if classes else fitting[0]  # type: ignore[return-value]
@@ -51,29 +56,33 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
     return task
 
 
-def require_trainable(model: M) -> M:
-    """`model`, if it can be built and trained. Raises ConfigError for a model that can only be planned."""
-    if problems := list(model_problems(model)):
-        raise ConfigError(problems)
-    return model
-
-
 def require_vision(model: ModelConfig) -> ViTConfig:
-    """`model`, if it is a Vision Transformer that can be built. Raises ConfigError."""
+    """`model`, if it is a Vision Transformer. Raises ConfigError."""
     if not isinstance(model, ViTConfig):
         raise ConfigError(
             f"model.family is {model.family}, but only a vit takes images; choose a preset such as vit-s16."
         )
-    return require_trainable(model)
+    return model
 
 
-def model_problems(model: ModelConfig) -> Iterator[str]:
-    """Every reason why a model cannot be built and trained."""
-    for run in model.graph.runs:
-        if run.stack.experts:
+def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Every setting of a Plan that training cannot run with the model's mixtures of experts."""
+    mixed = [run for run in model.graph.runs if any(layer.mixture for layer in run.stack.layers)]
+    if not mixed:
+        return
+    setting = f"{mixed[0].setting}.experts={mixed[0].stack.experts}"
+    for name, supported in _MIXED.items():
+        value = getattr(plan, name)
+        if value != supported:
             yield (
-                f"{run.setting}.experts={run.stack.experts} can be predicted by `penstock plan`, but mixtures of "
-                f"experts cannot be built yet; use {run.setting}.experts=0."
+                f"plan.{name}={word(value)} can be predicted with {setting}, but not trained yet; use "
+                f"{name}={word(supported)}, or a model without mixtures."
+            )
+    for run in mixed:
+        if run.stack.capacity is not None and plan.token_order != "batch_first":
+            yield (
+                f"{run.setting}.capacity drops the last tokens in the order of samples, which "
+                f"plan.token_order={plan.token_order} changes; use token_order=batch_first, or leave capacity out."
             )
 
 

@@ -57,8 +57,14 @@ class Real(NamedTuple):
 
     def put(self, x: Tensor) -> Tensor:
         """The reverse: zeros where no token is computed."""
-        whole = _Put.apply(x[0], self.rows, self.first * self.second)  # type: ignore[no-untyped-call]
-        return whole.unflatten(0, (self.first, self.second))  # type: ignore[no-any-return]
+        whole = put_rows(x[0], self.rows, self.first * self.second)
+        placed: Tensor = whole.view(self.first, self.second, *x.shape[2:])
+        return placed
+
+
+def put_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
+    """x (T, D) at the rows of a tensor (count, D), none of them twice, that is zero elsewhere."""
+    return _Put.apply(x, rows, count)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Unpadded:

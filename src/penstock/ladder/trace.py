@@ -158,7 +158,7 @@ def _sizes_of_linears(model: nn.Module) -> set[frozenset[int]]:
         anatomy = anatomy_of(model)
     except ConfigError:
         return set()
-    routers = set() if anatomy.unknown else {experts.router.name for experts in anatomy.parts(Experts)}
+    routers = set() if anatomy.unknown else {e.router.name for e in anatomy.parts(Experts) if e.router}
     return {
         frozenset(linear.weight.shape)
         for block in anatomy.blocks

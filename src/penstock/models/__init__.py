@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from penstock.config.model import ModelConfig
-from penstock.config.trainable import require_trainable
 from penstock.models import families as families  # enrols them
 from penstock.models.model import Model
 
@@ -17,8 +16,5 @@ def create(
 ) -> Model:
     """The module that a configuration describes, initialised from torch's global generator.
 
-    On the meta device nothing is allocated or computed; call `to_empty(device=…)` and `init_weights()` afterwards.
-    Raises ConfigError for what can be planned but not built yet.
-    """
-    require_trainable(config)
+    On the meta device nothing is allocated or computed; call `to_empty(device=…)` and `init_weights()` afterwards."""
     return Model(config, device=device, dtype=dtype)

@@ -13,15 +13,16 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
-from penstock.config.stack import Layer, Mlp, Stack
+from penstock.config.stack import Layer, Stack
 from penstock.kernels.attention import Scores, Sight, keeps_scores, split_heads, token_attention
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real
+from penstock.models.experts import MixtureOfExperts
+from penstock.models.perceptron import MLP
 
 _RATE_UNIT = 2.0**-24
 
@@ -41,6 +42,11 @@ class Context(NamedTuple):
     memory_mask: Tensor | Sight | None = None
     real: Real | None = None
     """Which tokens are computed, if padding is left out but attention sees it: see `penstock.kernels.padding`."""
+    shares: Tensor | None = None
+    """The share of each token in the balance of experts, in the order of the tokens, fp32: 0 of padding; the others of
+    a sample have alike shares, and all samples together 1. None: alike ones of all."""
+    routes: Tensor | None = None
+    """The expert of each token, in the order of the tokens, where experts are given."""
 
 
 _ALONE = Context()
@@ -64,21 +70,6 @@ def make_norm(sizes: Stack, features: int, **where: Any) -> nn.LayerNorm | nn.RM
     if sizes.norm == "rms":
         return nn.RMSNorm(features, eps=sizes.norm_eps, **where)
     return nn.LayerNorm(features, eps=sizes.norm_eps, bias=sizes.norm_bias, **where)
-
-
-def activate(x: Tensor, activation: Mlp) -> Tensor:
-    """The activation at every element; of gated ones (Shazeer, 2020), that of the first half times the second half."""
-    match activation:
-        case "gelu" | "gelu_tanh":
-            return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-        case "relu":
-            return F.relu(x)
-        case "silu":
-            return F.silu(x)
-    gate, x = x.chunk(2, dim=-1)
-    if activation == "swiglu":
-        return F.silu(gate) * x
-    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * x
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -204,22 +195,6 @@ class CrossAttention(_Attending):
         return self.out(self.mix(q, k, v, context.memory_mask))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """down(activation(up(x))), with dropout after the activation. The rows of a gate come before the others of up."""
-
-    def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
-        super().__init__()
-        self.activation = sizes.mlp
-        rows = layer.hidden * (2 if sizes.gated else 1)
-        self.up = nn.Linear(sizes.width, rows, bias=sizes.bias, **where)
-        self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
-        self.down = nn.Linear(layer.hidden, sizes.width, bias=sizes.bias, **where)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = activate(self.up(x), self.activation)
-        return self.down(hidden if self.dropout is None else self.dropout(hidden))  # type: ignore[no-any-return]
-
-
 class Branch(nn.Module):
     """The operations on a residual branch before it is added: dropout, LayerScale, stochastic depth.
 
@@ -267,8 +242,9 @@ class Branch(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to the tokens: x + attention(norm(x)) (pre-norm), or norm(x + attention(x)), as
-    `norm_first` says. In a `parallel` block both read one norm. `cross` puts cross attention between the two.
+    """Attention and an MLP, or a mixture of experts, each added to the tokens: x + attention(norm(x)) (pre-norm), or
+    norm(x + attention(x)), as `norm_first` says. In a `parallel` block both read one norm. `cross` puts cross attention
+    between the two.
 
     `branch` are the options of `Branch`. Where the layer has no norm, attention reads the tokens as they are.
     """
@@ -295,24 +271,30 @@ class Block(nn.Module):
             self.cross = CrossAttention(sizes, layer, **where)
             self.cross_branch = Branch(sizes, **branch, **where)
         self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, **where)
-        self.mlp = MLP(sizes, layer, **where)
+        self.mlp: MLP | MixtureOfExperts = (MixtureOfExperts if layer.mixture else MLP)(sizes, layer, **where)
         self.branch2 = Branch(sizes, **branch, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
         if self.norm2 is None:
             seen = self.norm1(x)
             x = x + self.branch1(self.attention(seen, context))
-            return x + self.branch2(self.mlp(seen))  # type: ignore[no-any-return]
+            return x + self.branch2(self._feed(seen, context))  # type: ignore[no-any-return]
         if not self.norm_first:
             return self._norms_last(x, context)
         x = x + self.branch1(self.attention(self.norm1(x), context))
         if self.cross is not None:
             x = x + self.cross_branch(self.cross(self.cross_norm(x), context))
-        return x + self.branch2(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+        return x + self.branch2(self._feed(self.norm2(x), context))  # type: ignore[no-any-return]
 
     def _norms_last(self, x: Tensor, context: Context) -> Tensor:
         assert self.norm2 is not None
         x = self.norm1(x + self.branch1(self.attention(x, context)))
         if self.cross is not None:
             x = self.cross_norm(x + self.cross_branch(self.cross(x, context)))
-        return self.norm2(x + self.branch2(self.mlp(x)))  # type: ignore[no-any-return]
+        return self.norm2(x + self.branch2(self._feed(x, context)))  # type: ignore[no-any-return]
+
+    def _feed(self, x: Tensor, context: Context) -> Tensor:
+        """The MLP of x, or the mixture of experts that takes its place."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(x, context.shares, context.routes)  # type: ignore[no-any-return]
+        return self.mlp(x)  # type: ignore[no-any-return]

@@ -17,7 +17,8 @@ from penstock.kernels.attention import autocasts
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
-from penstock.models.block import activate, make_norm
+from penstock.models.block import make_norm
+from penstock.models.perceptron import activate
 
 
 class Vocabulary(nn.Linear):

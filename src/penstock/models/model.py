@@ -25,11 +25,13 @@ from penstock.config.graph import (
 from penstock.config.model import ModelConfig
 from penstock.config.plan import LossForm, Padding
 from penstock.errors import ConfigError
+from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
 from penstock.models.base import Switched, Undrawn
 from penstock.models.block import Attention, Block, Branch, CrossAttention, make_norm
 from penstock.models.context import Shares
+from penstock.models.experts import ExpertLinear, MixtureOfExperts
 from penstock.models.heads import Pooler, Transform, Vocabulary
 from penstock.models.stack import TokenStack
 from penstock.models.stems import ConvStem, PatchStem
@@ -55,6 +57,7 @@ class Model(Switched):
     | `rows` | (M,), numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are
       (M, V) and targets (M,) |
     | `smoothing` | label smoothing of the loss |
+    | `routes` | (B,) int64, the expert of each sample, of models whose router is `given` |
     | `past` | the keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of
       that are None |
 
@@ -170,7 +173,29 @@ class Model(Switched):
         else:
             more |= {"lengths": self.lengths_of(run, given), "documents": given.get("documents")}
             more["past"] = given.get("past") if run.causal else None
+        if run.stack.experts:
+            more |= {"counts": self._counts(run, given), "routes": given.get("routes")}
         outputs[run.name] = getattr(self, run.name)(x, **more)
+
+    def _counts(self, run: Run, given: dict[str, Any]) -> Tensor | None:
+        """How many first tokens of each sample of a run count in the balance of its experts, (B,): those that are no
+        padding. Of a causal run these are those up to the last target, for those after it change no loss; all of them
+        where the model is given no targets.
+        """
+        if not run.causal:
+            return self.lengths_of(run, given)
+        head = next((head for head in self.graph.heads_of(WordHead) if head.run == run.name), None)
+        targets = None if head is None else self._asked(head, given.get("targets"))
+        tokens = given[self.graph.input_of(run).name]
+        if head is None or targets is None:
+            return None
+        rows, asked = self._asked(head, given.get("rows")), targets.flatten() != IGNORED
+        if rows is not None:
+            asked = torch.zeros(tokens.numel(), dtype=torch.bool, device=asked.device).index_fill_(
+                0, rows[asked], True
+            )
+        places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        return (asked.view(tokens.shape) * places).amax(1)
 
     def _memory(self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         """The memory of a run: the outputs of those that it attends to, one after the other."""
@@ -353,7 +378,7 @@ class Model(Switched):
                 linear.tied = True
         shared = {id(table.weight) for table in tables.values()}
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | ExpertLinear):
                 if id(module.weight) not in shared:
                     self._draw(name, module)
                 if module.bias is not None:
@@ -364,7 +389,7 @@ class Model(Switched):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d):
                 module.reset_parameters()
-            elif isinstance(module, Branch):
+            elif isinstance(module, Branch | MixtureOfExperts):
                 module.init_weights()
         token: nn.Parameter | None = getattr(self, "class_token", None)
         if token is not None:
@@ -377,10 +402,11 @@ class Model(Switched):
             return 1.0 if of_tokens else narrow
         return narrow if self.graph.init == "xavier" and of_tokens else 0.02
 
-    def _draw(self, name: str, module: nn.Linear) -> None:
+    def _draw(self, name: str, module: nn.Linear | ExpertLinear) -> None:
         init, inside = self.graph.init, name.rpartition(".")[2]
         if init == "xavier":
-            nn.init.xavier_uniform_(module.weight)
+            bound = (6.0 / (module.in_features + module.out_features)) ** 0.5
+            nn.init.uniform_(module.weight, -bound, bound)
             return
         deviation = module.in_features**-0.5 if init == "fan_in" else 0.02
         if init == "scaled" and inside in ("out", "down"):

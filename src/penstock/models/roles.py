@@ -138,11 +138,14 @@ class Experts(Compound):
     `up`, `gate` and `down` name tensors with a first dimension of experts, along which they can be split too.
     """
 
-    router: Linear
+    router: Linear | None
+    """None where experts are given with each sample."""
     up: Linear
     down: Linear
     gate: Linear | None = None
     count: int
+    shared: Perceptron | None = None
+    """The perceptron that every token visits too."""
 
 
 def walk(part: Any) -> Iterator[Role]:

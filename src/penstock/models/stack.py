@@ -74,11 +74,17 @@ class TokenStack(nn.Module):
         memory_lengths: Tensor | None = None,
         memory_seen: Tensor | None = None,
         past: Past | None = None,
+        counts: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
         the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
-        follow those whose keys and values it keeps, and it says where they stand.
+        follow those whose keys and values it keeps, and it says where they stand. `counts` (B,) are how many first
+        tokens of each sample count in the balance of experts, `routes` (B,) the expert of each sample, where experts
+        are given.
         """
+        mixed = {"shares": None if counts is None else _shares(counts, x.shape[1])}
+        mixed["routes"] = None if routes is None else routes[:, None].expand(x.shape[:2])
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
         tokens, unpadded = x.shape[1], None
         if self.places is not None:
@@ -94,6 +100,7 @@ class TokenStack(nn.Module):
             unpadded = Unpadded.of(lengths, tokens, type_of_scores(x), varlen=self._knows_lengths(x))
         if unpadded is not None:
             x, places, lengths = unpadded.real.take(x), unpadded.places, None
+            mixed = {name: _rows(value, unpadded.real) for name, value in mixed.items()}
         if past is None:
             context = self._context(x, places, tokens, lengths, unpadded or documents)
             if memory is not None:
@@ -105,7 +112,12 @@ class TokenStack(nn.Module):
             counted = torch.arange(tokens, device=x.device)
             real = Real.of(lengths, counted, sequence_first=self.sequence_first)
             context = context._replace(real=real)
-        x = x if context.real is None else context.real.take(x)
+        if self.sequence_first and unpadded is None:
+            mixed = {name: None if value is None else value.t() for name, value in mixed.items()}
+        if context.real is not None:
+            x = context.real.take(x)
+            mixed = {name: _rows(value, context.real) for name, value in mixed.items()}
+        context = context._replace(**mixed)
         for block in self.blocks:
             x = block(x, context)
         x = x if self.norm is None else self.norm(x)
@@ -205,3 +217,14 @@ class TokenStack(nn.Module):
         device, lengths = known["device"], known["lengths"]
         seen = visible(tokens, device, causal=causal, window=window, lengths=lengths, documents=documents)
         return added(seen if bias is None else biased(bias, seen, causal=causal), dtype)
+
+
+def _shares(counts: Tensor, tokens: int) -> Tensor:
+    """Shares (B, N) that add up to 1 / B over the first `counts` tokens of each sample; see `Context.shares`."""
+    first = torch.arange(tokens, device=counts.device) < counts[:, None]
+    return first / (len(counts) * counts.clamp(min=1))[:, None]
+
+
+def _rows(value: Tensor | None, real: Real) -> Tensor | None:
+    """Values of tokens, in the order in which blocks hold them, of those that are computed: (1, T)."""
+    return None if value is None else value.flatten()[real.rows][None]

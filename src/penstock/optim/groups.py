@@ -16,7 +16,7 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
 from penstock.models.model import present_patterns
-from penstock.models.roles import Embedding, Role
+from penstock.models.roles import Embedding, Linear, Role
 from penstock.optim.tensors import mesh_of
 
 
@@ -51,7 +51,7 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         role = anatomy.role_of(name) if anatomy else None
-        decayed = name not in undecayed and _maps_features(parameter, role)
+        decayed = name not in undecayed and _maps_features(name, parameter, role)
         depth = anatomy.depth_of(name) if anatomy and layer_decay != 1.0 else last
         kind = mesh_of(parameter)  # one launch takes tensors of one mesh
         if kind not in kinds:
@@ -120,12 +120,14 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def _maps_features(parameter: nn.Parameter, role: Role | None) -> bool:
+def _maps_features(name: str, parameter: nn.Parameter, role: Role | None) -> bool:
     """Whether pulling a parameter to zero is the regularisation that weight decay is meant to be."""
     if isinstance(role, Embedding):
         return role.kind == "token"
     if parameter.ndim == 3 and parameter.shape[0] == 1 and type(role) in (NoneType, Role):
         return False  # of no known role: positions or tokens that are broadcast over the samples of a batch
+    if isinstance(role, Linear) and name == f"{role.name}.bias":
+        return False  # of several experts: (E, out)
     return parameter.ndim >= 2
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,15 +21,18 @@ from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Block, anatomy_of, set_switch
-from penstock.models.roles import Attention, Perceptron, Role, walk
+from penstock.models.experts import mixtures_of, same_choices
+from penstock.models.roles import Attention, Experts, Perceptron, Role, walk
 from penstock.planner.describe import describe
 from penstock.planner.memory import held
 from penstock.planner.recompute import allowed_bytes, block_kinds, every_nth
 
 _log = logging.getLogger(__name__)
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"})
+_PRODUCTS = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_grouped_mm"}
+)
 _ATTENTION = "scaled_dot_product"
-_MODULES: dict[str, type[Role]] = {"attention": Attention, "mlp": Perceptron}
+_MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp": (Perceptron, Experts)}
 
 
 def recompute_blocks(
@@ -74,24 +78,29 @@ def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: to
 def _apply(model: nn.Module, block: Block, kind: str) -> None:
     if kind in ("early", "full", "operators"):
         module = model.get_submodule(block.name)
-        module.forward = _Recomputed(module.forward, kind)
+        module.forward = _Recomputed(module.forward, kind, mixed=bool(mixtures_of(module)))
         return
     for word in kind.split("+"):
         if word == "selective":
             set_switch(model, "recompute", block.name)
         elif word in _MODULES:
-            for role in walk(block.parts):
-                if isinstance(role, _MODULES[word]):
+            roles = [role for role in walk(block.parts) if isinstance(role, _MODULES[word])]
+            # Shared experts are recomputed with the mixture that they are part of.
+            inside = {role.shared for role in roles if isinstance(role, Experts)}
+            for role in roles:
+                if role not in inside:
                     module = model.get_submodule(role.name)
-                    module.forward = _Recomputed(module.forward, "early")
+                    module.forward = _Recomputed(module.forward, "early", mixed=bool(mixtures_of(module)))
 
 
 class _Recomputed:
     """A module's forward pass that keeps only its input. A class, so that a model with it can be pickled and copied."""
 
-    def __init__(self, forward: Callable[..., Any], how: str) -> None:
+    def __init__(self, forward: Callable[..., Any], how: str, *, mixed: bool = False) -> None:
         self.forward = forward
         self.how = how
+        self.mixed = mixed
+        """Whether experts are chosen in it."""
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,10 +109,23 @@ class _Recomputed:
         if kwargs.get("past_key_values") is not None:
             # A cache of transformers, which a block fills as it runs: the recomputation would find it full.
             kwargs = {**kwargs, "past_key_values": None}
-        if self.how == "operators":
-            return checkpoint(self.forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
-        with early_stop(self.how == "early"):
+        if self.mixed:
+            kwargs["context_fn"] = _contexts_of_mixtures if self.how == "operators" else same_choices
+        elif self.how == "operators":
+            kwargs["context_fn"] = _contexts
+        with early_stop(self.how != "full"):
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def _contexts_of_mixtures() -> Any:
+    """The same choices of experts, and `_contexts`."""
+
+    @contextmanager
+    def both(one: Any, other: Any) -> Iterator[None]:
+        with one, other:
+            yield
+
+    return tuple(both(*pair) for pair in zip(same_choices(), _contexts()))
 
 
 def _contexts() -> Any:

@@ -18,6 +18,10 @@ ROTARY_EAGER_BYTES = 8
 """Traffic of a rotation written as single operators, one way and per rotated number: it computes in fp32."""
 
 
+_NUMBER = 8
+"""Bytes of the number of an expert or of a visit."""
+
+
 def list_block(to: Lister, block: Block) -> None:
     """One block, attention before the MLP. Norms cost the same before the branches and after the sums."""
     t, stack = to.terms, block.stack
@@ -317,10 +321,10 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     """A router, tokens sent to their experts, the experts, and their results sent back (Lepikhin et al., ICLR
     2021)."""
     t, stack, c = to.terms, block.stack, to.terms.product
-    d = stack.width
-    with to.inside("router"):
-        to.gemm("router", rows, stack.experts, d, fp8=False)
-    visits = rows * stack.experts_per_token * stack.capacity
+    d, chosen = stack.width, rows * stack.experts_per_token
+    if stack.router != "given":
+        _route(to, stack, rows)
+    visits = chosen * min(1.0, 1.0 if stack.capacity is None else stack.capacity)
     moved, hidden = visits * d * c, block.layer.hidden // t.tp
     # In training each device brings its own tokens; in generation all of a group have the same.
     met, brought, sent = stack.experts, float(t.ep), moved / t.spread
@@ -329,18 +333,36 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         hidden = -(-block.layer.hidden * t.ep // t.tp)
     exchange = Op("exchange", "exchange", read=sent, axis="expert")
     each, batch = max(1.0, visits * brought / met), max(1, -(-met // t.ep))
+    numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
     with to.inside("experts"):
-        to.move("experts.sort", visits * d, (c, c), kind="copy")
+        to.move("experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks")
         if t.ep > 1:
             to.add(exchange, exchange._replace(forward=False))
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
             to.add(exchange, exchange._replace(forward=False))
-        to.move("experts.merge", visits * d, (c, c), kind="copy")
+        weighed = chosen * (d + (c != 4.0)) * c if stack.router != "given" else 0.0
+        to.move("experts.merge", visits * d, (c, c), kind="copy", kept=weighed, group="mlp")
     if stack.shared_experts:
         hidden = max(1, block.layer.hidden // t.tp) * stack.shared_experts
         with to.inside("perceptron"):
-            _mlp(to, "shared", block, rows, hidden, again=True)
+            _mlp(to, "shared", block, rows, hidden, again=c == 4.0)
+
+
+def _route(to: Lister, stack: Stack, rows: float) -> None:
+    """The router, which computes in fp32 at every precision, and the choice of experts."""
+    halved = 4.0 * stack.experts * stack.width if to.terms.stream != 4.0 else 0.0
+    with to.inside("router"), to.exact():
+        again = stack.parallel and to.terms.stream == 4.0
+        kept = halved + (0.0 if again else rows * stack.width * 4.0)
+        to.gemm("router", rows, stack.experts, stack.width, kept=kept)
+        # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
+        share = (
+            stack.experts if stack.router == "softmax" and not stack.normalises else stack.experts_per_token
+        )
+        share += stack.experts * bool(stack.balance or stack.z_loss)
+        kept = rows * (4.0 * share + _NUMBER * stack.experts_per_token)
+        to.move("router.choose", rows * stack.experts, (4, 4), kept=kept, group="masks")
 
 
 def _branch(to: Lister, name: str, block: Block, rows: float) -> None:

@@ -96,6 +96,13 @@ class Lister:
         yield
         self._module = outer
 
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Let products that are listed inside compute in fp32 at every precision."""
+        outer, self.terms = self.terms, self.terms._replace(product=4.0, casts=False, fp8=False)
+        yield
+        self.terms = outer
+
     def _placed(self, op: Op) -> Op:
         return op if op.kind in COLLECTIVE or op.module else op._replace(module=self._module)
 

@@ -137,11 +137,8 @@ class Part:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of forward and backward. Experts' capacity beyond the tokens that come does not count."""
-        capacity = self.block.stack.capacity if self.block else 1.0
-        return sum(
-            op.flops / (capacity if op.module == "experts" else 1.0) for op in (*self.forward, *self.backward)
-        )
+        """FLOPs of forward and backward."""
+        return sum(op.flops for op in (*self.forward, *self.backward))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -135,7 +135,13 @@ def _modules(operators: tuple[Op, ...]) -> tuple[_Module, ...]:
     return tuple(found)
 
 
-_WRAPPED = {"attention": "attention", "cross": "attention.cross", "perceptron": "mlp", "experts": "mlp"}
+_WRAPPED = {
+    "attention": "attention",
+    "cross": "attention.cross",
+    "router": "mlp",
+    "experts": "mlp",
+    "perceptron": "mlp",
+}
 """The module of a block that recomputes an operator of a module, as `Plan.recompute` calls it."""
 
 
@@ -274,7 +280,7 @@ def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...
             # Nobody needs the block's own result again.
             continue
         if stays:
-            group = "mlp" if op.module in ("perceptron", "experts") else "attention"
+            group = "mlp" if _WRAPPED.get(op.module) == "mlp" else "attention"
             kept[group] = kept.get(group, 0.0) + op.written * stays / op.n
         if stays < op.n:
             again.append(op._replace(n=op.n - stays, written=op.written * (1 - stays / op.n)))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
+from penstock.models.experts import weighed
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import loses_updates
 from penstock.optim.remainder import RemainderAdamW
@@ -196,7 +197,7 @@ def scale_loss(
         )
     if not any(own.prepared and own.scaler is scaler for own in all_of):
         session.move_scale(scaler)  # never between the micro-batches of one step
-    scaled = scaler.scaled(loss)
+    scaled = scaler.scaled(weighed(loss))
     for own in all_of:
         own.prepare(scaler)
         own.yielded = weakref.ref(scaled)

@@ -68,7 +68,7 @@ def device_problem(device: torch.device | str, products: Products, *, serving: b
 def left_out(linears: Mapping[str, nn.Linear], anatomy: Anatomy, row: Product) -> Iterator[tuple[str, str]]:
     """Names of the linear layers that do not multiply as `row` says, each with the reason."""
     blocks = tuple(f"{block}." for block in anatomy.blocks)
-    routers = set() if anatomy.unknown else {experts.router.name for experts in anatomy.parts(Experts)}
+    routers = set() if anatomy.unknown else {e.router.name for e in anatomy.parts(Experts) if e.router}
     for name, module in linears.items():
         if not name.startswith(blocks):
             yield name, "outside the blocks"

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from penstock.models.experts import mixtures_of, weighed
 from penstock.parallel import ALONE, DataParallel
 from penstock.precision import LossScaler, MasterWeights
 from penstock.step.step_loss import StepLoss
@@ -50,6 +51,7 @@ class Accumulate:
         self.masters = masters
         self.replicas = replicas
         self.divisor: Tensor | None = None
+        self.mixed = bool(mixtures_of(model))
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         dims = ALONE if self.replicas is None else self.replicas.dims
@@ -70,6 +72,7 @@ class Accumulate:
         if self.replicas is not None:
             self.replicas.begin(index, parts)
         share = step.share(index, self.loss(self.model, batch))
+        share = weighed(share, parts) if self.mixed else share
         (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
         if self.masters is not None:
             self.masters.collect()  # micro-batches add up in fp32

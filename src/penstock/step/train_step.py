@@ -17,8 +17,11 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
 from penstock.kernels.sdpa import Switch, switch_of
+from penstock.models.experts import balance, mixtures_of
 from penstock.optim import EMA, clipped_step
-from penstock.parallel import DataParallel
+from penstock.parallel import ALONE, DataParallel
+from penstock.parallel.data import add_up_all
+from penstock.parallel.dims import LOSS
 from penstock.precision import (
     LossScaler,
     MasterWeights,
@@ -85,6 +88,9 @@ class TrainStep:
         self.masters = masters
         self.replicas = replicas
         self._unused = switch_of(model)
+        self._mixtures = mixtures_of(model)
+        for mixture in self._mixtures:
+            mixture.stepped = True
         self.skips: Callable[[Tensor, Tensor | None], Tensor] | None = None
         """Given a step's mean loss and gradient norm: 1 where it must not be taken, 0-d fp32 on the device. Set by who
         trains; see `penstock.optim.clip.can_refuse`.
@@ -109,11 +115,19 @@ class TrainStep:
                 whole=self.runner.whole_norm,
                 divisor=self.runner.divisor,
             )
+            if self._mixtures:
+                balance(self._mixtures, self._add_up)
             if self.masters is not None:
                 self.masters.publish()
             if self.ema is not None:
                 self.ema.update()
         return StepResult(loss=loss, grad_norm=norm)
+
+    def _add_up(self, loads: list[Tensor]) -> None:
+        """Add up numbers over the ranks that see other samples, in place."""
+        dims = ALONE if self.replicas is None else self.replicas.dims
+        if loads and dims.degree(*LOSS) > 1:
+            add_up_all(loads, dims.group(*LOSS))
 
     def _tell_unused(self, switch: Switch) -> None:
         """Warn, once after the first pass, of a choice of attention that the model has no use for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config.model import ModelConfig
 from penstock.config.run import TaskName
-from penstock.config.trainable import TASKS, require_trainable, task_name
+from penstock.config.trainable import TASKS, task_name
 from penstock.tasks.embedding import Embedding
 from penstock.tasks.image_classification import ImageClassification, classification_loss
 from penstock.tasks.masked_words import MaskedWords
@@ -55,8 +55,7 @@ def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | Non
     """Task that a model is trained for; `auto` is the task of its family. `init_from` are the weights that it starts
     from.
 
-    Raises ConfigError for a model that cannot be trained yet, and for a task that does not fit it.
+    Raises ConfigError for a task that does not fit the model.
     """
-    require_trainable(model)
     name = task_name(model, task)
     return classification_loss if name == "images" else _TEXT[name](init_from)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penstock.config.model import ModelConfig, vocabulary_of
 from penstock.config.run import DataConfig
-from penstock.config.trainable import require_trainable
 from penstock.data.loader import HostBatch
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
@@ -142,7 +141,7 @@ class TextTask(Task):
         return batch.tokens
 
     def describe_model(self, model: ModelConfig) -> str:
-        return f"{model.graph.lengths[0]} tokens of {vocabulary_of(require_trainable(model)):,} words"
+        return f"{model.graph.lengths[0]} tokens of {vocabulary_of(model):,} words"
 
 
 class WordTask(TextTask):

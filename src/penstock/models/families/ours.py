@@ -15,6 +15,7 @@ from penstock.models.roles import (
     Attention,
     Dropout,
     Embedding,
+    Experts,
     Head,
     Linear,
     Norm,
@@ -133,13 +134,26 @@ def _block(sizes: Sizes, layer: Layer, branch: tuple[Role, ...], *, cross: bool 
         *closed("branch1"),
         *between,
         *(() if sizes.parallel else (Norm("norm2"),)),
-        Perceptron(
-            "mlp",
-            up=Linear("mlp.up", "column", fused=(1, 1) if sizes.gated else (1,)),
-            down=Linear("mlp.down", "row"),
-        ),
+        _experts(sizes) if layer.mixture else _perceptron(sizes, "mlp"),
         *((Dropout("mlp.dropout"),) if sizes.hidden_dropout else ()),
         *closed("branch2"),
+    )
+
+
+def _perceptron(sizes: Sizes, name: str) -> Perceptron:
+    up = Linear(f"{name}.up", "column", fused=(1, 1) if sizes.gated else (1,))
+    return Perceptron(name, up=up, down=Linear(f"{name}.down", "row"))
+
+
+def _experts(sizes: Sizes) -> Experts:
+    one = _perceptron(sizes, "mlp")
+    return Experts(
+        "mlp",
+        router=None if sizes.router == "given" else Linear("mlp.router"),
+        up=one.up,
+        down=one.down,
+        count=sizes.experts,
+        shared=_perceptron(sizes, "mlp.shared") if sizes.shared_experts else None,
     )
 
 

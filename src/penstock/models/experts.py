@@ -1,0 +1,423 @@
+"""A mixture of experts in place of a block's perceptron (Shazeer et al., ICLR 2017).
+
+Shapes: T tokens, D width, E experts, k experts of a token, V visits of tokens to experts (T·k where none is dropped), M
+hidden width of an expert.
+
+Note: the balance loss. With f_e the share of visits that go to expert e, P_e the mean of its softmax over the tokens,
+and z_t a token's log-sum-exp of logits, a layer's loss is
+
+    B = balance · E · Σ_e f_e · P_e + z_loss · mean_t z_t²
+
+(Fedus et al., JMLR 2022, equations 4 to 6; Zoph et al., 2022, equation 5). Layers add up: each is balanced by itself.
+Means are over the tokens of a sample that are no padding, then over samples. f has no gradient. In training it is that
+of the step before, over all its micro-batches and ranks, and the first step has none: so B is a mean over samples, and
+its gradient the same however a step is cut into micro-batches and over ranks. Who takes steps otherwise than by
+`TrainStep` has the f of each micro-batch.
+
+The gradient of B joins that of the router's logits in the backward pass, times the gradient that reached the
+micro-batch's part of the step's loss there, over the number of micro-batches (`weighed`). It so has a loss scale as the
+loss has it, and no task, pipeline or accumulation knows of it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.stack import Layer, Stack
+from penstock.errors import ConfigError
+from penstock.kernels.dropout import Dropout
+from penstock.kernels.padding import put_rows
+from penstock.models.perceptron import MLP, activate
+
+_UNIT = 2.0**-24
+"""Biases of sigmoid routers are multiples of it, held as integers, which no cast to half precision rounds."""
+
+
+# -- products of sorted rows with the weights of their experts
+
+
+class _Grouped(torch.autograd.Function):
+    """x (V, D), sorted by expert, times each expert's weight (E, R, D): (V, R). Those of expert e end at `ends`[e]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.plain = plain
+        return _times(x, weight.transpose(1, 2), ends, plain)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        into = _times(grad, weight, ends, ctx.plain) if ctx.needs_input_grad[0] else None
+        learn = _outer(grad, x, ends, ctx.plain) if ctx.needs_input_grad[1] else None
+        return into, learn, None, None
+
+
+def _times(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
+    """x (V, K) times weight (E, K, R)."""
+    if not plain:
+        return F.grouped_mm(x, weight, offs=ends)
+    parts = zip(torch.split(x, _counts(ends)), weight.unbind(0))
+    return torch.cat([rows @ one for rows, one in parts])
+
+
+def _outer(grad: Tensor, x: Tensor, ends: Tensor, plain: bool) -> Tensor:
+    """Each expert's part of grad (V, R) transposed times that of x (V, D): (E, R, D)."""
+    if not plain:
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    counts = _counts(ends)
+    return torch.stack(
+        [rows.t() @ seen for rows, seen in zip(torch.split(grad, counts), torch.split(x, counts))]
+    )
+
+
+def _counts(ends: Tensor) -> list[int]:
+    return torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+
+
+_GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
+"""Types that torch has a grouped product of."""
+
+
+def _is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether products go through one expert after the other: torch's grouped product takes some types, and rows of a
+    multiple of 16 bytes."""
+    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    return x.dtype not in _GROUPED.get(x.device.type, ()) or not aligned or not len(x)
+
+
+@torch.library.custom_op("penstock::grouped", mutates_args=())
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`_Grouped` as one operation of compiled code, which cannot know how many rows an expert has; no gradients."""
+    return _times(x, weight.transpose(1, 2), ends, _is_plain(x, weight))
+
+
+@_grouped.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+class ExpertLinear(nn.Module):
+    """A linear map for each of several experts: weight (E, out, in), bias (E, out)."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool, **where: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **where))
+        self.bias = nn.Parameter(torch.empty(experts, outputs, **where)) if bias else None
+        self.plain = False
+        """Whether products go through one expert after the other even where torch has a grouped product."""
+
+    def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+        """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row."""
+        weight = self.weight.to(x.dtype)
+        if torch.compiler.is_compiling():
+            x = _grouped(x, weight, ends)
+        else:
+            x = _Grouped.apply(x, weight, ends, self.plain or _is_plain(x, weight))  # type: ignore[no-untyped-call]
+        return x if self.bias is None else x + self.bias.to(x.dtype)[experts]
+
+
+# -- choosing
+
+
+class Router(nn.Linear):
+    """The logits of tokens over experts, in fp32 under every precision (fp64 stays)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(_wide(x), _wide(self.weight))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _Choices(threading.local):
+    """Choices of experts that a recomputation repeats."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Tensor] | None = None
+        self.replayed: Iterator[Tensor] | None = None
+
+
+_choices = _Choices()
+
+
+def same_choices() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a forward pass and of its recomputation, as torch's checkpoints take them: tokens go to the experts
+    again that they went to, even if sums round otherwise, and are not counted twice."""
+    kept: list[Tensor] = []
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        before, _choices.recorded = _choices.recorded, kept
+        try:
+            yield
+        finally:
+            _choices.recorded = before
+
+    @contextmanager
+    def replaying() -> Iterator[None]:
+        before, _choices.replayed = _choices.replayed, iter(kept)
+        try:
+            yield
+        finally:
+            _choices.replayed = before
+
+    return recording(), replaying()
+
+
+def _chosen(choose: Callable[[], Tensor]) -> Tensor:
+    if _choices.replayed is not None:
+        return next(_choices.replayed)
+    chosen = choose()
+    if _choices.recorded is not None:
+        _choices.recorded.append(chosen)
+    return chosen
+
+
+# -- balancing
+
+
+class _Scale:
+    """The weight of balance losses in the present backward pass; 1 in one whose loss is not `weighed`."""
+
+    now: Tensor | float = 1.0
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.now = 1.0
+
+
+class _Weighed(torch.autograd.Function):
+    """The loss as it is; its gradient, times `share`, is the weight of the balance losses."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _Scale.now = grad.detach() * ctx.share
+        torch.autograd.Variable._execution_engine.queue_callback(_Scale.forget)
+        return grad, None
+
+
+def weighed(loss: Tensor, parts: int = 1) -> Tensor:
+    """A micro-batch's part of a step's loss as it is, with which the balance losses of its layers are weighted in the
+    backward pass: each of `parts` micro-batches has its share of them."""
+    return _Weighed.apply(loss, 1.0 / parts)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AddGradient(torch.autograd.Function):
+    """The logits as they are, to whose gradient that of the balance loss is added."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        scale = _Scale.now
+        if isinstance(scale, Tensor):
+            scale = scale.to(gradient)
+        return grad + gradient * scale, None
+
+
+def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
+    """The mixtures of a model, in their order."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@torch.no_grad()
+def balance(mixtures: Sequence[MixtureOfExperts], add_up: Callable[[list[Tensor]], None]) -> None:
+    """After a step: take over the loads of its micro-batches, which `add_up` adds up over ranks, in place, and move the
+    biases of sigmoid routers by them."""
+    add_up([mixture.loads for mixture in mixtures])
+    for mixture in mixtures:
+        loads = mixture.loads
+        if mixture.bias is not None:
+            # Few means below the mean, in whole numbers: E · load against the sum of loads.
+            few = torch.sign(loads.sum() - len(loads) * loads)
+            mixture.bias += (few * round(mixture.bias_rate / _UNIT)).to(mixture.bias.dtype)
+        mixture.last.copy_(loads)
+        loads.zero_()
+
+
+# -- the layer
+
+
+class _Spread(torch.autograd.Function):
+    """The tokens x (T, D) of visits: row `order[v] // k` for visit v. Its gradients are added up in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.tokens, ctx.k = len(x), k
+        return x.index_select(0, order if k == 1 else order // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        placed = grad.new_zeros(ctx.tokens * ctx.k, grad.shape[1]).index_copy_(0, order, grad)
+        return placed if ctx.k == 1 else placed.view(ctx.tokens, ctx.k, grad.shape[1]).sum(1), None, None
+
+
+class MixtureOfExperts(nn.Module):
+    """A perceptron for each of several experts, of which a token visits those that the router chooses.
+
+    The result is the sum over a token's experts of their outputs times their weights, and of those of the shared
+    experts, which every token visits. Visits are sorted by expert, so that the products of all experts are one.
+    """
+
+    bias: Tensor | None
+    """(E,) int32: what is added to an expert's sigmoid where experts are chosen, in units of 2⁻²⁴."""
+    loads: Tensor
+    """(E,) int64: visits of the micro-batches of a step so far."""
+    last: Tensor
+    """The same of the step before, over all ranks."""
+
+    def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
+        super().__init__()
+        self.kind, self.normalises = sizes.router, sizes.normalises
+        self.experts, self.chosen = sizes.experts, sizes.experts_per_token
+        self.balance = sizes.balance if sizes.router == "softmax" else 0.0
+        self.z_loss, self.bias_rate, self.capacity = sizes.z_loss, sizes.bias_rate, sizes.capacity
+        self.activation = sizes.mlp
+        given = sizes.router == "given"
+        self.router = None if given else Router(sizes.width, sizes.experts, bias=False, **where)
+        rows = layer.hidden * (2 if sizes.gated else 1)
+        self.up = ExpertLinear(sizes.experts, sizes.width, rows, bias=sizes.bias, **where)
+        self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
+        self.down = ExpertLinear(sizes.experts, layer.hidden, sizes.width, bias=sizes.bias, **where)
+        self.shared: MLP | None = None
+        if sizes.shared_experts:
+            # Several that every token visits are one of their common width.
+            self.shared = MLP(sizes, layer, hidden=layer.hidden * sizes.shared_experts, **where)
+        self.stepped = False
+        """Whether `balance` follows each step."""
+        none = torch.zeros(sizes.experts, dtype=torch.int64, device=where.get("device"))
+        self.register_buffer("bias", none.to(torch.int32) if sizes.router == "sigmoid" else None)
+        self.register_buffer("loads", none, persistent=False)
+        self.register_buffer("last", none.clone())
+
+    def init_weights(self) -> None:
+        """No expert is preferred, and no visits are counted."""
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    def forward(self, x: Tensor, shares: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
+        """x (·, ·, D) to the same; `shares` and `routes` (·, ·) are as in `Context`. Raises ConfigError where routes
+        are missing or not wanted."""
+        tokens = x.flatten(0, -2)
+        shares = None if shares is None else shares.flatten()
+        if (routes is None) == (self.router is None):
+            raise ConfigError(
+                "This model's experts are given for each sample; pass it routes, the number of an expert for each."
+                if routes is None
+                else "This model chooses experts by itself; leave routes out, or set router to given."
+            )
+        if routes is None:
+            chosen, weights = self._choose(tokens, shares)
+        else:
+            chosen, weights = routes.reshape(-1, 1), None
+        out = self._visit(tokens, chosen, weights, shares)
+        out = out if self.shared is None else out + self.shared(tokens)
+        return out.view(x.shape)
+
+    def _choose(self, x: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The experts of each token (T, k), and their weights."""
+        assert self.router is not None
+        logits = self.router(x)
+        if self.training and torch.is_grad_enabled():
+            repeated = _choices.replayed is not None
+            chosen = _chosen(lambda: self._best(logits.detach()))
+            loads = _loads(chosen, self.experts, shares)
+            if not repeated:
+                self.loads += loads
+            if self.balance or self.z_loss:
+                gradient = self._balance(logits.detach(), self.last if self.stepped else loads, shares)
+                logits = _AddGradient.apply(logits, gradient)  # type: ignore[no-untyped-call]
+        else:
+            chosen = self._best(logits)
+        if self.kind == "softmax" and self.normalises:
+            return chosen, logits.gather(1, chosen).softmax(1)
+        if self.kind == "softmax":
+            return chosen, logits.softmax(1).gather(1, chosen)
+        weights = logits.gather(1, chosen).sigmoid()
+        return chosen, weights / (weights.sum(1, keepdim=True) + 1e-20) if self.normalises else weights
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """The numbers of the experts that are chosen, (T, k)."""
+        if self.bias is not None:
+            logits = logits.sigmoid() + self.bias.to(logits.dtype) * _UNIT
+        return logits.topk(self.chosen, dim=1).indices
+
+    def _balance(self, logits: Tensor, loads: Tensor, shares: Tensor | None) -> Tensor:
+        """The gradient of the balance loss at the logits (T, E): see the note above."""
+        softmax = logits.softmax(1)
+        slope = self.balance * self.experts * (loads / loads.sum().clamp(min=1)).to(logits.dtype)
+        inner = slope - (softmax * slope).sum(1, keepdim=True)
+        if self.z_loss:
+            inner = inner + 2.0 * self.z_loss * logits.logsumexp(1, keepdim=True)
+        weight = 1.0 / max(1, len(logits)) if shares is None else shares.to(logits.dtype)[:, None]
+        return softmax * inner * weight
+
+    def _visit(self, x: Tensor, chosen: Tensor, weights: Tensor | None, shares: Tensor | None) -> Tensor:
+        """The outputs of the chosen experts (T, k) for x (T, D), times their weights, summed."""
+        k = chosen.shape[1]
+        experts, order = chosen.flatten().sort(stable=True)
+        loads = _loads(chosen, self.experts)
+        if self.capacity is not None and self.training:
+            experts, order, loads = self._dropped(chosen, shares)
+        ends = loads.cumsum(0).to(torch.int32)
+        device = x.device.type
+        cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+        seen = x.to(torch.get_autocast_dtype(device)) if cast else x
+        compiled = torch.compiler.is_compiling()  # where nothing is trained
+        seen = seen[order // k] if compiled else _Spread.apply(seen, order, k)  # type: ignore[no-untyped-call]
+        hidden = activate(self.up(seen, ends, experts), self.activation)
+        hidden = hidden if self.dropout is None else self.dropout(hidden)
+        made: Tensor = self.down(hidden, ends, experts)
+        if compiled:
+            made = made.new_zeros(made.shape).index_copy_(0, order, made)
+        else:
+            made = put_rows(made, order, len(x) * k)
+        if weights is None:
+            return made
+        weighted: Tensor = made.view(len(x), k, x.shape[1]) * weights.to(made.dtype)[..., None]
+        return weighted.sum(1)
+
+    def _dropped(self, chosen: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of visits that find room, in order, the number of each among all, and how many each expert has.
+        Padding takes no room, and visits none. On a GPU this waits."""
+        assert self.capacity is not None
+        if shares is not None:
+            chosen = chosen.masked_fill((shares == 0)[:, None], self.experts)
+        experts, order = chosen.flatten().sort(stable=True)
+        loads = _loads(chosen, self.experts + 1)
+        places = torch.arange(len(order), device=order.device) - (loads.cumsum(0) - loads)[experts]
+        room = math.ceil(self.capacity * int(loads[:-1].sum()) / self.experts)
+        stays = (places < room) & (experts < self.experts)
+        return experts[stays], order[stays], loads[:-1].clamp(max=room)
+
+
+def _loads(chosen: Tensor, experts: int, shares: Tensor | None = None) -> Tensor:
+    """How many of the visits (T, k) go to each expert, (E,), but for those of tokens without a share."""
+    ones = torch.ones_like(chosen)
+    if shares is not None:
+        ones *= (shares != 0)[:, None]
+    return chosen.new_zeros(experts).scatter_add_(0, chosen.flatten(), ones.flatten())

@@ -1,0 +1,335 @@
+"""Mixtures of experts: products, choices and balance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.families import ENROLLED, batches, loss
+from penstock.build import Built, build
+from penstock.config.model import DecoderConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
+from penstock.kernels.cross_entropy import IGNORED
+from penstock.models import create
+from penstock.models.experts import ExpertLinear, MixtureOfExperts, balance, mixtures_of
+from penstock.models.perceptron import activate
+
+SIZES = Stack(width=16, heads=2, mlp_width=24, mlp="swiglu", experts=4, experts_per_token=2, depth=2)
+
+
+def _mixture(dtype: torch.dtype = torch.float64, **changes: Any) -> MixtureOfExperts:
+    sizes = replace(SIZES, **changes)
+    torch.manual_seed(0)
+    mixture = MixtureOfExperts(sizes, sizes.layers[0], dtype=dtype)
+    for parameter in mixture.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return mixture
+
+
+def _reference(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Every expert computed for every token, and weighted with what the router says of it."""
+    assert mixture.router is not None
+    logits = x @ mixture.router.weight.T
+    scores = logits.sigmoid() if mixture.kind == "sigmoid" else logits.softmax(-1)
+    bias = 0.0 if mixture.bias is None else mixture.bias * 2.0**-24
+    chosen = (scores + bias).topk(mixture.chosen).indices
+    weights = scores * torch.zeros_like(scores).scatter(-1, chosen, 1.0)
+    if mixture.normalises:
+        weights = weights / weights.sum(-1, keepdim=True)
+    up, down = mixture.up, mixture.down
+    hidden = torch.einsum("...d,erd->...er", x, up.weight)
+    hidden = activate(hidden if up.bias is None else hidden + up.bias, mixture.activation)
+    made = torch.einsum("...er,edr->...ed", hidden, down.weight)
+    made = made if down.bias is None else made + down.bias
+    out = (made * weights[..., None]).sum(-2)
+    return out if mixture.shared is None else out + mixture.shared(x)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"experts_per_token": 1, "mlp": "relu", "bias": False},
+        {"router_normalised": False, "shared_experts": 2},
+        {"router": "sigmoid", "experts_per_token": 3},
+        {"router": "sigmoid", "router_normalised": False, "mlp_dropout": None},
+    ],
+    ids=str,
+)
+def test_a_mixture_is_the_weighted_sum_of_its_experts(changes: dict[str, Any]) -> None:
+    mixture = _mixture(**changes, balance=0.0)
+    if mixture.bias is not None:
+        mixture.bias.copy_(torch.tensor([1, -1, 0, 2]) * 2**21)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    wanted: list[Tensor] = []
+    for made in (_reference(mixture, x), mixture(x)):
+        found = torch.autograd.grad(made.square().sum(), [x, *mixture.parameters()])
+        wanted = wanted or [made, *found]
+    torch.testing.assert_close([made, *found], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_grouped_products_are_those_of_one_expert_after_the_other(dtype: torch.dtype, tokens: int) -> None:
+    mixture = _mixture(dtype, experts=8)
+    x = torch.randn(1, tokens, 16).to(dtype).requires_grad_()
+    results = []
+    for plain in (False, True):
+        for module in mixture.modules():
+            if isinstance(module, ExpertLinear):
+                module.plain = plain
+        made = mixture(x)
+        results.append([made, *torch.autograd.grad(made.float().square().sum(), [x, *mixture.parameters()])])
+    torch.testing.assert_close(*results)
+
+
+def test_all_tokens_on_one_expert_and_no_tokens_at_all() -> None:
+    for dtype in (torch.float32, torch.float64):
+        mixture = _mixture(dtype)
+        assert mixture.router is not None
+        with torch.no_grad():
+            mixture.router.weight.copy_(torch.tensor([[1.0], [0.5], [-1.0], [-2.0]]).expand(4, 16))
+        for tokens in (6, 0):
+            mixture.zero_grad()
+            x = torch.rand(1, tokens, 16, dtype=dtype)
+            mixture(x).square().sum().backward()
+            assert mixture.up.weight.grad is not None
+            used = mixture.up.weight.grad.flatten(1).any(1)
+            assert used.tolist() == [tokens > 0, tokens > 0, False, False]
+
+
+def test_the_router_computes_in_fp32() -> None:
+    exact = _mixture(torch.float32)
+    x = torch.randn(2, 4, 16).to(torch.bfloat16)
+    assert exact.router is not None
+    wanted = x.float() @ exact.router.weight.T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(exact.router(x), wanted)
+    half = _mixture(torch.float32).to(torch.bfloat16)
+    assert half.router is not None
+    assert torch.equal(half.router(x), x.float() @ half.router.weight.float().T)
+
+
+def _balance_loss(mixture: MixtureOfExperts, x: Tensor, real: Tensor) -> Tensor:
+    """The losses of Fedus et al. and Zoph et al. by their formulas: means over the real tokens of a sample."""
+    assert mixture.router is not None
+    logits = x @ mixture.router.weight.T
+    visits = torch.zeros_like(logits).scatter(-1, logits.topk(mixture.chosen).indices, 1.0)
+    f = (visits * real[..., None]).sum((0, 1)) / (mixture.chosen * real.sum())
+    weight = real / real.sum(1, keepdim=True) / len(x)
+    p = (logits.softmax(-1) * weight[..., None]).sum((0, 1))
+    z = (logits.logsumexp(-1).square() * weight).sum()
+    return mixture.balance * mixture.experts * (f * p).sum() + mixture.z_loss * z
+
+
+def test_gradients_of_balance_are_those_of_the_published_losses() -> None:
+    mixture = _mixture(balance=0.3, z_loss=0.2)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    counts = torch.tensor([5, 2, 3])
+    real = (torch.arange(5) < counts[:, None]).double()
+    shares = real / (3 * counts[:, None])
+    learned = [x, *mixture.parameters()]
+    plain = torch.autograd.grad(
+        _reference(mixture, x).square().sum() + _balance_loss(mixture, x, real), learned
+    )
+    found = torch.autograd.grad(mixture(x, shares).square().sum(), learned)
+    torch.testing.assert_close(found, plain)
+    mixture.eval()
+    quiet = torch.autograd.grad(mixture(x, shares).square().sum(), learned)
+    torch.testing.assert_close(quiet, torch.autograd.grad(_reference(mixture, x).square().sum(), learned))
+
+
+def test_the_worst_balance_of_each_layer_is_seen_layer_by_layer() -> None:
+    """Layer 0 all on one expert and layer 1 all on the other: pooled over layers this would look perfect."""
+    for best in (0, 1):
+        mixture = _mixture(experts=2, experts_per_token=1, balance=1.0)
+        assert mixture.router is not None
+        logits = torch.zeros(1, 6, 2, dtype=torch.float64)
+        logits[..., best] = 20.0
+        gradient = mixture._balance(
+            logits[0], torch.tensor([6, 0]) if best == 0 else torch.tensor([0, 6]), None
+        )
+        softmax = logits[0].softmax(1)
+        f = torch.eye(2, dtype=torch.float64)[best]
+        assert float(2 * (f * softmax.mean(0)).sum()) == pytest.approx(2.0)
+        wanted = softmax * (2 * f - (softmax * 2 * f).sum(1, keepdim=True)) / 6
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_what_has_no_room_is_dropped_in_training_alone() -> None:
+    mixture = _mixture(experts=2, experts_per_token=1, router="given", capacity=0.5)
+    x = torch.randn(4, 2, 16, dtype=torch.float64)
+    routes = torch.tensor([0, 0, 0, 1])[:, None].expand(4, 2)
+    whole = mixture.eval()(x, None, routes)
+    made = mixture.train()(x, None, routes)
+    kept = torch.tensor([[1, 1], [0, 0], [0, 0], [1, 1]])[
+        ..., None
+    ]  # room for two of eight tokens on each expert
+    torch.testing.assert_close(made, whole * kept)
+    shares = torch.tensor([[0.0, 0.25]]).expand(4, 2)
+    padded = mixture(x, shares, routes)
+    torch.testing.assert_close(padded, whole * torch.tensor([[0, 1], [0, 0], [0, 0], [0, 1]])[..., None])
+
+
+def test_given_routes_choose_the_expert_of_a_sample() -> None:
+    config = DecoderConfig(
+        width=16, depth=1, heads=2, mlp_width=32, vocabulary=13, sequence=8, experts=2, router="given"
+    )
+    torch.manual_seed(0)
+    model = create(config)
+    tokens = torch.randint(0, 13, (3, 5))
+    made = model(tokens, routes=torch.tensor([0, 1, 0]))
+    alone = model(tokens[1:2], routes=torch.tensor([1]))
+    torch.testing.assert_close(made[1:2], alone)
+    assert not torch.allclose(alone, model(tokens[1:2], routes=torch.tensor([0])), atol=1e-3)
+    with pytest.raises(ConfigError, match="pass it routes"):
+        model(tokens)
+    assert not any("router" in name for name, _ in model.named_parameters())
+
+
+def test_biases_of_sigmoid_routers_follow_the_loads() -> None:
+    mixture = _mixture(torch.float32, router="sigmoid", bias_rate=0.125)
+    mixture(torch.randn(2, 8, 16))
+    loads = mixture.loads.clone()
+    assert int(loads.sum()) == 32
+    balance([mixture], lambda tensors: None)
+    assert mixture.bias is not None
+    wanted = 0.125 * torch.sign(loads.float().mean() - loads.float())
+    torch.testing.assert_close(mixture.bias * 2.0**-24, wanted)
+    assert torch.equal(mixture.last, loads)
+    assert not mixture.loads.any()
+    with torch.no_grad():
+        mixture(torch.randn(1, 8, 16))
+    assert not mixture.loads.any(), "what is not trained is not counted"
+
+
+def _built(name: str, line: str, **changes: Any) -> Built:
+    config: Any = replace(ENROLLED[name].config, **changes)
+    return build(config, Plan.parse(line), recipe=Recipe(lr=1e-2, eps=1e-4), loss=loss)
+
+
+def _parts(name: str, step: int, samples: int, parts: int) -> list[Any]:
+    batch, size = batches(ENROLLED[name].config, step, samples), samples // parts
+    return [tuple(value[i * size : (i + 1) * size] for value in batch) for i in range(parts)]
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("precision", ["precision=O0", "precision=O1 dtype=fp16 optimizer=fused"])
+def test_a_step_is_balanced_alike_however_it_is_cut(precision: str, router: str) -> None:
+    more = {"balance": 1.0, "z_loss": 0.1, "router": router, "bias_rate": 0.05}
+    whole, cut = (
+        _built("mixtral", f"{precision} micro_batch={8 // n} accumulate={n}", **more) for n in (1, 4)
+    )
+    half = "fp16" in precision
+    for step in range(3):
+        norms = [built.step(_parts("mixtral", step, 8, n)).grad_norm for built, n in ((whole, 1), (cut, 4))]
+        if norms[0] is not None:
+            assert norms[1] is not None
+            assert float(norms[0]) == pytest.approx(float(norms[1]), rel=2e-2 if half else 1e-5)
+    for one, other in zip(mixtures_of(whole.model), mixtures_of(cut.model)):
+        assert torch.equal(one.last, other.last) or half
+        assert int(one.last.sum()) == int(other.last.sum()) == 8 * 6 * 2
+        if one.bias is not None and other.bias is not None and not half:
+            assert one.bias.any()
+            assert torch.equal(one.bias, other.bias)
+    if not half:
+        for mine, theirs in zip(whole.model.parameters(), cut.model.parameters()):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_scale_is_in_the_balance_as_in_the_loss() -> None:
+    """With fp16 products the gradient norm is that of fp32, though the balance is most of it."""
+    lines = ("precision=O0 micro_batch=8", "precision=O1 dtype=fp16 optimizer=fused micro_batch=8")
+    norms = []
+    for line in lines:
+        built = build(
+            replace(ENROLLED["mixtral"].config, balance=0.0, z_loss=3.0),  # type: ignore[call-arg]
+            Plan.parse(line), recipe=Recipe(clip_norm=1e9), loss=loss,
+        )  # fmt: skip
+        if built.scaler is not None:
+            built.scaler.scale.fill_(2.0**8)
+        norm = built.step(_parts("mixtral", 0, 8, 1)).grad_norm
+        assert norm is not None
+        norms.append(float(norm))
+    quiet = _built("mixtral", "micro_batch=8", balance=0.0).step
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
+    quiet.clip_norm = 1e9
+    norm = quiet(_parts("mixtral", 0, 8, 1)).grad_norm
+    assert norm is not None
+    assert norms[0] > 1.5 * float(norm)
+
+
+@pytest.mark.parametrize("way", ["full", "early", "operators", "selective attention=plain"])
+def test_recomputation_repeats_the_choices_and_counts_once(way: str) -> None:
+    more = {"balance": 1.0, "z_loss": 0.1, "router": "sigmoid"}
+    plain, again = (_built("mixtral", f"micro_batch=8 recompute={r}", **more) for r in ("none", way))
+    for step in range(2):
+        for built in (plain, again):
+            built.step(_parts("mixtral", step, 8, 1))
+    for one, other in zip(mixtures_of(plain.model), mixtures_of(again.model)):
+        assert torch.equal(one.last, other.last)
+        assert int(one.last.sum()) == 8 * 6 * 2
+    for mine, theirs in zip(plain.model.parameters(), again.model.parameters()):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_choices_are_repeated_though_the_router_would_choose_otherwise() -> None:
+    from penstock.parallel.recompute import _Recomputed
+
+    mixture = _mixture()
+    assert mixture.router is not None
+    x = torch.randn(1, 6, 16, dtype=torch.float64, requires_grad=True)
+    made = _Recomputed(mixture.forward, "full", mixed=True)(x)
+    with torch.no_grad():
+        mixture.router.weight.neg_()  # all tokens would go elsewhere, and gradients have other sizes
+    made.square().sum().backward()
+    assert x.grad is not None
+    assert int(mixture.loads.sum()) == 12
+
+
+def test_padding_and_what_follows_the_last_target_count_for_nothing() -> None:
+    model = create(ENROLLED["mixtral"].config)
+    tokens = torch.randint(0, 13, (2, 6))
+    targets = tokens.clone()
+    targets[0, 2:] = IGNORED
+    model(tokens, targets=targets)
+    assert [int(mixture.loads.sum()) for mixture in mixtures_of(model)] == [2 * (2 + 6)] * 2
+    both = create(ENROLLED["marian moe"].config)
+    both(tokens, tokens, lengths=torch.tensor([4, 1]))
+    assert [int(mixture.loads.sum()) for mixture in mixtures_of(both)] == [2 * 5] * 2 + [2 * 12] * 2
+
+
+def test_biases_of_experts_are_not_decayed() -> None:
+    built = build(ENROLLED["marian moe"].config, Plan(), loss=loss)
+    decayed = {
+        name
+        for group in built.optimizer.param_groups
+        if group["weight_decay"]
+        for name in group["param_names"]
+    }
+    assert "decoder.blocks.0.mlp.up.weight" in decayed
+    assert "decoder.blocks.0.mlp.router.weight" in decayed
+    assert "decoder.blocks.0.mlp.up.bias" not in decayed
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tp=2", "plan.tp=2"),
+        ("pp=2", "plan.pp=2"),
+        ("cp=2", "plan.cp=2"),
+        ("compile=blocks", "plan.compile=blocks"),
+    ],
+)
+def test_what_was_not_proven_is_refused_by_name(line: str, words: str) -> None:
+    from penstock.config.rules import problems
+
+    found = problems(Plan.parse(line), ENROLLED["mixtral"].config, run=True)
+    assert any(words in problem and "model.experts=4" in problem for problem in found), found

@@ -259,9 +259,7 @@ def test_frozen_parts_stay_and_layers_learn_at_their_own_rate(enrolled: Enrolled
     )
     before = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
     built.step([batches(enrolled.config, 0, 4)])
-    moved = {
-        name for name, tensor in built.model.state_dict().items() if not torch.equal(tensor, before[name])
-    }
+    moved = {name for name, tensor in built.model.named_parameters() if not torch.equal(tensor, before[name])}
     assert not any(name.startswith(f"{first}.") for name in moved)
     assert f"{last}.mlp.up.weight" in moved
     scales = {
@@ -283,7 +281,8 @@ def test_adapters_learn_alone_and_are_merged_where_the_model_is_exported(
     assert losses[-1] < losses[0] - 0.02
     head = gives_classes(built.model)
     for name, tensor in built.model.state_dict().items():
-        if ".lora_" not in name and not (head and name.startswith(("head.", "pooler."))):
+        counted = not tensor.is_floating_point()  # visits of experts
+        if ".lora_" not in name and not counted and not (head and name.startswith(("head.", "pooler."))):
             assert torch.equal(tensor, start[name.replace(".base_layer.", ".")]), name
     weights = {"weights": built.model.state_dict()}
     checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(12, weights, {}, to_dict(settings)))
@@ -297,7 +296,7 @@ def test_adapters_learn_alone_and_are_merged_where_the_model_is_exported(
             module.merge()
     whole = exported.state_dict()
     for name, tensor in built.model.state_dict().items():
-        if ".lora_" not in name:
+        if ".lora_" not in name and tensor.is_floating_point():
             torch.testing.assert_close(whole[name.replace(".base_layer.", ".")], tensor, msg=name)
 
 

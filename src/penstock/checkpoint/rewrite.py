@@ -138,10 +138,14 @@ def weight_sets(checkpoint: Checkpoint) -> list[str]:
 
 
 def read_weights(checkpoint: Checkpoint, which: str) -> dict[str, Tensor]:
-    """One set of weights, whole and on the CPU, by parameter name."""
-    names = _names(checkpoint, which)
-    read = checkpoint.read({f"{which}/{name}": None for name in names})
-    return {name: read[f"{which}/{name}"] for name in names}
+    """One set of weights, whole and on the CPU, by parameter name. Averages have no whole numbers, as the biases of
+    routers: these are those of the weights."""
+    places = {name: f"{which}/{name}" for name in _names(checkpoint, which)}
+    for name in checkpoint.document["weights"].get("weights", ()):
+        if not checkpoint.index[f"weights/{name}"].torch_dtype.is_floating_point:
+            places.setdefault(name, f"weights/{name}")
+    read = checkpoint.read(dict.fromkeys(places.values()))
+    return {name: read[place] for name, place in places.items()}
 
 
 def export_plain(

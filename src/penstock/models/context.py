@@ -116,13 +116,14 @@ class _Tokens:
         if stack.padding == "remove" and lengths is not None and not stack.causal:
             mine = self.cut.places(self.cut.rank, self.count, x.device)
             real = Real.of(lengths, mine, sequence_first=stack.sequence_first)
+        turns: dict[str, Any] = rotations(sizes, self.places, sequence_first=stack.sequence_first)
         return Context(
             real=real,
             memory=memory,
             memory_mask=sight,
             mask=Shared(self.cut, self.count, **known),
             near=Shared(self.cut, self.count, window=sizes.window, **known),
-            **rotations(sizes, self.places, sequence_first=stack.sequence_first),
+            **turns,
         )
 
     def _biases(self, stack: TokenStack, device: torch.device) -> Tensor | None:

@@ -117,7 +117,8 @@ class TokenStack(nn.Module):
         if context.real is not None:
             x = context.real.take(x)
             mixed = {name: _rows(value, context.real) for name, value in mixed.items()}
-        context = context._replace(**mixed)
+        more: dict[str, Any] = mixed
+        context = context._replace(**more)
         for block in self.blocks:
             x = block(x, context)
         x = x if self.norm is None else self.norm(x)

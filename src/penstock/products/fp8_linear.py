@@ -48,5 +48,5 @@ class Fp8(Stored):
 
     def product(self, x: Tensor) -> Tensor:
         rows, scales = rows_in_fp8(x)
-        how = {"bias": self.bias, "fast": True, "emulate": self.emulate}
+        how: Any = {"bias": self.bias, "fast": True, "emulate": self.emulate}
         return scaled_product(rows, self.weight.t(), scales, self.scales, torch.bfloat16, **how).to(x.dtype)

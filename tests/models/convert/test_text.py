@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig
+from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig, stacks
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert import (
@@ -355,6 +355,7 @@ HELD = {
     name
     for name, config in PRESETS.items()
     if name.startswith(("gpt2", "llama", "qwen", "bert", "modernbert", "t5", "bart", "marian", "transformer"))
+    and not any(stack.experts for stack in stacks(config))
 }
 
 

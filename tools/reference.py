@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config.describe import Field, default_word, range_word, settings, type_word
+from penstock.config.infer_rules import INFER_RULES
 from penstock.config.kinds import dataclasses_of
 from penstock.config.machine import known_machines, load_machine
 from penstock.config.model import PRESETS, ViTConfig, stacks
@@ -92,6 +93,11 @@ def _rules() -> str:
     rows += [
         f"| `{rule.name}` | {', '.join(rule.takes)}{'; to run' * (rule.kind == 'run')} | {_cell(rule.text)} |"
         for rule in RULES
+    ]
+    rows += [
+        f"| `{rule.name}` | {', '.join(rule.takes)}; in inference | {_cell(rule.text)} |"
+        for rule in INFER_RULES
+        if rule.kind == "infer"
     ]
     return "\n".join(rows)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from penstock.config.infer_rules import INFER_RULES
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.rules import RULES, problems, require
+from penstock.config.rules import RULES, inference_problems, problems, require
 from penstock.errors import ConfigError
 
 BROKEN = {
@@ -124,3 +126,39 @@ def test_all_problems_come_at_once() -> None:
             load_machine("v100"),
         )
     assert len(caught.value.problems) == 5
+
+
+INFERENCE: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
+    "tokens_are_made_one_at_a_time": ("cp=2", None, {}, "plan.cp=2 splits the tokens of a text"),
+    "a_compiled_step_is_on_one_device": (
+        "pp=2 compile=whole",
+        None,
+        {},
+        "the ranks of plan.pp=2 exchange results",
+    ),
+    "rounding_sees_whole_weights": (
+        "tp=2",
+        None,
+        {"weights": "int8"},
+        "weights=int8 rounds by what is beside it",
+    ),
+    "a_shortlist_takes_whole_rows": (
+        "tp=2",
+        None,
+        {"shortlist": True},
+        "with plan.tp=2 each rank has others",
+    ),
+    "heads_split_over_tensor_parallel": ("tp=5", "gpt2", {}, "12 attention heads"),
+    "every_stack_is_cut_into_stages": ("pp=13", "gpt2", {}, "a stack of the model has 12"),
+}
+
+
+@pytest.mark.parametrize("rule", INFER_RULES, ids=lambda rule: rule.name)
+def test_a_broken_rule_of_inference_says_why(rule: Any) -> None:
+    line, model, more, words = INFERENCE[rule.name]
+    config = None if model is None else PRESETS[model]
+    found = inference_problems(Plan.parse(line), config, **more)
+    assert any(words in problem for problem in found), found
+    bare = inference_problems(Plan.parse(line), config, prefix="", **more)
+    assert bare == [problem.replace("plan.", "") for problem in found]
+    assert not inference_problems(Plan.parse("dp=2"), PRESETS["gpt2"], **more)

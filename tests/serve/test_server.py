@@ -402,7 +402,7 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
         opened(_settings(config, tiny("bert-tiny", tmp_path / "bert")), Limits())
     with pytest.raises(ConfigError, match="use cache=slots"):
         ServeConfig(compile="whole")
-    with pytest.raises(ConfigError, match="speak to each other"):
+    with pytest.raises(ConfigError, match="exchange results"):
         ServeConfig(compile="whole", cache="slots", tp=2)
 
 

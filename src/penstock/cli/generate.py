@@ -43,7 +43,7 @@ def generate(
     from penstock.parallel import launched
 
     model, plan, decoding = config.named("generate"), config.as_plan, config.decoding
-    require_ranks(plan, launched())
+    require_ranks(plan, launched(), weights=config.weights, shortlist=config.shortlist is not None)
     # One rank reads, for several cannot read one pipe, and shows what all have made.
     main = launched() == 1 or os.environ["RANK"] == "0"
     texts = words(prompts, file) if main else []

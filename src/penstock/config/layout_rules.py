@@ -143,7 +143,7 @@ def _experts_are_split_over_replicas(plan: Plan) -> Iterator[str]:
 
 
 @LAYOUT_RULES.of("degrees")
-def _heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator[str]:
+def heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`tp` divides the heads and the MLP's hidden width, and divides or is a multiple of the heads of
     keys."""
     if plan.tp == 1:

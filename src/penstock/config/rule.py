@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["types", "degrees", "run"]
+Kind = Literal["types", "degrees", "run", "infer"]
 Check = Callable[..., Iterator[str]]
 
 
@@ -21,7 +21,7 @@ class Rule:
     """The requirement, in one sentence."""
     check: Check
     takes: tuple[str, ...]
-    """The names of its parameters, out of plan, model and machine."""
+    """The names of its parameters, out of plan, model and machine, and of an inference, weights and shortlist."""
 
 
 class Rules(list[Rule]):

@@ -2,14 +2,18 @@
 
 A rule is a function that yields whole sentences. Each names the setting, what is wrong and what to do. Its
 parameters are what it needs: the Plan, the model, the machine. Its kind is `types` (types, kernels and device
-features), `degrees` (of parallelism, and how they divide the model) or `run` (what can be predicted
-but not run yet). Rules of the first two kinds also apply to predictions. `problems` evaluates all rules.
+features), `degrees` (of parallelism, and how they divide the model), `run` (what can be predicted
+but not run yet) or `infer` (how trained models run). Rules of the first two kinds also apply to predictions.
+`problems` evaluates all rules of training, and `inference_problems` those of inference.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+from penstock.config.decoding import Weights
+from penstock.config.infer_rules import INFER_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
@@ -19,7 +23,7 @@ from penstock.config.run_rules import RUN_RULES
 from penstock.errors import ConfigError
 
 RULES = [*LAYOUT_RULES, *RUN_RULES]
-"""All rules, in the order in which their problems are reported."""
+"""All rules of training, in the order in which their problems are reported."""
 
 
 def problems(
@@ -64,4 +68,32 @@ def require(
     """Raise `ConfigError` with all that `problems` finds."""
     found = problems(plan, model, machine, run=run)
     if found:
+        raise ConfigError(found)
+
+
+def inference_problems(
+    plan: Plan,
+    model: ModelConfig | None = None,
+    *,
+    weights: Weights = "auto",
+    shortlist: bool = False,
+    prefix: str = "plan.",
+) -> list[str]:
+    """Every reason why a trained model cannot run as `plan` says, with its linear layers' weights kept in a way, and
+    with or without a shortlist. Rules that need a model are skipped if it is not given. `prefix` is what stands before
+    the Plan's fields where settings have these names.
+    """
+    given = {"plan": plan, "model": model, "weights": weights, "shortlist": shortlist}
+    found = [
+        problem.replace("plan.", prefix)
+        for rule in INFER_RULES
+        if model is not None or "model" not in rule.takes
+        for problem in rule.check(*(given[name] for name in rule.takes))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def require_inference(plan: Plan, model: ModelConfig | None = None, **more: Any) -> None:
+    """Raise `ConfigError` with all that `inference_problems` finds."""
+    if found := inference_problems(plan, model, **more):
         raise ConfigError(found)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from penstock.decode.texts import eagerly
-from penstock.errors import ConfigError
 from penstock.models.anatomy import ELSEWHERE, anatomy_of
 from penstock.parallel import ParallelDims
 
@@ -67,16 +66,11 @@ def _part() -> int:
 
 
 def cut(model: nn.Module, dims: ParallelDims) -> None:
-    """Leave this rank its blocks of a model, in place. Raises ConfigError for a stack with fewer blocks than stages."""
+    """Leave this rank its blocks of a model, in place. Every stack has as many blocks as there are stages, or more."""
     stages = Stages(dims)
     for stack in anatomy_of(model).stacks:
         names = [block.name for block in stack.blocks]
         here = stages.blocks(len(names))
-        if len(names) < dims.pp:
-            raise ConfigError(
-                f"plan.pp={dims.pp} leaves stages without a block: a stack of the model has {len(names)}; use at most "
-                "that."
-            )
         first, last = (model.get_submodule(names[number]) for number in (here[0], here[-1]))
         if stages.place:
             first.register_forward_pre_hook(functools.partial(_enter, stages))

@@ -92,7 +92,8 @@ class Generator:
         with ExitStack() as joining:
             if plan.gpus > 1:
                 self.device = local_device(self.device)
-                self.dims = joining.enter_context(together(plan, self.device))
+                ranks = together(plan, self.device, weights=weights, shortlist=bool(shortlist))
+                self.dims = joining.enter_context(ranks)
             listed = read_shortlist(shortlist) if isinstance(shortlist, str | Path) else tuple(shortlist)
             listed = (*listed, *(ends or ())) if listed else ()
             found = self._open(model, plan, weights, tokenizer, listed)
@@ -116,11 +117,6 @@ class Generator:
                 self._draft = small
             self._compiled: Compiled | None = None
             if plan.compile != "none":
-                if self.dims.tp > 1 or self.dims.pp > 1:
-                    raise ConfigError(
-                        f"plan.compile={plan.compile} makes one graph of a step, within which ranks of plan.tp and "
-                        "plan.pp speak to each other; leave plan.compile out, or use plan.dp."
-                    )
                 self._compiled = Compiled(self.model)
             self._joined = joining.pop_all()
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from penstock.config.decoding import Weights
-from penstock.config.formats import PRODUCTS, Products
+from penstock.config.formats import Products
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
+from penstock.config.rules import require_inference
 from penstock.data.text.open import found_in
 from penstock.decode.stages import cut, stages_of
 from penstock.decode.texts import sharded
@@ -80,16 +81,6 @@ def loaded(
     form: Weights | Products = weights
     if weights == "auto" and plan.products != "plain":
         form = plan.products
-    if dims.tp > 1 and form != "auto" and PRODUCTS[form].weights is not None:
-        raise ConfigError(
-            f"weights={form} rounds by what is beside it, and with plan.tp={dims.tp} each rank has another part: "
-            "texts would change with tp. Use weights=auto, or plan.dp in place of tp."
-        )
-    if dims.tp > 1 and shortlist:
-        raise ConfigError(
-            f"A shortlist takes rows of the output, of which with plan.tp={dims.tp} each rank has others; use plan.dp "
-            "in place of tp, or leave the shortlist out."
-        )
     said: dict[str, Any] | None = None
     first = False
     if isinstance(model, nn.Module):
@@ -103,6 +94,9 @@ def loaded(
         if tokenizer is None:
             tokenizer = found_in(folder)
     module = module.eval()
+    if not dims.alone:
+        config: Any = module.config
+        require_inference(plan, config, weights=weights, shortlist=bool(shortlist))
     wanted = DTYPES[numerics_of(plan).compute]
     if plan.precision != "O0":
         module = module.to(wanted)

@@ -11,36 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from penstock.config.convert import word
 from penstock.config.plan import Plan
+from penstock.config.rules import inference_problems
 from penstock.errors import ConfigError
 from penstock.parallel import ParallelDims, joined, launched
 from penstock.parallel.dims import DATA
 
 T = TypeVar("T")
-_REFUSED = {
-    "cp": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp",
-    "sp": "splits tokens between split layers, and they are made one at a time; use plan.sp=false",
-    "ep": "splits experts, which cannot generate yet; use plan.ep=1",
-    "sharding": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers",
-}
-"""Settings for several devices that are for training alone."""
 _DEGREES = ("dp", "tp", "pp")
 
 
-def require_ranks(plan: Plan, size: int) -> None:
-    """Raise ConfigError, with all reasons, unless `size` processes can generate as the Plan says."""
-    none = Plan()
-    problems = [
-        f"plan.{name}={word(value)} {why}."
-        for name, why in _REFUSED.items()
-        if (value := getattr(plan, name)) != getattr(none, name)
-    ]
+def require_ranks(plan: Plan, size: int, **more: Any) -> None:
+    """Raise ConfigError, with all reasons, unless `size` processes can generate as the Plan says. `more` is as of
+    `penstock.config.rules.inference_problems`."""
+    problems = inference_problems(plan, **more)
     degrees = " ".join(f"{name}={getattr(plan, name)}" for name in _DEGREES if getattr(plan, name) > 1)
     if not problems and plan.gpus != size:
         if size == 1:
@@ -58,12 +47,15 @@ def require_ranks(plan: Plan, size: int) -> None:
 
 
 @contextmanager
-def together(plan: Plan, device: torch.device, *, timeout: float = 1800.0) -> Iterator[ParallelDims]:
+def together(
+    plan: Plan, device: torch.device, *, timeout: float = 1800.0, **more: Any
+) -> Iterator[ParallelDims]:
     """Inside, this process is one of the ranks that generate as the Plan says: those of the process group that is
     there, or those that `penstock launch` or torchrun started. `timeout` is as of `joined`. Raises ConfigError as
-    `require_ranks` does.
+    `require_ranks` does, which gets `more`.
     """
-    require_ranks(plan, distributed.get_world_size() if distributed.is_initialized() else launched())
+    size = distributed.get_world_size() if distributed.is_initialized() else launched()
+    require_ranks(plan, size, **more)
     # Without the settings that only training has rules about.
     with joined(Plan(**{name: getattr(plan, name) for name in _DEGREES}), device, timeout=timeout) as dims:
         yield dims

@@ -144,11 +144,7 @@ def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
     """Degrees that this model does not admit."""
     tp, ep = serving.tp, serving.ep
     stack = stacks(model)[-1]
-    for heads in dict.fromkeys(layer.heads for layer in stack.kinds):
-        if heads % tp:
-            yield f"tp={tp} cannot split the model's {heads} attention heads evenly."
-    if serving.pp > stack.depth:
-        yield f"pp={serving.pp} leaves stages without a block, for the model has {stack.depth}."
+    yield from rules.inference_problems(Plan(tp=tp, pp=serving.pp), model, prefix="")
     if ep > 1 and not stack.experts:
         yield f"ep={ep} is for mixtures of experts, and the model is none; use ep=1."
     elif stack.experts % ep:

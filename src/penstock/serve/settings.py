@@ -11,6 +11,8 @@ from penstock.boundary.files import quoted
 from penstock.config.convert import Checked, Count, FilledText, Natural, NotNegative, Positive, Range, Seed
 from penstock.config.decoding import Weights
 from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
+from penstock.config.rules import inference_problems
 
 WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8", "int4"]
 HERE = "here"
@@ -146,8 +148,4 @@ class ServeConfig(Checked):
             yield f"device is {quoted(self.device)}, but tp={self.tp} takes a GPU for each process; use device=cuda."
         if self.compile != "none" and self.cache == "paged":
             yield f"compile={self.compile} makes a graph of a cache whose columns lie together; use cache=slots."
-        if self.compile != "none" and self.tp > 1:
-            yield (
-                f"compile={self.compile} makes one graph of a step, within which the processes of tp={self.tp} speak "
-                "to each other; leave one of them out."
-            )
+        yield from inference_problems(Plan(tp=self.tp, compile=self.compile), weights=self.weights, prefix="")

@@ -1,0 +1,78 @@
+"""Rules of what models can do on several devices once they are trained: generate, embed, classify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config.convert import word
+from penstock.config.decoding import Weights
+from penstock.config.formats import PRODUCTS, Products
+from penstock.config.layout_rules import heads_split_over_tensor_parallel
+from penstock.config.model import ModelConfig, stacks
+from penstock.config.plan import Plan
+from penstock.config.rule import Rules
+
+_FOR_TRAINING = {
+    "cp": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp",
+    "sp": "splits tokens between split layers, and they are made one at a time; use plan.sp=false",
+    "ep": "splits experts, which cannot generate yet; use plan.ep=1",
+    "sharding": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers",
+}
+
+INFER_RULES = Rules()
+
+
+@INFER_RULES.of("infer")
+def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
+    """In inference `tp` and `pp` split the model, and `dp` the texts; `cp`, `sp`, `ep` and `sharding` are for training
+    alone."""
+    for name, why in _FOR_TRAINING.items():
+        if (value := getattr(plan, name)) != getattr(Plan(), name):
+            yield f"plan.{name}={word(value)} {why}."
+
+
+@INFER_RULES.of("infer")
+def _a_compiled_step_is_on_one_device(plan: Plan) -> Iterator[str]:
+    """`compile` goes with neither `tp` nor `pp` where text is generated."""
+    if plan.compile != "none" and (plan.tp > 1 or plan.pp > 1):
+        degrees = " and ".join(
+            f"plan.{name}={getattr(plan, name)}" for name in ("tp", "pp") if getattr(plan, name) > 1
+        )
+        yield (
+            f"plan.compile={plan.compile} makes one graph of a step, within which the ranks of {degrees} exchange "
+            "results; leave one of them out."
+        )
+
+
+@INFER_RULES.of("infer")
+def _rounding_sees_whole_weights(plan: Plan, weights: Weights) -> Iterator[str]:
+    """Weights that are rounded are not split by `tp`."""
+    form: Weights | Products = plan.products if weights == "auto" and plan.products != "plain" else weights
+    if plan.tp > 1 and form != "auto" and PRODUCTS[form].weights is not None:
+        yield (
+            f"weights={form} rounds by what is beside it, and with plan.tp={plan.tp} each rank has another part: "
+            "texts would change with tp. Use weights=auto, or more processes with a whole model each in place of tp."
+        )
+
+
+@INFER_RULES.of("infer")
+def _a_shortlist_takes_whole_rows(plan: Plan, shortlist: bool) -> Iterator[str]:
+    """A shortlist goes without `tp`."""
+    if plan.tp > 1 and shortlist:
+        yield (
+            f"A shortlist takes rows of the output, of which with plan.tp={plan.tp} each rank has others; use plan.dp "
+            "in place of tp, or leave the shortlist out."
+        )
+
+
+INFER_RULES.of("infer")(heads_split_over_tensor_parallel)
+
+
+@INFER_RULES.of("infer")
+def _every_stack_is_cut_into_stages(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """In inference every stage has a block of every stack: `pp` is at most the blocks of each."""
+    least = min(stack.depth for stack in stacks(model))
+    if plan.pp > least:
+        yield (
+            f"plan.pp={plan.pp} leaves stages without a block: a stack of the model has {least}; use at most that."
+        )

@@ -86,7 +86,7 @@ class _Given(Past):
         real = mask != 0
         places = (real.long().cumsum(1) - 1).clamp(min=0)
         self.places, self.width = places[:, width - new :], width
-        self._kept = places.masked_fill(~real, NEVER)
+        self.kept = places.masked_fill(~real, NEVER)
 
     def recall(self, memory: Pairs, mask: Tensor) -> None:
         """Set keys and values of a source, and which of its tokens (B, M) are no padding."""

@@ -427,16 +427,16 @@ LINES = {
     "(modules)": 1560,
     "boundary": 1490,
     "checkpoint": 1980,
-    "cli": 3275,
-    "config": 4305,
-    "data": 5905,
+    "cli": 3280,
+    "config": 4310,
+    "data": 5910,
     "decode": 2520,
     "doctor": 450,
-    "export": 765,
+    "export": 770,
     "infer": 940,
-    "kernels": 3115,
+    "kernels": 3120,
     "ladder": 5110,
-    "launch": 1535,
+    "launch": 1540,
     "models": 6080,
     "optim": 1730,
     "parallel": 3270,
@@ -444,11 +444,11 @@ LINES = {
     "precision": 5390,
     "probe": 1030,
     "products": 790,
-    "report": 1385,
-    "schedules": 1035,
-    "serve": 2800,
+    "report": 1390,
+    "schedules": 1040,
+    "serve": 2810,
     "step": 680,
-    "tasks": 1665,
+    "tasks": 1670,
     "train": 2570,
 }
 
@@ -460,7 +460,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 66_300
+    assert sum(LINES.values()) <= 66_400
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -250,7 +250,7 @@ def test_an_encoder_gives_its_features_in_ctranslate2(tmp_path: Path) -> None:
             "fp32",
             "transformers, which has none like this; choose --to onnx-cache",
         ),
-        ("bert-tiny", "onnx-cache", "fp32", "Encoder generates no text"),
+        ("bert-tiny", "onnx-cache", "fp32", "model generates no text"),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
     ],
 )

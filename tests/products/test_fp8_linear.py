@@ -157,7 +157,9 @@ def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
         block: Any = model.encoder.blocks[0]
         if how == "checkpoint":
             original = block.forward
-            block.forward = lambda x, original=original: checkpoint(original, x, use_reentrant=False)
+            block.forward = lambda *given, original=original: checkpoint(
+                original, *given, use_reentrant=False
+            )
         if how == "compile":
             block.compile(fullgraph=True, backend="aot_eager")
         run(model, images).float().square().mean().backward()

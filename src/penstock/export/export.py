@@ -133,7 +133,7 @@ def exported(module: nn.Module) -> torch.export.ExportedProgram:
     example = inputs_of(module, SAMPLES, TOKENS, TARGETS)
     with torch.no_grad():
         return torch.export.export(
-            module, tuple(example.values()), dynamic_shapes=_sizes(module, example), strict=False
+            module, tuple(example.values()), dynamic_shapes={"args": _sizes(module, example)}, strict=False
         )
 
 

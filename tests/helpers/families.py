@@ -71,8 +71,8 @@ ENROLLED = {
     "modernbert of classes": Enrolled(
         small("modernbert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"
     ),
-    "mixtral": Enrolled(small("mixtral-tiny"), None),
-    "qwen moe": Enrolled(small("qwen3-moe-tiny", head_features=8, expert_width=16), None),
+    "mixtral": Enrolled(small("mixtral-tiny"), "AutoModelForCausalLM"),
+    "qwen moe": Enrolled(small("qwen3-moe-tiny", head_features=8, expert_width=16), "AutoModelForCausalLM"),
     "pruned": Enrolled(PRUNED, None),
     "t5": Enrolled(small("t5-tiny"), "AutoModelForSeq2SeqLM"),
     "marian": Enrolled(small("marian-tiny"), "AutoModelForSeq2SeqLM"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, TextConfig
-from penstock.config.stack import Mlp, Stack
+from penstock.config.stack import Mlp, Rotary, Stack
 from penstock.models.convert import names as tables
 
 FREE = frozenset({
@@ -85,6 +85,8 @@ class Library:
     """Activation where the option is absent."""
     of_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The same of options that change nothing but a head of classes."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Options that some versions of transformers call otherwise, with the names in `options`."""
     free: frozenset[str] = frozenset()
     """Options besides `FREE` that change nothing that its models compute."""
     window: Literal["none", "flagged", "always", "alternating"] = "none"
@@ -263,6 +265,40 @@ LIBRARIES: tuple[Library, ...] = (
         options={**_QWEN, "head_dim": (128, ("head_features",))},
         must={**_CAUSAL, "attention_bias": (False,)},
         **_LIKE_LLAMA, window="flagged",
+    ),
+    Library(
+        model_type="mixtral",
+        architectures={"words": "MixtralForCausalLM"},
+        # transformers divides the weight of a token's only expert by itself, of which we say that it cannot learn.
+        base=DecoderConfig(
+            **_ROPED, rotary=Rotary(base=1e6), experts=8, experts_per_token=2, router_normalised=True,
+        ),
+        options={
+            **_LLAMA, "intermediate_size": (14336, ("mlp_width",)), "num_key_value_heads": (8, ("kv_heads",)),
+            "max_position_embeddings": (131072, ("sequence",)), "head_dim": (None, ("head_features",)),
+            "rms_norm_eps": (1e-5, ("norm_eps",)), "num_local_experts": (8, ("experts",)),
+            "num_experts_per_tok": (2, ("experts_per_token",)), "router_aux_loss_coef": (0.001, ("balance",)),
+        },
+        must={**_CAUSAL, "sliding_window": (None,), "router_jitter_noise": (0.0,)},
+        free=frozenset({"output_router_logits"}),
+        **{**_LIKE_LLAMA, "names": tables.mixtral_names},
+    ),
+    Library(
+        model_type="qwen3_moe",
+        architectures={"words": "Qwen3MoeForCausalLM"},
+        base=DecoderConfig(**_ROPED, qk_norm=True, experts=128, experts_per_token=8),
+        options={
+            **_QWEN, "hidden_size": (2048, ("width",)), "num_hidden_layers": (24, ("depth",)),
+            "intermediate_size": (6144, ("mlp_width",)), "num_key_value_heads": (4, ("kv_heads",)),
+            "head_dim": (None, ("head_features",)), "num_experts": (128, ("experts",)),
+            "num_experts_per_tok": (8, ("experts_per_token",)), "moe_intermediate_size": (768, ("expert_width",)),
+            "norm_topk_prob": (False, ("router_normalised",)), "decoder_sparse_step": (1, ("expert_every",)),
+            "router_aux_loss_coef": (0.001, ("balance",)),
+        },
+        must={**_CAUSAL, "attention_bias": (False,)},
+        renamed={"num_local_experts": "num_experts"},
+        free=frozenset({"output_router_logits"}),
+        **{**_LIKE_LLAMA, "names": tables.qwen_moe_names}, window="flagged",
     ),
     Library(
         model_type="bert",

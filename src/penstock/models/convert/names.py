@@ -25,8 +25,9 @@ class Theirs:
 
     names: tuple[str, ...]
     """Modules, or parameters where ours is one."""
-    form: Literal["same", "heads", "rows"] = "same"
-    """`heads`: queries, keys and values, which we order by head; `rows`: one after the other."""
+    form: Literal["same", "heads", "rows", "experts"] = "same"
+    """`heads`: queries, keys and values, which we order by head; `rows`: one after the other; `experts`: the same for
+    each expert `{e}`, which are our first dimension."""
     transposed: bool = False
     """Whether weights are stored as (in, out)."""
     unused: int = 0
@@ -75,6 +76,26 @@ def llama_names(config: TextConfig) -> Names:
         "decoder.blocks.{i}.mlp.up": Theirs((here + "mlp.gate_proj", here + "mlp.up_proj"), "rows"),
         "decoder.blocks.{i}.mlp.down": _one(here + "mlp.down_proj"),
     }
+
+
+def mixtral_names(config: TextConfig) -> Names:
+    return _mixed(config, "model.layers.{i}.block_sparse_moe.", ("w1", "w3"), "w2")
+
+
+def qwen_moe_names(config: TextConfig) -> Names:
+    return _mixed(config, "model.layers.{i}.mlp.", ("gate_proj", "up_proj"), "down_proj")
+
+
+def _mixed(config: TextConfig, place: str, up: tuple[str, ...], down: str) -> Names:
+    """Llama's, with mixtures at `place` in blocks that have them, as they are stored."""
+    table = dict(llama_names(config))
+    for number, layer in enumerate(_stack_of(config, "decoder").layers):
+        if layer.mixture:
+            ours, here = f"decoder.blocks.{number}.mlp.", place.replace("{i}", str(number))
+            table[ours + "router"] = _one(here + "gate")
+            table[ours + "up"] = Theirs(tuple(f"{here}experts.{{e}}.{name}" for name in up), "experts")
+            table[ours + "down"] = Theirs((f"{here}experts.{{e}}.{down}",), "experts")
+    return table
 
 
 def bert_names(config: TextConfig) -> Names:
@@ -194,7 +215,8 @@ def _places(name: str, table: Names) -> tuple[Theirs, tuple[str, ...]]:
     if pattern in table:
         return table[pattern], tuple(each.replace("{i}", i) for each in table[pattern].names)
     module, _, kind = pattern.rpartition(".")
-    entry = table[module]
+    # Blocks that differ from the others have entries of their own.
+    entry = table.get(name.rpartition(".")[0]) or table[module]
     return entry, tuple(f"{each.replace('{i}', i)}.{kind}" for each in entry.names)
 
 
@@ -202,7 +224,7 @@ def to_theirs(state: Mapping[str, Tensor], config: TextConfig, table: Names) -> 
     """Our state dict in transformers' names and shapes; what is tied appears once."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name != "head.weight" or not shares_head(config):
+        if tensor.is_floating_point() and (name != "head.weight" or not shares_head(config)):
             found |= _as_theirs(name, tensor, config, table)
     return found
 
@@ -210,6 +232,8 @@ def to_theirs(state: Mapping[str, Tensor], config: TextConfig, table: Names) -> 
 def _as_theirs(name: str, tensor: Tensor, config: TextConfig, table: Names) -> dict[str, Tensor]:
     """One of our weights in transformers' names and shapes."""
     entry, names = _places(name, table)
+    if entry.form == "experts":
+        names = tuple(each.replace("{e}", str(e)) for e in range(len(tensor)) for each in names)
     parts = _apart(tensor, name, entry, config)
     if len(names) == 1 and len(parts) > 1:
         parts = [torch.cat(parts)]
@@ -239,6 +263,9 @@ def from_theirs(
     found, misfits, used = dict[str, Tensor](), dict[str, str](), set[str]()
     for name, ours in expected.items():
         if name == "head.weight" and shares_head(config):
+            continue
+        if not ours.is_floating_point():
+            found[name] = torch.zeros_like(ours)  # visits of experts, of which nothing is known
             continue
         wanted = _as_theirs(name, ours.to("meta"), config, table)
         if not wanted.keys() <= state.keys():
@@ -286,6 +313,8 @@ def _apart(tensor: Tensor, name: str, entry: Theirs, config: TextConfig) -> list
         return [torch.cat([tensor.new_zeros(entry.unused, tensor.shape[1]), tensor])]
     if entry.form == "rows":
         return list(tensor.chunk(len(entry.names)))
+    if entry.form == "experts":
+        return [part for one in tensor.unbind(0) for part in one.chunk(len(entry.names))]
     if entry.form == "same":
         return [tensor]
     features, each = _sizes(name, config)
@@ -298,6 +327,9 @@ def _together(parts: list[Tensor], name: str, entry: Theirs, config: TextConfig)
         return parts[0][entry.unused :]
     if entry.form == "rows":
         return torch.cat(parts)
+    if entry.form == "experts":
+        count = len(entry.names)
+        return torch.stack([torch.cat(parts[at : at + count]) for at in range(0, len(parts), count)])
     if entry.form == "same":
         return parts[0][0] if entry.names == ("final_logits_bias",) else parts[0]
     features, each = _sizes(name, config)

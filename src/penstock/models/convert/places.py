@@ -76,7 +76,7 @@ def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, 
         return _alternating(given, problems)
     if not library.rotary:
         return {}
-    found: dict[str, Any] = {"rotary": _rotary(given, problems)}
+    found: dict[str, Any] = {"rotary": _rotary(given, library, problems)}
     if library.window == "always":
         found["window"] = given.sliding_window
     elif library.window == "flagged" and given.use_sliding_window:
@@ -89,10 +89,11 @@ def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, 
     return found
 
 
-def _rotary(config: Any, problems: list[str]) -> Rotary:
+def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:
     """Rotary positions as transformers writes them: rope_theta and rope_scaling (version 4), or rope_parameters (5)."""
+    base: Any = library.base
     given = config.rope_parameters or config.rope_scaling or _Rope()
-    return _turning(given, config.rope_theta or Rotary.base, config.max_position_embeddings, problems)
+    return _turning(given, config.rope_theta or base.rotary.base, config.max_position_embeddings, problems)
 
 
 def _turning(given: _Rope, base: float, positions: int, problems: list[str]) -> Rotary:

@@ -38,6 +38,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     Raises ConfigError with every option that our models cannot honour.
     """
     library = library_of(values.get("model_type"))
+    values = {library.renamed.get(name, name): value for name, value in values.items()}
     kind = _record(library.model_type)
     options = {name: value for name, value in values.items() if name in field_types(kind)}
     given: Any = from_dict(kind, options, origin="config.json")
@@ -232,6 +233,10 @@ def _settled(stack: Any) -> Any:
         changes |= {"window": None, "window_base": None, "global_every": 0}
     elif stack.global_every > stack.depth:
         changes["global_every"] = stack.depth
+    if stack.router_normalised == (stack.experts_per_token > 1):
+        changes["router_normalised"] = None
+    if stack.expert_width == stack.mlp_width:
+        changes["expert_width"] = None
     if stack.weights_dropout == stack.dropout:
         changes["attention_dropout"] = None
     if stack.hidden_dropout in (0.0, stack.dropout):
@@ -309,6 +314,8 @@ def _at(config: TextConfig, path: str) -> Any:
         "head_features": lambda: holder.head_width,
         "attention_dropout": lambda: holder.weights_dropout,
         "mlp_dropout": lambda: holder.hidden_dropout,
+        "router_normalised": lambda: holder.normalises,
+        "expert_width": lambda: holder.expert_width or holder.mlp_width,
         "max_positions": lambda: config.max_positions or config.sequence,
     }
     return known[name]() if name in known else getattr(holder, name)

@@ -239,6 +239,9 @@ def test_an_encoder_gives_its_features_in_ctranslate2(tmp_path: Path) -> None:
     assert export(where, tmp_path / "out", "ctranslate2")[1] < 1e-5
 
 
+_MIXED = [("mixtral-tiny", "ctranslate2"), ("mixtral-tiny", "onnx-cache"), ("marian-moe-tiny", "onnx")]
+
+
 @pytest.mark.parametrize(
     ("name", "form", "kind", "said"),
     [
@@ -250,6 +253,7 @@ def test_an_encoder_gives_its_features_in_ctranslate2(tmp_path: Path) -> None:
             "fp32",
             "transformers, which has none like this; choose --to onnx-cache",
         ),
+        *((name, form, "fp32", f"mixtures of experts, which --to {form} cannot") for name, form in _MIXED),
         ("bert-tiny", "onnx-cache", "fp32", "model generates no text"),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
     ],

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from penstock.boundary.files import printable, shown
 from penstock.config.graph import Graph, PatchInput, TokenInput
+from penstock.config.model import stacks
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate
 from penstock.export.onnx_cache import write_cached
 from penstock.export.onnx_file import packages, write_onnx
 from penstock.models.anatomy import set_switch
-from penstock.models.convert import from_pretrained
+from penstock.models.convert import from_pretrained, model_in
 from penstock.models.convert.hub import local_weights
 
 CLOSE: dict[ExportType, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
@@ -48,6 +49,12 @@ def export(
     if form != "ctranslate2" and kind != "fp32":
         raise ConfigError(f"Only --to ctranslate2 has weights in {kind}; leave --type out for {form}.")
     folder = local_weights(model)
+    config = model_in(folder)
+    if config is not None and any(stack.experts for stack in stacks(config)):
+        raise ConfigError(
+            f"The model has mixtures of experts, which --to {form} cannot hold: an expert has other tokens each time. "
+            "Serve the folder with penstock serve."
+        )
     if form == "ctranslate2":
         found, expected = write_ctranslate(folder, target, kind, lambda module: inputs_of(module, *CHECKED))
         return target, _difference(found, expected, target, kind)

@@ -432,7 +432,7 @@ LINES = {
     "data": 5910,
     "decode": 2520,
     "doctor": 450,
-    "export": 770,
+    "export": 780,
     "infer": 940,
     "kernels": 3120,
     "ladder": 5110,

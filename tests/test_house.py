@@ -437,7 +437,7 @@ LINES = {
     "kernels": 3120,
     "ladder": 5110,
     "launch": 1540,
-    "models": 6150,
+    "models": 6160,
     "optim": 1730,
     "parallel": 3270,
     "planner": 4920,

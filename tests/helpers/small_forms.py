@@ -126,7 +126,7 @@ def _of_text(preset: ModelConfig) -> dict[str, str]:
         for name, value in (_TEXT | _LENGTHS).items()
         if both == (name.count(".") == 2 or "decoder" in name)
     }
-    return {**sizes, "--model.sequence": "32", "--data.limit": "1", "--plan.micro_batch": "16"}
+    return {**sizes, "--model.sequence": "32", "--data.limit": "8", "--plan.micro_batch": "16"}
 
 
 def small_form(words: list[str], folder: Path) -> list[str]:

@@ -43,6 +43,8 @@ class Continuing:
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
         """The `Context` for the blocks of a `TokenStack` in this pass."""
+        if stack.begins:  # a stage of a pipeline is also asked for the shapes that it is sent: a pass more
+            self.run = self.layer = self.across = 0
         windows, dtype, crosses = self.windows_of(stack), type_of_scores(x), stack.crosses
         masks = {window: self._mask(stack, window or None, dtype) for window in dict.fromkeys(windows)}
         look, across = _Look(self, self.layer, [masks[window] for window in windows]), None

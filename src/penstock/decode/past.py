@@ -208,7 +208,6 @@ class Past(Continuing):
             told = places if key_places is None else key_places
             self.key_places[:, columns : columns + told.shape[-1]] = told
         self.kept, self.seen, self.causal, self.alone = self.key_places[:, :width], seen, first, alone
-        self.run = self.layer = self.across = 0
 
     def windows_of(self, stack: Any) -> tuple[int, ...]:
         """The windows of blocks of this rank, since others do not look."""

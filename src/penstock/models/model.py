@@ -100,7 +100,9 @@ class Model(Switched):
             if one.segments:
                 self.types = nn.Embedding(one.segments, width, **where)
         for run in graph.runs:
-            setattr(self, run.name, TokenStack(run, enters=graph.enters(run), **where))
+            stack = TokenStack(run, enters=graph.enters(run), **where)
+            stack.begins = run.name not in {later.name for later in graph.written[1:]}
+            setattr(self, run.name, stack)
         for head in graph.heads:
             self._build_head(head, **where)
 

@@ -43,6 +43,8 @@ class TokenStack(nn.Module):
         super().__init__()
         sizes, causal = run.stack, run.causal
         self.sizes, self.causal, self.crosses = sizes, causal, bool(run.memories)
+        self.begins = True
+        """Whether it is the first that a text goes through."""
         self.windows = tuple(layer.window for layer in sizes.layers)
         """Tokens that a token of each block attends to; 0 is all."""
         self.sequence_first = False

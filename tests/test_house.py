@@ -428,7 +428,7 @@ LINES = {
     "boundary": 1490,
     "checkpoint": 1980,
     "cli": 3280,
-    "config": 4310,
+    "config": 4320,
     "data": 5910,
     "decode": 2520,
     "doctor": 450,

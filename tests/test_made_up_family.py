@@ -29,6 +29,7 @@ from penstock.config.stack import Layer, Stack
 from penstock.config.trainable import TASKS
 from penstock.decode.engine import Engine, Request
 from penstock.decode.static import Compiled
+from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.ladder import ladder
@@ -237,6 +238,40 @@ def test_a_compiled_step_makes_the_same_tokens() -> None:
         for compiled in (None, Compiled(made, backend="eager"))
     ]
     assert outputs[0] == outputs[1]
+
+
+def test_a_graph_that_cannot_be_is_refused_when_its_configuration_is_made() -> None:
+    class Broken(Gist):
+        @cached_property
+        def graph(self) -> Graph:
+            sound = Gist().graph
+            heads = (WordHead(run="source", vocabulary=WORDS), *sound.heads[1:])
+            return replace(sound, runs=sound.runs[1:], heads=heads)
+
+    with pytest.raises(ConfigError) as caught:
+        Broken()
+    assert [problem.split(",")[0] for problem in caught.value.problems] == [
+        "The run writer reads reader", "The head head reads source"
+    ]  # fmt: skip
+
+
+def test_two_sources_are_trained_with_and_not_generated_from() -> None:
+    class Pair(Gist):
+        @cached_property
+        def graph(self) -> Graph:
+            sound = Gist().graph
+            other = replace(sound.runs[1], name="other", reads="aside", causal=False)
+            return replace(
+                sound,
+                inputs=(*sound.inputs, TokenInput(name="aside", vocabulary=WORDS, length=16)),
+                runs=(*sound.runs[:2], other, replace(sound.runs[2], memories=("reader", "other"))),
+            )
+
+    made = create(Pair())
+    source, target, lengths, _ = batches(0, 2)
+    assert made(source, target, source, lengths)["head"].shape == (2, 6, WORDS)
+    with pytest.raises(ConfigError, match="does not generate text"):
+        Engine(made, slots=1, start=0)
 
 
 def test_the_ladder_climbs_with_it() -> None:

@@ -50,11 +50,13 @@ def test_a_step_that_is_lost_names_its_layer() -> None:
         except NumericError:
             break
     assert 16 < number <= 24
-    with pytest.raises(
-        NumericError, match=r"At step \d+ .* begins in the backward pass of encoder\.blocks\.1\."
-    ):  # noqa: SIM117
-        with naming_overflow(made.step, batches):
-            require_scale(made.scaler, number)
+    with (
+        pytest.raises(
+            NumericError, match=r"At step \d+ .* begins in the backward pass of encoder\.blocks\.1\."
+        ),
+        naming_overflow(made.step, batches),
+    ):
+        require_scale(made.scaler, number)
     after = made.model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 

@@ -75,8 +75,7 @@ class Checkpoint:
             CheckpointError: a file cannot be read.
         """
         with trusted(self.path):
-            # A Vision Transformer's of an earlier version, whose names were others.
-            old = any("positions" in names for names in self.document["weights"].values())
+            old = self._has_former_names()
             if old:
                 like = {former_name(name): parameter for name, parameter in (like or {}).items()}
                 held = None if held is None else {former_name(name) for name in held}
@@ -89,6 +88,13 @@ class Checkpoint:
                 weights, state = _with_present_names(weights), _with_present_names(state)
             local = state.pop(LOCAL)
             return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
+
+    def _has_former_names(self) -> bool:
+        """Whether it is of a Vision Transformer of ours, saved when parts of these had other names. A model of the
+        user's own may have such names, too, and keeps them."""
+        model = self.config.get("model")
+        ours = isinstance(model, dict) and model.get("family") == "vit" and not self.config.get("factory")
+        return ours and any("positions" in names for names in self.document["weights"].values())
 
     def rehearse(self, *, part: tuple[int, int] = (0, 1)) -> None:
         """All that `load` does but reading the tensors' values, so that nothing is called whole that cannot be loaded.

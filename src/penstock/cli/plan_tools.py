@@ -50,7 +50,8 @@ def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
     if not problems(plan, model, machine, run=True):
         ways.append(penstock_train(model, machine, plan))
     if machine.device == "cuda" and not model.graph.vision:
-        ways += [megatron(model, machine, plan), torchtitan(model, machine, plan)]
+        ways += [megatron(model, machine, plan)] * (model.graph.form in _MEGATRON_SCRIPTS)
+        ways.append(torchtitan(model, machine, plan))
     return ways
 
 

@@ -209,9 +209,10 @@ class Graph:
 
     @cached_property
     def words(self) -> WordHead | None:
-        """The head for words that the last tokens are read from, if there is one."""
+        """The head for words that text is read from: the last of a causal run, else the last."""
         found = self.heads_of(WordHead)
-        return found[-1] if found else None
+        causal = [head for head in found if self.run(head.run).causal]
+        return (causal or found or (None,))[-1]
 
     @cached_property
     def classes(self) -> ClassHead | None:
@@ -226,8 +227,8 @@ class Graph:
     @cached_property
     def writer(self) -> Run | None:
         """The causal run from which words are read: it continues a text token by token. None where there is none."""
-        causal = [run for head in self.heads_of(WordHead) if (run := self.run(head.run)).causal]
-        return causal[-1] if causal else None
+        run = None if self.words is None else self.run(self.words.run)
+        return run if run is not None and run.causal else None
 
     @cached_property
     def written(self) -> tuple[Run, ...]:
@@ -250,6 +251,15 @@ class Graph:
                 found.insert(0, run)
                 wanted |= {run.reads, *run.memories}
         return tuple(found)
+
+    @cached_property
+    def generates(self) -> bool:
+        """Whether texts can be continued with it: words are read from a causal run, which sees one memory at most, made
+        of one input of tokens."""
+        memories = {run.memories for run in self.written if run.memories}
+        sources = {self.input_of(run) for run in self.remembered}
+        alone = all(len(names) == 1 for names in memories) and max(len(memories), len(sources)) <= 1
+        return self.writer is not None and alone and all(isinstance(one, TokenInput) for one in sources)
 
     @cached_property
     def padded(self) -> str:
@@ -295,7 +305,9 @@ class Graph:
     def problems(self) -> Iterator[str]:
         """Every reason why such a model is impossible."""
         known = [one.name for one in self.inputs]
+        names = [run.name for run in self.runs]
         for run in self.runs:
+            yield from run.stack.problems(run.setting)
             for name in (run.reads, *run.memories):
                 if name not in known:
                     yield f"The run {run.name} reads {name}, which does not come before it, as {', '.join(known)} do."
@@ -311,5 +323,5 @@ class Graph:
                 )
             known.append(run.name)
         for head in self.heads:
-            if head.run not in known:
-                yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(known)}."
+            if head.run not in names:
+                yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(names)}."

@@ -54,6 +54,14 @@ class ModelFamily(Checked, where="model"):
         """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
         return preset(name)
 
+    @cached_property
+    def graph(self) -> Graph:
+        """The parts of the model."""
+        raise NotImplementedError
+
+    def _problems(self) -> Iterator[str]:
+        yield from self.graph.problems()
+
     def with_lengths(self, *lengths: int) -> Any:
         """The same model for samples of so many tokens in each of its inputs. Images have the tokens that they have."""
         return self
@@ -91,7 +99,7 @@ class ViTConfig(Stack, ModelFamily):
     mlp_dropout: Probability | None = None
 
     def _problems(self) -> Iterator[str]:
-        yield from self.problems("model")
+        yield from super()._problems()
         if self.image_size % self.patch_size:
             down = self.image_size // self.patch_size * self.patch_size
             near = f"{down} or {down + self.patch_size}" if down else f"{self.patch_size}"
@@ -183,9 +191,6 @@ class _Text(ModelFamily):
 class _OneStack(Stack, _Text):
     """A text model with one stack of blocks."""
 
-    def _problems(self) -> Iterator[str]:
-        yield from self.problems("model")
-
     def with_lengths(self, *lengths: int) -> Any:
         return replace(self, sequence=lengths[0])
 
@@ -253,11 +258,6 @@ class Seq2SeqConfig(_Text):
     decoder: Stack = field(default_factory=Stack)
     decoder_sequence: Tokens = 1024
     """Tokens of a sample in the decoder."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from self.encoder.problems("model.encoder")
-        yield from self.decoder.problems("model.decoder")
-        yield from self.graph.problems()
 
     @cached_property
     def graph(self) -> Graph:

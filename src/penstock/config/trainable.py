@@ -38,7 +38,7 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
     fitting = [name for name, form in TASKS.items() if form == model.graph.form]
     if not fitting:
         raise ConfigError(
-            f"No task trains a model of {model.graph.form}; give build a Task of your own as loss."
+            f"No task trains a model that reads {model.graph.form}; give build a Task of your own as loss."
         )
     if model.graph.routed:
         raise ConfigError(
@@ -50,7 +50,7 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
         return "pairs" if classes else fitting[0]  # type: ignore[return-value]
     if task not in fitting:
         raise ConfigError(
-            f"task is {task}, which trains models of {TASKS[task]}, but model.family {model.family} is one of "
+            f"task is {task}, which trains models that read {TASKS[task]}, but model.family {model.family} reads "
             f"{model.graph.form}; use task {' or '.join(fitting)}, or another model."
         )
     return task

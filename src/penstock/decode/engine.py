@@ -119,9 +119,9 @@ class Engine:
 
         Raises ConfigError for a model that does not generate.
         """
-        if not isinstance(model, Model) or model.graph.writer is None:
+        if not isinstance(model, Model) or not model.graph.generates:
             raise ConfigError(
-                f"A {type(model).__name__} does not generate text; give a decoder or an encoder–decoder."
+                "The model does not generate text; give a decoder, or an encoder–decoder with one source of tokens."
             )
         if compiled is not None and cache != "slots":
             raise ConfigError("A compiled step needs columns that lie together; use cache=slots.")

@@ -47,7 +47,7 @@ def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]
 
     Raises ConfigError for a model that does not generate.
     """
-    if not isinstance(module, Model) or module.graph.writer is None:
+    if not isinstance(module, Model) or not module.graph.generates:
         raise ConfigError("This model generates no text, so it keeps no keys and values; choose --to onnx.")
     target.mkdir(parents=True, exist_ok=True)
     path = target / DECODER

@@ -137,9 +137,9 @@ class Generator:
             dims=self.dims,
             shortlist=shortlist,
         )
-        if found.model.graph.writer is None:
+        if not found.model.graph.generates:
             raise ConfigError(
-                f"A {type(found.model).__name__} does not generate text. Give a decoder or an encoder–decoder; for "
+                "The model does not generate text. Give a decoder or an encoder–decoder; for "
                 "others there are penstock.Embedder and penstock.Classifier."
             )
         return found

@@ -77,7 +77,7 @@ class Model(Switched):
         self.config: Any = config
         self.graph: Graph = config.graph
         # Compiled code can read what is known already, and cannot wait for a property to be computed.
-        self.graph.arguments, self.graph.words, self.graph.padded, self.graph.writer  # noqa: B018
+        self.graph.arguments, self.graph.padded, self.graph.written, self.graph.remembered  # noqa: B018
         self.cut: Cut | None = None
         """How each sample's tokens are cut over the ranks of a context parallel group."""
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
@@ -133,13 +133,14 @@ class Model(Switched):
         if self.cut is not None and given.get("past") is None:  # a text that is continued is not cut
             shares = Shares(self.cut, self.graph, given)
         outputs: dict[str, Tensor] = {}
-        for run in self.graph.runs:
+        runs, heads = self.graph.runs, self.graph.heads
+        if (
+            given.get("past") is not None and self.graph.words is not None
+        ):  # nothing but the text is asked for
+            runs, heads = (*self.graph.remembered, *self.graph.written), (self.graph.words,)
+        for run in runs:
             self._compute(run, given, outputs, shares)
-        found = {
-            head.name: self._read(head, outputs[head.run], given, shares)
-            for head in self.graph.heads
-            if head.run in outputs
-        }
+        found = {head.name: self._read(head, outputs[head.run], given, shares) for head in heads}
         return next(iter(found.values())) if len(self.graph.heads) == 1 else found
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
     problems = check_fields(serving, "serving") or [*_degrees(model, serving)]
     if not generates(model) or model.graph.remembered:
         problems.append(
-            f"The model is of {model.graph.form}, but only decoders are predicted to generate text."
+            f"The model reads {model.graph.form}, but only decoders are predicted to generate text."
         )
     if problems:
         raise ConfigError(problems)
@@ -137,7 +137,7 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
 
 def generates(model: ModelConfig) -> bool:
     """Whether a model makes text token by token."""
-    return model.graph.writer is not None
+    return model.graph.generates
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:

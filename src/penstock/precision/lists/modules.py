@@ -18,6 +18,7 @@ from torch.func import functional_call
 from penstock.config.convert import nearest
 from penstock.dtypes import HALVES
 from penstock.errors import ConfigError
+from penstock.models.model import present_patterns
 from penstock.precision.copies import ModuleStandIns
 from penstock.precision.lists.mode import cast, device_type_of, prepare, region
 from penstock.precision.lists.op_lists import ModuleChoice, OpLists, differences
@@ -67,7 +68,7 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
     modules = dict(model.named_modules())
     problems = []
     for kind, choices in (("half", lists.half_modules), ("fp32", lists.fp32_modules)):
-        for choice in choices:
+        for choice in present_patterns(model, choices):
             found = list(_matching(modules, choice))
             if not found:
                 problems.append(_unmatched(modules, choice, kind))
@@ -85,7 +86,8 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
 def fp32_modules_of(model: nn.Module, lists: OpLists | None) -> set[nn.Module]:
     """The modules that `lists` run in fp32, with all that is in them: their weights have to be fp32 too."""
     modules = dict(model.named_modules())
-    named = {name for choice in (lists.fp32_modules if lists else ()) for name in _matching(modules, choice)}
+    choices = present_patterns(model, lists.fp32_modules if lists else ())
+    named = {name for choice in choices for name in _matching(modules, choice)}
     return {inner for name in named for inner in modules[name].modules()}
 
 

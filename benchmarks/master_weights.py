@@ -101,7 +101,8 @@ def completed(form: Any, gradients: list[Tensor], device: torch.device) -> Conte
         optimizer.step()
 
     update()
-    held = sum(optimizer.memory().values())
+    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    held = sum(tensor.nbytes for tensor in (*halves, *states))
     return Contestant(f"remainder, {form}", update, lambda: [w for _, w in optimizer.fp32_weights()], held)
 
 

@@ -80,6 +80,27 @@ CASES = (
     ("gpt2, 4 blocks", "micro_batch=4 optimizer=fused host_memory=keep dp=2"),
     ("bert, 4 blocks", "micro_batch=4 optimizer=fused host_memory=keep dp=2"),
 )
+GPU_CASES = (
+    ("vit-s16", "micro_batch=128 optimizer=fused matmul=high"),
+    ("vit-b16", "micro_batch=128 optimizer=fused precision=O1"),
+    ("vit-b16", "micro_batch=128 optimizer=fused precision=O1 compile=whole"),
+    ("vit-l16", "micro_batch=64 optimizer=fused precision=O3 compile=blocks"),
+    ("vit-h14", "micro_batch=64 optimizer=fused precision=O2 recompute=full"),
+    ("gpt2 of 1024 tokens", "micro_batch=16 optimizer=fused precision=O1 attention=flash loss=chunked"),
+    ("gpt2 of 1024 tokens", "micro_batch=16 optimizer=fused precision=O1 attention=flash compile=blocks"),
+    ("bert-base of 512 tokens", "micro_batch=32 optimizer=fused precision=O1"),
+    ("t5-small of 512 tokens", "micro_batch=32 optimizer=fused precision=O1"),
+    (
+        "qwen2-0.5b of 2048 tokens",
+        "micro_batch=8 optimizer=fused precision=O1 attention=flash recompute=operators",
+    ),
+    (
+        "llama3-1b of 4096 tokens",
+        "micro_batch=2 optimizer=fused precision=O2 attention=flash compile=blocks loss=chunked",
+    ),
+    ("bert, 12 blocks", "micro_batch=32 optimizer=fused precision=O1"),
+)
+"""What is measured on a GPU, where the cases above would wait for launches alone."""
 LARGE = ("vit-l16", "vit-h14")
 """Cases measured only in the first rounds, because a step takes seconds."""
 LARGE_ROUNDS = 2

@@ -29,7 +29,7 @@ from penstock.report.record import environment
 
 PLANS = {
     "cpu": ("optimizer=fused matmul=medium", "precision=O2 optimizer=fused attention=auto"),
-    "cuda": ("precision=O1 optimizer=fused", "precision=O1 optimizer=fused attention=flash"),
+    "cuda": ("precision=O1 optimizer=fused", "precision=O1 optimizer=fused attention=efficient"),
 }
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "bert_classes": ({"padding": "remove"},),

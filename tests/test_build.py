@@ -45,7 +45,6 @@ def test_names_and_weights_do_not_depend_on_the_plan(line: str) -> None:
     assert list(built.optimizer.state_dict()) == ["state", "param_groups"]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 @pytest.mark.parametrize("compiled", ["blocks", "whole"])
 def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
     plain, other = build(TINY, Plan()), build(TINY, Plan())
@@ -67,7 +66,6 @@ def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_many_compiled_plans_in_one_process_all_stay_compiled() -> None:
     for size in range(1, 13):
         built = build(TINY, Plan())
@@ -85,7 +83,6 @@ def test_many_compiled_plans_in_one_process_all_stay_compiled() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("line", "rtol"),
     [("compile=blocks", 1e-4), ("precision=O1 attention=auto compile=whole", 1e-2)],
@@ -165,7 +162,6 @@ class Attends(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 @pytest.mark.parametrize("attention", ["plain", "math"])
 @pytest.mark.parametrize("compiled", ["none", "whole"])
 @pytest.mark.parametrize("module", [Attends, lambda: nn.Linear(4, 12)], ids=["calls it", "never calls it"])

@@ -72,7 +72,6 @@ def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "line", "tolerance"),
     [
@@ -95,7 +94,6 @@ def test_compiled_models_learn_the_same(name: str, line: str, tolerance: float) 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["gpt", "pruned", "modernbert", "t5", "bart"])
 def test_whole_models_are_traced_and_learn_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "precision=O1 attention=auto"

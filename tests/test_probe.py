@@ -306,6 +306,23 @@ def test_a_slow_type_is_asked_little(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample.flops_per_second == pytest.approx(2 * 256**3 / 0.02, rel=0.5)
 
 
+def test_the_launch_of_a_gpus_first_product_hides_no_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of 12 µs, as on an H200, and 400 TFLOP/s."""
+
+    def timed(kind: Any, shape: products.Shape, *_: Any) -> GemmSample:
+        m, n, k = shape
+        taken = max(12e-6, 2.0 * m * n * k / 4e14)
+        return GemmSample(dtype=kind.name, m=m, n=n, k=k, flops_per_second=2.0 * m * n * k / taken)
+
+    kind = products._Kind("bf16", products._float_operands(torch.bfloat16), torch.nn.functional.linear)
+    monkeypatch.setattr(products, "_kinds", lambda device: [kind])
+    monkeypatch.setattr(products, "_gemm_sample", timed)
+    monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
+    samples = products.gemm_samples(torch.device("cuda"), True, 0.05)
+    expected = {products._CUDA_SHAPES[name] for name in products._CUDA_QUICK}
+    assert expected < {(sample.m, sample.n, sample.k) for sample in samples}
+
+
 def test_devices_resolve() -> None:
     assert resolve_device("cpu") == CPU
     assert resolve_device(CPU) == CPU
@@ -420,7 +437,9 @@ def test_a_gpu_is_matched_with_its_datasheet() -> None:
     sheet = machine_for("cuda")
     assert machine.device == "cuda"
     assert machine.sustained_share == 0.0  # a quick probe does not load it for a minute
-    for kind in ("fp32", "fp16"):
+    for kind in ("fp32", "tf32", "bf16", "fp16"):
+        shapes = {sample.m for sample in machine.gemm if sample.dtype == kind}
+        assert len(shapes) > 2, "large products are measured in each type, not only the first one"
         assert 0 < machine.achievable_flops[kind] < 1.05 * machine.peak_flops[kind]
     if sheet.source == "datasheet":
         assert machine.peak_flops["fp16"] == sheet.peak_flops["fp16"]

@@ -178,7 +178,6 @@ def test_memory_stays_within_the_budget(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_code_keeps_the_budget_and_the_results() -> None:
     inputs, targets = _case(torch.float32)
     expected = _run(inputs, targets, smoothing=0.1, budget=None)

@@ -132,7 +132,6 @@ def test_contenders_take_turns_without_leaking_switches(subject: Configured) -> 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiling_is_timed_and_leaves_losses_alone(subject: Configured) -> None:
     torch.compiler.reset()  # other tests compile such blocks too
     with measure.side_by_side():

@@ -241,7 +241,6 @@ def test_half_precision_is_near_full(token_order: TokenOrder) -> None:
         assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 def test_blocks_of_different_rates_share_one_graph() -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -270,7 +269,6 @@ def test_the_whole_model_is_one_graph(token_order: TokenOrder, attention: Attent
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_block_computes_the_same() -> None:
     """In the order of tokens that other tests do not compile."""
     torch._dynamo.reset()

@@ -201,14 +201,12 @@ def test_all_that_splits_a_model_goes_together(name: str, line: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_is_split_can_be_compiled() -> None:
     # Inductor takes a minute where its cache is empty.
     _compare("gpt/1", "micro_batch=1 accumulate=2 tp=2 compile=whole", seconds=300.0)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("line", ["pp=2 tp=2 sp=true compile=blocks", "tp=2 compile=whole"])
 def test_what_is_split_can_be_traced(line: str) -> None:
     _compare("gpt", f"micro_batch=1 accumulate=2 {line}", train=_traced, seconds=120.0)

@@ -136,7 +136,6 @@ def test_a_weight_gradient_alone_may_overflow() -> None:
     assert str(trace.first()) == "the backward pass of 2"
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own question
 def test_compiled_parts_are_seen_through() -> None:
     model = net(nn.Identity(), Steep(), nn.GELU())
     model[1].compile(backend="aot_eager")

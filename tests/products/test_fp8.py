@@ -208,7 +208,6 @@ def test_gradients_are_those_of_a_linear_layer() -> None:
             assert float((gradient.double() * direction).sum() / slope) == pytest.approx(1.0, abs=0.03)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo does, of every autograd Function
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_it_compiles_whole(scaling: Scaling) -> None:
     def run(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:

@@ -146,8 +146,6 @@ def test_gradients_reach_fp32_weights(images: Tensor, products: Products) -> Non
         assert float(torch.cosine_similarity(found.flatten(), plain.flatten(), 0)) > 0.97, name
 
 
-# Dynamo instantiates autograd Functions, and looks at the gradients of what is no leaf.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute of a Tensor")
 def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
     results = []
     for how in ("plain", "checkpoint", "compile"):
@@ -188,23 +186,28 @@ def test_copies_and_pickles() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("products", FP8)
 def test_a_vit_trains_on_a_gpu(products: Products, compiled: bool) -> None:
-    torch.manual_seed(0)
-    model = Model(TINY).cuda()
-    convert_linears(model, products)
-    for block in model.encoder.blocks:
-        if compiled:
-            block.compile(fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    images = torch.randn(8, 3, 16, 16, device="cuda")
-    labels = torch.arange(8, device="cuda")
-    losses = []
-    for _ in range(30):
-        loss = nn.functional.cross_entropy(run(model, images).float(), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    assert losses[-1] < 0.5 * losses[0]
+    """As in bf16, within what fp8 rounds."""
+    last, first = {}, 0.0
+    for fp8 in (False, True):
+        torch.manual_seed(0)
+        model = Model(TINY).cuda()
+        if fp8:
+            convert_linears(model, products)
+        for block in model.encoder.blocks:
+            if compiled:
+                block.compile(fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        images = torch.randn(8, 3, 16, 16, device="cuda")
+        labels = torch.arange(8, device="cuda")
+        for step in range(30):
+            loss = nn.functional.cross_entropy(run(model, images).float(), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            first = loss.item() if step == 0 else first
+        last[fp8] = loss.item()
+        assert last[fp8] < 0.7 * first
+    assert last[True] == pytest.approx(last[False], rel=0.1)
 
 
 def test_the_table_says_what_the_classes_do() -> None:

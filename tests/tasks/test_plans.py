@@ -103,7 +103,6 @@ def test_ranks_train_as_one_process_does(sharding: str, precision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("region", ["blocks", "whole"])
 @pytest.mark.parametrize("precision", ["O0", "O1"])
 def test_compiled_models_train_as_eager_ones_do(region: str, precision: str) -> None:

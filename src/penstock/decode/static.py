@@ -80,7 +80,7 @@ class _Step(Continuing):
         texts, tokens = given.tokens.shape
         self.places = given.places.expand(-1, tokens)
         self.columns = given.columns.expand(texts, -1)
-        self.remembers = bool(given.memory)
+        self.remembers = len(given.memory) > 0
         if given.written:
             given.kept.scatter_(1, self.columns, self.places)
 

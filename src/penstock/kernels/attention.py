@@ -103,6 +103,12 @@ def attention(
     return _pinned(q, k, v, backend, scores)
 
 
+_AUTOCASTING = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
+)
+"""Devices that torch.autocast knows. Asked once: in compiled code torch 2.11 breaks the graph at the question."""
+
+
 def type_of_scores(x: Tensor) -> torch.dtype:
     """The type of queries and keys that are made of x."""
     return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
@@ -110,8 +116,7 @@ def type_of_scores(x: Tensor) -> torch.dtype:
 
 def autocasts(x: Tensor) -> bool:
     """Whether torch.autocast casts products of x."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.device.type in _AUTOCASTING and torch.is_autocast_enabled(x.device.type)
 
 
 def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scores) -> bool:
@@ -198,16 +203,22 @@ def _added(scores: Scores, q: Tensor, k: Tensor, samples: int) -> Tensor | None:
     return mask.expand(samples, len(q) // samples, *mask.shape[2:]).flatten(0, 1)
 
 
-def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: str, scores: Scores) -> Tensor:
+def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
     try:
         with sdpa_kernel(PINNED[backend]):
             return _fused(q, k, v, scores)
     except RuntimeError as error:
-        if not any(words in str(error) for words in _NO_KERNEL):
-            raise
+        about = f" for {q.dtype} on {q.device.type} with {q.shape[-1]} features per head"
+        raise_without_kernel(error, backend, about)
+        raise
+
+
+def raise_without_kernel(error: RuntimeError, backend: AttentionBackend, about: str) -> None:
+    """Raise a `ConfigError` if `error` is torch saying that a backend has no kernel for what it was given."""
+    if any(words in str(error) for words in _NO_KERNEL):
         raise ConfigError(
-            f"plan.attention {backend!r} has no kernel for {q.dtype} on {q.device.type} with {q.shape[-1]} "
-            f"features per head; use attention 'sdpa' or 'auto'."
+            f"plan.attention {backend!r} has no kernel{about} and the masks that it was given; use attention 'sdpa' or "
+            "'auto'."
         ) from error
 
 

@@ -18,7 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.attention import PINNED, Scores, chosen_backend, keeps_scores, plain_attention
+from penstock.kernels.attention import (
+    PINNED,
+    Scores,
+    chosen_backend,
+    keeps_scores,
+    plain_attention,
+    raise_without_kernel,
+)
 
 
 def plain_sdpa(
@@ -133,6 +140,14 @@ def switch_of(module: nn.Module) -> Switch | None:
 
 
 def _switched(forward: Any, switch: Switch, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _watched(forward, switch, *args, **kwargs)
+    except RuntimeError as error:
+        raise_without_kernel(error, switch.backend, "")
+        raise
+
+
+def _watched(forward: Any, switch: Switch, *args: Any, **kwargs: Any) -> Any:
     pinned = sdpa_kernel(PINNED[switch.backend]) if switch.backend in PINNED else nullcontext()
     if switch.again or switch.backend not in PINNED:
         with Watch(switch), pinned:

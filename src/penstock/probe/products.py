@@ -55,6 +55,8 @@ _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
 # shapes would take minutes. This product predicts which ones would take too long, and they are left out. It runs on a
 # single thread, because a busy neighbour can slow short products on several threads a hundredfold.
 _FIRST_SHAPE: Shape = (256, 256, 256)
+_CUDA_FIRST_SHAPE: Shape = (2048, 2048, 2048)
+"""A GPU's must take long beside its launch, whose time would otherwise pass for the product's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,9 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
     for kind in _kinds(device):
         with matmul_precision(kind.matmul):
             try:
+                first = _FIRST_SHAPE if device.type == "cpu" else _CUDA_FIRST_SHAPE
                 with _one_thread():
-                    alone = _gemm_sample(kind, _FIRST_SHAPE, device, generator, 0.0).flops_per_second
+                    alone = _gemm_sample(kind, first, device, generator, 0.0).flops_per_second
                 each = agreed(1.0 / alone)
                 asked = [name for name in names if 2.0 * math.prod(shapes[name]) * each < patience]
                 samples += [

@@ -113,7 +113,6 @@ class TestModules:
 
 
 class TestRecurrent:
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own question
     @pytest.mark.parametrize("precision", ["O1", "O2"])
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
     @pytest.mark.parametrize("packed", [False, True])

@@ -77,7 +77,6 @@ class TestWhereItRuns:
         for found, wanted in zip(gradients(other, x), expected):
             torch.testing.assert_close(found, wanted)
 
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks when it resumes
     def test_a_checkpoint_inside_compiled_code_breaks_the_graph_or_is_refused(self) -> None:
         model, x, expected = self.reference()
         other = self.like(model, "not reentrant")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch.torch_version import TorchVersion, __version__
+
 from penstock.config.formats import HALVES, HalfDtype
 
 Policy = Literal["half", "fp32", "promote", "keep", "banned"]
@@ -230,6 +232,11 @@ BANNED: dict[str, str] = {
 
 _FFT = _in("torch.fft.", "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn hfft ihfft")
 
+_CUDA_NORMS = tuple(
+    name for name in _NORMS if __version__ >= TorchVersion("2.12") or not name.endswith("rms_norm")
+)
+"""Norms that torch.autocast has in fp32 on CUDA; before torch 2.12 not the RMS norm."""
+
 AUTOCAST: dict[str, dict[Policy, tuple[str, ...]]] = {
     "cuda": {
         "half": PRODUCTS + _CUDA_PRODUCTS + _in(_F, "prelu conv_tbc") + _in("torch.", "linalg.vecdot"),
@@ -238,7 +245,7 @@ AUTOCAST: dict[str, dict[Policy, tuple[str, ...]]] = {
             + _in("torch.", "sum cumsum prod cumprod norm dist linalg.vector_norm linalg.matrix_norm")
             + _in("torch.", "renorm logsumexp cdist native_layer_norm")
             + _in(_F, "softplus pdist cosine_similarity interpolate softmax softmin log_softmax")
-            + _NORMS
+            + _CUDA_NORMS
             + _SUMMED_LOSSES
         ),
         "promote": _CUDA_PROMOTED,

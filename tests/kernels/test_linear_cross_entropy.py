@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from penstock.kernels import linear_cross_entropy as module
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy, rows_at_once
 
 ROWS, WIDTH, WORDS = 37, 24, 60
@@ -34,6 +35,26 @@ def _run(inputs: list[Tensor], targets: Tensor, scale: float = 1.0, **options: A
     loss = linear_cross_entropy(x, weight, bias[0] if bias else None, targets, **options)
     (loss * scale).backward()
     return [loss.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+
+
+@pytest.mark.parametrize("budget", [None, 1, BUDGET, 1 << 30])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_padding_of_logits_changes_nothing(
+    dtype: torch.dtype, bias: bool, smoothing: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where products want rows of whole pieces."""
+    inputs, targets = _case(dtype, bias=bias)
+    shapes, expected = [], list[Tensor]()
+    for padded in (set[str](), {"cpu"}):
+        monkeypatch.setattr(module, "_PADDED_ON", padded)
+        shapes.append(tuple(module._padded(inputs[1]).shape))
+        found = _run(inputs, targets, smoothing=smoothing, budget=budget)
+        expected = expected if padded else found
+    assert shapes == [(60, WIDTH), (64, WIDTH)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("budget", [1, BUDGET, 1 << 30])

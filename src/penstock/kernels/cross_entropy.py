@@ -30,15 +30,18 @@ IGNORED = -100
 """A target that counts nothing, as torch's cross entropy has it."""
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0, columns: int | None = None
+) -> Tensor:
     """The sum of the cross entropy of logits (R, V) and targets (R,) int64, of which −100 counts nothing: 0-d, in fp32
-    (fp64 of fp64 logits).
+    (fp64 of fp64 logits). Where `columns` is less than V, the others are padding, of logits 0, and count nothing.
 
     The logits are given away: the backward pass, of which there is one, overwrites them. Compiled code makes torch's
     own loss, which its compiler fuses.
     """
     if not torch.compiler.is_compiling():
-        return _InPlace.apply(logits, targets, smoothing)  # type: ignore[no-any-return, no-untyped-call]
+        return _InPlace.apply(logits, targets, smoothing, columns)  # type: ignore[no-any-return, no-untyped-call]
+    logits = logits[:, :columns]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
 
@@ -58,16 +61,16 @@ def take_target_(p: Tensor, index: Tensor, smoothing: float) -> None:
 
 class _InPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, columns: int | None) -> Tensor:
         counted, index = _counted(targets)
         wide = _wide(logits)
         losses = logits.new_empty(len(logits), dtype=wide)
         for here in _pieces(logits):
-            logs = torch.log_softmax(logits[here], dim=-1, dtype=wide)
+            logs = torch.log_softmax(logits[here, :columns], dim=-1, dtype=wide)
             losses[here] = row_losses(logs, index[here], smoothing)
             del logs  # before the next are made
         ctx.save_for_backward(logits, targets)
-        ctx.smoothing, ctx.spent = smoothing, False
+        ctx.smoothing, ctx.columns, ctx.spent = smoothing, columns, False
         return losses.where(counted, 0.0).sum()
 
     @staticmethod
@@ -83,7 +86,7 @@ class _InPlace(torch.autograd.Function):
         wide = _wide(logits)
         factors = (grad.to(wide) * counted)[:, None]
         for here in _pieces(logits):
-            rows = logits[here]
+            rows = logits[here, : ctx.columns]
             p = torch.softmax(rows, dim=-1, dtype=wide)
             take_target_(p, index[here], ctx.smoothing)
             if rows.is_cuda or rows.dtype == wide:
@@ -91,7 +94,7 @@ class _InPlace(torch.autograd.Function):
             else:
                 rows.copy_(p.mul_(factors[here]))
             del p
-        return logits, None, None
+        return logits, None, None, None
 
 
 def _counted(targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,11 @@ from penstock.config.plan import LOGIT_BYTES
 from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
 from penstock.kernels.vocabulary import Share, normalised_, to_gradient_, vocabulary_cross_entropy
 
+_PADDED_ON = {"cuda"}
+"""Devices on which rows of logits are padded to a multiple of `_PADDED_TO`, unless 8 divides them: units for matrices
+read 16 bytes at a time, and cuBLAS multiplies rows that do not begin at such a place several times slower. Inductor
+pads products of compiled code by itself."""
+_PADDED_TO = 64
 _FP16_SCALE = 256.0
 """Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
 by this factor."""
@@ -73,11 +78,22 @@ def plain_linear_cross_entropy(
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
     """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
-    logits = linear(x, weight, bias)
     if share is None:
-        return cross_entropy(logits, targets, smoothing)
+        columns = len(weight)
+        if not torch.compiler.is_compiling():
+            weight, bias = _padded(weight), None if bias is None else _padded(bias)
+        return cross_entropy(linear(x, weight, bias), targets, smoothing, columns)
+    logits = linear(x, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return vocabulary_cross_entropy(logits, targets, share, smoothing=smoothing, ignored=IGNORED)
+
+
+def _padded(entries: Tensor) -> Tensor:
+    """Weights (V, D) or biases (V,) with zeros behind them, whose logits are 0 and so are their gradients."""
+    size = len(entries)
+    if entries.device.type not in _PADDED_ON or size % 8 == 0:
+        return entries
+    return F.pad(entries, (0, 0) * (entries.ndim - 1) + (0, -size % _PADDED_TO))
 
 
 def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -103,22 +119,18 @@ def in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise."""
     with torch.autocast(x.device.type, enabled=False):
-        cast, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        cast, offset = _padded(weight.to(dtype)), None if bias is None else _padded(bias.to(dtype))
         share = Share(group, start, whole) if group else None
         step = rows_at_once(budget, len(x), len(weight), dtype)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
-        sums = _Sums.of(x, weight, dtype, sum_type, smoothing, to_x, to_weight, to_bias)._replace(share=share)
+        sums = _Sums.of(x, cast, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
+        sums = sums._replace(share=share, columns=len(weight))
         for first in range(0, len(x), step):
             here = slice(first, first + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
-        kept = weight.dtype
-        return (
-            sums.loss,
-            sums.x,
-            sums.weight if kept == torch.float16 else sums.weight.to(kept),
-            sums.bias if kept == torch.float16 else sums.bias.to(kept),
-        )
+        kept = None if weight.dtype == torch.float16 else weight.dtype
+        return sums.loss, sums.x, *(t[: len(weight)].to(kept or t.dtype) for t in (sums.weight, sums.bias))
 
 
 # One opaque operator, so that compiled code, too, makes gradients chunk by chunk: a compiler that saw inside would be
@@ -154,6 +166,8 @@ class _Sums(NamedTuple):
     smoothing: float
     scale: float
     share: Share | None = None
+    columns: int = 0
+    """V, without padding."""
 
     @classmethod
     def of(
@@ -171,15 +185,14 @@ class _Sums(NamedTuple):
         )
 
     def add(self, here: slice, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
-        """Take some rows: x (r, D) and weight (V, D) in the type of products."""
-        logits = F.linear(x, weight, bias)  # (r, V)
-        dtype = logits.dtype
+        """Take some rows: x (r, D), and weight (V, D) in the type of products, which may be padded."""
+        rows = F.linear(x, weight, bias)
+        logits, dtype = rows[:, : self.columns], rows.dtype  # (r, V)
         counted = targets != IGNORED
         targets = targets.where(counted, 0)
         asked = self.x.numel() or self.weight.numel() or self.bias.numel()
         if self.share is not None:
             p = logits.to(self.loss.dtype, copy=True)
-            del logits
             row = normalised_(p, targets, self.smoothing, self.share)
             self.loss.add_(row.losses.where(counted, 0).sum())
             if not asked:
@@ -187,7 +200,6 @@ class _Sums(NamedTuple):
             to_gradient_(p, row, self.smoothing, self.share)
         else:
             p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
-            del logits
             index = targets[:, None]
             self.loss.add_(row_losses(p, index, self.smoothing).where(counted, 0).sum())
             if not asked:
@@ -198,9 +210,12 @@ class _Sums(NamedTuple):
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
         counts = counted[:, None].to(dtype)
         if self.bias.numel():
-            self.bias.add_(counts.to(p.dtype).T.mm(p)[0])
-        gradient = p.to(dtype)
-        del p
+            self.bias[: self.columns].add_(counts.to(p.dtype).T.mm(p)[0])
+        # The gradient takes the place of the logits, unless that would be no more than a copy.
+        gradient = p if p.shape == rows.shape and p.dtype == dtype else rows
+        if gradient is rows:
+            logits.copy_(p)
+        del p, rows, logits
         if self.x.numel():
             torch.mul(gradient.mm(weight), counts, out=self.x[here])
         if self.weight.numel():

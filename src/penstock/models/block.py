@@ -132,8 +132,9 @@ class _Attending(nn.Module):
 
 
 def _of_its_type(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
-    """`norm` of x, in the type of its weights where torch has no kernel of two types: RMS norms on a CPU."""
-    if x.device.type == "cpu" and isinstance(norm, nn.RMSNorm):
+    """`norm` of x, of RMS norms in the type of their weights: torch has no fused kernel of two types, and before 2.12
+    autocast leaves the input as it is."""
+    if isinstance(norm, nn.RMSNorm):
         x = x.to(norm.weight.dtype)
     found: Tensor = norm(x)
     return found

@@ -8,7 +8,7 @@ a minute, a fixed product is timed around each probe and between steps: predicti
 among the steps than around the probe. Errors are medians over the rounds; what they were without this scaling is kept
 beside them. On one CPU thread, time is processor time, which other processes do not lengthen; elsewhere, and where
 processes wait for each other, it is wall-clock time. Memory is the peak of all tensors within a step of one process, as
-the ladder counts them, without the batch.
+the ladder counts them, without the batch. A GPU has larger cases, which share this process.
 """
 
 from __future__ import annotations
@@ -125,6 +125,11 @@ STEPS_SECONDS = 1.0
 YARDSTICK_PRODUCTS = 64
 PIECES = 3
 """How many times steps are measured, with a yardstick before, between and after."""
+
+
+def cases_on(kind: str) -> list[Case]:
+    """What is measured on a kind of device."""
+    return [Case(model, Plan.parse(line)) for model, line in (GPU_CASES if kind == "cuda" else CASES)]
 
 
 @dataclass
@@ -322,16 +327,19 @@ def measure(case: Case, device: torch.device, *, precise: bool) -> dict[str, Any
 
 def measured_apart(index: int, options: argparse.Namespace) -> dict[str, Any]:
     """`measure` in a process of its own, whose allocator and caches no other case has touched."""
-    processes = Plan.parse(CASES[index][1]).dp
+    device = resolve_device(options.device)
+    case = cases_on(device.type)[index]
+    if device.type == "cuda":  # a process would take longer to start than to measure
+        found = measure(case, device, precise=options.precise)
+        torch.compiler.reset()
+        return found
+    processes = case.plan.dp
     together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(together if processes > 1 else ()), __file__]
     command += ["--device", options.device, "--case", str(index)]
     command += ["--precise"] if options.precise else []
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(
-        next(line for line in done.stdout.splitlines() if line.startswith("{"))
-    )
-    return found
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))  # type: ignore[no-any-return]
 
 
 def summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -360,7 +368,7 @@ def with_earlier(done: list[dict[str, Any]], output: Path) -> list[dict[str, Any
     """All cases in their order: those measured now, and of the others what the file holds."""
     stored = json.loads(output.read_text(encoding="utf-8"))["cases"] if output.exists() else []
     found = {(one["model"], one["plan"]): one for one in [*stored, *done]}
-    order = [(model, Plan.parse(line).line()) for model, line in CASES]
+    order = [(case.model, case.plan.line()) for kind in ("cpu", "cuda") for case in cases_on(kind)]
     return [found[key] for key in order if key in found]
 
 
@@ -399,12 +407,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    cases = [Case(model, Plan.parse(line)) for model, line in CASES]
+    device = resolve_device(options.device)
+    cases = cases_on(device.type)
     if options.case is not None:
-        device = resolve_device(options.device)
         case = cases[options.case]
-        if device.type == "cuda":
-            case = replace(case, plan=replace(case.plan, host_memory="release"))
         if case.plan.dp > 1:
             distributed.init_process_group("gloo")
         found = measure(case, device, precise=options.precise)
@@ -415,9 +421,8 @@ def main() -> None:
         return
     rounds: dict[int, list[dict[str, Any]]] = {
         index: []
-        for index, (model, line) in enumerate(CASES)
-        if (options.only or "") in f"{model} {line}"
-        and not (options.skip and options.skip in f"{model} {line}")
+        for index, line in enumerate(f"{case.model} {case.plan.line()}" for case in cases)
+        if (options.only or "") in line and not (options.skip and options.skip in line)
     }
     for turn in range(options.rounds):
         for index, seen in rounds.items():

@@ -1,7 +1,7 @@
 """Training steps of a Vision Transformer: Penstock's Plan compared with hand-written loops.
 
     python benchmarks/vit_train.py --model vit-s16 --batch 8 --output benchmarks/results/vit_train_cpu.json
-    python benchmarks/vit_train.py --model vit-h16 --batch 128 --compile --output benchmarks/results/vit_h16_h200.json
+    python benchmarks/vit_train.py --model vit-b16 --batch 64 --compile --output benchmarks/results/vit_train_h200.json
 
 All contestants train the same architecture from the same weights, in one process, in rounds A B C, B C A, …
 so that drift of the machine cancels. Ratios are medians of the ratios within a round. The reference model is

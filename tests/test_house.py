@@ -434,15 +434,15 @@ LINES = {
     "doctor": 450,
     "export": 780,
     "infer": 940,
-    "kernels": 3120,
+    "kernels": 3160,
     "ladder": 5110,
     "launch": 1540,
     "models": 6160,
     "optim": 1730,
     "parallel": 3270,
     "planner": 4920,
-    "precision": 5390,
-    "probe": 1030,
+    "precision": 5400,
+    "probe": 1040,
     "products": 790,
     "report": 1390,
     "schedules": 1040,
@@ -460,7 +460,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 66_500
+    assert sum(LINES.values()) <= 66_600
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

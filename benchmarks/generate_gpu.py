@@ -1,0 +1,117 @@
+"""Generation on a GPU against transformers' `generate`, eager and compiled: seconds of a batch of texts, side by side.
+
+    python benchmarks/generate_gpu.py --models gpt2,marian-base --output benchmarks/results/generate_h200.json
+
+As `generate.py`, whose models and prompts these are, but in one process: what is compiled stays on the GPU. All ways
+compute in bf16 and take turns in rounds whose order is reversed each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generate import BEAMS, START, Case, padded
+from penstock.config.decoding import Decoding
+from penstock.config.plan import Plan
+from penstock.infer.generator import Generator
+from penstock.report.record import environment
+
+
+def ours(case: Case, rows: list[list[int]], new: int, *, compiled: bool, device: str) -> Callable[[], Any]:
+    plan = Plan(precision="O3", compile="whole" if compiled else "none")
+    made = Generator(case.folder, plan, start=START, ends=(), device=device)
+    settings = Decoding(max_tokens=new, beams=case.beams)
+    return lambda: made.generate(rows, settings)
+
+
+def theirs(case: Case, rows: list[list[int]], new: int, *, compiled: bool, device: str) -> Callable[[], Any]:
+    """transformers' `generate`; see `generate.py` for what is compiled."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    classes = transformers.AutoModelForSeq2SeqLM if case.both else transformers.AutoModelForCausalLM
+    model = classes.from_pretrained(case.folder, dtype=torch.bfloat16).eval().to(device)
+    model.generation_config = transformers.GenerationConfig()
+    tokens, mask = (tensor.to(device) for tensor in padded(rows, first=not case.both))
+    given: dict[str, Any] = {
+        "max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": START,
+    }  # fmt: skip
+    if case.both:
+        given |= {"num_beams": BEAMS, "decoder_start_token_id": START}
+    if compiled:
+        given["cache_implementation"] = "static"
+        if case.both:
+            model.forward = torch.compile(model.forward)
+    return lambda: model.generate(tokens, attention_mask=mask, **given)
+
+
+def seconds(run: Callable[[], Any], device: str) -> float:
+    """Seconds of one call, until the device is done."""
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
+def cell(case: Case, name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All ways for one model and batch. One that does not work is left out, and the cell says why."""
+    rows = case.prompts(batch, options.prompt)
+    found: dict[str, Any] = {
+        "model": name, "batch": batch, "prompt": options.prompt, "new": options.new, "type": "bf16",
+        "beams": case.beams, "seconds": {}, "failed": {},
+    }  # fmt: skip
+    ways: dict[str, Callable[[], Any]] = {}
+    for kind, make in (("penstock", ours), ("transformers", theirs)):
+        for compiled in (False, True):
+            way = kind + " compiled" * compiled
+            try:
+                run = make(case, rows, options.new, compiled=compiled, device=options.device)
+                for _ in range(2):
+                    seconds(run, options.device)
+                ways[way], found["seconds"][way] = run, []
+            except (RuntimeError, ValueError, TypeError) as error:
+                found["failed"][way] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    for turn in range(options.rounds):
+        for way in list(ways) if turn % 2 else reversed(list(ways)):
+            found["seconds"][way].append(seconds(ways[way], options.device))
+    torch.compiler.reset()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="gpt2,marian-base,qwen2-0.5b", type=lambda text: text.split(","))
+    parser.add_argument("--batches", default="8,32", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest prompt or source")
+    parser.add_argument("--new", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    cells: list[dict[str, Any]] = []
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            case = Case(name, Path(folder), threads=1)
+            for batch in options.batches:
+                cells.append(cell(case, name, batch, options))
+                record = {"cells": cells, "environment": environment()}
+                options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                for way, taken in cells[-1]["seconds"].items():
+                    print(f"{name} × {batch} {way:<24}{1e3 * statistics.median(taken):9.0f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -323,7 +323,6 @@ def test_biases_of_experts_are_not_decayed() -> None:
     ("line", "words"),
     [
         ("tp=2", "plan.tp=2"),
-        ("pp=2", "plan.pp=2"),
         ("cp=2", "plan.cp=2"),
         ("compile=blocks", "plan.compile=blocks"),
     ],

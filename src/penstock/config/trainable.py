@@ -15,7 +15,7 @@ _ONLY: dict[str, Any] = {
     "ep": 1, "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
-_MIXED: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "products": "plain", "compile": "none"}
+_MIXED: dict[str, Any] = {"tp": 1, "cp": 1, "products": "plain", "compile": "none"}
 """The same with mixtures of experts."""
 
 

@@ -237,9 +237,19 @@ class _AddGradient(torch.autograd.Function):
         return grad + gradient * scale, None
 
 
+@contextmanager
+def balancing(weight: Tensor | float) -> Iterator[None]:
+    """Inside, backward passes weight balance losses with `weight`: those of pipeline stages, which no loss begins."""
+    _Scale.now = weight
+    try:
+        yield
+    finally:
+        _Scale.forget()
+
+
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
-    """The mixtures of a model, in their order."""
-    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    """The mixtures of a model that this process holds, in their order: other pipeline stages' have no weights here."""
+    return [m for m in model.modules() if isinstance(m, MixtureOfExperts) and m.up.weight is not None]
 
 
 @torch.no_grad()

@@ -319,7 +319,11 @@ def cut_stages(
                 setattr(module, key, None)
     for block, name in enumerate(anatomy.blocks):
         if cut.stage_of(block) not in mine:
-            model.get_submodule(name).__dict__[ELSEWHERE] = True
+            elsewhere = model.get_submodule(name)
+            elsewhere.__dict__[ELSEWHERE] = True
+            for module in elsewhere.modules():
+                for key, _ in list(module.named_buffers(recurse=False)):
+                    setattr(module, key, None)  # another rank saves it; here it would stay what it is
     model.__dict__[WHOLE] = anatomy
     dtype = next(model.parameters()).dtype
     return Stages(model, cut, dims, device, mine, shared, places, hidden, fixed, dtype, lines_of(model))

@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, PenstockError
 from penstock.kernels.split_linear import Later, put_off
+from penstock.models.experts import balancing
 from penstock.parallel import DataParallel
 from penstock.parallel.links import Links
 from penstock.parallel.pipeline import Stages, Values
@@ -134,6 +135,9 @@ class _Step:
         """Tokens of each stack, which recomputation must know again where ranks share them out."""
         self._later: dict[tuple[int, int], Later] = {}
         """The rest of the work for the gradients of weights."""
+        scaler = pipeline.scaler
+        self._balance = (1.0 if scaler is None else scaler.scale) / len(micro_batches)
+        """The weight of each micro-batch's balance losses: they are on all stages, and the loss is on the last."""
         self._began = 0.0
 
     def perform(self, action: Action) -> None:
@@ -182,13 +186,13 @@ class _Step:
         outputs = self._outputs.pop((stage, i))
         for line, tokens in zip(stages.lines, self._lengths.pop((stage, i))):
             line.tokens = tokens
-        if stage == stages.last:
-            outputs[0].backward()  # type: ignore[no-untyped-call]
-        else:
+        gradients: tuple[Tensor | None, ...] = (None,)
+        if stage != stages.last:
             gradients = self._gradients.pop((stage, i))
-            self._await(gradients)
-            learned = [(out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad]
-            if learned:
+            self._await(tuple(each for each in gradients if each is not None))
+        learned = [(out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad]
+        if learned:
+            with balancing(self._balance):
                 torch.autograd.backward([out for out, _ in learned], [given for _, given in learned])
         if pipeline.masters is not None:
             pipeline.masters.collect()

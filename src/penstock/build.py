@@ -125,13 +125,15 @@ def build(
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is freed as soon as this rank has its rows, so that no rank needs memory for all.
-    # With split layers, the fp32 masters of O2 are the shards of `fully_shard`, which knows DTensors, of one rank.
-    masters_apart = plan.tp > 1 and plan.precision == "O2"
+    # With split layers or experts, the fp32 masters of O2 are the shards of `fully_shard`, which knows DTensors, of one
+    # rank.
+    divided = plan.tp > 1 or plan.ep > 1
+    masters_apart = divided and plan.precision == "O2"
     sharded = (plan.sharding != "ddp" or masters_apart) and not dims.alone
     rows: dict[str, Tensor] | None = None
     if isinstance(model, nn.Module):
         module = model
-    elif sharded and not recipe.lora.rank and plan.tp == 1:
+    elif sharded and not recipe.lora.rank and not divided:
         drawing = drawing_of(dims)
         module = _created(model, seed, drawing)
         rows = dict(shares(module, drawing))
@@ -153,7 +155,7 @@ def build(
     if precision.products != "plain":
         convert_linears(module, precision.products, device=device)
     # On the host, so that of what is split each device gets its part alone.
-    split = None if plan.tp == 1 else split_layers(module, plan, dims, alike=config is not None)
+    split = split_layers(module, plan, dims, alike=config is not None) if divided else None
     # A stage's rank lets go of what others hold before anything else is made of the model.
     stages = _cut(module, config, plan, dims, device, recipe) if plan.pp > 1 else None
     if stages is not None and rows is not None:
@@ -182,7 +184,7 @@ def build(
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
     replicas: DataParallel | None = None
-    partial_sums = None if split is None else lambda: list(partial_gradients(module, split))
+    partial_sums = None if split is None or plan.tp == 1 else lambda: list(partial_gradients(module, split))
     if sharded:
         replicas = replace(shard(module, plan, dims, device, shares=rows), partial=partial_sums)
 

@@ -1,9 +1,10 @@
 """Which part of a whole tensor this rank has, where several ranks shard it as a DTensor.
 
-A dimension of the mesh cuts one dimension of the tensor, as `torch.chunk` does. Tensor parallelism cuts first, and what
-a rank then has is cut again by `fully_shard`. Where several matrices lie one after the other in a weight, such as a
-gate and the linear beside it, tensor parallelism cuts each of them, so that a rank's part is several boxes of the
-whole. In torch's words that is a `_StridedShard` on the mesh dimension `tp`, with as many pieces as there are matrices.
+A dimension of the mesh cuts one dimension of the tensor, as `torch.chunk` does. Tensor or expert parallelism cuts
+first, and what a rank then has is cut again by `fully_shard`. Where several matrices lie one after the other in a
+weight, such as a gate and the linear beside it, tensor parallelism cuts each of them, so that a rank's part is several
+boxes of the whole. In torch's words that is a `_StridedShard` on the mesh dimension `tp`, with as many pieces as there
+are matrices.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-TENSOR = "tp"
-"""The mesh dimension that cuts first."""
+TENSOR, EXPERT = "tp", "ep"
+FIRST = (TENSOR, EXPERT)
+"""The mesh dimensions that cut first: ranks that split layers, and ranks that hold every expert once, together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,9 @@ def cuts(tensor: Any) -> list[Cut]:
     found = []
     for number, (name, placement) in enumerate(zip(names, tensor.placements)):
         if not (placement.is_replicate() or placement.is_partial()):
-            pieces = int(getattr(placement, "split_factor", 1)) if name == TENSOR else 1
+            pieces = int(getattr(placement, "split_factor", 1)) if name in FIRST else 1
             found.append(Cut(number, placement.dim, mesh.size(number), place[number], pieces))
-    return sorted(found, key=lambda cut: names[cut.mesh_dim] != TENSOR)
+    return sorted(found, key=lambda cut: names[cut.mesh_dim] not in FIRST)
 
 
 def cut_like(tensor: Any, whole: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def room(tensor: Any) -> int:
     shape = list(tensor.shape)
     names = tensor.device_mesh.mesh_dim_names or ()
     for cut in cuts(tensor):
-        split = TENSOR in names and names[cut.mesh_dim] == TENSOR
+        split = bool(names) and names[cut.mesh_dim] in FIRST
         shape[cut.dim] = cut.length(shape[cut.dim], cut.index if split else 0)
     return torch.Size(shape).numel()
 

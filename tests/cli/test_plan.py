@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,18 +63,29 @@ def test_json_has_units_in_its_names(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Experts that are split over devices are planned only."""
-    words = ("plan", "mixtral-8x7b", "--machine", "h100", "--gpus", "16", "--global-batch", "512")
-    words += ("--base", "compile=none")  # nor are they compiled
+    """KV heads that are copied to devices are planned only."""
+    words = (
+        "plan",
+        "llama3-8b",
+        "--model.kv_heads",
+        "2",
+        "--machine",
+        "h100",
+        "--gpus",
+        "16",
+        "--global-batch",
+        "4",
+    )
+    model: Any = replace(PRESETS["llama3-8b"], kv_heads=2)  # type: ignore[call-arg]
     _, out, _ = run(capsys, *words)
     best, runs = (
         re.search(rf"^{re.escape(start)}: (.*?)(?: \(([\d.]+)% slower\))?$", out, re.MULTILINE)
         for start in ("best", "best that penstock train runs")
     )
     assert best is not None
-    assert problems(Plan.parse(best[1]), run=True)
+    assert problems(Plan.parse(best[1]), model, run=True)
     assert runs is not None
-    assert not problems(Plan.parse(runs[1]), run=True)
+    assert not problems(Plan.parse(runs[1]), model, run=True)
     assert Plan.parse(runs[1]).gpus == 16
     _, out, _ = run(capsys, *words, "--json", "--top", "1")
     data = json.loads(out)

@@ -94,7 +94,11 @@ def test_exit_codes(options: list[str], tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("line", "named"), [("ep=2 dp=2", ["ep=2"]), ("ep=2 dp=2 gradients=fp32", ["ep=2", "gradients=fp32"])]
+    ("line", "named"),
+    [
+        ("gradients=fp32", ["gradients=fp32"]),
+        ("gradients=fp32 overlap=false", ["overlap=false", "gradients=fp32"]),
+    ],
 )
 def test_settings_that_training_cannot_run_are_refused_by_name(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, named: list[str]

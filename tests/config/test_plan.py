@@ -168,7 +168,7 @@ def test_sound_plans_pass(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "ep=2 dp=2",
+        "gradients=half",
         "dp=2 sharding=fsdp overlap=false",
     ],
 )

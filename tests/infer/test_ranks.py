@@ -67,7 +67,7 @@ def _same(line: str, names: list[str], ways: list[str]) -> None:
 
 def test_split_layers_make_the_same_texts_in_every_way() -> None:
     _same("tp=2", ["llama", "marian-tiny"], list(WAYS))
-    _same("tp=2", ["gpt", "alibi", "t5-tiny"], list(FEW))
+    _same("tp=2", ["gpt", "alibi", "t5-tiny", "mixtral", "sigmoid"], list(FEW))
 
 
 def test_replicas_share_out_the_texts() -> None:
@@ -76,7 +76,7 @@ def test_replicas_share_out_the_texts() -> None:
 
 def test_stages_make_the_same_texts_in_every_way() -> None:
     _same("pp=2", ["llama", "marian-tiny"], list(WAYS))
-    _same("pp=2", ["window", "t5-tiny"], list(FEW))
+    _same("pp=2", ["window", "t5-tiny", "mixtral", "sigmoid"], list(FEW))
 
 
 def test_all_go_together() -> None:

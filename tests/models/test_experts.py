@@ -322,8 +322,6 @@ def test_biases_of_experts_are_not_decayed() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("tp=2", "plan.tp=2"),
-        ("cp=2", "plan.cp=2"),
         ("compile=blocks", "plan.compile=blocks"),
     ],
 )

@@ -127,6 +127,9 @@ for _ in range(100):
     assert sequence.added(x, line).equal(x)
     assert sequence.together(x, line, 0).equal(x)
     assert sequence.apart(x, line, 0).equal(x)
+    sent = torch.empty_like(x)
+    distributed.all_to_all_single(sent, x)
+    assert sent.equal(x)
 print("ended well", flush=True)
 for _ in range(100):
     torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, 1, line.group))

@@ -64,7 +64,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_with_the_sizes_that_can() 
     assert valid_sizes(hsdp, up_to=8) == [2, 4, 8]
 
 
-@pytest.mark.parametrize("line", ["gradients=fp32", "dp=2 ep=2"])
+@pytest.mark.parametrize("line", ["gradients=fp32", "dp=2 sharding=fsdp overlap=false"])
 def test_what_cannot_run_is_refused_before_processes_are_counted(line: str) -> None:
     plan = Plan.parse(line)
     for ask in (

@@ -15,7 +15,7 @@ from penstock.config.rule import Rules
 _FOR_TRAINING = {
     "cp": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp",
     "sp": "splits tokens between split layers, and they are made one at a time; use plan.sp=false",
-    "ep": "splits experts, which cannot generate yet; use plan.ep=1",
+    "ep": "sends tokens to experts, which generation cannot do yet; use plan.ep=1, and plan.tp to split each expert",
     "sharding": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers",
 }
 

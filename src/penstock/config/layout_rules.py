@@ -133,10 +133,14 @@ def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
 
 
 @LAYOUT_RULES.of("degrees")
-def _experts_are_split_over_replicas(plan: Plan) -> Iterator[str]:
-    """`ep` divides `dp`."""
-    if plan.dp % plan.ep:
-        yield f"plan.ep={plan.ep} must divide plan.dp={plan.dp}, because experts are split over replicas."
+def _experts_are_split_over_ranks(plan: Plan) -> Iterator[str]:
+    """`ep` divides the ranks of a pipeline stage, `dp` times `cp` times `tp`."""
+    ranks = plan.dp * plan.cp * plan.tp
+    if ranks % plan.ep:
+        yield (
+            f"plan.ep={plan.ep} must divide plan.dp={plan.dp} times plan.cp={plan.cp} times plan.tp={plan.tp}, because "
+            f"experts are split over the ranks of a pipeline stage; use an ep of {divisors(ranks)}."
+        )
 
 
 # Rules that need the model.
@@ -160,7 +164,9 @@ def heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator
                 f"plan.tp={plan.tp} neither divides the model's {kv} KV heads nor is a multiple of them; "
                 f"use a tp that divides {kv}, or a multiple of it."
             )
-    for width in dict.fromkeys(layer.hidden for layer in layers):
+    # With ep, experts are whole.
+    whole = plan.ep > 1 and not any(stack.shared_experts for stack in stacks(model))
+    for width in dict.fromkeys(layer.hidden for layer in layers if not (whole and layer.mixture)):
         if width % plan.tp:
             yield (
                 f"plan.tp={plan.tp} cannot split the MLP's hidden width {width} evenly; use a tp that divides it."
@@ -202,14 +208,15 @@ def _experts_split_evenly(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`ep` divides the model's experts."""
     if plan.ep == 1:
         return
-    experts = max(stack.experts for stack in stacks(model))
-    if not experts:
+    counts = sorted({stack.experts for stack in stacks(model) if stack.experts})
+    if not counts:
         yield f"plan.ep={plan.ep} splits experts, but the model has none; use ep=1."
-    elif experts % plan.ep:
-        yield (
-            f"plan.ep={plan.ep} cannot split the model's {experts} experts evenly; use an ep of "
-            f"{divisors(experts)}."
-        )
+    for experts in counts:
+        if experts % plan.ep:
+            yield (
+                f"plan.ep={plan.ep} cannot split the model's {experts} experts evenly; use an ep of "
+                f"{divisors(experts)}."
+            )
 
 
 @LAYOUT_RULES.of("types")

@@ -155,7 +155,8 @@ class Plan(Checked, where="plan"):
     """How these devices exchange keys and values: passed around a ring while attention computes, or all gathered
     before it."""
     ep: Count = field(default=1, metadata=_ROUNDING)
-    """Expert parallel degree: number of data parallel replicas over which experts are split."""
+    """Expert parallel degree: number of devices, of the dp times cp times tp of a stage, over which experts are split.
+    Above 1 each expert is whole on its device, to which tokens are sent."""
     recompute: Recompute = field(default="none", metadata=_NOTHING)
     """Part of the forward pass that the backward pass recomputes: nothing; the attention scores (selective); everything
     except attention and every second matrix product (operators: torch's per-operator policy); or each block from its

@@ -65,12 +65,27 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with `products=plain` alone, and not with `master=remainder`."""
+    """In training, `tp` goes with `products=plain` alone, and neither `tp` nor `ep` with `master=remainder`."""
     if plan.tp > 1 and plan.products != "plain":
         yield f"plan.products={plan.products} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
-    if plan.tp > 1 and plan.master == "remainder":
+    for name in ("tp", "ep"):
+        value = getattr(plan, name)
+        if value > 1 and plan.master == "remainder":
+            yield (
+                f"plan.master=remainder keeps whole weights, and plan.{name}={value} splits them; use master=copy, or "
+                f"{name}=1."
+            )
+
+
+@RUN_RULES.of("run")
+def _sharded_experts_are_recomputed_whole(plan: Plan) -> Iterator[str]:
+    """In training, `recompute=operators` and `budget` go with `ep` only where experts are not sharded further."""
+    sharded = plan.sharding != "ddp" or plan.precision == "O2"
+    if plan.ep > 1 and sharded and plan.recompute in ("operators", "budget"):
+        shards = "plan.precision=O2" if plan.sharding == "ddp" else f"plan.sharding={plan.sharding}"
         yield (
-            f"plan.master=remainder keeps whole weights, and plan.tp={plan.tp} splits them; use master=copy, or tp=1."
+            f"plan.recompute={plan.recompute} keeps single operators of a block, inside which {shards} gathers the "
+            f"experts of plan.ep={plan.ep}; use recompute=full, early or selective."
         )
 
 
@@ -107,5 +122,5 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _mixtures_are_trained(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """Mixtures of experts are trained whole on each replica, or sharded, and not compiled."""
+    """Mixtures of experts are trained with `products=plain` and uncompiled; a capacity needs all tokens of a sample."""
     yield from mixture_problems(plan, model)

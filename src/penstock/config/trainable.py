@@ -12,10 +12,10 @@ from penstock.config.run import TaskName
 from penstock.errors import ConfigError
 
 _ONLY: dict[str, Any] = {
-    "ep": 1, "gradients": "weights", "overlap": True, "tp_overlap": "weights",
+    "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
-_MIXED: dict[str, Any] = {"tp": 1, "cp": 1, "products": "plain", "compile": "none"}
+_MIXED: dict[str, Any] = {"products": "plain", "compile": "none"}
 """The same with mixtures of experts."""
 
 
@@ -78,7 +78,14 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
                 f"plan.{name}={word(value)} can be predicted with {setting}, but not trained yet; use "
                 f"{name}={word(supported)}, or a model without mixtures."
             )
+    splits = [name for name in ("cp", "tp") if getattr(plan, name) > 1 and (name == "cp" or plan.ep > 1)]
     for run in mixed:
+        if run.stack.capacity is not None and splits:
+            yield (
+                f"{run.setting}.capacity drops the last tokens of a micro-batch, which are on several ranks with "
+                f"plan.{splits[0]}={getattr(plan, splits[0])} and plan.ep={plan.ep}; use {splits[0]}=1, or leave "
+                "capacity out."
+            )
         if run.stack.capacity is not None and plan.token_order != "batch_first":
             yield (
                 f"{run.setting}.capacity drops the last tokens in the order of samples, which "

@@ -43,7 +43,7 @@ class Context(NamedTuple):
     real: Real | None = None
     """Which tokens are computed, if padding is left out but attention sees it: see `penstock.kernels.padding`."""
     shares: Tensor | None = None
-    """The share of each token in the balance of experts, in the order of the tokens, fp32: 0 of padding; the others of
+    """The share of each token in the balance of experts, in the order of the tokens, fp64: 0 of padding; the others of
     a sample have alike shares, and all samples together 1. None: alike ones of all."""
     routes: Tensor | None = None
     """The expert of each token, in the order of the tokens, where experts are given."""

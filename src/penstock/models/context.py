@@ -18,7 +18,7 @@ from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
 from penstock.models.block import Context
 from penstock.models.positions import alibi, places_of, rotations
-from penstock.models.stack import TokenStack
+from penstock.models.stack import TokenStack, shares_of
 
 
 class _Reading(Protocol):
@@ -61,6 +61,12 @@ class Shares:
     def tokens(self, run: Run) -> Any:
         """The tokens of a run, as `TokenStack` takes a past."""
         return self._tokens[run.name]
+
+    def balance(self, run: Run, counts: Tensor) -> Tensor:
+        """The shares of this rank's tokens in the balance of experts, of which the first `counts` of each sample count;
+        see `Context.shares`. What comes of them is averaged over the ranks."""
+        tokens = self._tokens[run.name]
+        return tokens.cut.take(shares_of(counts, tokens.count), 1) * tokens.cut.size
 
     def whole(self, x: Tensor, head: Head) -> Tensor:
         """The features that a head reads, with the tokens of all ranks."""

@@ -25,7 +25,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import put_rows
 from penstock.models.perceptron import MLP, activate
 
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The products of experts: of rows (V, D) sorted by expert, the experts of these (V,), and how many rows each has."""
 _UNIT = 2.0**-24
 """Biases of sigmoid routers are multiples of it, held as integers, which no cast to half precision rounds."""
 
@@ -113,7 +115,10 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **where))
-        self.bias = nn.Parameter(torch.empty(experts, outputs, **where)) if bias else None
+        self.bias: nn.Parameter | None
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(experts, outputs, **where)) if bias else None
+        )
         self.plain = False
         """Whether products go through one expert after the other even where torch has a grouped product."""
 
@@ -143,7 +148,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Choices(threading.local):
-    """Choices of experts that a recomputation repeats."""
+    """Choices of experts, and what follows from them, that a recomputation repeats."""
 
     def __init__(self) -> None:
         self.recorded: list[Tensor] | None = None
@@ -177,7 +182,8 @@ def same_choices() -> tuple[AbstractContextManager[None], AbstractContextManager
     return recording(), replaying()
 
 
-def _chosen(choose: Callable[[], Tensor]) -> Tensor:
+def repeated(choose: Callable[[], Tensor]) -> Tensor:
+    """The result of `choose`; in a recomputation the one of before."""
     if _choices.replayed is not None:
         return next(_choices.replayed)
     chosen = choose()
@@ -286,6 +292,30 @@ class _Spread(torch.autograd.Function):
         return placed if ctx.k == 1 else placed.view(ctx.tokens, ctx.k, grad.shape[1]).sum(1), None, None
 
 
+def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """See `_Spread`."""
+    return _Spread.apply(x, order, k)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Exchange(Protocol):
+    """How other ranks take part in a mixture: see `penstock.parallel.experts`."""
+
+    splits_tokens: bool
+    """Whether ranks that have the same tokens route a part of them each, which they count together."""
+
+    def enter(
+        self, x: Tensor, shares: Tensor | None, routes: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The tokens (T, D) of x (·, ·, D) that are routed here, with their shares and routes (T,)."""
+
+    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+        """The results of rows (V, D), sorted by expert, that `compute` makes where their experts are: `experts` (V,)
+        are the numbers of these, and `loads` (E,) how many visit each."""
+
+    def leave(self, out: Tensor) -> Tensor:
+        """The results of tokens that were routed here, (T, D), as the rest of the block takes them."""
+
+
 class MixtureOfExperts(nn.Module):
     """A perceptron for each of several experts, of which a token visits those that the router chooses.
 
@@ -319,6 +349,8 @@ class MixtureOfExperts(nn.Module):
             self.shared = MLP(sizes, layer, hidden=layer.hidden * sizes.shared_experts, **where)
         self.stepped = False
         """Whether `balance` follows each step."""
+        self.exchange: Exchange | None = None
+        """How other ranks take part; None where all tokens and experts are here."""
         none = torch.zeros(sizes.experts, dtype=torch.int64, device=where.get("device"))
         self.register_buffer("bias", none.to(torch.int32) if sizes.router == "sigmoid" else None)
         self.register_buffer("loads", none, persistent=False)
@@ -329,34 +361,41 @@ class MixtureOfExperts(nn.Module):
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
 
+    @property
+    def linears(self) -> tuple[ExpertLinear, ExpertLinear]:
+        """The parts whose weights are those of the experts, with a first dimension of these."""
+        return self.up, self.down
+
     def forward(self, x: Tensor, shares: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
         """x (·, ·, D) to the same; `shares` and `routes` (·, ·) are as in `Context`. Raises ConfigError where routes
         are missing or not wanted."""
-        tokens = x.flatten(0, -2)
-        shares = None if shares is None else shares.flatten()
         if (routes is None) == (self.router is None):
             raise ConfigError(
                 "This model's experts are given for each sample; pass it routes, the number of an expert for each."
                 if routes is None
                 else "This model chooses experts by itself; leave routes out, or set router to given."
             )
+        if self.exchange is None:
+            tokens, shares = x.flatten(0, -2), None if shares is None else shares.flatten()
+        else:
+            tokens, shares, routes = self.exchange.enter(x, shares, routes)
         if routes is None:
             chosen, weights = self._choose(tokens, shares)
         else:
             chosen, weights = routes.reshape(-1, 1), None
         out = self._visit(tokens, chosen, weights, shares)
-        out = out if self.shared is None else out + self.shared(tokens)
-        return out.view(x.shape)
+        out = (out if self.exchange is None else self.exchange.leave(out)).view(x.shape)
+        return out if self.shared is None else out + self.shared(x)
 
     def _choose(self, x: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor]:
         """The experts of each token (T, k), and their weights."""
         assert self.router is not None
         logits = self.router(x)
         if self.training and torch.is_grad_enabled():
-            repeated = _choices.replayed is not None
-            chosen = _chosen(lambda: self._best(logits.detach()))
+            again = _choices.replayed is not None
+            chosen = repeated(lambda: self._best(logits.detach()))
             loads = _loads(chosen, self.experts, shares)
-            if not repeated:
+            if not again:
                 self.loads += loads
             if self.balance or self.z_loss:
                 gradient = self._balance(logits.detach(), self.last if self.stepped else loads, shares)
@@ -393,15 +432,15 @@ class MixtureOfExperts(nn.Module):
         loads = _loads(chosen, self.experts)
         if self.capacity is not None and self.training:
             experts, order, loads = self._dropped(chosen, shares)
-        ends = loads.cumsum(0).to(torch.int32)
         device = x.device.type
         cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
         seen = x.to(torch.get_autocast_dtype(device)) if cast else x
         compiled = torch.compiler.is_compiling()  # where nothing is trained
-        seen = seen[order // k] if compiled else _Spread.apply(seen, order, k)  # type: ignore[no-untyped-call]
-        hidden = activate(self.up(seen, ends, experts), self.activation)
-        hidden = hidden if self.dropout is None else self.dropout(hidden)
-        made: Tensor = self.down(hidden, ends, experts)
+        seen = seen[order // k] if compiled else spread(seen, order, k)
+        if self.exchange is None:
+            made = self._compute(seen, experts, loads)
+        else:
+            made = self.exchange.visit(seen, experts, loads, self._compute)
         if compiled:
             made = made.new_zeros(made.shape).index_copy_(0, order, made)
         else:
@@ -410,6 +449,13 @@ class MixtureOfExperts(nn.Module):
             return made
         weighted: Tensor = made.view(len(x), k, x.shape[1]) * weights.to(made.dtype)[..., None]
         return weighted.sum(1)
+
+    def _compute(self, rows: Tensor, experts: Tensor, loads: Tensor) -> Tensor:
+        """See `Compute`."""
+        ends = loads.cumsum(0).to(torch.int32)
+        hidden = activate(self.up(rows, ends, experts), self.activation)
+        made: Tensor = self.down(hidden if self.dropout is None else self.dropout(hidden), ends, experts)
+        return made
 
     def _dropped(self, chosen: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of visits that find room, in order, the number of each among all, and how many each expert has.

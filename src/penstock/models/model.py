@@ -33,7 +33,7 @@ from penstock.models.block import Attention, Block, Branch, CrossAttention, make
 from penstock.models.context import Shares
 from penstock.models.experts import ExpertLinear, MixtureOfExperts
 from penstock.models.heads import Pooler, Transform, Vocabulary
-from penstock.models.stack import TokenStack
+from penstock.models.stack import TokenStack, shares_of
 from penstock.models.stems import ConvStem, PatchStem
 
 T = TypeVar("T")
@@ -177,10 +177,19 @@ class Model(Switched):
             more |= {"lengths": self.lengths_of(run, given), "documents": given.get("documents")}
             more["past"] = given.get("past") if run.causal else None
         if run.stack.experts:
-            more |= {"counts": self._counts(run, given), "routes": given.get("routes")}
+            more |= {"shares": self._shares(run, given, x, shares), "routes": given.get("routes")}
         outputs[run.name] = getattr(self, run.name)(x, **more)
 
-    def _counts(self, run: Run, given: dict[str, Any]) -> Tensor | None:
+    def _shares(self, run: Run, given: dict[str, Any], x: Tensor, cut: Shares | None) -> Tensor | None:
+        """See `Context.shares`, of the tokens x (B, N, D) of a run."""
+        if cut is not None:
+            tokens = cut.tokens(run).count
+            counts = self._counts(run, given, tokens)
+            return cut.balance(run, x.new_full(x.shape[:1], tokens) if counts is None else counts)
+        counts = self._counts(run, given, x.shape[1])
+        return None if counts is None else shares_of(counts, x.shape[1])
+
+    def _counts(self, run: Run, given: dict[str, Any], length: int) -> Tensor | None:
         """How many first tokens of each sample of a run count in the balance of its experts, (B,): those that are no
         padding. Of a causal run these are those up to the last target, for those after it change no loss; all of them
         where the model is given no targets.
@@ -189,16 +198,15 @@ class Model(Switched):
             return self.lengths_of(run, given)
         head = next((head for head in self.graph.heads_of(WordHead) if head.run == run.name), None)
         targets = None if head is None else self._asked(head, given.get("targets"))
-        tokens = given[self.graph.input_of(run).name]
         if head is None or targets is None:
             return None
         rows, asked = self._asked(head, given.get("rows")), targets.flatten() != IGNORED
         if rows is not None:
-            asked = torch.zeros(tokens.numel(), dtype=torch.bool, device=asked.device).index_fill_(
-                0, rows[asked], True
-            )
-        places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-        return (asked.view(tokens.shape) * places).amax(1)
+            samples = len(given[self.graph.input_of(run).name])
+            every = torch.zeros(samples * length, dtype=torch.bool, device=asked.device)
+            asked = every.index_fill_(0, rows[asked], True)
+        places = torch.arange(1, length + 1, device=asked.device)
+        return (asked.view(-1, length) * places).amax(1)
 
     def _memory(self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         """The memory of a run: the outputs of those that it attends to, one after the other."""

@@ -76,17 +76,15 @@ class TokenStack(nn.Module):
         memory_lengths: Tensor | None = None,
         memory_seen: Tensor | None = None,
         past: Past | None = None,
-        counts: Tensor | None = None,
+        shares: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
         the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
-        follow those whose keys and values it keeps, and it says where they stand. `counts` (B,) are how many first
-        tokens of each sample count in the balance of experts, `routes` (B,) the expert of each sample, where experts
-        are given.
+        follow those whose keys and values it keeps, and it says where they stand. `shares` (B, N) are as in `Context`,
+        `routes` (B,) the expert of each sample, where experts are given.
         """
-        mixed = {"shares": None if counts is None else _shares(counts, x.shape[1])}
-        mixed["routes"] = None if routes is None else routes[:, None].expand(x.shape[:2])
+        mixed = {"shares": shares, "routes": None if routes is None else routes[:, None].expand(x.shape[:2])}
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
         tokens, unpadded = x.shape[1], None
         if self.places is not None:
@@ -222,10 +220,10 @@ class TokenStack(nn.Module):
         return added(seen if bias is None else biased(bias, seen, causal=causal), dtype)
 
 
-def _shares(counts: Tensor, tokens: int) -> Tensor:
+def shares_of(counts: Tensor, tokens: int) -> Tensor:
     """Shares (B, N) that add up to 1 / B over the first `counts` tokens of each sample; see `Context.shares`."""
     first = torch.arange(tokens, device=counts.device) < counts[:, None]
-    return first / (len(counts) * counts.clamp(min=1))[:, None]
+    return first.double() / (len(counts) * counts.clamp(min=1))[:, None]
 
 
 def _rows(value: Tensor | None, real: Real) -> Tensor | None:

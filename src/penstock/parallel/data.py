@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from penstock.optim.tensors import local
-from penstock.parallel.dims import LOSS, ParallelDims
+from penstock.optim.tensors import local, mesh_of
+from penstock.parallel.dims import LOSS, REPLICAS_OF_EXPERTS, ParallelDims
+from penstock.shards import EXPERT
 
 BUCKET_MB = 25
 
@@ -106,10 +107,22 @@ def broadcast(model: nn.Module, dims: ParallelDims, names: tuple[str, ...] = LOS
 @torch.no_grad()
 def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
     """Average tensors over the ranks that see other samples or tokens, in place. All of them give tensors of the same
-    shapes.
+    shapes. Those of experts that are split are added up over the ranks that hold the same, and divided alike.
     """
-    if dims.degree(*LOSS) > 1:
-        add_up_all(tensors, dims.group(*LOSS), divisor=dims.degree(*LOSS))
+    ranks = dims.degree(*LOSS)
+    experts = [tensor for tensor in tensors if splits_experts(tensor)]
+    if experts:
+        assert dims.expert_mesh is not None
+        add_up_all(experts, dims.expert_mesh.get_group(REPLICAS_OF_EXPERTS[0]), divisor=ranks)
+        tensors = [tensor for tensor in tensors if not splits_experts(tensor)]
+    if ranks > 1:
+        add_up_all(tensors, dims.group(*LOSS), divisor=ranks)
+
+
+def splits_experts(tensor: Tensor) -> bool:
+    """Whether a tensor is of experts that ranks split."""
+    names = getattr(mesh_of(tensor), "mesh_dim_names", None)
+    return names is not None and EXPERT in names
 
 
 @torch.no_grad()

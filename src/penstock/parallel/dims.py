@@ -8,13 +8,14 @@ Ranks are numbered row by row of a mesh with the dimensions
     cp             parts of a sample's tokens
     tp             parts of each layer
 
-so that the ranks that communicate most are neighbours, on one node if it is large enough. Expert parallel groups will
-lie within the data parallel dimensions, so they need no dimension of their own.
+so that the ranks that communicate most are neighbours, on one node if it is large enough. Experts are split over the
+ranks of a stage by a mesh of their own: `ep` neighbours hold every expert once, whatever they share of other weights.
 
 | what | ranks that add it up |
 |---|---|
 | a loss, gradients, counts of an evaluation | `LOSS`: they see other samples, or other tokens |
 | the norm of the gradients | those that hold other gradients: `dp_shard` and `tp` through DTensor, then `pp` |
+| gradients of experts | `REPLICAS_OF_EXPERTS`: they hold the same ones; each has added up its group's tokens |
 | samples | none: ranks with the same place in `DATA` see the same samples |
 """
 
@@ -31,6 +32,7 @@ from torch import distributed
 from penstock.config.plan import Plan
 from penstock.config.rules import problems, require
 from penstock.errors import ConfigError
+from penstock.shards import EXPERT
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +45,8 @@ SHARD = ("dp_shard", "cp")
 """Ranks that share one copy of the model out among them."""
 LOSS = (*DATA, "cp")
 """Ranks whose losses and gradients are averaged."""
+REPLICAS_OF_EXPERTS = ("expert_replicate", "expert_shard")
+"""Ranks that hold the same experts: whole copies, and those that share one out among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +58,14 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    expert_shard: int = 1
+    """Ranks that share out the experts that they all hold."""
     rank: int = 0
     mesh: DeviceMesh | None = None
     """Both data parallel dimensions, and the others whose degree is above 1; None where one process trains alone."""
+    expert_mesh: DeviceMesh | None = None
+    """The ranks of `mesh` with the dimensions pp, `REPLICAS_OF_EXPERTS` and `EXPERT`; None where ep is 1."""
     groups: Mapping[tuple[str, ...], distributed.ProcessGroup] = field(default_factory=dict)
     """Groups of several dimensions at once, where these are not all there are."""
 
@@ -65,9 +74,11 @@ class ParallelDims:
         """The degrees of a Plan, with no processes behind them yet."""
         # Ranks that split a sample's tokens are among those of `plan.shard`.
         shard = {"ddp": 1, "hsdp": plan.shard // plan.cp}.get(plan.sharding, plan.dp)
+        sharing = 1 if plan.sharding == "ddp" else shard * plan.cp * plan.tp
         return cls(
-            pp=plan.pp, dp_replicate=plan.dp // shard, dp_shard=shard, cp=plan.cp, tp=plan.tp, rank=rank
-        )
+            pp=plan.pp, dp_replicate=plan.dp // shard, dp_shard=shard, cp=plan.cp, tp=plan.tp, ep=plan.ep, rank=rank,
+            expert_shard=sharing // math.gcd(sharing, plan.ep),
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -140,6 +151,12 @@ class ParallelDims:
 
         return DeviceMesh._concatenate([self.mesh["dp_replicate"], self.shard_mesh()])
 
+    def expert_replicas_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same experts, as `fully_shard` takes them."""
+        assert self.expert_mesh is not None
+        copies = self.size // (self.pp * self.ep * self.expert_shard)
+        return self.expert_mesh[REPLICAS_OF_EXPERTS if copies > 1 else REPLICAS_OF_EXPERTS[1]]
+
     def connect(self, device: torch.device) -> ParallelDims:
         """The same with mesh and groups, out of the existing process group. All ranks must call this. The same degrees
         get the same groups again: each has threads of its own, and torch lets go of none.
@@ -147,15 +164,15 @@ class ParallelDims:
         if self.alone:
             return self
         world = distributed.group.WORLD
-        key = (device.type, *(self.degree(name) for name in DIMENSIONS))
+        key = (device.type, *(self.degree(name) for name in DIMENSIONS), self.ep, self.expert_shard)
         known = _CONNECTED.get(key)
         if known is None or known[0] is not world:
             known = _CONNECTED[key] = (world, *self._connected(device))
-        return replace(self, mesh=known[1], groups=known[2])
+        return replace(self, mesh=known[1], groups=known[2], expert_mesh=known[3])
 
     def _connected(
         self, device: torch.device
-    ) -> tuple[DeviceMesh, dict[tuple[str, ...], distributed.ProcessGroup]]:
+    ) -> tuple[DeviceMesh, dict[tuple[str, ...], distributed.ProcessGroup], DeviceMesh | None]:
         from torch.distributed.device_mesh import init_device_mesh
 
         # A dimension costs a process group even where its degree is 1; sharding asks for these two by name.
@@ -167,7 +184,12 @@ class ParallelDims:
         if len(wide) > 1 and self.degree(*wide) < self.size:
             mine, _ = distributed.new_subgroups_by_enumeration(self._ranks_by(wide))  # type: ignore[no-untyped-call]
             groups[wide] = mine
-        return mesh, groups
+        experts: DeviceMesh | None = None
+        if self.ep > 1:
+            names, inner = ("pp", *REPLICAS_OF_EXPERTS, EXPERT), self.ep * self.expert_shard
+            shape = (self.pp, self.size // (self.pp * inner), self.expert_shard, self.ep)
+            experts = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        return mesh, groups, experts
 
     def _ranks_by(self, names: tuple[str, ...]) -> list[list[int]]:
         """All ranks, in the sets that differ in these dimensions alone."""
@@ -178,10 +200,9 @@ class ParallelDims:
         return list(sets.values())
 
 
-_CONNECTED: dict[
-    tuple[Any, ...], tuple[Any, DeviceMesh, dict[tuple[str, ...], distributed.ProcessGroup]]
-] = {}
-"""By device and degrees: the process group of all ranks, the mesh out of it, and its groups of several dimensions."""
+_CONNECTED: dict[tuple[Any, ...], tuple[Any, Any, Any, Any]] = {}
+"""By device and degrees: the process group of all ranks, the mesh out of it, its groups of several dimensions, and the
+mesh of experts."""
 
 ALONE = ParallelDims()
 """A process that trains by itself."""

@@ -2,7 +2,8 @@
 "PyTorch FSDP", VLDB 2023), through torch's `fully_shard`.
 
 A unit is gathered as a whole. The model's Anatomy says what the units are: each block is one, gathered while the block
-before it computes, and the root is one with everything outside the blocks. `plan.sharding` says what happens to a unit:
+before it computes, and the root is one with everything outside the blocks. Experts that are split are units of their
+own, over the ranks that hold the same. `plan.sharding` says what happens to a unit:
 
 | sharding | weights after a forward pass | gradients of a micro-batch that is not the last |
 |---|---|---|
@@ -32,6 +33,7 @@ from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.optim.tensors import MOVED, local, whole
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
 from penstock.parallel.dims import ParallelDims
+from penstock.parallel.experts import split_linears
 from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy
 from penstock.parallel.parts import cut_to_fit
 from penstock.parallel.rebind import rebind
@@ -58,6 +60,14 @@ class Sharded(DataParallel):
             self.model.set_requires_all_reduce(last)
         if self.plan.sharding in ("zero1", "zero2"):
             self.model.set_reshard_after_backward(last)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """See `DataParallel`. Gradients of split experts are those of a group's tokens, averaged over the groups."""
+        for parameter in (p for linear in split_linears(self.model) for p in linear.parameters()):
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(self.dims.tp / self.dims.ep)
+        DataParallel.end(self)
 
     def drop_copies(self) -> None:
         """Free the whole weights that a forward pass without a backward pass leaves, as an evaluation does."""
@@ -99,10 +109,14 @@ def shard(
             f"The parameter {scalars[0]} of {type(model).__name__} is a single number without dimensions, which "
             "cannot be sharded by rows; give it the shape (1,), or use plan.sharding=ddp."
         )
-    if shares is None and dims.tp == 1:  # else that was done before layers were split
+    if shares is None and dims.tp == dims.ep == 1:  # else that was done before layers were split
         broadcast(model, dims)
     before = dict(model.named_parameters())
     options = _options(plan, dims, device)
+    experts: list[Any] = list(split_linears(model))
+    for linear in experts:
+        mesh, place = dims.expert_replicas_mesh(), functools.partial(_evenly, dims.expert_shard)
+        fully_shard(linear, **{**options, "mesh": mesh, "shard_placement_fn": place})
     for block in blocks:
         fully_shard(block, **options)
     # With None, torch keeps the root's weights after the forward pass, because the backward pass needs them first.
@@ -141,6 +155,14 @@ def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, 
         "mp_policy": mixed_policy(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
+
+
+def _evenly(ranks: int, parameter: nn.Parameter) -> Any:
+    """Share out whole experts, or where these are too few the outputs of each, if that is even."""
+    from torch.distributed.tensor import Shard
+
+    experts, outputs = local(parameter.detach()).shape[:2]
+    return Shard(1 if experts % ranks and not outputs % ranks else 0)
 
 
 def _own(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from penstock.kernels.vocabulary import Share
 from penstock.optim.tensors import local, whole
 from penstock.parallel import sequence
 from penstock.parallel.sequence import Line
-from penstock.shards import TENSOR, Cut, cut_like
+from penstock.shards import FIRST, Cut, cut_like
 
 M = TypeVar("M", bound=nn.Module)
 SPLIT_FROM = "penstock_split_from"
@@ -89,8 +89,8 @@ def _reader(name: str) -> Callable[[Any], Any]:
 
 
 def _split(parameter: Any) -> bool:
-    """Whether a DTensor of one mesh dimension is sharded over the ranks that split each layer."""
-    return bool(parameter.device_mesh.mesh_dim_names == (TENSOR,))
+    """Whether a DTensor of one mesh dimension is sharded over the ranks that split each layer, or experts."""
+    return parameter.device_mesh.mesh_dim_names in ((name,) for name in FIRST)
 
 
 class Row(Part):

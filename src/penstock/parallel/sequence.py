@@ -90,7 +90,8 @@ def _padded(x: Tensor, line: Line) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], line.dim)
 
 
-def _own(x: Tensor, line: Line) -> Tensor:
+def own(x: Tensor, line: Line) -> Tensor:
+    """A rank's own tokens, of which autograd is to know nothing; see `divide`."""
     x = _padded(x, line)
     size = x.shape[line.dim] // line.count
     # A copy: what shares memory with all tokens keeps all of them.
@@ -178,13 +179,13 @@ class _Divide(_Scatter):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         ctx.line, ctx.tokens = line, x.shape[line.dim]
-        return _own(x, line)
+        return own(x, line)
 
 
 class _Unite(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _own(grad, ctx.line), None
+        return own(grad, ctx.line), None
 
 
 class _Columns(torch.autograd.Function):

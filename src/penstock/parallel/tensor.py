@@ -7,6 +7,7 @@
 | table of tokens | by entries of the vocabulary | sums of what is found |
 | output over the vocabulary | by entries | gradients of what comes in; three numbers a row for the loss |
 | relative positions | by heads | nothing |
+| mixture | each expert as a perceptron; with `ep` experts are whole, and a rank routes some tokens | the same |
 | adapter beside a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
 | all else | each rank has it whole | nothing |
 
@@ -31,6 +32,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
 from penstock.models.anatomy import Anatomy, Stack, anatomy_of, switch_for, uncompiled
+from penstock.models.experts import MixtureOfExperts
 from penstock.models.lora import BASE, FIRST, SECOND, is_adapted
 from penstock.models.roles import (
     Attention,
@@ -49,6 +51,7 @@ from penstock.optim.tensors import local
 from penstock.parallel import sequence
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS, ParallelDims
+from penstock.parallel.experts import Slices, Visits, split_experts
 from penstock.parallel.parts import Enter, Part, Row, Table, Words, cut_to_fit, distributed, swap
 from penstock.parallel.sequence import Line
 
@@ -66,20 +69,26 @@ class Split:
 
 
 def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: bool = False) -> Split:
-    """Split the layers of `model` over the ranks of `dims`, in place: same object, same names, same results.
+    """Split the layers of `model` over the ranks of `dims`, and experts as `plan.ep` says, in place: same object, same
+    names, same results.
 
     Weights may be on the host, of which a rank's parts go to its device, or on the meta device. All ranks get those of
     rank 0 first, unless they are `alike` already. Raises ConfigError where a part cannot be split, with the degrees
     that can.
     """
-    assert dims.mesh is not None
     anatomy = anatomy_of(model)
-    _require_roles(anatomy, type(uncompiled(model)).__name__)
-    _require_even(anatomy, model, plan.tp)
+    if plan.tp > 1:
+        _require_roles(anatomy, model)
+        _require_even(anatomy, model, plan.tp)
     if not alike and not any(parameter.is_meta for parameter in model.parameters()):
         for names in ("tp",), LOSS:
             if dims.degree(*names) > 1:
                 broadcast(model, dims, names)
+    if plan.ep > 1:
+        split_experts(model, dims)
+    if plan.tp == 1:
+        return Split()
+    assert dims.mesh is not None
     dim = 0 if plan.token_order == "batch_second" else 1
     place = dims.place()["tp"]
     line = Line(dims.mesh.get_group("tp"), place, plan.tp, sequence=plan.sp, dim=dim)
@@ -92,10 +101,15 @@ def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: boo
     return Split(sorted(set(splitter.partial)))
 
 
-def _require_roles(anatomy: Anatomy, name: str) -> None:
+def _require_roles(anatomy: Anatomy, model: nn.Module) -> None:
+    name = type(uncompiled(model)).__name__
     parts = list(anatomy.parts(Attention))  # raises where no parts are known
-    if any(True for _ in anatomy.parts(Experts)):
-        raise ConfigError(f"plan.tp cannot split the experts of {name} yet; use plan.tp=1.")
+    for experts in anatomy.parts(Experts):
+        if not isinstance(model.get_submodule(experts.name), MixtureOfExperts):
+            raise ConfigError(
+                f"plan.tp cannot split the tokens of {experts.name} of {name}, a mixture that is not Penstock's own; "
+                "use plan.tp=1, or penstock.from_pretrained for the model."
+            )
     whole_heads = [part.name for part in parts if part.out.split == "none"]
     if whole_heads:
         raise ConfigError(
@@ -157,6 +171,8 @@ class _Splitter:
                         self._enters(role.projections[1].name, self._outside(line))
                 elif isinstance(role, Perceptron):
                     self._perceptron(role, line)
+                elif isinstance(role, Experts):
+                    self._experts(role, line)
             self._ends(number, line, tokens)
 
     def _memory_alone(self, number: int) -> bool:
@@ -187,6 +203,19 @@ class _Splitter:
                 self._column(linear)
         self._row(role.down, line)
         self._enters(role.up.name if role.gate is None else role.name, line)
+
+    def _experts(self, role: Experts, line: Line) -> None:
+        mixture = self._module(role.name)
+        assert isinstance(mixture, MixtureOfExperts)
+        if role.router is not None:
+            # Of a part of the tokens, or of a part of what experts make of all.
+            self._sees_a_part(role.router)
+        if isinstance(mixture.exchange, Visits):
+            mixture.exchange = Visits(mixture.exchange.group, line)
+            return
+        mixture.exchange = Slices(line)
+        self._split(role.up, {"weight": 1, "bias": 1}, pieces=len(role.up.fused), kind=Part)
+        self._split(role.down, {"weight": 2}, kind=Part, line=line, spread=("bias",))
 
     def _column(self, linear: Linear) -> None:
         outputs = 1 if linear.transposed else 0

@@ -50,13 +50,13 @@ def list_block(to: Lister, block: Block) -> None:
         _branch(to, "cross_branch", block, stream_rows)
     if not stack.parallel:
         to.norm("norm2", stream_rows, stack)
-    before_split(to, rows, d)
     if block.layer.mixture:
-        _mixture(to, block, rows)
+        _feed_experts(to, block, rows)
     else:
+        before_split(to, rows, d)
         with to.inside("perceptron"):
             _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
-    _after_split(to, rows, d)
+        _after_split(to, rows, d)
     _branch(to, "branch2", block, stream_rows)
 
 
@@ -317,6 +317,42 @@ def _mlp(
     to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=stack.bias, group="mlp")
 
 
+def _feed_experts(to: Lister, block: Block, rows: float) -> None:
+    """A mixture and the experts that every token visits. Tensor parallel devices split each expert like a perceptron.
+    In training with expert parallelism experts are whole, and each of these devices routes some of their tokens."""
+    t, d = to.terms, block.stack.width
+    if not _routes_parts(to):
+        before_split(to, rows, d)
+        _mixture(to, block, rows)
+        _share_experts(to, block, rows)
+        _after_split(to, rows, d)
+        return
+    gathers = t.tp > 1 and not t.sp
+    if gathers:
+        to.behind(Op("gather", "gather", False, read=rows * d * t.stream, axis="tensor"))
+    _mixture(to, block, rows / t.tp)
+    if gathers:
+        to.add(Op("gather", "gather", read=rows * d * t.product, axis="tensor"))
+    if block.stack.shared_experts:
+        before_split(to, rows, d)
+        _share_experts(to, block, rows)
+        _after_split(to, rows, d)
+
+
+def _routes_parts(to: Lister) -> bool:
+    """Whether every device routes tokens of its own to whole experts."""
+    return to.terms.ep > 1 and not to.terms.serving
+
+
+def _share_experts(to: Lister, block: Block, rows: float) -> None:
+    """The perceptron that every token visits."""
+    t, stack = to.terms, block.stack
+    if stack.shared_experts:
+        hidden = max(1, block.layer.hidden // t.tp) * stack.shared_experts
+        with to.inside("perceptron"):
+            _mlp(to, "shared", block, rows, hidden, again=t.product == 4.0)
+
+
 def _mixture(to: Lister, block: Block, rows: float) -> None:
     """A router, tokens sent to their experts, the experts, and their results sent back (Lepikhin et al., ICLR
     2021)."""
@@ -325,12 +361,13 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     if stack.router != "given":
         _route(to, stack, rows)
     visits = chosen * min(1.0, 1.0 if stack.capacity is None else stack.capacity)
-    moved, hidden = visits * d * c, block.layer.hidden // t.tp
-    # In training each device brings its own tokens; in generation all of a group have the same.
-    met, brought, sent = stack.experts, float(t.ep), moved / t.spread
+    sent, hidden = visits * d * c, block.layer.hidden
+    met, brought = stack.experts, float(t.ep)
+    if not _routes_parts(to):
+        # All devices of a group have the same tokens.
+        brought, sent, hidden = 1.0, sent / t.tp, -(-hidden * t.ep // t.tp)
     if t.serving:
-        met, brought, sent = min(stack.experts, int(visits)), 1.0, moved / t.tp
-        hidden = -(-block.layer.hidden * t.ep // t.tp)
+        met = min(stack.experts, int(visits))
     exchange = Op("exchange", "exchange", read=sent, axis="expert")
     each, batch = max(1.0, visits * brought / met), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
@@ -343,10 +380,6 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
             to.add(exchange, exchange._replace(forward=False))
         weighed = chosen * (d + (c != 4.0)) * c if stack.router != "given" else 0.0
         to.move("experts.merge", visits * d, (c, c), kind="copy", kept=weighed, group="mlp")
-    if stack.shared_experts:
-        hidden = max(1, block.layer.hidden // t.tp) * stack.shared_experts
-        with to.inside("perceptron"):
-            _mlp(to, "shared", block, rows, hidden, again=c == 4.0)
 
 
 def _route(to: Lister, stack: Stack, rows: float) -> None:

@@ -55,11 +55,15 @@ def device_share(work: Workload, plan: Plan) -> DeviceShare:
     """Parameters on each device of a layout."""
     group = min(plan.shard, plan.replicas) if plan.sharding == "hsdp" else plan.replicas
     sharding = plan.sharding if plan.replicas > 1 else "ddp"
-    return _device_share(work, plan.pp, plan.virtual, group, plan.ep, sharding)
+    # Those that hold the same experts: `ep` has split these over all devices of a stage.
+    alike = group if plan.ep == 1 else max(1, group * plan.tp // plan.ep)
+    return _device_share(work, plan.pp, plan.virtual, group, alike, sharding)
 
 
 @lru_cache(maxsize=8192)
-def _device_share(work: Workload, pp: int, virtual: int, group: int, ep: int, sharding: str) -> DeviceShare:
+def _device_share(
+    work: Workload, pp: int, virtual: int, group: int, alike: int, sharding: str
+) -> DeviceShare:
     ends = [part.parameters for part in work.parts if part.block is None]
     held, depth, end = float(work.parameters), max(1, work.depth), sum(ends)
     experts = float(sum(part.count * part.experts for part in work.blocks))
@@ -72,7 +76,6 @@ def _device_share(work: Workload, pp: int, virtual: int, group: int, ep: int, sh
         one, end = dense + sparse, max(entrance, exit_)
         held = max(first * one + entrance, middle * one, last * one + exit_)
         experts = sparse * max(stage_blocks(work, pp, virtual, "experts")[:3])
-    alike = max(1, group // ep)
     # Experts are sharded over fewer replicas, for ep has split them already.
     sharded = (held - experts) / group + experts / alike
     whole = sharding == "ddp"

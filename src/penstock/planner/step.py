@@ -143,7 +143,7 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
                 else:
                     shown += taken
             elif op.axis == "expert":
-                expert += collective_seconds(op, rates, layout.ep, layout.tp * layout.cp)
+                expert += collective_seconds(op, rates, layout.ep, 1)
             elif op.hides:
                 ring += collective_seconds(op, rates, layout.cp, layout.tp)
             else:

@@ -51,7 +51,7 @@ def data_seconds(
     if not mine.gathers:
         return found + _reduced(work, rates, plan, mine, forward, backward)
     group, hides = group_of(rates, mine.replicas, plan.tp), plan.overlap and not rates.cpu
-    alike = group_of(rates, mine.expert_replicas, plan.tp * plan.ep)
+    alike = group_of(rates, mine.expert_replicas, plan.ep if plan.ep > 1 else plan.tp)
     # One block on average: its weights for the forward pass, again for the backward pass, and its gradients.
     gather = scatter = 0.0
     for members, moved in ((group, mine.block_dense), (alike, mine.block_experts)):

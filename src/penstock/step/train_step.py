@@ -124,10 +124,14 @@ class TrainStep:
         return StepResult(loss=loss, grad_norm=norm)
 
     def _add_up(self, loads: list[Tensor]) -> None:
-        """Add up numbers over the ranks that see other samples, in place."""
+        """Add up the loads of mixtures over the ranks that route other tokens, in place."""
         dims = ALONE if self.replicas is None else self.replicas.dims
-        if loads and dims.degree(*LOSS) > 1:
-            add_up_all(loads, dims.group(*LOSS))
+        parts = any(
+            mixture.exchange is not None and mixture.exchange.splits_tokens for mixture in self._mixtures
+        )
+        for names in (LOSS, ("tp",)[: int(parts)]):
+            if loads and dims.degree(*names) > 1:
+                add_up_all(loads, dims.group(*names))
 
     def _tell_unused(self, switch: Switch) -> None:
         """Warn, once after the first pass, of a choice of attention that the model has no use for."""

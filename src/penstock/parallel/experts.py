@@ -1,0 +1,168 @@
+"""Expert parallelism: ranks hold some of the experts each, and tokens travel to those that they visit (Lepikhin et al.,
+"GShard", ICLR 2021, section 3; experts folded over all ranks of a stage: Liu et al., "MoE Parallel Folding", 2025).
+
+Neighbours form a group of `ep` ranks that together hold every expert once. Each rank has its own tokens: of ranks with
+the same samples (`tp`), each routes a part of them. Without `ep`, ranks that split layers split every expert as they
+split a perceptron.
+
+The forward pass of a mixture makes three exchanges in its group: of how many visits come, of the tokens that visit, and
+of the results. On a GPU the host waits for the first. The backward pass makes the other two in the other direction.
+
+Gradients of an expert come from all tokens of its group. Over the ranks that hold the same experts they are added up,
+and divided by the number of ranks whose losses are averaged, as those of all other weights are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from penstock.kernels.padding import put_rows
+from penstock.models.experts import Compute, ExpertLinear, mixtures_of, repeated, spread
+from penstock.parallel.dims import ParallelDims
+from penstock.parallel.parts import Part, cut_to_fit, swap
+from penstock.parallel.parts import distributed as distributed_tensor
+from penstock.parallel.sequence import Line, copy, divide, gather, own, reduce, scatter, unite
+from penstock.shards import EXPERT
+
+
+class Visits:
+    """Experts are whole, and tokens travel to the rank that holds them. See `Exchange`."""
+
+    def __init__(self, group: distributed.ProcessGroup, line: Line | None = None) -> None:
+        self.group = group
+        """The ranks that hold all experts together."""
+        self.line = line
+        """The ranks that have the same samples, and whether their tokens are split already."""
+        self.splits_tokens = line is not None
+        self._flat = None if line is None else line.sibling()
+        if self._flat is not None:
+            self._flat.dim = 0
+
+    def __deepcopy__(self, memo: Any) -> Visits:
+        return self  # a copy of a model belongs to the same group
+
+    def enter(
+        self, x: Tensor, shares: Tensor | None, routes: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        line, flat = self.line, self._flat
+        if line is None or flat is None:
+            return x.flatten(0, 1), _flat(shares), _flat(routes)
+        shape = list(x.shape[:2])
+        if line.sequence:
+            shape[line.dim] = line.tokens
+        if shares is None:
+            # Rows of zeros that make parts equally long must not count.
+            shares = _even(x, shape)
+        if line.sequence:
+            parts = [None if each is None else own(each.reshape(shape), line) for each in (shares, routes)]
+            return x.flatten(0, 1), _flat(parts[0]), _flat(parts[1])
+        parts = [None if each is None else own(each.flatten(), flat) for each in (shares, routes)]
+        return divide(x.flatten(0, 1), flat), parts[0], parts[1]
+
+    def leave(self, out: Tensor) -> Tensor:
+        return out if self._flat is None or self._flat.sequence else unite(out, self._flat)
+
+    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+        counts = repeated(lambda: self._counts(loads))
+        sent = loads.view(len(counts), -1).sum(1).tolist()
+        came = counts.sum(1).tolist()
+        rows = _moved(rows, came, sent, self.group)
+        # They came sorted by rank and expert; products want them sorted by expert.
+        kinds = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
+        here, order = kinds.repeat_interleave(counts.flatten(), output_size=sum(came)).sort(stable=True)
+        made = compute(spread(rows, order, 1), here, counts.sum(0))
+        return _moved(put_rows(made, order, len(order)), sent, came, self.group)
+
+    def _counts(self, loads: Tensor) -> Tensor:
+        """How many visits come from each rank to each expert here, (ranks, E / ranks)."""
+        counts = torch.empty_like(loads)
+        distributed.all_to_all_single(counts, loads, group=self.group)
+        return counts.view(distributed.get_world_size(self.group), -1)
+
+
+class Slices:
+    """Each rank has a part of the hidden features of every expert, and all tokens. See `Exchange`."""
+
+    splits_tokens = False
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+
+    def __deepcopy__(self, memo: Any) -> Slices:
+        return self
+
+    def enter(
+        self, x: Tensor, shares: Tensor | None, routes: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x = gather(x, self.line) if self.line.sequence else copy(x, self.line)
+        self._shape = x.shape
+        # All ranks see the whole gradient of the balance losses, and what they send back is added up.
+        shares = (_even(x, x.shape[:2]) if shares is None else shares) / self.line.count
+        return x.flatten(0, 1), _flat(shares), _flat(routes)
+
+    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+        return compute(rows, experts, loads)
+
+    def leave(self, out: Tensor) -> Tensor:
+        out = out.view(self._shape)
+        return scatter(out, self.line) if self.line.sequence else reduce(out, self.line)
+
+
+def _flat(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.flatten()
+
+
+def _even(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Alike shares of the tokens of `shape`."""
+    return x.new_full(shape, 1.0 / max(1, math.prod(shape)), dtype=torch.float64)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, came: list[int], sent: list[int], group: Any) -> Tensor:
+        ctx.came, ctx.sent, ctx.group = came, sent, group
+        return _exchanged(rows, came, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _exchanged(grad, ctx.sent, ctx.came, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, came: list[int], sent: list[int], group: Any) -> Tensor:
+    arrived = rows.new_empty(sum(came), rows.shape[1])
+    distributed.all_to_all_single(arrived, rows.contiguous(), came, sent, group=group)
+    return arrived
+
+
+def _moved(rows: Tensor, came: list[int], sent: list[int], group: Any) -> Tensor:
+    """The rows that the ranks of a group send here: `came` and `sent` are how many from and to each."""
+    return _Moved.apply(rows, came, sent, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split_experts(model: nn.Module, dims: ParallelDims) -> None:
+    """Split the experts of every mixture of `model` over the ranks of `dims`, in place: same object, same names.
+
+    All ranks have the same weights before. They become DTensors on the mesh dimension `ep`.
+    """
+    assert dims.expert_mesh is not None
+    mesh = dims.expert_mesh[EXPERT]
+    for mixture in mixtures_of(model):
+        mixture.exchange = Visits(mesh.get_group())
+        for linear in mixture.linears:
+            for name, parameter in list(linear.named_parameters(recurse=False)):
+                part = distributed_tensor(parameter.detach(), 0, 1, mesh)
+                setattr(linear, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+            swap(linear, Part)
+            linear.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
+
+
+def split_linears(model: nn.Module) -> Iterator[ExpertLinear]:
+    """The linears of experts that are split over ranks, each expert as a whole."""
+    for mixture in mixtures_of(model):
+        if isinstance(mixture.exchange, Visits):
+            yield from mixture.linears

@@ -27,6 +27,25 @@ def at(model: object = LLAMA, **changes: object) -> Prediction:
     return predict(model, H100, replace(HALF, **changes))  # type: ignore[arg-type]
 
 
+def test_experts_folded_over_all_ranks_of_a_stage_are_whole_and_visited_as_often() -> None:
+    """Against experts that tensor parallelism splits: as many FLOPs on a device, and half as many parameters on twice
+    as many devices.
+    """
+    split, folded = (describe(MIXTRAL, replace(HALF, tp=4, dp=2, sp=True, ep=ep)) for ep in (1, 8))
+    products, exchanges = (
+        [sum(n * value(op) for n, op in work.operators()) for work in (split, folded)]
+        for value in (
+            lambda op: op.flops * (op.module == "experts"),
+            lambda op: op.read * (op.kind == "exchange"),
+        )
+    )
+    assert products[1] == pytest.approx(products[0])
+    held = [sum(part.count * part.experts for part in work.blocks) for work in (split, folded)]
+    assert held[1] == held[0] / 2
+    moved = MIXTRAL.sequence * MIXTRAL.experts_per_token * MIXTRAL.width * 2 * HALF.micro_batch
+    assert exchanges == [0, MIXTRAL.depth * 4 * moved / 4]
+
+
 def test_expert_parallelism_exchanges_each_visit_four_times() -> None:
     """There and back, in both passes; each device sends its tokens' visits, of which one in eight stays."""
     assert isinstance(MIXTRAL, DecoderConfig)

@@ -127,6 +127,8 @@ def test_experts_that_nobody_else_holds_are_updated_and_not_gathered() -> None:
     assert apart.seconds["optimizer"] == pytest.approx(spread.seconds["optimizer"], rel=1e-6)
     assert apart.memory["gathered_weights"] < 0.2 * spread.memory["gathered_weights"]
     assert apart.seconds["data"] < 0.2 * spread.seconds["data"]
+    whole, alone = one("mixtral-8x7b", "dp=8 micro_batch=1"), one("mixtral-8x7b", "dp=8 micro_batch=1 ep=8")
+    assert alone.seconds["data"] < 0.05 * whole.seconds["data"]
 
 
 def test_keys_go_round_whatever_the_attention() -> None:

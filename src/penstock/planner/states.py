@@ -40,7 +40,9 @@ class DeviceShare(NamedTuple):
     replicas: int
     """Replicas that weights are sharded over."""
     expert_replicas: int
-    """Replicas, of these, that hold the same experts."""
+    """Devices that hold the same experts, of which each is sharded over as many."""
+    apart: float
+    """Parameters, of those held, of experts that other devices hold in other numbers than the rest."""
     gathers: bool
     """Whether weights are gathered for each pass."""
     block_dense: float
@@ -81,6 +83,7 @@ def _device_share(
     whole = sharding == "ddp"
     return DeviceShare(
         held, sharded, held if whole else sharded, work.tensors / pp, 1 if whole else group, 1 if whole else alike,
+        experts if alike != group else 0.0,
         sharding in ("fsdp", "hsdp"), dense, sparse if alike > 1 else 0.0, end,
     )  # fmt: skip
 

@@ -91,17 +91,18 @@ def _reduced(
 ) -> float:
     """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
     group = group_of(rates, plan.replicas, plan.tp)
-    if group.size == 1:
-        return 0.0
+    alike = group_of(rates, max(1, plan.replicas * plan.tp // plan.ep), plan.ep)
     numerics, hides = numerics_of(plan), plan.overlap and not rates.cpu
-    size = BYTES[numerics.reduction]
-    calls = math.ceil(mine.held * size / BUCKET_BYTES)
-    after = earlier = 0.0
-    if plan.sharding == "ddp":
-        whole = reduce_seconds(group, mine.held * size, calls)
-    else:
-        whole = gather_seconds(group, mine.held * size, calls, scatters=True)
-        after = gather_seconds(group, mine.held * BYTES[numerics.gathered])
+    size, whole, after, earlier = BYTES[numerics.reduction], 0.0, 0.0, 0.0
+    for members, parameters in ((group, mine.held - mine.apart), (alike, mine.apart)):
+        calls = math.ceil(parameters * size / BUCKET_BYTES)
+        if plan.sharding == "ddp":
+            whole += reduce_seconds(members, parameters * size, calls)
+        else:
+            whole += gather_seconds(members, parameters * size, calls, scatters=True)
+            after += gather_seconds(members, parameters * BYTES[numerics.gathered])
+    if not whole:
+        return 0.0
     if plan.sharding == "zero2":
         # Gradients cannot be kept whole, so each micro-batch reduces them.
         shown = exposed_seconds(rates, whole, backward) if hides else whole

@@ -21,7 +21,8 @@ LAYOUT = Plan.parse(
 
 MEGATRON_FLAGS = {  # megatron/training/arguments.py, and the dataclasses that it makes arguments of, core_v0.19.0
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank",
-    "--context-parallel-size", "--expert-model-parallel-size", "--sequence-parallel", "--micro-batch-size",
+    "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel",
+    "--micro-batch-size",
     "--global-batch-size", "--bf16", "--fp16", "--use-distributed-optimizer", "--use-megatron-fsdp",
     "--data-parallel-sharding-strategy", "--ckpt-format", "--num-distributed-optimizer-instances",
     "--recompute-granularity", "--recompute-method", "--recompute-num-layers",

@@ -73,6 +73,8 @@ def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
         "expert-model-parallel-size": plan.ep,
     }  # fmt: skip
     options: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
+    if plan.ep > 1 and plan.tp > 1:
+        options["expert-tensor-parallel-size"] = 1  # experts are whole here, and split there unless told
     options |= {"sequence-parallel": ""} if plan.sp else {}
     options |= {"micro-batch-size": plan.micro_batch, "global-batch-size": plan.global_batch}
     options |= {} if plan.precision == "O0" else {plan.dtype: ""}

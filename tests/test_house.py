@@ -439,7 +439,7 @@ LINES = {
     "launch": 1540,
     "models": 6230,
     "optim": 1730,
-    "parallel": 3530,
+    "parallel": 3550,
     "planner": 4960,
     "precision": 5400,
     "probe": 1040,

@@ -19,10 +19,13 @@ from helpers.spawn import RankFailed
 from penstock import checkpoint
 from penstock.build import Built, build, compile_model
 from penstock.checkpoint import Snapshot
+from penstock.config.decoding import Decoding
 from penstock.config.machine import load_machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Lora, Recipe
+from penstock.decode.sample import sample
+from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
 from penstock.kernels.split_linear import put_off, split_backward
 from penstock.models import create
@@ -470,3 +473,21 @@ def test_a_stage_that_is_killed_goes_on_without_changing_a_bit(line: str, tmp_pa
             finished(killed, fault, world=plan.gpus)
         finished(killed, fault, world=plan.gpus)
     same_end(killed, calm)
+
+
+def _translated(encoder: int, decoder: int, ranks: int) -> list[list[int]]:
+    """What a model of so many blocks makes of two texts, as `penstock train` lets it between steps."""
+    stacks = {"encoder": encoder, "decoder": decoder}
+    config: Any = ENROLLED["marian"].config
+    config = replace(config, **{name: replace(getattr(config, name), depth=n) for name, n in stacks.items()})
+    plan = Plan(pp=ranks, micro_batch=1, accumulate=ranks)
+    built = build(config, plan, dims=dims_of(plan, "cpu") if ranks > 1 else None, loss=Given(), seed=0)
+    prompts = Prompts.of([[3, 4, 5], [6, 7]], start=0, device=torch.device("cpu"))
+    return sample(built.model, prompts, Decoding(max_tokens=6), ends=()).tolist()
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(2, 2), (1, 3), (3, 1)])
+def test_stages_translate_between_steps(encoder: int, decoder: int) -> None:
+    """The past remembers the encoder's outputs, which are sent in the first pass alone."""
+    expected = _translated(encoder, decoder, 1)
+    assert pool(2).run(_translated, encoder, decoder, 2) == [expected] * 2

@@ -37,7 +37,7 @@ class Links:
     def send(self, boundary: int, to: int, values: tuple[Tensor, ...]) -> None:
         """Send activations over the boundary after stage `boundary` to the rank at place `to`."""
         key = (boundary, True)
-        if key not in self._types:
+        if values and key not in self._types:
             self._types[key] = values[0].dtype
             number = torch.tensor([FLOATS.index(values[0].dtype)], device=self._device)
             self._post(number, to)
@@ -52,6 +52,8 @@ class Links:
     def receive(self, boundary: int, source: int, shapes: list[torch.Size]) -> tuple[Tensor, ...]:
         """Tensors that will hold what comes over the boundary after stage `boundary`: see `wait`."""
         key = (boundary, False)
+        if not shapes:
+            return ()
         if key not in self._types:
             number = torch.zeros(1, dtype=torch.int64, device=self._device)
             distributed.recv(number, group=self._group, group_src=source)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from penstock.config.graph import Graph
 from penstock.containers import tensors
 from penstock.kernels.split_linear import split_backward
 from penstock.models.anatomy import ELSEWHERE, WHOLE, anatomy_of
@@ -105,11 +106,22 @@ class Stages:
     def _one(self, stage: int, *args: Any, **kwargs: Any) -> Any:
         assert self._forward is not None
         self._made.clear()
+        if self._remembered(stage, args, kwargs):
+            return ()
         with self._changed(stage):
             try:
                 return self._forward(*args, **kwargs)
             except Left as left:
                 return left.values
+
+    def _remembered(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a past remembers all that a stage computes: stacks before those that write a text."""
+        graph: Graph | None = getattr(self.model, "graph", None)
+        if kwargs.get("past") is None or graph is None or not graph.remembered:
+            return False
+        given = dict(zip(graph.arguments, args)) | kwargs
+        writes = self.cut.starts[graph.runs.index(graph.written[0])]
+        return given.get(graph.remembered[0].reads) is None and self.cut.edges[stage + 1] <= writes
 
     def _all(self, *args: Any, **kwargs: Any) -> Any:
         """All stages one after the other; every rank gets the outputs of the last."""
@@ -142,6 +154,7 @@ class Stages:
         if self.fixed and key in self._shapes:
             return self._shapes[key]
         assert self._forward is not None
+        shapes: list[torch.Size] = []  # a stage of which a past remembers all that it would be sent
         self._probing, before = True, self._active
         self._active = stage, ()
         self._made.clear()

@@ -92,9 +92,12 @@ def entry(running: Running, module: nn.Module, value: Carried, carried: tuple[Ca
         if running._probing:
             running._made[value] = x
             if value == carried[-1]:
-                raise Left(tuple(running._made[each] for each in carried))
+                raise Left(tuple(running._made[each] for each in carried if each in running._made))
             return x
-        received: Tensor = running._active[1][carried.index(value)]
+        values = running._active[1]
+        # A past that remembers the outputs of earlier stacks has them computed no more: tokens alone are sent then.
+        sent = carried if len(values) == len(carried) else tuple(each for each in carried if not each.done)
+        received: Tensor = values[sent.index(value)]
         running._made[value] = received
         return received
 
@@ -111,7 +114,8 @@ def exit_(running: Running, module: nn.Module, carried: tuple[Carried, ...]) -> 
                 f"plan.pp needs blocks that take and return tokens, but {type(module).__name__} is called with a "
                 f"{type(x).__name__}; use plan.pp=1."
             )
-        raise Left(tuple(running._made[each] if each.done else x for each in carried))
+        there = (each for each in carried if not each.done or each in running._made)
+        raise Left(tuple(running._made[each] if each.done else x for each in there))
 
     return StandIn(module, call)
 

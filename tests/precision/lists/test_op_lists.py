@@ -92,7 +92,9 @@ class TestData:
     def test_the_defaults_watch_no_calls(self, dtype: torch.dtype, device: str) -> None:
         lists = default_lists(dtype, device)
         if device == "cuda" and dtype == torch.float16 and torch.__version__ < TorchVersion("2.12"):
-            assert {name for _, name in intercepted(lists, device).values()} == {"torch.nn.functional.rms_norm"}
+            assert {name for _, name in intercepted(lists, device).values()} == {
+                "torch.nn.functional.rms_norm"
+            }
             return
         assert intercepted(lists, device) == {}
         with region(lists, device, dtype):

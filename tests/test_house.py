@@ -427,8 +427,8 @@ LINES = {
     "(modules)": 1560,
     "boundary": 1490,
     "checkpoint": 1980,
-    "cli": 3280,
-    "config": 4350,
+    "cli": 3330,
+    "config": 4390,
     "data": 5910,
     "decode": 2520,
     "doctor": 450,
@@ -437,19 +437,19 @@ LINES = {
     "kernels": 3160,
     "ladder": 5110,
     "launch": 1540,
-    "models": 6230,
+    "models": 6260,
     "optim": 1730,
     "parallel": 3550,
-    "planner": 4960,
+    "planner": 5210,
     "precision": 5400,
     "probe": 1040,
     "products": 790,
-    "report": 1390,
+    "report": 1440,
     "schedules": 1040,
     "serve": 2810,
     "step": 690,
     "tasks": 1670,
-    "train": 2570,
+    "train": 2680,
 }
 
 
@@ -460,7 +460,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 67_000
+    assert sum(LINES.values()) <= 67_500
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -32,6 +32,7 @@ _VERBS = {
     "embed": "Turn texts into vectors with a trained encoder.",
     "classify": "Tell the classes of texts or images with a trained model.",
     "ladder": "Measure what each optimisation gains here.",
+    "experts": "Show how experts were visited in a run.",
     "plan": "Find the fastest parallel layout of a model on a cluster.",
     "deploy": "Find how to serve a model in time on the fewest devices.",
     "export": "Write a model for other programs: ONNX, or torch's own form.",

@@ -285,6 +285,11 @@ class Graph:
         return any(run.stack.router == "given" for run in self.runs if run.stack.experts)
 
     @cached_property
+    def labelled(self) -> bool:
+        """Whether each sample has a label by which visits to experts are counted, or which chooses its expert."""
+        return self.routed or any(run.stack.labels for run in self.runs if run.stack.experts)
+
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         """The model's arguments in their order: its inputs, then what describes them, then what is asked for."""
         text = bool(self.inputs_of(TokenInput))
@@ -297,13 +302,19 @@ class Graph:
             *(("documents",) if text and not crossed else ()),
             *(("targets", "rows") if text else ()),
             *(("smoothing", "past") if self.writer is not None else ()),
-            *(("routes",) if self.routed else ()),
+            *(("routes",) if self.labelled else ()),
         )
 
     # -- sense
 
     def problems(self) -> Iterator[str]:
         """Every reason why such a model is impossible."""
+        labels = {run.stack.labels for run in self.runs if run.stack.experts}
+        if len(labels) > 1:
+            yield (
+                f"The stacks with experts have {' and '.join(map(str, sorted(labels)))} labels, but all see the same "
+                "samples; give all the same number."
+            )
         known = [one.name for one in self.inputs]
         names = [run.name for run in self.runs]
         for run in self.runs:

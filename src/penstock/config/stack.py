@@ -150,6 +150,11 @@ class Stack:
     capacity: Positive | None = None
     """Visits that an expert has room for in training, as a multiple of an even share of a micro-batch; those beyond it
     are dropped, the last tokens first. None: all visits are computed."""
+    labels: Experts = 0
+    """Kinds of samples, such as languages, whose visits to experts are counted apart; 0: none. A task whose data name
+    such labels sets it. With a router that is given, they are what is given."""
+    expert_of: tuple[Experts, ...] = ()
+    """The expert of each label, with a router that is given; none: that of its number."""
     unequal: tuple[Layer, ...] = ()
     """The layers one by one, as a pruned model has them: `depth` of them, whose sizes replace those above. None: all
     follow from the fields above."""
@@ -272,6 +277,25 @@ class Stack:
                 f"{where}.router_normalised makes the weight of a token's only expert 1, from which the router cannot "
                 f"learn; leave it out, or set {where}.experts_per_token to 2 or more."
             )
+
+        yield from self._label_problems(where)
+
+    def _label_problems(self, where: str) -> Iterator[str]:
+        """Every reason why these labels have no experts."""
+        if self.labels and not self.experts:
+            yield f"{where}.labels is {self.labels}, but the stack has no experts to count the visits of; leave it out."
+        if self.expert_of and (self.router != "given" or len(self.expert_of) != self.labels):
+            yield (
+                f"{where}.expert_of names an expert for {len(self.expert_of)} labels, but {where}.labels is "
+                f"{self.labels} and {where}.router {self.router}; name one for each label of a router that is given."
+            )
+        if self.experts and self.router == "given":
+            most = max(self.expert_of, default=self.labels - 1)
+            if most >= self.experts:
+                yield (
+                    f"{where}.labels need expert {most}, but there are {self.experts} {where}.experts, from 0 "
+                    f"on; use more, or let labels share experts with {where}.expert_of."
+                )
 
     def _unequal_problems(self, where: str) -> Iterator[str]:
         """Every reason why these layers cannot be those of this stack."""

@@ -62,6 +62,8 @@ class Source(ABC):
     """(N,) how much of each sample is no padding, where samples differ in that."""
     unpacked_padding: float | None = None
     """How much of the samples would be padding with one document in each, where documents are packed into samples."""
+    label_names: tuple[str, ...] = ()
+    """Names of the labels by which a model's visits to experts are counted, such as languages."""
     group_by_length: bool = False
     """Whether a Loader's batches hold samples of similar length."""
 

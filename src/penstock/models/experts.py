@@ -329,6 +329,10 @@ class MixtureOfExperts(nn.Module):
     """(E,) int64: visits of the micro-batches of a step so far."""
     last: Tensor
     """The same of the step before, over all ranks."""
+    visits: Tensor
+    """(L, E) int64: visits in training, of this process alone, by the label of the sample; one row without labels."""
+    expert_of: Tensor | None
+    """(L,) int64, the expert of each label, where experts are given and labels share them."""
 
     def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
         super().__init__()
@@ -355,11 +359,20 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("bias", none.to(torch.int32) if sizes.router == "sigmoid" else None)
         self.register_buffer("loads", none, persistent=False)
         self.register_buffer("last", none.clone())
+        self.labels, self._table = sizes.labels, sizes.expert_of
+        visits = none.new_zeros(max(1, sizes.labels), sizes.experts)
+        self.register_buffer("visits", visits, persistent=False)
+        self.register_buffer(
+            "expert_of", none.new_zeros(sizes.labels) if self._table else None, persistent=False
+        )
+        self.init_weights()
 
     def init_weights(self) -> None:
         """No expert is preferred, and no visits are counted."""
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
+        if self.expert_of is not None:
+            self.expert_of += torch.tensor(self._table, device=self.expert_of.device)
 
     @property
     def linears(self) -> tuple[ExpertLinear, ExpertLinear]:
@@ -367,22 +380,32 @@ class MixtureOfExperts(nn.Module):
         return self.up, self.down
 
     def forward(self, x: Tensor, shares: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
-        """x (·, ·, D) to the same; `shares` and `routes` (·, ·) are as in `Context`. Raises ConfigError where routes
-        are missing or not wanted."""
-        if (routes is None) == (self.router is None):
+        """x (·, ·, D) to the same; `shares` and `routes` (·, ·) are as in `Context`. A router of its own needs routes
+        in training, to count visits by label, if it has labels. Raises ConfigError where routes are missing or not
+        wanted."""
+        counts = self.training and torch.is_grad_enabled() and _choices.replayed is None
+        if routes is None and (self.router is None or (self.labels and counts)):
             raise ConfigError(
                 "This model's experts are given for each sample; pass it routes, the number of an expert for each."
-                if routes is None
-                else "This model chooses experts by itself; leave routes out, or set router to given."
+                if self.router is None
+                else "This model counts visits by label; pass it routes, the label of each sample."
+            )
+        if routes is not None and self.router is not None and not self.labels:
+            raise ConfigError(
+                "This model chooses experts by itself; leave routes out, or set router to given."
             )
         if self.exchange is None:
             tokens, shares = x.flatten(0, -2), None if shares is None else shares.flatten()
         else:
             tokens, shares, routes = self.exchange.enter(x, shares, routes)
-        if routes is None:
+        if self.router is not None:
             chosen, weights = self._choose(tokens, shares)
         else:
-            chosen, weights = routes.reshape(-1, 1), None
+            assert routes is not None
+            given = routes.flatten()
+            chosen, weights = (given if self.expert_of is None else self.expert_of[given])[:, None], None
+        if counts:
+            self._record(chosen, shares, routes)
         out = self._visit(tokens, chosen, weights, shares)
         out = (out if self.exchange is None else self.exchange.leave(out)).view(x.shape)
         return out if self.shared is None else out + self.shared(x)
@@ -408,6 +431,13 @@ class MixtureOfExperts(nn.Module):
             return chosen, logits.softmax(1).gather(1, chosen)
         weights = logits.gather(1, chosen).sigmoid()
         return chosen, weights / (weights.sum(1, keepdim=True) + 1e-20) if self.normalises else weights
+
+    @torch.no_grad()
+    def _record(self, chosen: Tensor, shares: Tensor | None, labels: Tensor | None) -> None:
+        """Add the visits (T, k) of tokens that are no padding to the record."""
+        if self.labels and labels is not None:
+            chosen = chosen + labels.reshape(-1, 1) * self.experts
+        self.visits += _loads(chosen, self.visits.numel(), shares).view_as(self.visits)
 
     def _best(self, logits: Tensor) -> Tensor:
         """The numbers of the experts that are chosen, (T, k)."""

@@ -57,7 +57,8 @@ class Model(Switched):
     | `rows` | (M,), numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are
       (M, V) and targets (M,) |
     | `smoothing` | label smoothing of the loss |
-    | `routes` | (B,) int64, the expert of each sample, of models whose router is `given` |
+    | `routes` | (B,) int64, the label of each sample, of models that have labels; without them, its expert, where the
+      router is `given` |
     | `past` | the keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of
       that are None |
 

@@ -126,6 +126,8 @@ def _numbers(record: Record) -> str:
         parts.append(f"{scaled(record['model_flops_per_second'])}FLOP/s")
     if (mfu := record.get("mfu")) is not None:
         parts.append(f"MFU {mfu:.1%}")
+    if loads := record.get("expert_load"):
+        parts.append(f"experts {max(loads):.2f}")
     if (wait := record.get("data_wait_share", 0.0)) >= 0.05:
         parts.append(f"waiting for data {wait:.0%}")
     return "  ".join(parts)

@@ -266,10 +266,11 @@ class _Run:
             observed = self.monitor.observe(self.step, numbers.losses)
         finite = [loss for loss in numbers.losses if math.isfinite(loss)]
         self.state.loss = statistics.fmean(finite or [self.state.loss])
+        loads = {"expert_load": self.state.loads.close_window(self.step)} if self.state.loads else {}
         self._record(
             "steps", epoch=self.calendar.epoch(self.step), loss=self.state.loss, losses=numbers.losses,
             grad_norm=numbers.grad_norm, lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),
-            **self.speedometer.read(), memory_bytes=peak_memory(self.device), **observed,
+            **self.speedometer.read(), memory_bytes=peak_memory(self.device), **observed, **loads,
         )  # fmt: skip
         if self.monitor.rewind_because_of:
             self._rewind(self.monitor.rewind_because_of)
@@ -326,6 +327,7 @@ class _Run:
         beat(self.step)
         started = time.perf_counter()
         path = self.saves.save(self.state.snapshot(), wait=last)
+        self.state.loads.write(self.output)
         beat(self.step)
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
 

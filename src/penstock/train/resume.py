@@ -26,7 +26,16 @@ from penstock.train.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
-_OUTPUTS = ("checkpoints", "metrics.jsonl", "tensorboard", "tracker.json", "profile", "trace", "export")
+_OUTPUTS = (
+    "checkpoints",
+    "metrics.jsonl",
+    "tensorboard",
+    "tracker.json",
+    "profile",
+    "trace",
+    "experts",
+    "export",
+)
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them.
 _FREE = (
     "output",

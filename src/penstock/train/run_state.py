@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from penstock.models.convert import load_weights
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims
 from penstock.train.evaluate import Evaluation
+from penstock.train.loads import LoadMeter
 from penstock.train.loss_monitor import LossMonitor
 from penstock.train.pending import REMEDY
 from penstock.train.random_state import random_states, restore_random
@@ -42,6 +43,10 @@ class RunState:
     """Mean training loss of the last logged steps."""
     evaluated_at: int = 0
     evaluation: Evaluation | None = None
+    loads: LoadMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = LoadMeter(self.built.model, self.dims, self.loader.source.label_names)
 
     def snapshot(self) -> Snapshot:
         """All of it as it is now, by reference: nothing is copied. All ranks must call it.
@@ -63,6 +68,7 @@ class RunState:
                 "watch": self.monitor.state_dict(),
                 "loader": self.loader.state_dict(),
                 "random": random_states(self.built.device),
+                "loads": self.loads.state(),
                 "progress": {
                     "loss": self.loss,
                     "evaluated_at": self.evaluated_at,
@@ -100,6 +106,7 @@ class RunState:
         self.monitor.load_state_dict(found.state["watch"], rewinding=rewinding)
         if not rewinding:
             self.loader.load_state_dict(found.state["loader"])
+        self.loads.restore(found.state.get("loads"))
         before = found.state["progress"]
         self.step, self.loss, self.evaluated_at = stored.step, before["loss"], before["evaluated_at"]
         self.evaluation = Evaluation.of_record(before["evaluation"]) if before["evaluation"] else None

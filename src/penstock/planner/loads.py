@@ -1,0 +1,191 @@
+"""The record of experts' loads: how many visits each expert of each mixture had in training, by label of the sample.
+
+Torch-free: training fills it, `penstock experts` shows it, placement and the planner read it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.boundary.files import read_text, shown
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.errors import DataError
+
+MOST_WINDOWS = 32
+"""Windows that a record keeps; when there are more, neighbours are merged, so that each is twice as long."""
+_BOUNDS = Bounds(bytes=1 << 28, values=1 << 25)
+_VERSION = 1
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Visits within some consecutive steps."""
+
+    until: int
+    """The last of the steps."""
+    counts: tuple[Counts, ...]
+    """Visits of each layer's experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """Visits of tokens to experts since the beginning of a run. Padding, evaluation and recomputation count for
+    nothing."""
+
+    layers: tuple[str, ...]
+    """Names of the mixtures, in their order in the model."""
+    labels: tuple[str, ...]
+    """Names of the labels; empty where samples have none."""
+    counts: tuple[tuple[Counts, ...], ...]
+    """Visits of each layer, a row for each label, a number for each expert; one row where there are no labels."""
+    windows: tuple[Window, ...] = ()
+    """The same over time, without labels: what came before the last of them is everything up to its step."""
+
+    def __post_init__(self) -> None:
+        rows = max(1, len(self.labels))
+        shapes = [[len(row) for row in layer] for layer in self.counts]
+        whole = all(len(shape) == rows and len(set(shape)) == 1 and shape[0] for shape in shapes)
+        sizes = [shape[:1] for shape in shapes]
+        windows = all([[len(row)] for row in window.counts] == sizes for window in self.windows)
+        numbers = [*(n for layer in self.counts for row in layer for n in row), *self._windowed()]
+        if len(shapes) != len(self.layers) or not whole or not windows or min(numbers, default=0) < 0:
+            raise DataError(
+                "This is no record of loads: it needs a row of visits, none below 0, for each layer, label and window."
+            )
+
+    def _windowed(self) -> Iterator[int]:
+        return (n for window in self.windows for row in window.counts for n in row)
+
+    @property
+    def totals(self) -> tuple[Counts, ...]:
+        """Visits of each layer's experts, of all labels together."""
+        return tuple(tuple(map(sum, zip(*layer))) for layer in self.counts)
+
+    @property
+    def last(self) -> tuple[Counts, ...]:
+        """Visits since the last window."""
+        return minus(self.totals, added([window.counts for window in self.windows], self.totals))
+
+    def closed(self, step: int) -> LoadRecord:
+        """The same with a window that ends at `step`."""
+        windows = [*self.windows, Window(step, self.last)]
+        if len(windows) > MOST_WINDOWS:
+            pairs = zip(windows[::2], windows[1::2])
+            merged = [Window(two.until, added([one.counts, two.counts], one.counts)) for one, two in pairs]
+            windows = merged + windows[len(merged) * 2 :]
+        return LoadRecord(self.layers, self.labels, self.counts, tuple(windows))
+
+    def history(self) -> tuple[tuple[Counts, ...], tuple[Counts, ...] | None]:
+        """Visits of each layer's experts that a placement is made from, and those of the last window, which it is then
+        judged on; with fewer than two windows all visits, and None."""
+        if len(self.windows) < 2:
+            return self.totals, None
+        return added([window.counts for window in self.windows[:-1]], self.totals), self.windows[-1].counts
+
+    # -- forms
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        return {
+            "version": _VERSION,
+            "layers": list(self.layers),
+            "labels": list(self.labels),
+            "counts": [[list(row) for row in layer] for layer in self.counts],
+            "windows": [
+                {"until": window.until, "counts": [list(row) for row in window.counts]}
+                for window in self.windows
+            ],
+        }
+
+    def to_json(self) -> str:
+        """JSON that `read_loads` reads."""
+        return json.dumps(self.to_dict())
+
+    def to_csv(self) -> str:
+        """A line for each layer, label and expert; the label is empty where samples have none."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(("layer", "label", "expert", "visits"))
+        for name, layer in zip(self.layers, self.counts):
+            for label, row in zip(self.labels or ("",), layer):
+                writer.writerows((name, label, expert, visits) for expert, visits in enumerate(row))
+        return out.getvalue()
+
+    @classmethod
+    def of_dict(cls, tree: Mapping[str, Any]) -> LoadRecord:
+        """The inverse of `to_dict`. Raises DataError for what is none."""
+        if tree.get("version") != _VERSION:
+            raise DataError(
+                f"This is no record of loads of version {_VERSION}; train writes one, as experts/loads.json of its "
+                "output folder."
+            )
+        try:
+            windows = [Window(_whole(one["until"]), _rows(one["counts"])) for one in tree["windows"]]
+            return cls(
+                tuple(map(_text, tree["layers"])), tuple(map(_text, tree["labels"])),
+                tuple(_rows(layer) for layer in tree["counts"]), tuple(windows),
+            )  # fmt: skip
+        except (KeyError, TypeError) as problem:
+            raise DataError(
+                f"This is no record of loads: {problem!r} is missing or of another kind."
+            ) from None
+
+
+def read_loads(path: Path) -> LoadRecord:
+    """The record in a file, or in the output folder of a run.
+
+    Raises:
+        DataError: there is none, or it is none.
+    """
+    file = path / "experts" / "loads.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(
+            f"There is no record of experts' loads at {shown(file)}. Runs of models with mixtures of experts write it "
+            "with each checkpoint; give such a run's output folder, or what `penstock experts RUN --json` printed."
+        )
+    raw = read_text(file, "The record of loads", limit=_BOUNDS.bytes)
+    tree = parse_json(raw, f"The record {shown(file)}", error=DataError, bounds=_BOUNDS)
+    return LoadRecord.of_dict(tree)
+
+
+def imbalance(loads: Sequence[int]) -> float:
+    """The largest of some loads over their mean; 1 where there are none."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def added(several: Sequence[Sequence[Sequence[int]]], shape: Sequence[Sequence[int]]) -> tuple[Counts, ...]:
+    """The sum of several windows' counts, each of the form of `shape`."""
+    return tuple(
+        tuple(sum(counts[layer][expert] for counts in several) for expert in range(len(row)))
+        for layer, row in enumerate(shape)
+    )
+
+
+def minus(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[Counts, ...]:
+    """Counts without those of another."""
+    return tuple(tuple(a - b for a, b in zip(row, less)) for row, less in zip(one, other))
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _rows(value: Any) -> tuple[Counts, ...]:
+    return tuple(tuple(map(_whole, row)) for row in value)

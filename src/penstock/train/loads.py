@@ -1,0 +1,87 @@
+"""The load record of a run: filled from the mixtures' own counts, kept in checkpoints, written beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.boundary.files import write_text
+from penstock.models.experts import MixtureOfExperts
+from penstock.parallel import ParallelDims
+from penstock.parallel.data import add_up_all
+from penstock.parallel.dims import LOSS
+from penstock.planner.loads import LoadRecord, added, imbalance
+from penstock.planner.loads_page import loads_page
+
+
+class LoadMeter:
+    """Counts of a model's mixtures over all ranks and all steps of a run. `labels` name the labels of samples, where
+    the model counts by label. All ranks must call `read` and `close_window` alike; both wait for the device."""
+
+    def __init__(self, model: nn.Module, dims: ParallelDims, labels: Sequence[str] = ()) -> None:
+        named = [(name, one) for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)]
+        self._mixtures = [one for _, one in named]
+        self._dims = dims
+        count = max((one.labels for one in self._mixtures), default=0)
+        names = tuple(labels) if len(labels) == count else tuple(map(str, range(count)))
+        zero = tuple(((0,) * one.experts,) * max(1, count) for one in self._mixtures)
+        self._before = LoadRecord(tuple(name for name, _ in named), names, zero)
+        """All that the mixtures no longer hold themselves."""
+
+    def __bool__(self) -> bool:
+        """Whether the model has mixtures."""
+        return bool(self._mixtures)
+
+    @torch.no_grad()
+    def read(self) -> LoadRecord:
+        """The record up to now."""
+        sums = [one.visits.clone() for one in self._mixtures]
+        if sums and self._dims.degree(*LOSS) > 1:
+            add_up_all(sums, self._dims.group(*LOSS))
+        before = self._before
+        counts = tuple(added([old, new.tolist()], old) for old, new in zip(before.counts, sums))
+        return LoadRecord(before.layers, before.labels, counts, before.windows)
+
+    def close_window(self, step: int) -> list[float]:
+        """End a window at `step`: the largest load over the mean one in it, of each layer."""
+        record = self.read()
+        worst = [imbalance(row) for row in record.last]
+        self._before = record.closed(step)
+        self._clear()
+        return worst
+
+    def state(self) -> Mapping[str, Any] | None:
+        """The record as a checkpoint keeps it; None without mixtures."""
+        return self.read().to_dict() if self else None
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Become what `state` saw; None is of a checkpoint without a record, after which counting starts at nothing.
+
+        Raises:
+            ValueError: it is the record of another model.
+        """
+        fresh = self._before
+        empty = tuple(tuple((0,) * len(row) for row in layer) for layer in fresh.counts)
+        before = LoadRecord(fresh.layers, fresh.labels, empty) if state is None else LoadRecord.of_dict(state)
+        shapes = [
+            (r.layers, r.labels, [[len(row) for row in layer] for layer in r.counts]) for r in (before, fresh)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ValueError("its record of experts' loads is of other layers, labels or experts")
+        self._before = before
+        self._clear()
+
+    def write(self, output: Path) -> None:
+        """Write the record and its page into the folder `experts` of a run's output, on the main rank."""
+        record = self.read()
+        if self and self._dims.main:
+            write_text(output / "experts" / "loads.json", record.to_json())
+            write_text(output / "experts" / "loads.html", loads_page(record))
+
+    def _clear(self) -> None:
+        for one in self._mixtures:
+            one.visits.zero_()

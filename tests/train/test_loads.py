@@ -160,6 +160,21 @@ def test_a_run_keeps_its_record(
     lines = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert sum(int(line["visits"]) for line in lines) == sum(map(sum, record.totals))
     assert len(lines) == 2 * 4
+    placing = ["experts", "whole", "--place", "gpus=2", "slots=5"]
+    assert main([*placing, "--json"]) == 0
+    Path("placed.json").write_text(capsys.readouterr().out)
+    assert set(json.loads(Path("placed.json").read_text())["layers"]) == set(record.layers)
+    assert main([*placing, "--before", "placed.json", "--moves", "1", "--uneven"]) == 0
+    told = capsys.readouterr().out
+    assert "slots for 1.05" in told
+    assert "next window" in told
+    for words, code in (
+        ("--place gpu=2", "gpus"),
+        ("--place gpus=2 --csv", "--json"),
+        ("--moves 1", "--place"),
+    ):
+        assert main(["experts", "whole", *words.split()]) != 0
+        assert code in capsys.readouterr().err
     Path("again.json").write_text(json.dumps(record.to_dict() | {"layers": ["other"]}))
     assert main(["experts", "again.json"]) != 0
     assert "no record of loads" in capsys.readouterr().err

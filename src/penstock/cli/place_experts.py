@@ -1,0 +1,116 @@
+"""`penstock experts --place`: a placement for each layer of a load record, with its figure, the bound and the moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.boundary.files import quoted, read_text, shown
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.config.load import load
+from penstock.errors import ConfigError, DataError
+from penstock.planner.loads import LoadRecord, imbalance
+from penstock.planner.placement import Placement, Room, bound, place, slots_needed
+from penstock.report.page import Cell, Section
+
+TARGET = 1.05
+"""The figure for which the fewest slots are reported."""
+_BOUNDS = Bounds(bytes=1 << 28, values=1 << 25)
+
+
+def room_of(words: Sequence[str]) -> Room:
+    """The devices that words such as `gpus=8` describe. Raises ConfigError for others."""
+    pairs: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name in pairs:
+            raise ConfigError(
+                f"--place has {quoted(word)}; write gpus=8 slots=16 nodes=2 groups=4, each once."
+            )
+        pairs[name] = value
+    return load(Room, overrides=pairs)
+
+
+def place_layers(
+    record: LoadRecord, room: Room, *, uneven: bool = False, before: Mapping[str, Placement] | None = None,
+    moves: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A placement of each layer, made from all windows but the last, and judged on that one too, as plain values.
+
+    Raises:
+        ConfigError: the experts of a layer have no room, or `before` is of other layers, experts or devices.
+    """
+    made_from, later = record.history()
+    layers: dict[str, Any] = {}
+    for number, name in enumerate(record.layers):
+        loads = made_from[number]
+        fitted = room.fitted(len(loads))
+        if before is not None and name not in before:
+            raise ConfigError(f"The placement before has no layer {quoted(name)}; leave --before out.")
+        then = None if before is None else before[name]
+        found = place(loads, fitted, uneven=uneven, before=then, moves=moves)
+        layers[name] = {
+            "devices": found.devices,
+            "shares": found.shares,
+            "figure": found.figure(loads),
+            "next": None if later is None else found.figure(later[number]),
+            "bound": bound(loads, fitted, uneven=uneven),
+            "unplaced": imbalance(loads),
+            "slots_needed": slots_needed(loads, fitted, TARGET, uneven=uneven),
+            "moved": None if then is None else found.moved(then),
+            "slots": fitted.slots,
+        }
+    return {"place": asdict(room), "uneven": uneven, "target": TARGET, "layers": layers}
+
+
+def read_placements(path: Path) -> dict[str, Placement]:
+    """The placements that `penstock experts --place … --json` printed, by layer. Raises DataError for other files."""
+    raw = read_text(path, "The placement", limit=_BOUNDS.bytes)
+    tree = parse_json(raw, f"The placement {shown(path)}", error=DataError, bounds=_BOUNDS)
+    try:
+        return {
+            name: Placement(
+                tuple(tuple(map(int, experts)) for experts in layer["devices"]),
+                tuple(tuple(map(float, shares)) for shares in layer["shares"]),
+            )
+            for name, layer in tree["layers"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DataError(
+            f"{shown(path)} is no placement; print one with penstock experts RUN --place gpus=8 --json."
+        ) from None
+
+
+def placements_table(found: Mapping[str, Any]) -> Section:
+    """A row for each layer."""
+    heads = (
+        "layer", "slots", "largest over mean", "next window", "bound", f"slots for {found['target']:g}", "moved",
+    )  # fmt: skip
+    rows = []
+    for name, layer in found["layers"].items():
+        later, needed, moved = layer["next"], layer["slots_needed"], layer["moved"]
+        cells = (
+            name, str(layer["slots"]), f"{layer['figure']:.3f}", "" if later is None else f"{later:.3f}",
+            f"{layer['bound']:.3f}", "none" if needed is None else str(needed), "" if moved is None else str(moved),
+        )  # fmt: skip
+        rows.append(("", [Cell(text, words=place_ == 0) for place_, text in enumerate(cells)]))
+    columns = [Cell(head, words=place_ == 0, rank=place_) for place_, head in enumerate(heads)]
+    return Section(title="Placement", columns=columns, rows=rows)
+
+
+def devices_table(name: str, layer: Mapping[str, Any]) -> Section:
+    """The experts of each device of a layer; with their shares, where these are not even."""
+    counts: dict[int, int] = {}
+    for experts in layer["devices"]:
+        for expert in experts:
+            counts[expert] = counts.get(expert, 0) + 1
+    rows = []
+    for device, (experts, shares) in enumerate(zip(layer["devices"], layer["shares"])):
+        words = [
+            f"{expert}" if abs(share * counts[expert] - 1) < 1e-6 else f"{expert} ({share:.0%})"
+            for expert, share in zip(experts, shares)
+        ]
+        rows.append(("", [Cell(str(device)), Cell(", ".join(words), words=True)]))
+    return Section(title=name, columns=[Cell("device"), Cell(name, words=True)], rows=rows)

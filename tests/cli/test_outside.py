@@ -40,6 +40,7 @@ INPUTS = [
     "scale --config it.json",
     "plan --config it.json",
     "plan gpt2 --gpus 8 --machine it.toml",
+    "plan mixtral-8x7b --gpus 8 --machine h100 --loads it.json",
     "experts it.json",
     "deploy gpt2 --machine it.toml",
     "deploy gpt2 --requests it.jsonl",

@@ -53,7 +53,7 @@ def _counted(line: str, router: str, rank: int = 0, world: int = 1) -> dict[str,
     plan = Plan.parse(line)
     config = _config(router)
     built = build(config, plan, recipe=Recipe(lr=1e-2, eps=1e-4), loss=_Labelled())
-    meter = LoadMeter(built.model, built.dims, _LABELS)
+    meter = LoadMeter(built.model, built.dims, built.step.add_up, _LABELS)
     for step in range(2):
         *inputs, targets = batches(config, step, 8)
         labels = torch.arange(8) % 3

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated
 
 from penstock.config.convert import Checked, Count, FilledText, NotNegative, Positive, Range
@@ -14,7 +15,7 @@ from penstock.errors import ConfigError
 
 _LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json", "html"})
 _RUN = frozenset({"tokens", "images", "epochs", "price"})
-_EXPLAIN = frozenset({"model", "machine", "gpus", "global_batch", "explain", "json"}) | _RUN
+_EXPLAIN = frozenset({"model", "machine", "gpus", "global_batch", "explain", "json", "loads"}) | _RUN
 _SEARCH = _EXPLAIN - {"explain"} | {"base", "sensitivity", "top", "toml", "html", "run"}
 
 
@@ -43,6 +44,9 @@ class PlanConfig(Checked):
     """Fixed settings, as a Plan line; the rest is searched."""
     explain: str | None = None
     """Explain this Plan line instead of searching."""
+    loads: FilledText | None = None
+    """Record of experts' loads: a run's output folder, or what `penstock experts RUN --json` printed. Without one,
+    experts are taken to be visited evenly."""
     sensitivity: bool = False
     """Show what would help most."""
     top: Count | None = None
@@ -67,6 +71,18 @@ class PlanConfig(Checked):
         if problems := list(self._contradictions()):
             raise ConfigError(problems)
 
+    def uneven(self) -> Mapping[int, float]:
+        """How much more than the mean the busiest device has to do, by expert parallel degree. Raises DataError for a
+        record that cannot be read, and ConfigError for one of another model."""
+        from penstock.planner.loads import EVEN, read_loads, unevenness
+
+        if self.loads is None or self.model is None:
+            return EVEN
+        experts = max(run.stack.experts for run in self.model.graph.runs)
+        if not experts:
+            raise ConfigError("--loads is for mixtures of experts, and the model is none; leave it out.")
+        return unevenness(read_loads(Path(self.loads)), experts)
+
     @property
     def laws(self) -> bool:
         """Whether the scaling laws are to be shown, instead of planning a model."""
@@ -87,7 +103,7 @@ class PlanConfig(Checked):
             yield from self._unused("--explain", _EXPLAIN)
         if self.run:
             yield from self._unused(
-                "--run", frozenset({"model", "machine", "gpus", "global_batch", "base", "run"})
+                "--run", frozenset({"model", "machine", "gpus", "global_batch", "base", "run", "loads"})
             )
         if self.tokens is not None and self.images is not None:
             yield "--tokens and --images were both given; a model is trained on one of them."

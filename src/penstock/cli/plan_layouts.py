@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.boundary.files import write_text
@@ -30,12 +30,15 @@ def explain_one(asked: PlanConfig, machine: Machine) -> None:
     assert asked.explain is not None
     line = Plan.parse(asked.explain)
     check_line(line, asked.gpus, asked.global_batch)
-    one = predict(asked.model, machine, line)
+    uneven = asked.uneven()
+    one = predict(asked.model, machine, line, uneven=uneven)
     if asked.json:
         data = _question(asked, machine, one.gpus) | {"layouts": [_layout(one, asked, machine)]}
         print(json.dumps(data, indent=1))
         return
-    print("\n".join(explain(asked.model, machine, line)))
+    print("\n".join(explain(asked.model, machine, line, uneven)))
+    if said := _loads_line(asked, line, uneven):
+        print(said)
     if said := totals_line(one, asked.samples(), machine, asked.price):
         print(said)
 
@@ -49,15 +52,19 @@ def search_all(asked: PlanConfig, machine: Machine) -> None:
     fixed = frozenset[str]() if asked.base is None else Plan.named(asked.base)
     if base is not None:
         batch = check_base(base, fixed, gpus, batch)
-    found = explore(asked.model, machine, gpus, global_batch=batch, base=base, fixed=fixed, keep=None)
+    uneven = asked.uneven()
+    found = explore(
+        asked.model, machine, gpus, global_batch=batch, base=base, fixed=fixed, keep=None, uneven=uneven
+    )
     if not found.predictions:
-        raise OutOfMemory(nothing_fits(asked.model, machine, gpus, found))
+        raise OutOfMemory(nothing_fits(asked.model, machine, gpus, found, uneven))
     if asked.run:
         print(_command(asked.model, machine, found))
         return
     levers: list[Lever] = []
     if asked.sensitivity or asked.html is not None:
-        levers = sensitivity(asked.model, machine, gpus, found.predictions[0], base=base, fixed=fixed)
+        best = found.predictions[0]
+        levers = sensitivity(asked.model, machine, gpus, best, base=base, fixed=fixed, uneven=uneven)
     if asked.toml is not None:
         write(asked.toml, plan_file(asked.model, found.predictions[0]))
     if asked.html is not None:
@@ -86,7 +93,18 @@ def _question(asked: PlanConfig, machine: Machine, gpus: int) -> dict[str, Any]:
         "gpus": gpus,
         "samples": asked.samples(),
         "price": asked.price,
+        "expert_load": {str(ep): factor for ep, factor in asked.uneven().items()} or "even",
     }
+
+
+def _loads_line(asked: PlanConfig, plan: Plan, uneven: Mapping[int, float]) -> str:
+    """A line on what was taken for the loads of experts, of a model that has any."""
+    assert asked.model is not None
+    if not any(run.stack.experts for run in asked.model.graph.runs):
+        return ""
+    if asked.loads is None:
+        return "experts: taken to be visited evenly; --loads RUN takes a run's record."
+    return f"experts: the busiest of ep={plan.ep} devices has {uneven[plan.ep]:.2f} times the mean, by {asked.loads}."
 
 
 def as_data(
@@ -127,6 +145,8 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
     console.print(terminal_table(section, console.width))
     console.print(section.text.replace("\n\n", "\n"), style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
+    if said := _loads_line(asked, best.plan, asked.uneven()):
+        console.print(said, soft_wrap=True)
     runs = best_runnable(found, model)
     if runs is None:
         console.print("penstock train runs none of them yet.")
@@ -146,7 +166,7 @@ def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: 
         console.print("to run it:" if vision else "to run it, add your data and tokenizer to one of these:")
         show(ways, lambda line: console.print(line, soft_wrap=True))
     console.print("why the others are slower:")
-    for line in why_others_lose(model, machine, found, best):
+    for line in why_others_lose(model, machine, found, best, asked.uneven()):
         console.print(f"  {line}", soft_wrap=True)
     if levers:
         console.print("what would help most:")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,13 +41,13 @@ def plan_page(
     of devices."""
     model, best = asked.model, found.predictions[0]
     assert model is not None
-    reasons = why_others_lose(model, machine, found, best)
+    reasons = why_others_lose(model, machine, found, best, asked.uneven())
     sections = [
         layouts(model, found, SHOWN),
         times(found.predictions),
         memories(found.predictions, room(machine) if machine.memory_bytes else None),
         Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
-        _devices(model, machine, gpus, best, base, fixed),
+        _devices(model, machine, gpus, best, base, fixed, asked.uneven()),
     ]  # fmt: skip
     if best.plan.pp > 1:
         sections.append(_pipeline(best))
@@ -93,6 +93,7 @@ def _devices(
     best: Prediction,
     base: Plan | None,
     fixed: frozenset[str],
+    uneven: Mapping[int, float],
 ) -> Section:
     """Time by number of devices at the same global batch, without numbers that the fixed settings do not
     allow."""
@@ -103,7 +104,14 @@ def _devices(
             continue
         try:
             one = explore(
-                model, machine, devices, global_batch=best.global_batch, base=base, fixed=fixed, keep=1
+                model,
+                machine,
+                devices,
+                global_batch=best.global_batch,
+                base=base,
+                fixed=fixed,
+                keep=1,
+                uneven=uneven,
             )
         except PenstockError:
             continue

@@ -368,8 +368,9 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         brought, sent, hidden = 1.0, sent / t.tp, -(-hidden * t.ep // t.tp)
     if t.serving:
         met = min(stack.experts, int(visits))
-    exchange = Op("exchange", "exchange", read=sent, axis="expert")
-    each, batch = max(1.0, visits * brought / met), max(1, -(-met // t.ep))
+    # All wait for the busiest device, which also sends back the most.
+    exchange = Op("exchange", "exchange", read=sent * t.uneven, axis="expert")
+    each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
     with to.inside("experts"):
         to.move("experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks")

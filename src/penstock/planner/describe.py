@@ -7,6 +7,7 @@ operators between the inputs and the blocks, and between these and the loss, are
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 from penstock.config.formats import BYTES
@@ -16,6 +17,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
 from penstock.planner.blocks import before_split, list_block, turned
 from penstock.planner.listing import Form, Lister, Terms
+from penstock.planner.loads import EVEN
 from penstock.planner.operators import Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
@@ -30,11 +32,13 @@ def describe(
     avx512: bool = True,
     real: float = 1.0,
     words: float = 1.0,
+    uneven: Mapping[int, float] = EVEN,
 ) -> Workload:
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
     `avx512` is that of the `Machine`. Of a batch of text, `real` is the share of an encoder's tokens that are no
-    padding, `words` the share of tokens whose words the loss asks for.
+    padding, `words` the share of tokens whose words the loss asks for. `uneven` says by expert parallel degree how much
+    more than the mean the busiest device has to do: see `penstock.planner.loads.unevenness`.
     """
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
@@ -44,7 +48,7 @@ def describe(
         attention_form(plan, model, device, avx512), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
-        gathers_keys=plan.cp_exchange == "gather", software=software,
+        gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), software=software,
     )  # fmt: skip
     return described(model, terms)
 
@@ -94,6 +98,7 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
         units=sum(block.count for block in blocks), vision=model.graph.vision,
         whole=None if terms == alone or terms.serving else described(model, alone),
         even_stages=terms.software.even_stages,
+        even=None if terms.uneven == 1.0 else described(model, terms._replace(uneven=1.0)),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
 from penstock.planner.layouts import vary
+from penstock.planner.loads import EVEN
 from penstock.planner.prediction import Prediction, predict, room
 from penstock.planner.search import Found, default_batch, explore, needed_bytes
 from penstock.report.units import GIB, duration
@@ -52,9 +53,11 @@ AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp
 """Fields of a Plan that can be chosen; dp follows."""
 
 
-def explain(model: ModelConfig, machine: Machine, plan: Plan) -> list[str]:
+def explain(
+    model: ModelConfig, machine: Machine, plan: Plan, uneven: Mapping[int, float] = EVEN
+) -> list[str]:
     """One layout in sentences: where its time and memory go, and whether it fits. Raises ConfigError as `predict`."""
-    one = predict(model, machine, plan)
+    one = predict(model, machine, plan, uneven=uneven)
     lines = [
         f"{plan.line()}",
         f"{one.gpus} {machine.name}: {duration(one.iteration_seconds, 3)} a step of {one.global_batch} samples, "
@@ -93,7 +96,9 @@ def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
     ]
 
 
-def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Prediction) -> Iterator[str]:
+def why_others_lose(
+    model: ModelConfig, machine: Machine, found: Found, best: Prediction, uneven: Mapping[int, float] = EVEN
+) -> Iterator[str]:
     """Sentences on each choice of the best layout: the best with another, its extra cost; and layouts that do not fit.
 
     A layout is named once, under the first choice in which it differs.
@@ -116,7 +121,7 @@ def why_others_lose(model: ModelConfig, machine: Machine, found: Found, best: Pr
             equal = best.interval is not None and slower <= best.interval.apart
             words = "slower, which is equal within the error: " if equal else "slower, "
             yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{_difference(best, one)}."
-    yield from _too_large(model, machine, best)
+    yield from _too_large(model, machine, best, uneven)
     if found.too_large:
         yield f"{found.too_large:,} of {found.tried:,} layouts do not fit."
 
@@ -131,7 +136,9 @@ def _difference(best: Prediction, other: Prediction) -> str:
     return f"{duration(more[name], 3)} more for {SECOND_WORDS.get(name, name)}"
 
 
-def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterator[str]:
+def _too_large(
+    model: ModelConfig, machine: Machine, best: Prediction, uneven: Mapping[int, float]
+) -> Iterator[str]:
     """Neighbours of the best layout that would be faster if they fitted."""
     limit = room(machine)
     plan = best.plan
@@ -144,7 +151,7 @@ def _too_large(model: ModelConfig, machine: Machine, best: Prediction) -> Iterat
     if plan.tp > 1:
         neighbours.append((f"tp={plan.tp // 2}", vary(plan, tp=plan.tp // 2, dp=plan.dp * 2, sp=plan.tp > 2)))
     for words, other in neighbours:
-        needed = needed_bytes(model, machine, other)
+        needed = needed_bytes(model, machine, other, uneven)
         if needed > limit:
             yield f"{words}, and all else as in the best: {(needed - limit) / GIB:.1f} GiB too much."
 
@@ -161,7 +168,7 @@ class Lever:
 
 def sensitivity(
     model: ModelConfig, machine: Machine, gpus: int, best: Prediction, *, base: Plan | None = None,
-    fixed: frozenset[str] = frozenset(),
+    fixed: frozenset[str] = frozenset(), uneven: Mapping[int, float] = EVEN,
 ) -> list[Lever]:  # fmt: skip
     """The changes that would help most, each with a search of its own; the largest gain first."""
     batch = best.global_batch or default_batch(model, gpus)
@@ -182,7 +189,9 @@ def sensitivity(
     for words, change in changes.items():
         other, samples = replace(machine, **change), batch if change else 2 * batch
         try:
-            found = explore(model, other, gpus, global_batch=samples, base=base, fixed=fixed, keep=1)
+            found = explore(
+                model, other, gpus, global_batch=samples, base=base, fixed=fixed, keep=1, uneven=uneven
+            )
         except PenstockError:
             continue
         if found.predictions:

@@ -67,6 +67,8 @@ class Terms(NamedTuple):
     """Whether attention's kernel knows the lengths of samples."""
     words: float = 1.0
     """Share of tokens that the output and the loss are computed for."""
+    uneven: float = 1.0
+    """Visits that the busiest of the devices that split experts has, over the mean."""
     software: Software = PENSTOCK
 
     @property

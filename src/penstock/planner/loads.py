@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.boundary.files import read_text, shown
 from penstock.boundary.trees import Bounds, parse_json
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError
 
 MOST_WINDOWS = 32
 """Windows that a record keeps; when there are more, neighbours are merged, so that each is twice as long."""
@@ -154,6 +154,33 @@ def read_loads(path: Path) -> LoadRecord:
     raw = read_text(file, "The record of loads", limit=_BOUNDS.bytes)
     tree = parse_json(raw, f"The record {shown(file)}", error=DataError, bounds=_BOUNDS)
     return LoadRecord.of_dict(tree)
+
+
+EVEN: Mapping[int, float] = {}
+"""The unevenness that is assumed without a record: none, as balance losses and biases aim for."""
+
+
+def unevenness(record: LoadRecord, experts: int) -> Mapping[int, float]:
+    """The visits of the busiest of `ep` devices over the mean one, each with as many consecutive experts, by ep: the
+    mean over layers, all of which have their busiest device in each step.
+
+    Raises:
+        ConfigError: the record is of another number of experts.
+    """
+    for name, loads in zip(record.layers, record.totals):
+        if len(loads) != experts:
+            raise ConfigError(
+                f"The record of loads has {len(loads)} experts in {name}, but the model {experts}; give a record of it."
+            )
+    if not record.layers:
+        raise ConfigError("The record of loads has no layers; give one of a model with mixtures of experts.")
+    factors = {}
+    for ep in range(1, experts + 1):
+        if experts % ep == 0:
+            size = experts // ep
+            shares = [[sum(row[i : i + size]) for i in range(0, experts, size)] for row in record.totals]
+            factors[ep] = sum(map(imbalance, shares)) / len(shares)
+    return factors
 
 
 def imbalance(loads: Sequence[int]) -> float:

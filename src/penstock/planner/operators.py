@@ -164,6 +164,8 @@ class Workload:
     """One sample of the model on one device, by whose work pipelines are cut; None is this workload itself."""
     even_stages: bool = False
     """Whether they are cut evenly, whatever entrance and exit take."""
+    even: Workload | None = None
+    """The same with evenly visited experts, whose FLOPs are those of the mean device; None is this workload itself."""
 
     @cached_property
     def blocks(self) -> tuple[Part, ...]:
@@ -207,7 +209,7 @@ class Workload:
     @cached_property
     def model_flops(self) -> float:
         """FLOPs of forward and backward, attention in full: the numerator of MFU."""
-        return sum(part.count * part.model_flops for part in self.parts)
+        return sum(part.count * part.model_flops for part in (self.even or self).parts)
 
     def operators(self) -> Iterator[tuple[int, Op]]:
         """All operators of forward and backward, with how often each runs."""

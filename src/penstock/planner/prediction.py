@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -12,6 +13,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
+from penstock.planner.loads import EVEN
 from penstock.planner.memory import held, memory
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import in_flight
@@ -106,16 +108,19 @@ def room(machine: Machine) -> float:
 
 def predict(
     model: ModelConfig, machine: Machine, plan: Plan, software: Software = PENSTOCK, *, real: float = 1.0,
-    words: float = 1.0,
+    words: float = 1.0, uneven: Mapping[int, float] = EVEN,
 ) -> Prediction:  # fmt: skip
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
-    `software` says what is not as in Penstock's own training, `real` and `words` what a batch is like: see `describe`.
+    `software` says what is not as in Penstock's own training, `real` and `words` what a batch is like, and `uneven` how
+    evenly experts are visited: see `describe`.
 
     Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
     _refuse(model, machine, plan)
-    work = describe(model, plan, machine.device, software, avx512=machine.avx512, real=real, words=words)
+    work = describe(
+        model, plan, machine.device, software, avx512=machine.avx512, real=real, words=words, uneven=uneven
+    )
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return predicted(work, machine, plan, rates, totals(model).parameters, software=software)
 

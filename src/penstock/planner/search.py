@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -22,6 +22,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.describe import describe, totals
 from penstock.planner.layouts import AXES, SEARCHED, Space, depth, divisors, layouts, stages, vary
+from penstock.planner.loads import EVEN
 from penstock.planner.memory import held, memory
 from penstock.planner.operators import Workload
 from penstock.planner.prediction import Prediction, predicted, room
@@ -69,6 +70,7 @@ class Layouts(list[Prediction]):
 def search(
     model: ModelConfig, machine: Machine, gpus: int, *, global_batch: int | None = None, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), space: Space | None = None, keep: int | None = 50,
+    uneven: Mapping[int, float] = EVEN,
 ) -> Layouts:  # fmt: skip
     """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them. An odd
     micro-batch comes first only if it wins by more than the predictions' error.
@@ -79,10 +81,11 @@ def search(
     degrees multiply to `gpus`.
     """
     found = explore(
-        model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep
-    )
+        model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep,
+        uneven=uneven,
+    )  # fmt: skip
     if not found.predictions:
-        raise OutOfMemory(nothing_fits(model, machine, gpus, found))
+        raise OutOfMemory(nothing_fits(model, machine, gpus, found, uneven))
     return Layouts(found)
 
 
@@ -103,6 +106,7 @@ def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
 def explore(
     model: ModelConfig, machine: Machine, gpus: int, *, global_batch: int | None = None, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), space: Space | None = None, keep: int | None = 50,
+    uneven: Mapping[int, float] = EVEN,
 ) -> Found:  # fmt: skip
     """Search as `search` does, and count the layouts that lose. Raises ConfigError likewise."""
     require("gpus", gpus, Count)
@@ -126,7 +130,7 @@ def explore(
         if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
             found.too_large += 1
             continue
-        work = describe(model, plan, machine.device, avx512=machine.avx512)
+        work = describe(model, plan, machine.device, avx512=machine.avx512, uneven=uneven)
         if plan.recompute == "budget" and not plan.budget:
             plan = _budgeted(work, plan, limit, cpu=rates.cpu)
         parts = memory(work, plan, cpu=rates.cpu)
@@ -217,21 +221,23 @@ def default_batch(model: ModelConfig, gpus: int) -> int:
     return batch
 
 
-def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) -> str:
+def nothing_fits(
+    model: ModelConfig, machine: Machine, gpus: int, found: Found, uneven: Mapping[int, float] = EVEN
+) -> str:
     """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
     limit = room(machine)
     assert found.nearest is not None
     plan, needed = found.nearest
 
     def fits(**changes: Any) -> bool:
-        return needed_bytes(model, machine, vary(plan, **changes)) <= limit
+        return needed_bytes(model, machine, vary(plan, **changes), uneven) <= limit
 
     size = f"{totals(model).parameters / 1e9:.1f} billion parameters"
     says = (
         f"{title(model)} ({size}) fits in no layout on {gpus} {machine.name}: the smallest needs "
         f"{needed / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give ({plan.line()})."
     )
-    more = _enough(model, machine, gpus, plan, limit)
+    more = _enough(model, machine, gpus, plan, limit, uneven)
     shards = plan.sharding != "ddp" and plan.dp > 1
     remedies = {
         f"use {more} devices or more": more is not None,
@@ -243,18 +249,23 @@ def nothing_fits(model: ModelConfig, machine: Machine, gpus: int, found: Found) 
     return f"{says} To make it fit: {'; or '.join(words)}."
 
 
-def needed_bytes(model: ModelConfig, machine: Machine, plan: Plan) -> float:
+def needed_bytes(
+    model: ModelConfig, machine: Machine, plan: Plan, uneven: Mapping[int, float] = EVEN
+) -> float:
     """Bytes of the fullest device."""
     cpu = machine.device == "cpu"
-    return sum(memory(describe(model, plan, machine.device, avx512=machine.avx512), plan, cpu=cpu).values())
+    work = describe(model, plan, machine.device, avx512=machine.avx512, uneven=uneven)
+    return sum(memory(work, plan, cpu=cpu).values())
 
 
-def _enough(model: ModelConfig, machine: Machine, gpus: int, base: Plan, limit: float) -> int | None:
+def _enough(
+    model: ModelConfig, machine: Machine, gpus: int, base: Plan, limit: float, uneven: Mapping[int, float]
+) -> int | None:
     """The smallest number of devices, by doubling, on which a layout of one sample at a time fits."""
     space = Space(micro_batch=(1,), recompute=("none", "full"), sharding=("zero1", "fsdp"))
     for doublings in range(1, 14):
         devices = gpus << doublings
         for plan in layouts(model, machine, devices, devices, base, space):
-            if needed_bytes(model, machine, plan) <= limit:
+            if needed_bytes(model, machine, plan, uneven) <= limit:
                 return devices
     return None

@@ -116,14 +116,14 @@ class TrainStep:
                 divisor=self.runner.divisor,
             )
             if self._mixtures:
-                balance(self._mixtures, self._add_up)
+                balance(self._mixtures, self.add_up)
             if self.masters is not None:
                 self.masters.publish()
             if self.ema is not None:
                 self.ema.update()
         return StepResult(loss=loss, grad_norm=norm)
 
-    def _add_up(self, loads: list[Tensor]) -> None:
+    def add_up(self, loads: list[Tensor]) -> None:
         """Add up the loads of mixtures over the ranks that route other tokens, in place."""
         dims = ALONE if self.replicas is None else self.replicas.dims
         parts = any(

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.boundary.files import write_text
 from penstock.models.experts import MixtureOfExperts
 from penstock.parallel import ParallelDims
-from penstock.parallel.data import add_up_all
-from penstock.parallel.dims import LOSS
 from penstock.planner.loads import LoadRecord, added, imbalance
 from penstock.planner.loads_page import loads_page
 
 
 class LoadMeter:
-    """Counts of a model's mixtures over all ranks and all steps of a run. `labels` name the labels of samples, where
-    the model counts by label. All ranks must call `read` and `close_window` alike; both wait for the device."""
+    """Counts of a model's mixtures over all ranks and all steps of a run, which `add_up` adds up, in place, over ranks
+    that route other tokens. `labels` name the labels of samples, where the model counts by label. All ranks must call
+    `read` and `close_window` alike; both wait for the device."""
 
-    def __init__(self, model: nn.Module, dims: ParallelDims, labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dims: ParallelDims,
+        add_up: Callable[[list[Tensor]], None],
+        labels: Sequence[str] = (),
+    ) -> None:
         named = [(name, one) for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)]
         self._mixtures = [one for _, one in named]
-        self._dims = dims
+        self._dims, self._add_up = dims, add_up
         count = max((one.labels for one in self._mixtures), default=0)
         names = tuple(labels) if len(labels) == count else tuple(map(str, range(count)))
         zero = tuple(((0,) * one.experts,) * max(1, count) for one in self._mixtures)
@@ -40,8 +45,7 @@ class LoadMeter:
     def read(self) -> LoadRecord:
         """The record up to now."""
         sums = [one.visits.clone() for one in self._mixtures]
-        if sums and self._dims.degree(*LOSS) > 1:
-            add_up_all(sums, self._dims.group(*LOSS))
+        self._add_up(sums)
         before = self._before
         counts = tuple(added([old, new.tolist()], old) for old, new in zip(before.counts, sums))
         return LoadRecord(before.layers, before.labels, counts, before.windows)

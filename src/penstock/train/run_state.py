@@ -46,7 +46,9 @@ class RunState:
     loads: LoadMeter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = LoadMeter(self.built.model, self.dims, self.loader.source.label_names)
+        self.loads = LoadMeter(
+            self.built.model, self.dims, self.built.step.add_up, self.loader.source.label_names
+        )
 
     def snapshot(self) -> Snapshot:
         """All of it as it is now, by reference: nothing is copied. All ranks must call it.

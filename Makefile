@@ -46,7 +46,7 @@ $(VENV)/.core: $(VENV)/.made $(INPUTS)
 
 $(VENV)/.test: $(VENV)/.core
 	@echo "installing what the tests need ..."
-	@$(PIP) --editable '.[images,hf,text,track,serve,export,test,docs]'
+	@$(PIP) --editable '.[images,hf,text,languages,track,serve,export,test,docs]'
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.core

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("images", "hf", "text", "track", "serve", "export", "test", "check", "docs")
+EXTRAS = ("images", "hf", "text", "languages", "track", "serve", "export", "test", "check", "docs")
 # What only pip's own environment for editable builds has.
 BUILD = {"editables": ("0.6", "MIT")}
 # Where a package's own metadata gives no SPDX expression: read from its licence file.

@@ -193,3 +193,33 @@ def test_windows_are_merged_and_lose_nothing() -> None:
     assert tuple(a + b for a, b in zip(before[0], last[0])) == record.totals[0] == (5050, 100)
     with pytest.raises(DataError, match="none below 0"):
         LoadRecord(("a",), (), (((-1, 0),),))
+
+
+def test_a_label_chooses_the_expert_in_training_and_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A router that is given: the target language of each sample reaches the mixtures, and translations too."""
+    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
+    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
+    save_machine(machine, tmp_path / "machine.json")
+    monkeypatch.chdir(tmp_path)
+    sides = "".join(
+        f" --model.{side}.router given --model.{side}.experts_per_token 1 --model.{side}.labels 3"
+        f" --model.{side}.expert_of 0,1,0 --model.{side}.depth 1"
+        for side in ("encoder", "decoder")
+    )
+    words = (
+        f"marian-moe-tiny --data names:en,sw,yo --data.limit 60 --recipe.steps 4 --plan.micro_batch 8{sides}"
+    )
+    assert main(["train", *words.split(), "--machine", "machine.json", "--output", "given"]) == 0
+    record = read_loads(Path("given"))
+    assert record.labels == ("en", "sw", "yo")
+    for layer in record.counts:
+        assert [[place for place, visits in enumerate(row) if visits] for row in layer] == [[0], [1], [0]]
+    evaluation = [one for one in read_metrics(Path("given/metrics.jsonl")) if one["event"] == "evaluation"][
+        -1
+    ]
+    assert 0.0 <= evaluation["chrf"] <= 100.0
+    words = words.replace("names:en,sw,yo", "numbers:en,de")
+    assert main(["train", *words.split(), "--machine", "machine.json", "--output", "none"]) != 0
+    assert "given the label of each sample" in capsys.readouterr().err

@@ -61,6 +61,14 @@ JOBS: dict[str, Settings] = {
         "recipe.steps": 900,
         "plan.micro_batch": 64,
     },
+    "marian-moe-tiny": {
+        **_TINY,
+        "task": "translation",
+        "data.source": "names",
+        "data.group_by_length": True,
+        "recipe.steps": 600,
+        "plan.micro_batch": 64,
+    },
 }
 """Settings by preset."""
 

@@ -66,6 +66,10 @@ class ModelFamily(Checked, where="model"):
         """The same model for samples of so many tokens in each of its inputs. Images have the tokens that they have."""
         return self
 
+    def with_labels(self, count: int) -> Any:
+        """The same model for samples of so many labels, by which mixtures count visits; without mixtures, itself."""
+        return self
+
     def short_form(self) -> str:
         """The name of the equal preset, or `custom`."""
         return next((name for name, found in PRESETS.items() if found == self), "custom")
@@ -194,6 +198,9 @@ class _OneStack(Stack, _Text):
     def with_lengths(self, *lengths: int) -> Any:
         return replace(self, sequence=lengths[0])
 
+    def with_labels(self, count: int) -> Any:
+        return replace(self, labels=count) if self.experts else self
+
     @property
     def tokens(self) -> int:
         """Tokens of one sample that the blocks process."""
@@ -274,6 +281,12 @@ class Seq2SeqConfig(_Text):
 
     def with_lengths(self, *lengths: int) -> Any:
         return replace(self, sequence=lengths[0], decoder_sequence=lengths[1])
+
+    def with_labels(self, count: int) -> Any:
+        sides = (
+            replace(side, labels=count) if side.experts else side for side in (self.encoder, self.decoder)
+        )
+        return replace(self, **dict(zip(("encoder", "decoder"), sides)))
 
     @property
     def tokens(self) -> int:

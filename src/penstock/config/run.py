@@ -40,7 +40,7 @@ TaskName = Literal[
     "translation",
     "embedding",
 ]
-SOURCES = ("auto", "digits", "stdlib", "numbers", "imagefolder", "text", "pairs", "pack", "hf")
+SOURCES = ("auto", "digits", "stdlib", "numbers", "names", "imagefolder", "text", "pairs", "pack", "hf")
 _WITHOUT_PATH = ("auto", "digits", "stdlib")
 _WITH_PATH = ("imagefolder", "text", "pairs", "pack", "hf")
 _WEIGHTED = r"[^=]+=[0-9.]+"
@@ -54,8 +54,8 @@ class DataConfig(Checked, where="data"):
     """The field that `--data TEXT` sets."""
 
     source: str = "auto"
-    """`auto` (what the task brings), `digits`, `stdlib`, `numbers` (embedded), `imagefolder:PATH`, `text:PATH`,
-    `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
+    """`auto` (what the task brings), `digits`, `stdlib`, `numbers`, `names` (embedded), `imagefolder:PATH`,
+    `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
     workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
@@ -100,8 +100,8 @@ class DataConfig(Checked, where="data"):
             kind, _, path = source.partition(":")
             if kind not in SOURCES or (kind in _WITH_PATH and not path) or (kind in _WITHOUT_PATH and path):
                 yield (
-                    f"data.source is {quoted(source)}, but must be auto, digits, stdlib, numbers, imagefolder:PATH, "
-                    f"text:PATH, pairs:PATH, pack:PATH or hf:NAME.{nearest(kind, SOURCES)}"
+                    f"data.source is {quoted(source)}, but must be auto, digits, stdlib, numbers, names, "
+                    f"imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or hf:NAME.{nearest(kind, SOURCES)}"
                 )
             elif share <= 0:
                 yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."

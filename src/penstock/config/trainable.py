@@ -40,11 +40,13 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
         raise ConfigError(
             f"No task trains a model that reads {model.graph.form}; give build a Task of your own as loss."
         )
-    if model.graph.routed:
+    if model.graph.routed and "translation" not in (fitting if task == "auto" else (task,)):
         raise ConfigError(
-            "No task gives the expert of each sample, as a model with router given needs; give build a Task of your "
-            "own as loss, which passes the model routes, or use router softmax."
+            "Only translation gives the expert of each sample, as a model with router given needs; give build a Task "
+            "of your own as loss, which passes the model routes, or use router softmax."
         )
+    if model.graph.routed:
+        task = "translation"
     if task == "auto":
         classes = model.graph.classes is not None and "pairs" in fitting
         return "pairs" if classes else fitting[0]  # type: ignore[return-value]

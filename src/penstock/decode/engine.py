@@ -40,6 +40,8 @@ class Request:
     ids: tuple[int, ...]
     """Token numbers of the prompt, or of the source that an encoder–decoder translates."""
     decoding: Decoding = field(default_factory=Decoding)
+    route: int | None = None
+    """Label of the text, by which the experts of a model are given whose router is `given`."""
 
     @property
     def max_tokens(self) -> int:
@@ -123,6 +125,10 @@ class Engine:
             raise ConfigError(
                 "The model does not generate text; give a decoder, or an encoder–decoder with one source of tokens."
             )
+        if compiled is not None and model.graph.routed:
+            raise ConfigError(
+                "A compiled step takes no labels, which choose this model's experts; leave compile out."
+            )
         if compiled is not None and cache != "slots":
             raise ConfigError("A compiled step needs columns that lie together; use cache=slots.")
         self._compiled = compiled
@@ -149,6 +155,8 @@ class Engine:
         self._past = Past(store, rows=slots, columns=self.context, memory=self._source, device=self.device)
         self._lengths = torch.ones(slots, dtype=torch.int64, device=self.device)
         """(slots,), tokens of each source."""
+        self._routes = torch.zeros_like(self._lengths) if model.graph.routed else None
+        """(slots,), the label of each text."""
         self._ids = torch.zeros(slots, self.context, dtype=torch.int64, device=self.device)
         """All tokens of the texts, prompts and new ones."""
         self._uniform: Tensor | None = None
@@ -180,6 +188,8 @@ class Engine:
                 return None
         decoding, slot, self._next = request.decoding, free[0], None
         self._ids[slot, : len(ids)] = torch.tensor(ids, device=self.device)
+        if self._routes is not None and request.route is not None:
+            self._routes[slot] = request.route
         if decoding.draws:
             if self._uniform is None:
                 self._uniform = torch.zeros(self._ids.shape, device=self.device)
@@ -204,6 +214,10 @@ class Engine:
         if self._source and len(request.ids) > self._source:
             problems.append(
                 f"The source has {len(request.ids):,} tokens, but the model reads {self._source:,}."
+            )
+        if self._routes is not None and request.route is None:
+            problems.append(
+                "The model's experts are given by the label of each text; give each request its route."
             )
         if not request.max_tokens:
             problems.append("Say with max_tokens how many tokens to generate at most.")
@@ -299,13 +313,14 @@ class Engine:
         assert self._blocks is None
         self._past.keep(slots)
         self._ids, self._lengths = self._ids[slots], self._lengths[slots]
+        self._routes = None if self._routes is None else self._routes[slots]
         self._uniform = None if self._uniform is None else self._uniform[slots]
         self._texts = [self._texts[slot] for slot in slots.tolist()]
         self.slots, self._next = len(self._texts), None
 
     def warm(self) -> None:
         """Make a text that nobody asked for, so that what is compiled is compiled before the first request."""
-        slot = self.admit(Request(ids=(0,), decoding=Decoding(max_tokens=2, ignore_end=True)))
+        slot = self.admit(Request(ids=(0,), decoding=Decoding(max_tokens=2, ignore_end=True), route=0))
         assert slot is not None
         while not any(each.finished for each in self.step()):
             pass
@@ -357,12 +372,16 @@ class Engine:
         with eagerly():
             logits = passed(
                 self.model, self._past, self._ids[low:high, begin : begin + count],
-                torch.tensor(last, device=self.device), source, lengths,
+                torch.tensor(last, device=self.device), source, lengths, self._routed(low, high),
             )  # fmt: skip
         for text in texts:
             if self._blocks is not None and text.table is not None:
                 self._blocks.computed(text.table, text.kept)
         return logits
+
+    def _routed(self, low: int, high: int) -> Tensor | None:
+        """Labels of the texts in these slots, where they choose experts."""
+        return None if self._routes is None else self._routes[low:high]
 
     def _rows(self, low: int, high: int) -> slice:
         return slice(None) if (low, high) == (0, self.slots) else slice(low, high)
@@ -376,7 +395,7 @@ class Engine:
             self._look(batch.texts)
             places = self._every[longest:width]
             self._past.at(places, columns=longest, width=width, rows=rows, alone=True)
-            logits = passed(self.model, self._past, batch.tokens)
+            logits = passed(self.model, self._past, batch.tokens, routes=self._routed(low, high))
         else:
             columns, there = batch.places, self._texts[low:high]
             if not batch.every:
@@ -396,7 +415,7 @@ class Engine:
             else:
                 self._look([text if text in batch.texts else None for text in there])
                 self._past.at(batch.places, columns=columns, width=width, rows=rows)
-                logits = passed(self.model, self._past, batch.tokens, wanted)
+                logits = passed(self.model, self._past, batch.tokens, wanted, routes=self._routed(low, high))
         for text in batch.texts:
             text.kept += 1
         return logits

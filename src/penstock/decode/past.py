@@ -324,11 +324,14 @@ def passed(
     rows: Tensor | None = None,
     source: Tensor | None = None,
     lengths: Tensor | None = None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) of the tokens numbered by `rows` (M,). An
-    encoder–decoder is given its source (R, S) in the first pass, with the `lengths` (R,) of its texts."""
+    encoder–decoder is given its source (R, S) in the first pass, with the `lengths` (R,) of its texts. A model whose
+    experts are given for each text has their `routes` (R,)."""
+    given = {} if routes is None else {"routes": routes}
     if model.graph.remembered:
-        logits: Tensor = model.logits(source, tokens, lengths, None, rows, past=past)
+        logits: Tensor = model.logits(source, tokens, lengths, None, rows, past=past, **given)
     else:
-        logits = model.logits(tokens, None, None, rows, past=past)
+        logits = model.logits(tokens, None, None, rows, past=past, **given)
     return logits if rows is not None else logits.flatten(0, 1)

@@ -82,6 +82,8 @@ def _filled(
 ) -> Engine:
     """An engine with a slot for each prompt, which reads them all in its first step."""
     rows, most, start = prompts.rows(), prompts.tokens.shape[1], None
+    routed = model.graph.routed and prompts.routes is not None
+    routes = prompts.routes.tolist() if routed and prompts.routes is not None else [None] * len(rows)
     if prompts.source is not None:
         start = int(prompts.tokens[0, 0])
     engine = Engine(
@@ -91,6 +93,6 @@ def _filled(
     alone = replace(decoding, best=1)
     for number, row in enumerate(rows):
         settings = replace(alone, seed=seeds[number]) if decoding.draws else alone
-        slot = engine.admit(Request(ids=tuple(row), decoding=settings))
+        slot = engine.admit(Request(ids=tuple(row), decoding=settings, route=routes[number]))
         assert slot == number
     return engine

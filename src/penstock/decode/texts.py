@@ -40,6 +40,8 @@ class Prompts:
     source_lengths: Tensor | None = None
     even: bool = False
     """Whether all prompts are of one length."""
+    routes: Tensor | None = None
+    """(B,) int64, the label of each text, of a model whose experts are given by it."""
 
     @classmethod
     def of(cls, ids: Sequence[Sequence[int]], *, start: int | None, device: torch.device) -> Prompts:
@@ -52,10 +54,12 @@ class Prompts:
         return cls.translating(tokens, lengths, start)
 
     @classmethod
-    def translating(cls, source: Tensor, lengths: Tensor, start: int) -> Prompts:
+    def translating(
+        cls, source: Tensor, lengths: Tensor, start: int, *, routes: Tensor | None = None
+    ) -> Prompts:
         """Sources (B, M) with `lengths` (B,), of an encoder–decoder whose decoder begins with `start`."""
         tokens = torch.full((len(source), 1), start, device=source.device)
-        return cls(tokens, torch.ones_like(lengths), source, lengths, even=True)
+        return cls(tokens, torch.ones_like(lengths), source, lengths, even=True, routes=routes)
 
     def __len__(self) -> int:
         return len(self.tokens)

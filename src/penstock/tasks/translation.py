@@ -17,6 +17,7 @@ from penstock.data.source import Source, Split
 from penstock.decode.choose import NOTHING
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts, sharded
+from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare, plain
@@ -61,16 +62,30 @@ class Translation(WordTask):
             data, tokenizer, split, form="translation", length=source, target_length=target,
         )  # fmt: skip
 
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        """The model with a vocabulary as large as the tokenizer's, and the labels of the source, by which its mixtures
+        count, or are given experts. Raises ConfigError where these contradict the model."""
+        model, names = super().fit(model, source), source.label_names
+        if model.graph.routed and not names:
+            raise ConfigError(
+                f"The model's router is given the label of each sample, but {source.title} has none; use "
+                "data.source=names, or router softmax."
+            )
+        return model.with_labels(len(names)) if names else model  # type: ignore[no-any-return]
+
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
         self._tokenizer = tokenizer_of(source)
-        return PrepareTranslation(self._tokenizer, 0.0 if augment is None else augment.label_smoothing)
+        smoothing = 0.0 if augment is None else augment.label_smoothing
+        return PrepareTranslation(self._tokenizer, smoothing, labelled=model.graph.labelled)
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         """One source, and a target as long as any, which says how many steps others take."""
         source = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        return source, source.expand(1, model.graph.inputs[1].length), torch.ones_like(source[0])
+        target, ones = source.expand(1, model.graph.inputs[1].length), torch.ones_like(source[0])
+        routed = (None, None, 0.0, None, ones - 1) if model.graph.routed else ()
+        return source, target, ones, *routed
 
     def assess(self, model: nn.Module, batch: TextBatch) -> Tensor:
         assert self._tokenizer is not None  # `prepare` made the batch
@@ -85,8 +100,8 @@ class Translation(WordTask):
     def accompany(self, model: nn.Module, blank: tuple[Any, ...]) -> None:
         model(*blank)
         if sharded(model):
-            source, target, lengths = blank
-            prompts = Prompts.translating(source, lengths, 0)
+            source, target, lengths = blank[:3]
+            prompts = Prompts.translating(source, lengths, 0, routes=blank[-1] if len(blank) > 3 else None)
             sample(model, prompts, Decoding(max_tokens=target.shape[1]), ends=())
 
     def _translated(self, model: nn.Module, batch: TextBatch) -> Tensor:
@@ -96,7 +111,8 @@ class Translation(WordTask):
         limits = (targets != IGNORED).sum(1) * 3 // 2 + 1
         steps = batch.most if sharded(model) else min(batch.most, int(limits.max()))
         end = self._tokenizer.end
-        prompts = Prompts.translating(source, lengths, self._tokenizer.start)
+        routes = batch.inputs[7] if len(batch.inputs) > 7 else None
+        prompts = Prompts.translating(source, lengths, self._tokenizer.start, routes=routes)
         found = sample(model, prompts, Decoding(max_tokens=steps), ends=() if end is None else (end,))
         within = torch.arange(steps, device=found.device) < limits[:, None]
         return found.where((found != NOTHING) & within, IGNORED)
@@ -128,7 +144,9 @@ class Translation(WordTask):
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first sources with their translations, each beside its reference."""
         self._tokenizer = tokenizer_of(source)
-        batch = PrepareTranslation(self._tokenizer, 0.0)(first_samples(source, SHOWN), device)
+        labelled = bool(source.label_names) and model.graph.labelled
+        prepare = PrepareTranslation(self._tokenizer, 0.0, labelled=labelled)
+        batch = prepare(first_samples(source, SHOWN), device)
         columns = (batch.inputs[0], self._translated(model, batch), batch.inputs[3])
         lines = zip(*map(self._texts, columns), strict=True)
         return "\n".join(f"{one} → {two} (reference: {three})" for one, two, three in lines)
@@ -141,10 +159,11 @@ def _until(row: list[int], end: int | None) -> list[int]:
 
 
 class PrepareTranslation:
-    """Makes batches of sources and targets, each cut to the longest of the batch."""
+    """Makes batches of sources and targets, each cut to the longest of the batch. `labelled` models are given the label
+    of each sample."""
 
-    def __init__(self, tokenizer: Tokenizer, smoothing: float) -> None:
-        self.start, self.smoothing = tokenizer.start, smoothing
+    def __init__(self, tokenizer: Tokenizer, smoothing: float, *, labelled: bool = False) -> None:
+        self.start, self.smoothing, self.labelled = tokenizer.start, smoothing, labelled
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         fields = {name: value.numpy() for name, value in host.samples.items()}
@@ -162,6 +181,7 @@ class PrepareTranslation:
                 on_device(targets, device),
                 None,
                 self.smoothing,
+                *((None, on_device(fields["label"], device)) if self.labelled else ()),
             ),
             ids=host.ids,
             tokens=int(lengths.sum() + ends.sum()),

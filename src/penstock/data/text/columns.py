@@ -27,6 +27,8 @@ class Content:
     """Values that change when the rows do, as JSON can hold them."""
     bytes: int | None = None
     """About how much text that is, for a progress bar."""
+    labels: bool = False
+    """Whether its rows have labels, even where their form needs none."""
 
 
 KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {

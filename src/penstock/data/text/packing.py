@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
-KINDS = ("text", "pairs", "hf", "stdlib", "numbers")
+KINDS = ("text", "pairs", "hf", "stdlib", "numbers", "names")
 """Sources that are packed as text."""
 _TRAINED = re.compile(r"bpe:([0-9]{1,9})")
 _SMALLEST = 256 + len(Bytes.WORDS) + Bytes.SENTINELS
@@ -48,7 +48,7 @@ class TextPacking(Checked):
 def is_text(source: str) -> bool:
     """Whether the name of a source is one of text."""
     kind, colon, _ = source.partition(":")
-    return kind in KINDS and (bool(colon) or kind in ("stdlib", "numbers"))
+    return kind in KINDS and (bool(colon) or kind in ("stdlib", "numbers", "names"))
 
 
 def pack_text(source: str, target: Path, packing: TextPacking | None = None) -> Manifest:

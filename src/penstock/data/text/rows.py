@@ -26,7 +26,7 @@ class RowSource(Source):
     - `single`: tokens (L,) int32, length int32, label float32 or int64: `classify A separator`
     - `pair`: also segment int32, where the second text begins: `classify A separator B separator`
     - `translation`: source (L,), source_length, target (T,), target_length: `A end` and `B end`, each behind what the
-      tokenizer's `opening` says
+      tokenizer's `opening` says; and label int64, where all sets have labels by the same names
     - `two`: first (L,), first_length, second (L,), second_length: each `classify A separator`
 
     A tokenizer's own template overrides this. What it has no token for is left out. Texts that are too long are cut at
@@ -212,8 +212,9 @@ def open_rows(
     """
     data = data.filled("numbers")
     packs = open_packs(data, tokenizer, form)
-    labelled = form in ("single", "pair")
     kinds = {(pack.manifest.labels, pack.manifest.classes) for pack, _ in packs}
+    named = form == "translation" and len(kinds) == 1 and packs[0][0].manifest.labels == "classes"
+    labelled = form in ("single", "pair") or named
     if labelled and len(kinds) > 1:
         raise DataError(f"The sets of {data.source} have different classes. Give all the same labels.")
     first = packs[0][0].manifest
@@ -226,6 +227,7 @@ def open_rows(
         f"{data.source} ({split})", tables, tokenizer,
         form=form, length=length, target_length=target_length, classes=classes,
     )  # fmt: skip
+    rows.label_names = (classes or ()) if named else ()
     rows.bad_samples = data.bad_rows
     rows.group_by_length = data.group_by_length
     return rows

@@ -43,13 +43,13 @@ def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple
     return packs
 
 
-def shape_of(data: DataConfig, form: Form) -> Shape:
-    """The shape of a pack of this form."""
+def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
+    """The shape of a pack of this form, which has labels if the form needs them, or if rows are `labelled` anyway."""
     fields, labels = SHAPES[form]
     return Shape(
         form="documents" if form == "document" else "rows",
         fields=fields,
-        labels=labels,
+        labels=labels or labelled,
         targets=form == "translation",
         bad_rows=data.bad_rows,
     )
@@ -80,6 +80,10 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
         return embedded.standard_library()
     if kind == "numbers":
         return embedded.numbers(form, tuple(path.split(",")) if path else ())
+    if kind == "names":
+        from penstock.data.text.names import names
+
+        return names(form, tuple(path.split(",")) if path else ())
     raise ConfigError(
         f"data.source={quoted(kind)} holds images, but this task takes text; choose stdlib, numbers, text:PATH, "
         "pairs:PATH, hf:NAME or pack:PATH."
@@ -92,7 +96,9 @@ def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, 
     parts = [_limited(part, data.limit) for part in content.parts]
     with temporary(target.parent, f".{target.name[:40]}.part-") as part, _bar(content.bytes) as progress:
         with naming(part):
-            manifest = write_pack(part, parts, shape_of(data, form), tokenizer, progress)
+            manifest = write_pack(
+                part, parts, shape_of(data, form, labelled=content.labels), tokenizer, progress
+            )
         make_public(part)
         part.rename(target)
     for part_ in manifest.parts:

@@ -1,0 +1,128 @@
+"""Names of languages, territories, currencies and units in many languages, from Unicode CLDR through the package Babel:
+rows of translation whose label is the language that is translated to."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from penstock.boundary.files import quoted
+from penstock.data.text.build import Found, Row
+from penstock.data.text.columns import Content, Form
+from penstock.errors import ConfigError, EnvironmentProblem
+
+PIVOTS = ("en", "fr")
+AFRICAN = (
+    "af", "ak", "am", "bm", "ee", "ff", "ha", "ig", "ki", "lg", "ln", "luo", "mg", "nd", "om", "rn", "sn", "so", "sw",
+    "ti", "wo", "xh", "yo", "zu",
+)  # fmt: skip
+LANGUAGES = (*PIVOTS, *AFRICAN)
+"""Languages of `names` by default: English, French and 24 of Africa."""
+KINDS = ("languages", "territories", "currency_names", "unit_display_names")
+LONGEST = 56
+"""Bytes of a name; longer ones are left out, so that rows fit models of 64 tokens with a tokenizer of bytes."""
+_HELD_OUT = 10
+
+Names = Mapping[str, Mapping[str, str]]
+"""The names of each item by language. Items are keyed by kind and English name, so that what CLDR has under two codes
+is one."""
+
+
+def names(form: Form, languages: tuple[str, ...] = ()) -> Content:
+    """Names from CLDR, `en>sw: Germany` and `Ujerumani`, with the second language as label. Each name that a language
+    has is asked for twice: from English or French, and from another of the languages.
+
+    A tenth of the items is for validation, in all languages: and no name that one of these has in a language is seen in
+    training in that language, be it another item's.
+    """
+    languages = languages or LANGUAGES
+    if form != "translation":
+        raise ConfigError(
+            f"data.source=names are translations, and this task takes {form}; choose task translation, or "
+            "another source."
+        )
+    if len(languages) < 2:
+        raise ConfigError(
+            f"data.source=names needs two languages, such as names:en,sw, not {quoted(languages[0])}."
+        )
+    read = read_names(languages)
+    return Content(
+        [_rows(read, languages, val) for val in (False, True)],
+        ["names", 1, _version(), list(languages)],
+        labels=True,
+    )
+
+
+def read_names(languages: Sequence[str]) -> Names:
+    """The names of all items. Raises EnvironmentProblem without Babel, ConfigError for languages that it lacks."""
+    try:
+        from babel import localedata
+    except ImportError:
+        raise EnvironmentProblem(
+            "data.source=names needs the package Babel. Install it with: pip install 'penstock[languages]'."
+        ) from None
+    unknown = [language for language in languages if not localedata.exists(language)]
+    if unknown:
+        raise ConfigError(
+            f"CLDR has no language {quoted(unknown[0])}; data.source=names: takes codes with commas, such as en,sw,yo."
+        )
+    # What a language has of its own: what it lacks would come as the code, or in another language.
+    data = {one: localedata.load(one, merge_inherited=False) for one in dict.fromkeys(("en", *languages))}
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for kind in KINDS:
+        for code, value in data["en"].get(kind, {}).items():
+            english = _text(value)
+            key = f"{kind}: {english.casefold()}"
+            for language in languages:
+                text = _text(data[language].get(kind, {}).get(code, ""))
+                if text and text != code and len(text.encode()) <= LONGEST and english:
+                    found[key].setdefault(language, text)
+    return {key: by_language for key, by_language in sorted(found.items()) if len(by_language) > 1}
+
+
+def _text(value: object) -> str:
+    """A name; of a unit, which has several lengths, the long one."""
+    if not isinstance(value, str):
+        value = value.get("long", "") if hasattr(value, "get") else ""
+    return " ".join(str(value).split())
+
+
+def is_held_out(key: str) -> bool:
+    """Whether an item is for validation."""
+    return zlib.crc32(key.encode()) % _HELD_OUT == 0
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    return metadata.version("babel")
+
+
+def _rows(read: Names, languages: Sequence[str], val: bool) -> Iterator[Found]:
+    unseen = {
+        (language, name.casefold())
+        for key, by_language in read.items()
+        if is_held_out(key)
+        for language, name in by_language.items()
+    }
+    for key, by_language in read.items():
+        if is_held_out(key) != val:
+            continue
+        known = {
+            language: name
+            for language, name in by_language.items()
+            if val or (language, name.casefold()) not in unseen
+        }
+        rng = random.Random(zlib.crc32(key.encode()))
+        for target in languages:
+            sources = [language for language in known if language != target]
+            if target not in known or not sources:
+                continue
+            pivots = [language for language in sources if language in PIVOTS]
+            others = [language for language in sources if language not in PIVOTS]
+            for source in [rng.choice(several) for several in (pivots, others) if several]:
+                yield Row(
+                    (f"{source}>{target}: {known[source]}", known[target]), target, f"{key} in {source}", 0
+                )

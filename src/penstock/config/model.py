@@ -283,10 +283,10 @@ class Seq2SeqConfig(_Text):
         return replace(self, sequence=lengths[0], decoder_sequence=lengths[1])
 
     def with_labels(self, count: int) -> Any:
-        sides = (
+        encoder, decoder = (
             replace(side, labels=count) if side.experts else side for side in (self.encoder, self.decoder)
         )
-        return replace(self, **dict(zip(("encoder", "decoder"), sides)))
+        return replace(self, encoder=encoder, decoder=decoder)
 
     @property
     def tokens(self) -> int:

@@ -71,7 +71,7 @@ class Translation(WordTask):
                 f"The model's router is given the label of each sample, but {source.title} has none; use "
                 "data.source=names, or router softmax."
             )
-        return model.with_labels(len(names)) if names else model  # type: ignore[no-any-return]
+        return model.with_labels(len(names)) if names else model
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
@@ -144,7 +144,8 @@ class Translation(WordTask):
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first sources with their translations, each beside its reference."""
         self._tokenizer = tokenizer_of(source)
-        labelled = bool(source.label_names) and model.graph.labelled
+        graph: Any = model.graph
+        labelled = bool(source.label_names) and bool(graph.labelled)
         prepare = PrepareTranslation(self._tokenizer, 0.0, labelled=labelled)
         batch = prepare(first_samples(source, SHOWN), device)
         columns = (batch.inputs[0], self._translated(model, batch), batch.inputs[3])

@@ -63,6 +63,24 @@ def test_the_label_of_a_row_is_its_target_language(tmp_path: Path, monkeypatch: 
     assert "label" not in plain.sample.names
 
 
+def test_a_third_column_is_the_label_of_a_translation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines = [f"{n}\t{n + 1}\t{('sw', 'yo')[n % 3 == 0]}" for n in range(40)]
+    (tmp_path / "rows.tsv").write_text("\n".join(["source\ttarget\tlanguage", *lines]))
+    for columns, label_names in ((("source", "target", "language"), ("sw", "yo")), ((), ())):
+        data = DataConfig(source=f"pairs:{tmp_path / 'rows.tsv'}", columns=columns)
+        rows = open_rows(data, Bytes(), "train", form="translation", length=16, target_length=16)
+        assert rows.label_names == label_names
+        if label_names:
+            samples = np.empty(len(rows), rows.sample)
+            rows.read_into(np.arange(len(rows)), samples)
+            for sample in samples:
+                number = int(Bytes().decode(sample["source"][: sample["source_length"]].tolist()))
+                assert sample["label"] == (number % 3 == 0)
+
+
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no language 'tlh-x'"):
         names("translation", ("en", "tlh-x"))

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich import progress as bars
@@ -56,19 +57,21 @@ def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
 
 
 def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
-    """The rows of a source other than a pack. What tells which they are is read at once, the rest later."""
-    shape = shape_of(data, form)
+    """The rows of a source other than a pack. What tells which they are is read at once, the rest later. A third column
+    of a translation is its label."""
+    labelled = form == "translation" and len(data.columns) == 3
+    shape = shape_of(data, form, labelled=labelled)
     columns = Columns(form, data.columns, shape)
     if kind in ("text", "pairs"):
         files = files_of(path)
         parts = splits_of(files, path)
         sums = [[digest(file) for file in part] for part in parts]
         size = sum(file.stat().st_size for part in parts for file in part)
-        return Content([read_files(part, columns) for part in parts], [sums], size)
+        return Content([read_files(part, columns) for part in parts], [sums], size, labelled)
     if kind == "hf":
         from penstock.data.text.hub import hub_rows
 
-        return hub_rows(path, data, columns)
+        return replace(hub_rows(path, data, columns), labels=labelled)
     from penstock.data.text import embedded
 
     if kind == "stdlib":

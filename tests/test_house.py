@@ -427,7 +427,7 @@ LINES = {
     "(modules)": 1560,
     "boundary": 1490,
     "checkpoint": 1980,
-    "cli": 3540,
+    "cli": 3550,
     "config": 4410,
     "data": 6050,
     "decode": 2550,
@@ -440,7 +440,7 @@ LINES = {
     "models": 6260,
     "optim": 1730,
     "parallel": 3550,
-    "planner": 5820,
+    "planner": 5850,
     "precision": 5400,
     "probe": 1040,
     "products": 790,
@@ -460,7 +460,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 68_300
+    assert sum(LINES.values()) <= 68_600
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

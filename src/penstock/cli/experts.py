@@ -1,9 +1,8 @@
-"""`penstock experts`: the record of experts' loads in a run."""
+"""`penstock experts`: the record of experts' loads in a run, and placements of experts that follow from it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ def experts(
     uneven: Annotated[bool, Parameter(negative="")] = False,
     before: Path | None = None,
     moves: int | None = None,
+    target: float | None = None,
 ) -> None:
     """Show how often tokens visited each expert of a run's mixtures, or where to place these.
 
@@ -44,29 +44,42 @@ def experts(
         A placement of before, as --json printed it: few slots change.
     moves
         How many slots of a layer may change; by default one in twenty.
+    target
+        Also find the fewest slots with which the largest load over the mean is at most this, such as 1.05.
     """
     from penstock.boundary.files import write_text
+    from penstock.cli.place_experts import place_layers, read_placements, room_of
     from penstock.planner.loads import read_loads
     from penstock.planner.loads_page import loads_page, loads_table
     from penstock.report.page import plain_console, terminal_table
 
     if as_json and csv:
         raise ConfigError("--json and --csv were both given; the record is printed in one form.")
-    if not place and (uneven or before is not None or moves is not None):
-        raise ConfigError(
-            "--uneven, --before and --moves are for placements; say with --place where, such as gpus=8."
-        )
     if place and csv:
         raise ConfigError("--csv is for the record; print a placement with --json.")
+    given = {"--before": before, "--moves": moves, "--target": target, "--uneven": uneven or None}
+    if named := [name for name, value in given.items() if value is not None and not place]:
+        raise ConfigError(
+            f"{' and '.join(named)} is for placements; say with --place where to, such as gpus=8."
+        )
     if moves is not None and (moves < 0 or before is None):
         raise ConfigError(
             f"--moves is {moves}, but counts changes of a placement that --before names, 0 or more."
+        )
+    if target is not None and not target >= 1:
+        raise ConfigError(
+            f"--target is {target:g}, but the largest load is never below the mean; give 1 or more."
         )
     record = read_loads(run)
     if html is not None:
         write_text(html, loads_page(record))
     if place:
-        _place(record, place, as_json=as_json, uneven=uneven, before=before, moves=moves)
+        then = None if before is None else read_placements(before)
+        room = room_of(place)
+        _show(
+            place_layers(record, room, uneven=uneven, before=then, moves=moves, target=target),
+            as_json=as_json,
+        )
     elif as_json:
         print(record.to_json())
     elif csv:
@@ -76,20 +89,10 @@ def experts(
         console.print(terminal_table(loads_table(record), console.width))
 
 
-def _place(
-    record: Any, words: Sequence[str], *, as_json: bool, uneven: bool, before: Any, moves: int | None
-) -> None:
-    from penstock.cli.place_experts import (
-        devices_table,
-        place_layers,
-        placements_table,
-        read_placements,
-        room_of,
-    )
+def _show(found: dict[str, Any], *, as_json: bool) -> None:
+    from penstock.cli.place_experts import devices_table, placements_table
     from penstock.report.page import plain_console, terminal_table
 
-    then = None if before is None else read_placements(before)
-    found = place_layers(record, room_of(words), uneven=uneven, before=then, moves=moves)
     if as_json:
         print(json.dumps(found))
         return

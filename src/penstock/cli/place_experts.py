@@ -15,8 +15,6 @@ from penstock.planner.loads import LoadRecord, imbalance
 from penstock.planner.placement import Placement, Room, bound, place, slots_needed
 from penstock.report.page import Cell, Section
 
-TARGET = 1.05
-"""The figure for which the fewest slots are reported."""
 _BOUNDS = Bounds(bytes=1 << 28, values=1 << 25)
 
 
@@ -35,9 +33,10 @@ def room_of(words: Sequence[str]) -> Room:
 
 def place_layers(
     record: LoadRecord, room: Room, *, uneven: bool = False, before: Mapping[str, Placement] | None = None,
-    moves: int | None = None,
+    moves: int | None = None, target: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A placement of each layer, made from all windows but the last, and judged on that one too, as plain values.
+    """A placement of each layer, made from all windows but the last, and judged on that one too, as plain values; and
+    the fewest slots whose figure is at most `target`.
 
     Raises:
         ConfigError: the experts of a layer have no room, or `before` is of other layers, experts or devices.
@@ -58,11 +57,11 @@ def place_layers(
             "next": None if later is None else found.figure(later[number]),
             "bound": bound(loads, fitted, uneven=uneven),
             "unplaced": imbalance(loads),
-            "slots_needed": slots_needed(loads, fitted, TARGET, uneven=uneven),
+            "slots_needed": None if target is None else slots_needed(loads, fitted, target, uneven=uneven),
             "moved": None if then is None else found.moved(then),
             "slots": fitted.slots,
         }
-    return {"place": asdict(room), "uneven": uneven, "target": TARGET, "layers": layers}
+    return {"place": asdict(room), "uneven": uneven, "target": target, "layers": layers}
 
 
 def read_placements(path: Path) -> dict[str, Placement]:
@@ -85,15 +84,16 @@ def read_placements(path: Path) -> dict[str, Placement]:
 
 def placements_table(found: Mapping[str, Any]) -> Section:
     """A row for each layer."""
-    heads = (
-        "layer", "slots", "largest over mean", "next window", "bound", f"slots for {found['target']:g}", "moved",
-    )  # fmt: skip
+    target = found["target"]
+    reaching = "" if target is None else f"slots for {target:g}"
+    heads = ("layer", "slots", "largest over mean", "next window", "bound", reaching, "moved")
     rows = []
     for name, layer in found["layers"].items():
         later, needed, moved = layer["next"], layer["slots_needed"], layer["moved"]
+        enough = "none" if needed is None and target is not None else str(needed or "")
         cells = (
             name, str(layer["slots"]), f"{layer['figure']:.3f}", "" if later is None else f"{later:.3f}",
-            f"{layer['bound']:.3f}", "none" if needed is None else str(needed), "" if moved is None else str(moved),
+            f"{layer['bound']:.3f}", enough, "" if moved is None else str(moved),
         )  # fmt: skip
         rows.append(("", [Cell(text, words=place_ == 0) for place_, text in enumerate(cells)]))
     columns = [Cell(head, words=place_ == 0, rank=place_) for place_, head in enumerate(heads)]

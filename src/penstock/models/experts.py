@@ -330,7 +330,8 @@ class MixtureOfExperts(nn.Module):
     last: Tensor
     """The same of the step before, over all ranks."""
     visits: Tensor
-    """(L, E) int64: visits in training, of this process alone, by the label of the sample; one row without labels."""
+    """(L, E) int64: visits in training, of this process alone, by the label of the sample; one row without labels.
+    Those that a capacity drops are among them."""
     expert_of: Tensor | None
     """(L,) int64, the expert of each label, where experts are given and labels share them."""
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 
 from penstock.config.convert import Checked, Count
@@ -27,6 +29,8 @@ _SHARE_EFFORT = 40_000
 """The same of the search for uneven shares, which looks at all slots after each step."""
 _SMALL = 64
 """Slots up to which there is such a search; with more, the shares of the search for even ones are hardly less even."""
+_FEW_CHOICES = 100
+"""Numbers of slots up to which all are tried."""
 _MOST_WAYS = 40
 """Ways to give groups to nodes up to which all are tried."""
 
@@ -155,16 +159,28 @@ def slots_needed(
     loads: Sequence[int], room: Room, target: float = 1.05, *, uneven: bool = False
 ) -> int | None:
     """The fewest slots with which a placement's figure is at most `target`; None where no number that is tried is
-    enough, up to one replica on every device."""
+    enough, up to one replica on every device. Where there are many numbers to try, more slots are taken to be no worse.
+    """
     cells = 1 if room.groups == 1 else room.nodes
-    most = len(loads) * room.gpus // cells
-    for slots in range(len(loads), most + 1, cells):
+    choices = range(len(loads), len(loads) * room.gpus // cells + 1, cells)
+    room.fitted(len(loads))
+
+    def enough(slots: int) -> bool:
         tried = replace(room, slots=slots)
         if bound(loads, tried, uneven=uneven) > target:
-            continue
-        if place(loads, tried, uneven=uneven).figure(loads) <= target:
-            return slots
-    return None
+            return False
+        return place(loads, tried, uneven=uneven).figure(loads) <= target
+
+    if len(choices) <= _FEW_CHOICES:
+        return next((slots for slots in choices if enough(slots)), None)
+    if bound(loads, replace(room, slots=choices[-1]), uneven=uneven) > target:
+        return None
+    last, step = -1, 1
+    while not enough(choices[min(last + step, len(choices) - 1)]):
+        last, step = last + step, 2 * step
+        if last >= len(choices) - 1:
+            return None
+    return choices[bisect_left(choices, True, last + 1, min(last + step, len(choices) - 1), key=enough)]
 
 
 # -- groups to nodes, experts to replicas
@@ -235,13 +251,16 @@ def _heaviest_node(loads: Sequence[int], room: Room) -> float:
 def _counts(loads: Sequence[int], slots: int, most: int, spare: int) -> list[int]:
     """How many replicas each expert has, so that the largest piece is smallest: the next replica is always of the
     expert whose pieces are largest. None has more than `most`, or than one and all that is `spare`."""
-    counts = [1] * len(loads)
-    most = min(most, spare)
+    counts, most = [1] * len(loads), min(most, spare)
+    waiting = [(-float(load), expert) for expert, load in enumerate(loads)] if most > 1 else []
+    heapify(waiting)
     for _ in range(slots - len(loads)):
-        free = [expert for expert in range(len(loads)) if counts[expert] < most]
-        if not free:
+        if not waiting:
             break
-        counts[max(free, key=lambda e: (loads[e] / counts[e], -e))] += 1
+        _, expert = heappop(waiting)
+        counts[expert] += 1
+        if counts[expert] < most:
+            heappush(waiting, (-loads[expert] / counts[expert], expert))
     return counts
 
 
@@ -388,12 +407,18 @@ class _Cell:
         for device, held in enumerate(self.slots):
             for expert in held:
                 holders.setdefault(expert, []).append(device)
-        for more in set(self.slots[top]) - {HOLE}:
-            for less, where in holders.items():
-                if less in (HOLE, more) or self.replicas[less] < 2:
-                    continue
-                for device in where:
-                    if more not in self.slots[device]:
+        gains = [more for more in self.slots[top] if more != HOLE]
+        for less, where in holders.items():
+            if less == HOLE or len(where) < 2:
+                continue
+            up = self.loads[less] / (len(where) - 1) - self.piece[less]
+            over = [device for device in where if device != top and self.own[device] + up >= best]
+            if len(over) > 1:
+                continue
+            # Where the pieces that grow are too much for a device, it is this one that loses its own.
+            for device in over or where:
+                for more in gains:
+                    if more != less and more not in self.slots[device]:
                         high = self._after(less, more, device, holders)
                         if high < best:
                             best, choice = high, (less, more, device)

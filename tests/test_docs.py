@@ -40,8 +40,8 @@ from penstock.config.plan import EFFECTS, Plan, effect_of
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
-    "checkpoints", "fine-tune", "fine-tune-text", "ladder", "language-model", "launch", "own-model", "train",
-    "translation",
+    "checkpoints", "fine-tune", "fine-tune-text", "ladder", "language-model", "launch", "own-model", "place-experts",
+    "train", "translation",
 )  # fmt: skip
 """Pages whose commands take ten seconds and more."""
 STEPS = 6

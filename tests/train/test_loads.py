@@ -48,7 +48,7 @@ class _Labelled(type(loss)):  # type: ignore[misc]
         return source, target, lengths, None, None, 0.0, None, labels
 
 
-def _counted(line: str, router: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
+def _counted(line: str, router: str) -> dict[str, Any]:
     """The record of two steps of eight samples, of which each rank takes its own."""
     plan = Plan.parse(line)
     config = _config(router)
@@ -59,15 +59,12 @@ def _counted(line: str, router: str, rank: int = 0, world: int = 1) -> dict[str,
         labels = torch.arange(8) % 3
         size = plan.micro_batch
         cut = [tuple(v[i : i + size] for v in (*inputs, labels, targets)) for i in range(0, 8, size)]
-        built.step(cut[rank::world])
+        built.step(cut[built.dims.data_rank :: built.dims.data_world])
         meter.close_window(step + 1)
-    with built.inference():
-        built.model(*_Labelled().inputs(cut[0]))
+    if plan.pp == 1:
+        with built.inference():
+            built.model(*_Labelled().inputs(cut[0]))
     return meter.read().to_dict()
-
-
-def _ranked(line: str, router: str) -> dict[str, Any]:
-    return _counted(line, router, torch.distributed.get_rank(), 2)
 
 
 @pytest.mark.parametrize("router", ["softmax", "given"])
@@ -86,8 +83,10 @@ def test_visits_are_counted_alike_however_a_step_is_cut(router: str) -> None:
     assert [window.until for window in record.windows] == [1, 2]
     assert not any(map(sum, record.last))
     assert _counted("micro_batch=2 accumulate=4 recompute=full", router) == whole
-    for line in ("micro_batch=4 dp=2", "micro_batch=2 accumulate=2 dp=2 sharding=fsdp"):
-        assert all(found == whole for found in pool(2).run(_ranked, line, router)), line
+    lines = ["micro_batch=4 dp=2 ep=2", "micro_batch=2 accumulate=2 dp=2 sharding=fsdp"]
+    lines += ["micro_batch=2 accumulate=4 pp=2"] if router == "given" else ["micro_batch=8 tp=2 ep=2"]
+    for line in lines:
+        assert all(found == whole for found in pool(2).run(_counted, line, router)), line
 
 
 def test_labels_are_checked() -> None:

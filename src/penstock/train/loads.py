@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.boundary.files import write_text
 from penstock.models.experts import MixtureOfExperts
 from penstock.parallel import ParallelDims
+from penstock.parallel.data import add_up_all
 from penstock.planner.loads import LoadRecord, added, imbalance
 from penstock.planner.loads_page import loads_page
 
@@ -31,6 +32,7 @@ class LoadMeter:
         named = [(name, one) for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)]
         self._mixtures = [one for _, one in named]
         self._dims, self._add_up = dims, add_up
+        self._device = next(model.parameters()).device
         count = max((one.labels for one in self._mixtures), default=0)
         names = tuple(labels) if len(labels) == count else tuple(map(str, range(count)))
         zero = tuple(((0,) * one.experts,) * max(1, count) for one in self._mixtures)
@@ -44,8 +46,10 @@ class LoadMeter:
     @torch.no_grad()
     def read(self) -> LoadRecord:
         """The record up to now."""
-        sums = [one.visits.clone() for one in self._mixtures]
+        sums = [self._own(one) for one in self._mixtures]
         self._add_up(sums)
+        if sums and self._dims.degree("pp") > 1:
+            add_up_all(sums, self._dims.group("pp"))
         before = self._before
         counts = tuple(added([old, new.tolist()], old) for old, new in zip(before.counts, sums))
         return LoadRecord(before.layers, before.labels, counts, before.windows)
@@ -86,6 +90,15 @@ class LoadMeter:
             write_text(output / "experts" / "loads.json", record.to_json())
             write_text(output / "experts" / "loads.html", loads_page(record))
 
+    def _own(self, one: MixtureOfExperts) -> Tensor:
+        """A copy of the visits here, none of a mixture that is on another stage of a pipeline."""
+        visits: Tensor | None = one.visits
+        if visits is None:
+            return torch.zeros(max(1, one.labels), one.experts, dtype=torch.int64, device=self._device)
+        return visits.clone()
+
     def _clear(self) -> None:
         for one in self._mixtures:
-            one.visits.zero_()
+            visits: Tensor | None = one.visits
+            if visits is not None:
+                visits.zero_()

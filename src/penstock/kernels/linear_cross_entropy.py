@@ -129,8 +129,10 @@ def in_chunks(
         for first in range(0, len(x), step):
             here = slice(first, first + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
-        kept = None if weight.dtype == torch.float16 else weight.dtype
-        return sums.loss, sums.x, *(t[: len(weight)].to(kept or t.dtype) for t in (sums.weight, sums.bias))
+        of_weight, of_bias = sums.weight[: len(weight)], sums.bias[: len(weight)]
+        if weight.dtype != torch.float16:
+            of_weight, of_bias = of_weight.to(weight.dtype), of_bias.to(weight.dtype)
+        return sums.loss, sums.x, of_weight, of_bias
 
 
 # One opaque operator, so that compiled code, too, makes gradients chunk by chunk: a compiler that saw inside would be

@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with only Python and make:
-#   make demo    tunes a small model, trains it on real images, and says what to type next
+#   make demo    tunes two small models, trains one on real images, and says what to type next
 #   make test    runs the tests
 # Each first installs what it needs into .venv. A stamp file per set of packages marks what is installed.
 
@@ -20,7 +20,7 @@ INPUTS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo      tune a small model and train it on real images; make clean-runs demo does so anew"
+	@echo "make demo      tune two small models and train one on real images; make clean-runs demo does so anew"
 	@echo "make test      run the tests; PYTEST='tests/config -k plan' narrows them"
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-isa  run the tests that depend on the CPU as smaller CPUs would"
@@ -44,6 +44,11 @@ $(VENV)/.core: $(VENV)/.made $(INPUTS)
 	@$(PIP) --editable .
 	@touch $@
 
+$(VENV)/.demo: $(VENV)/.core
+	@echo "installing transformers, whose BERT the demo tunes ..."
+	@$(PIP) --editable '.[hf]'
+	@touch $@
+
 $(VENV)/.test: $(VENV)/.core
 	@echo "installing what the tests need ..."
 	@$(PIP) --editable '.[images,hf,text,languages,track,serve,export,test,docs]'
@@ -57,7 +62,7 @@ $(VENV)/.check: $(VENV)/.core
 install: $(VENV)/.core
 install-all: $(VENV)/.core $(VENV)/.test $(VENV)/.check
 
-demo: $(VENV)/.core
+demo: $(VENV)/.demo
 	@$(BIN)/penstock demo --output $(RUNS) $(DEMO)
 
 # First the tests that may run beside each other, one more at a time than there are cores; then, one by one, those marked `alone`.

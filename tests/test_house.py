@@ -427,7 +427,7 @@ LINES = {
     "(modules)": 1560,
     "boundary": 1490,
     "checkpoint": 1980,
-    "cli": 3550,
+    "cli": 3620,
     "config": 4410,
     "data": 6050,
     "decode": 2550,
@@ -435,7 +435,7 @@ LINES = {
     "export": 780,
     "infer": 940,
     "kernels": 3160,
-    "ladder": 5110,
+    "ladder": 5370,
     "launch": 1540,
     "models": 6260,
     "optim": 1730,
@@ -460,7 +460,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 68_600
+    assert sum(LINES.values()) <= 69_000
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

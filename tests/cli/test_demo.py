@@ -10,9 +10,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from penstock import Plan
 from penstock.cli import GREETING, main
-from penstock.cli.demo import Tuned, gpt3_lines, next_lines, picture, result_line
+from penstock.cli.demo import Tuned, gpt3_lines, next_lines, padded_lines, picture, result_line
+from penstock.ladder.factory import padding_of
+from penstock.ladder.padded import bert
+from penstock.models.anatomy import set_switches
 from penstock.report.demo_figure import Rise, demo_figure
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +50,27 @@ def test_the_result_is_one_line() -> None:
         "baseline 400 images/s → Plan 600 images/s (1.50×), same loss within noise; 98.3 % top-1; predicted 1.70×"
     )
     assert "outside the noise of seeds" in result_line(replace(FOUND, within_noise=False), 0.9)
-    assert "losses not compared" in result_line(replace(FOUND, within_noise=None), 0.9)
+    assert "the same but for the order of sums" in result_line(replace(FOUND, within_noise=None), 0.9)
+    half = replace(FOUND, within_noise=None, plan="precision=O1")
+    assert "losses not compared" in result_line(half, 0.9)
+    assert padded_lines(replace(half, unit="samples"))[0] == (
+        "transformers' BERT, padded texts: baseline 400 samples/s → Plan 600 samples/s (1.50×), losses not compared; "
+        "predicted 1.70×"
+    )
+    nothing = replace(FOUND, nothing="nothing beyond ±4.2 %", rises=RISES[:1])
+    assert "baseline 400 images/s: nothing beyond ±4.2 % here, so the plain Plan stands" in result_line(
+        nothing, 0.9
+    )
+
+
+def test_half_of_the_padded_texts_is_padding() -> None:
+    """The ladder can leave it out of the model, which then computes the same."""
+    model, batch, loss = bert()
+    assert 0.4 < padding_of(batch) < 0.7
+    model.eval()
+    kept = loss(model, batch)
+    set_switches(model, Plan(padding="remove"))
+    torch.testing.assert_close(loss(model, batch), kept)
 
 
 def test_the_picture_is_an_image_of_its_own() -> None:
@@ -91,7 +116,7 @@ def test_the_readme_shows_the_picture_of_its_record() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("known_machine")
 def test_a_short_demo_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["demo", "--output", str(tmp_path / "demo"), "--budget", "12", "--epochs", "2"]
+    words = ["demo", "--output", str(tmp_path / "demo"), "--budget", "24", "--epochs", "2"]
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "baseline " in told
@@ -101,6 +126,8 @@ def test_a_short_demo_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 0.1 < found["top1"] <= 1.0
     assert (tmp_path / "demo" / "demo.svg").read_text(encoding="utf-8").startswith("<svg")
     assert (tmp_path / "demo" / "ladder" / "ladder.html").is_file()
+    assert (tmp_path / "demo" / "padded" / "ladder.html").is_file()
+    assert "transformers' BERT, padded texts: baseline" in told
     assert (tmp_path / "demo" / "train" / "export" / "model.safetensors").is_file()
 
     assert main(words) == 0

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.ladder.page import to_html
+from penstock.ladder.page import picture, to_html
 from penstock.ladder.result import (
     Chosen,
     Control,
     Estimate,
     Forecast,
     LadderReport,
+    Nearest,
     Noise,
     RungResult,
     Status,
@@ -100,6 +101,44 @@ def test_the_best_is_the_last_rung_kept() -> None:
     assert REPORT.speedup == 2.5
 
 
+NOTHING = replace(
+    REPORT,
+    rungs=(REPORT.rungs[0], *(replace(rung, status="not kept") for rung in REPORT.rungs[1:4])),
+    same=replace(REPORT.same, plan="baseline", rungs=(), speedup=Estimate.exact(1.0)),
+    nearest=Nearest(
+        plan="precision=O1", ratio=Estimate(value=1.021, low=0.97, high=1.0748, rounds=9), budget=1234.5
+    ),
+    others_busy=1.4,
+)  # fmt: skip
+
+
+def test_where_nothing_is_beyond_the_noise_the_plain_plan_stands() -> None:
+    (only,) = ending(NOTHING)
+    assert only[0] == (
+        "Same results: Nothing beyond ±5.3 % on this machine, so the plain Plan stands. The most promising, "
+        "precision=O1, measures 1.02× (0.97 to 1.07), which may be chance. A longer climb (--budget 1240) or one on a "
+        "quieter machine should decide it."
+    )
+    quiet = replace(NOTHING, others_busy=None, nearest=replace(NOTHING.nearest, budget=None))
+    assert ending(quiet)[0][0].endswith("which may be chance.")
+    html = to_html(NOTHING)
+    assert "Nothing beyond ±5.3 % on this machine" in html
+    assert "0 of them pay" in html
+    assert "nothing beyond ±5.3 % on this machine" in picture(NOTHING)
+
+
+def test_only_what_is_kept_is_green() -> None:
+    """The gain of a rung within the noise is drawn, in grey, and named so."""
+    shown = replace(
+        REPORT, rungs=(*REPORT.rungs[:3], replace(REPORT.rungs[3], status="unproven"), *REPORT.rungs[4:])
+    )
+    assert "1 of them pay" in to_html(shown)
+    drawn, kept = picture(shown), picture(REPORT)
+    assert "within the noise" in drawn
+    assert "within the noise" not in kept
+    assert drawn.count("var(--accent)") < kept.count("var(--accent)")
+
+
 def _printed(report: LadderReport, width: int, *, every: bool = False) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=width).print(table(report, width, every=every))
@@ -156,7 +195,7 @@ def test_remarks_count_what_the_table_leaves_out_and_on_demand_say_why() -> None
         rungs=(*REPORT.rungs, replace(REPORT.rungs[5], title="other rung")),
     )
     said = remarks(twice)
-    assert said[0] == "2 measured that do not pay: image rung 1.10×, order rung 0.97×."
+    assert said[0] == "2 measured that do not pay beyond the noise: image rung 1.10×, order rung 0.97×."
     assert said[1] == "2 do not apply here, 1 ran out of memory (--all says why)."
     assert any(words.startswith("Noise floor 1.0%: ") for words in said)
     assert said[-1] == "A note."

@@ -1,8 +1,9 @@
-"""`penstock demo`: tune a small Vision Transformer, train it on real images, and say what to type next."""
+"""`penstock demo`: tune two small Transformers, train one on real images, and say what to type next."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shlex
 import shutil
@@ -21,8 +22,13 @@ from penstock.errors import DataError, ExitCode
 from penstock.report.demo_figure import Rise, demo_figure
 
 MODEL, BATCH = "vit-digits", 64
+FEW = "matmul,memory,half-bf16,optimizer-contiguous,masters,attention-plain"
+"""Rungs for the images on a CPU: few, and none that compiles, so that the time is for rounds and intervals narrow."""
 SKIPPED = "batch,image,whole-half"
-"""Rungs that change results: the demo's promise is the same loss."""
+"""Rungs left out on a GPU, where rounds are short: they change results, and the demo's promise is the same loss."""
+PADDED, PADDED_RUNGS = "penstock.ladder.padded:bert", "padding,optimizer-contiguous,masters"
+PADDED_SHARE = 0.45
+"""Share of the budget for BERT on padded texts."""
 _LARGE = Bounds(bytes=1 << 24, values=1_000_000, infinite=True)
 TOKENS, GPUS, SAMPLES = 300e9, 1024, 1536
 """GPT-3's training (Brown et al. 2020: 300 billion tokens), at the batch and on the GPUs of Narayanan et al. (2021)."""
@@ -34,24 +40,28 @@ class Tuned:
 
     plan: str
     rises: tuple[Rise, ...]
-    """The baseline, then what was kept."""
+    """The baseline, then the rungs of the Plan."""
     predicted: float
     """Predicted ratio of the last speed to the first."""
     within_noise: bool | None
     """Whether the loss is the baseline's but for what another seed changes; none where no losses were run."""
     machine: str
+    unit: str = "images"
+    nothing: str = ""
+    """Words for it, where no Plan is faster than the baseline beyond the noise."""
 
 
 def demo(
     *,
     output: Annotated[Path, Parameter(help="Folder of everything that is written.")] = Path("runs/demo"),
-    budget: Annotated[float, Parameter(help="Seconds for the ladder.")] = 100.0,
-    epochs: Annotated[float, Parameter(help="How often training sees each image.")] = 60.0,
+    budget: Annotated[float, Parameter(help="Seconds for both ladders.")] = 120.0,
+    epochs: Annotated[float, Parameter(help="How often training sees each image.")] = 50.0,
 ) -> int:
-    """Tune a small Vision Transformer, train it on real images, and say what to type next: about four minutes.
+    """Tune two small Transformers, train one on real images, and say what to type next: about four minutes.
 
-    The images are handwritten digits, which come with Penstock. Nothing is downloaded. A demo that is complete only
-    shows its end again; remove its folder to run it again.
+    The images are handwritten digits, which come with Penstock. The other is BERT as transformers has it, untrained, on
+    texts that are padded. Nothing is downloaded. A demo that is complete only shows its end again; remove its folder to
+    run it again.
     """
     path = output / "demo.json"
     if path.exists():
@@ -63,21 +73,49 @@ def demo(
         return int(ExitCode.DONE)
     require_folder(output)
     start = time.monotonic()
-    words = ["ladder", MODEL, "--batch", str(BATCH), "--quick", "--budget", f"{budget:g}", "--skip", SKIPPED]
-    if code := _run([*words, "--output", str(output / "ladder")]):
+    padded = importlib.util.find_spec("transformers") is not None
+    share = 1 - PADDED_SHARE if padded else 1.0
+    digits = [MODEL, "--batch", str(BATCH), "--budget", f"{share * budget:g}", *_digit_rungs()]
+    if code := _climb(digits, output / "ladder"):
         return code
-    found = tuned(read_tree(output / "ladder" / "ladder.json", "The ladder's result", bounds=_LARGE))
+    found = _result(output / "ladder")
+    texts = [f"{NO_TRANSFORMERS} and remove {output}."]
+    if padded:
+        words = ["--model", PADDED, "--budget", f"{PADDED_SHARE * budget:g}", "--rungs", PADDED_RUNGS]
+        if code := _climb(words, output / "padded"):
+            return code
+        texts = padded_lines(_result(output / "padded"))
     top1 = _trained(found, output / "train", epochs)
     from penstock.report.record import environment
 
     record = dataclasses.asdict(found) | {
-        "top1": top1, "lines": [result_line(found, top1), f"Plan: {found.plan}", "", *gpt3_lines()],
+        "top1": top1, "lines": [result_line(found, top1), f"Plan: {found.plan}", "", *texts, "", *gpt3_lines()],
         "seconds": time.monotonic() - start, "environment": environment(),
     }  # fmt: skip
     (output / "demo.svg").write_text(picture(record), encoding="utf-8")
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     _end(record["lines"], output)
     return int(ExitCode.DONE)
+
+
+NO_TRANSFORMERS = (
+    "BERT on padded texts was left out, because it needs transformers: for it, pip install 'penstock[hf]'"
+)
+
+
+def _digit_rungs() -> list[str]:
+    """The options that choose rungs for the images, by the device that the ladder takes."""
+    from penstock.probe import resolve_device
+
+    return ["--rungs", FEW] if resolve_device("auto").type == "cpu" else ["--skip", SKIPPED]
+
+
+def _climb(words: list[str], output: Path) -> int:
+    return _run(["ladder", *words, "--quick", "--output", str(output)])
+
+
+def _result(folder: Path) -> Tuned:
+    return tuned(read_tree(folder / "ladder.json", "The ladder's result", bounds=_LARGE))
 
 
 def picture(record: dict[str, Any]) -> str:
@@ -102,20 +140,31 @@ def _run(words: list[str]) -> int:
 def tuned(report: dict[str, Any]) -> Tuned:
     """The part of a ladder.json that the demo shows: the path to the best Plan with the same results."""
     chosen = report["same"]
-    path = [rung for rung in report["rungs"] if rung["status"] in ("baseline", "kept")]
+    path = [rung for rung in report["rungs"] if rung["name"] in ("baseline", *chosen["rungs"])]
     speed = chosen["samples_per_second"]["value"] / chosen["speedup"]["value"]
     rises = tuple(
         Rise(
             title=rung["title"], ratio=ratio["value"], low=ratio["low"], high=ratio["high"],
             predicted=rung["forecast"]["to_baseline"], images_per_second=speed * ratio["value"],
+            proven=rung["status"] != "unproven",
         )
         for rung in path
         for ratio in [rung["to_baseline"]]
+        if ratio
     )  # fmt: skip
+    nearest = report["nearest"]
     return Tuned(
         plan=chosen["plan"], rises=rises, predicted=chosen["predicted"], within_noise=chosen["within_noise"],
-        machine=report["machine"]["name"],
+        machine=report["machine"]["name"], unit=report["unit"],
+        nothing=_nothing(nearest) if nearest else "",
     )  # fmt: skip
+
+
+def _nothing(nearest: dict[str, Any]) -> str:
+    from penstock.ladder.result import Estimate, Nearest
+    from penstock.ladder.tables import beyond_words
+
+    return beyond_words(Nearest(**{**nearest, "ratio": Estimate(**nearest["ratio"])}))
 
 
 def _trained(found: Tuned, output: Path, epochs: float) -> float:
@@ -136,16 +185,40 @@ def _trained(found: Tuned, output: Path, epochs: float) -> float:
 
 def result_line(found: Tuned, top1: float) -> str:
     """The demo's result in one line."""
+    return f"{speed_line(found)}; {100 * top1:.1f} % top-1; predicted {found.predicted:.2f}×"
+
+
+def padded_lines(found: Tuned) -> list[str]:
+    """The result for BERT on padded texts, in two lines."""
+    return [
+        f"transformers' BERT, padded texts: {speed_line(found)}; predicted {found.predicted:.2f}×",
+        f"Plan: {found.plan}",
+    ]
+
+
+def speed_line(found: Tuned) -> str:
+    """A ladder's result in words: what was gained, and what that does to the loss."""
     first, last = found.rises[0], found.rises[-1]
+    if found.nothing:
+        return f"baseline {first.images_per_second:,.0f} {found.unit}/s: {found.nothing} here, so the plain Plan stands"
     loss = {
         True: "same loss within noise",
         False: "another loss, outside the noise of seeds",
-        None: "losses not compared",
+        None: "losses not compared"
+        if computes_otherwise(found.plan)
+        else "the same but for the order of sums",
     }[found.within_noise]
     return (
-        f"baseline {first.images_per_second:,.0f} images/s → Plan {last.images_per_second:,.0f} images/s "
-        f"({last.ratio:.2f}×), {loss}; {100 * top1:.1f} % top-1; predicted {found.predicted:.2f}×"
+        f"baseline {first.images_per_second:,.0f} {found.unit}/s → Plan {last.images_per_second:,.0f} {found.unit}/s "
+        f"({last.ratio:.2f}×), {loss}"
     )
+
+
+def computes_otherwise(plan: str) -> bool:
+    """Whether a Plan computes in other types than the baseline."""
+    from penstock.config.plan import Plan
+
+    return Plan.parse(plan).precision != "O0"
 
 
 def gpt3_lines() -> list[str]:

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from penstock.ladder.account import Account
 from penstock.ladder.arena import failure
-from penstock.ladder.judge import equality, offered
+from penstock.ladder.judge import NO_GAIN, UNPROVEN, equality, offered
 from penstock.ladder.result import RungResult
 from penstock.ladder.rung import Rung, Setting, Situation
 from penstock.ladder.search import Search
-from penstock.ladder.statistics import verdict
+from penstock.ladder.statistics import Verdict, verdict
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +25,13 @@ EQUAL_STEPS = 6
 class Apart:
     """Climbs on from the best Plan with rungs that change results. Those that pay make the fastest Plan."""
 
-    def __init__(self, account: Account, search: Search, situation: Situation, best: Setting) -> None:
+    def __init__(
+        self, account: Account, search: Search, situation: Situation, best: Setting, rungs: Sequence[str]
+    ) -> None:
         self.account, self.search, self.situation = account, search, situation
         self.best = best
+        self.rungs = rungs
+        """Names of the rungs of the Plan that these are put on top of, in the order of the path."""
         self._results: list[tuple[RungResult, Setting, Setting]] = []
         self._taken: dict[str, str] = {}
 
@@ -48,13 +52,18 @@ class Apart:
                 self._taken.pop(rung.alternatives, None)
                 self._taken[rung.alternatives] = rung.name
 
-    def results(self) -> list[RungResult]:
-        """The results, with figures of all rounds that were measured by now."""
+    def results(self, *, carried: bool) -> list[RungResult]:
+        """The results, with figures of all rounds that were measured by now. Without `carried` there is no fastest
+        Plan, and nothing is part of it."""
         found = []
         for result, setting, before in self._results:
             if result.measured:
                 change = result.loss_difference
                 result = replace(self.account.with_figures(result, setting, before), loss_difference=change)
+                if result.status == "offered" and self._verdict(result) != "faster":
+                    result = replace(result, status="unproven", reason=UNPROVEN)
+                if not carried and result.status in ("offered", "unproven"):
+                    result = replace(result, status="not kept", reason=NO_GAIN["open"])
             found.append(result)
         return found
 
@@ -111,7 +120,9 @@ class Apart:
         result = account.with_figures(result, setting, self.best)
         if rung.twin:
             result = replace(result, equality=equal, loss_difference=change)
-        assert result.to_previous is not None
-        said = verdict(result.to_previous, result.to_previous.rounds, self.search.rounds)
-        status, reason = offered(result, said, carried=rung.carried)
+        status, reason = offered(result, self._verdict(result), carried=rung.carried)
         return replace(result, status=status, reason=reason)
+
+    def _verdict(self, result: RungResult) -> Verdict:
+        assert result.to_previous is not None  # it was measured
+        return verdict(result.to_previous, result.to_previous.rounds, self.search.rounds)

@@ -6,6 +6,7 @@ makes the report. A setting that cannot be built, runs out of memory or fails is
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -23,16 +24,16 @@ from penstock.ladder.account import Account
 from penstock.ladder.apart import Apart
 from penstock.ladder.arena import Arena, busy_seconds
 from penstock.ladder.factory import Factory
-from penstock.ladder.judge import NO_GAIN
+from penstock.ladder.judge import NO_GAIN, UNPROVEN, WORTH
 from penstock.ladder.losses import Losses
 from penstock.ladder.own import subject_of
-from penstock.ladder.result import Control, LadderReport, Phase, Progress, RungResult
+from penstock.ladder.result import Control, LadderReport, Nearest, Phase, Progress, RungResult
 from penstock.ladder.rung import Rung, Setting, Situation
 from penstock.ladder.rungs import choose
-from penstock.ladder.search import Search
+from penstock.ladder.search import MOST_ROUNDS, Search
 from penstock.ladder.settings import QUICK_LOSS_STEPS, LadderConfig, command_of
 from penstock.ladder.space import Candidate, Space
-from penstock.ladder.statistics import FEWEST, FLOOR
+from penstock.ladder.statistics import FEWEST, FLOOR, SMALL
 from penstock.ladder.subject import Subject
 from penstock.ladder.team import Team, threads_of
 from penstock.probe import machine_for, resolve_device
@@ -48,6 +49,8 @@ STANDINGS = 5
 """Plans whose speeds are reported while the climb goes on."""
 BUSY = 0.1
 """Share of the cores that others may keep busy before that is reported."""
+MOST_LONGER = 50.0
+"""Times the budget beyond which a longer climb is no advice."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
 OnProgress = Callable[[Progress], None]
@@ -167,27 +170,27 @@ class _Climb:
         self.phase = "path"
         # What changes results may have been left out; then its time is the path's.
         others = [rung for rung in rungs if not rung.searched]
-        path = search.path(best, self._until("apart" if not others else "path", weighing=True))
-        if not self._pays(best):
-            best, path = space.first, []
+        best, path = search.path(best, self._until("apart" if not others else "path", weighing=True))
+        if search.space.computes_otherwise(best):
+            self.losses.curve(best.setting)
         for setting in (first, *(step.setting for _, step in path)):
             self.account.weigh(setting)
         self.phase = "apart"
-        apart = Apart(self.account, search, self.situation, best.setting)
+        apart = Apart(self.account, search, self.situation, best.setting, [name for name, _ in path])
         apart.climb(others, self._until("apart"))
         self.phase = "race"
-        self._race([first, best.setting, apart.best])
-        if not self._pays(best):
-            self.notes.append(
-                "In the last race the Plan with the same results was no faster than the baseline. Measure again, "
-                "with a larger --budget or when the machine has less else to do."
-            )
+        self._race([first, best.setting, apart.best], [step.setting for _, step in path])
+        # What every round together does not call faster is no Plan to recommend; a part of it may be one.
+        while path and not self._faster(best.setting, first):
+            path = path[:-1]
+            best = path[-1][1] if path else space.first
+            if search.space.computes_otherwise(best):
+                self.losses.curve(best.setting)
         return self._report(rungs, control, best, path, apart)
 
-    def _pays(self, best: Candidate) -> bool:
-        """Whether all rounds so far say that a candidate is faster than the baseline, or that it is the baseline."""
-        found = self.account.ratio(best.setting, self.subject.first)
-        return best.setting == self.subject.first or (found is not None and found.value > 1.0)
+    def _faster(self, setting: Setting, over: Setting) -> bool:
+        """Whether all rounds so far say that one setting is faster than another, beyond the noise."""
+        return self.arena.says(setting, over, self.config.rounds) == "faster"
 
     def _control(self) -> Control | None:
         """Build the baseline twice, and see by how much the two differ; None where not even two rounds fit."""
@@ -211,7 +214,7 @@ class _Climb:
 
     def _same_results(self, search: Search, best: Candidate) -> Candidate:
         """The best whose loss is within the noise of seeds, where it computes in other types than the baseline."""
-        while rounding := frozenset(n for n in best.rungs if search.space.rungs[n].results == "rounding"):
+        while rounding := search.space.computes_otherwise(best):
             phase, self.phase = self.phase, "losses"
             self.losses.curve(best.setting)
             self.phase = phase
@@ -225,16 +228,28 @@ class _Climb:
             best = search.best
         return best
 
-    def _race(self, ends: Sequence[Setting]) -> None:
-        """Race first and last once more: the joint estimate holds the whole ladder by both ends."""
-        arena, ends = self.arena, list(dict.fromkeys(ends))
-        if len(ends) == 1:
+    def _race(self, ends: Sequence[Setting], between: Sequence[Setting]) -> None:
+        """Race first and last once more, and what is still built of the path between them: the joint estimate holds the
+        whole ladder by both ends. It goes on until the intervals are narrow, or the time is up."""
+        arena = self.arena
+        racing = list(dict.fromkeys([*ends, *(s for s in between if not arena.building(s))]))
+        if len(racing) == 1:
             return
-        arena.keep = set(ends)
+        arena.keep = set(racing)
         arena.clear()
-        left = self._until("race") - time.perf_counter() - sum(arena.building(s) for s in ends)
-        rounds = int(left / arena.round_of(ends))
-        arena.play(ends, max(FEWEST, min(self.config.rounds, rounds)))
+        end = self._until("race") - sum(map(arena.building, ends))
+        if FEWEST * arena.round_of(racing) > end - time.perf_counter():
+            racing = list(dict.fromkeys(ends))
+        for turn in range(MOST_ROUNDS):
+            done = turn >= self.config.rounds and all(map(self._narrow, racing))
+            if turn >= FEWEST and (done or arena.round_of(racing) > end - time.perf_counter()):
+                return
+            arena.play(racing, 1)
+
+    def _narrow(self, setting: Setting) -> bool:
+        """Whether a setting's ratio to the baseline is known well enough to end before the time is up."""
+        found = self.account.ratio(setting, self.subject.first)
+        return found is not None and found.high <= (1 + SMALL) * found.value
 
     def _until(self, phase: Phase, *, weighing: bool = False) -> float:
         """Time after which a phase begins nothing new: at its share of the budget, or earlier, so that what must come
@@ -289,25 +304,43 @@ class _Climb:
         self, search: Search, best: Candidate, path: Sequence[tuple[str, Candidate]]
     ) -> list[RungResult]:
         """Rungs of the best Plan in the order of the path, and those that have no step of their own on it."""
-        results, before = [], self.subject.first
+        results, before = [], search.space.first
         for name, step in path:
             result = self.account.result(search.space.rungs[name], step.setting)
             corrected = search.before.get(step.setting)
-            result = replace(
-                result,
-                status="kept",
-                forecast=self.account.forecast(step.setting, before, corrected=corrected),
-            )
-            result = self.account.with_figures(result, step.setting, before)
+            forecast = self.account.forecast(step.setting, before.setting, corrected=corrected)
+            result = replace(result, status="kept", forecast=forecast)
+            if not search.proven(name, step, before, best):
+                result = replace(result, status="unproven", reason=UNPROVEN)
+            elif not self._faster(step.setting, before.setting):
+                result = replace(result, reason=WORTH)
+            result = self.account.with_figures(result, step.setting, before.setting)
             without = search.space.without(best, name)
             worth = None if without is None else self.account.ratio(best.setting, without.setting)
             results.append(replace(result, worth=worth))
-            before = step.setting
+            before = step
         for name in sorted(best.rungs - {name for name, _ in path}):
             reason = "it could not be built without what comes after it"
             result = self.account.result(search.space.rungs[name], best.setting)
-            results.insert(0, replace(result, status="kept", reason=reason))
+            results.insert(0, replace(result, status="unproven", reason=reason))
         return results
+
+    def _nearest(self, search: Search) -> Nearest | None:
+        """The most promising of the Plans that are not faster beyond the noise, and what would decide it."""
+        first, limit = self.subject.first, math.log1p(self.arena.floor)
+        ratios = {
+            c: self.account.ratio(c.setting, first) for c in search.ranked() if c is not search.space.first
+        }
+        known = {c: ratio for c, ratio in ratios.items() if ratio is not None}
+        if not known:
+            return None
+        best = max(known, key=lambda c: known[c].value)
+        found = known[best]
+        gain, width = math.log(found.value), math.log(found.high / found.value)
+        longer = (width**2 - limit**2) / (gain**2 - limit**2) if gain > limit else math.inf
+        # Half as much again: the gain itself is known no better than this.
+        budget = 1.5 * longer * self.budget if longer < MOST_LONGER else None
+        return Nearest(plan=best.setting.plan.line(), ratio=found, budget=budget)
 
     def _left_out(self, search: Search, best: Candidate, rung: Rung) -> RungResult:
         """A rung that keeps results and is not in the best Plan: what it does there, or in the fastest that has it."""
@@ -360,14 +393,16 @@ class _Climb:
         others = {
             r.name: self._left_out(search, best, r) for r in rungs if r.searched and r.name not in best.rungs
         }
-        others |= {result.name: result for result in apart.results()}
+        fastest = apart.best if apart.taken and self._faster(apart.best, best.setting) else None
+        others |= {result.name: result for result in apart.results(carried=fastest is not None)}
         names = [result.name for result in kept]
         return LadderReport(
             title=self.subject.title,
             unit=self.subject.unit,
             rungs=(self._baseline(), *kept, *(others[rung.name] for rung in rungs if rung.name in others)),
             same=self.account.chosen(best.setting, names),
-            fastest=self.account.chosen(apart.best, (*names, *apart.taken)) if apart.taken else None,
+            fastest=None if fastest is None else self.account.chosen(fastest, (*apart.rungs, *apart.taken)),
+            nearest=None if kept else self._nearest(search),
             control=control,
             tried=self.account.tried(search),
             candidates=search.space.size,

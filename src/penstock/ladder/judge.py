@@ -23,6 +23,11 @@ NO_GAIN: dict[Verdict, str] = {
 """Why a rung of this verdict is not kept."""
 
 
+UNPROVEN = "part of the Plan, though its own gain is within the noise"
+
+WORTH = "its step is within the noise, but the Plan is surely slower without it"
+
+
 def offered(result: RungResult, said: Verdict, *, carried: bool) -> tuple[Status, str]:
     """The status of a measured rung that changes results, and the reason."""
     if not carried:

@@ -10,10 +10,12 @@ from penstock.ladder.result import LadderReport, RungResult
 from penstock.ladder.tables import (
     LOOKS,
     MIB,
+    beyond_words,
     equality_words,
     figures,
     flop_unit,
     heading,
+    in_plans,
     mebibytes,
     noise_words,
     plan_words,
@@ -30,7 +32,8 @@ SAME_LOSS = 1e-3
 """Curves that are nowhere further apart than this are drawn as one."""
 
 _STATES: Mapping[str, State] = {
-    "baseline": "baseline", "kept": "kept", "not kept": "not kept", "reported": "not kept", "offered": "offered",
+    "baseline": "baseline", "kept": "kept", "unproven": "unproven", "not kept": "not kept", "reported": "not kept",
+    "offered": "offered",
 }  # fmt: skip
 TRIED = 24
 """Settings of the search that the page lists, the fastest; ladder.json has all."""
@@ -70,9 +73,11 @@ def notebook(report: LadderReport) -> str:
 def picture(report: LadderReport) -> str:
     """The rungs that pay, as an SVG file of its own, for a README or a slide."""
     text = f"{report.title}: {report.speedup:.2f}× the speed with the same results"
+    if report.nearest is not None:
+        text = f"{report.title}: {beyond_words(report.nearest)} on this machine"
     if report.fastest is not None:
         text += f", {report.fastest.speedup.value:.2f}× with others"
-    paying = [rung for rung in report.rungs if rung.status in ("baseline", "kept", "offered")]
+    paying = [rung for rung in report.rungs if in_plans(rung)]
     where = f"{_SPEED}; {_where(report)}, batch {report.batch}"
     return speeds(report, rungs=paying, heading=text, x_label=where, alone=True)
 
@@ -102,6 +107,8 @@ def _tiles(report: LadderReport) -> list[Tile]:
     best, first, same = report.best, report.baseline, report.same
     tiles = [
         Tile(value=times(same.speedup), words="the speed of the plain baseline, same results", lead=True)
+        if report.nearest is None
+        else Tile(value="1.00×", words=f"the plain Plan: {beyond_words(report.nearest)}", lead=True)
     ]
     if report.fastest is not None:
         tiles.append(Tile(value=times(report.fastest.speedup), words="with what changes results"))
@@ -143,7 +150,8 @@ def _plans(report: LadderReport) -> list[Section]:
 
 def _gain_words(report: LadderReport) -> str:
     text = (
-        "From the baseline up: each kept rung on top of the one before, so that their gains multiply to the total. "
+        "From the baseline up: each rung of the Plan on top of the one before, so that their gains multiply to the "
+        "total. Green is beyond the noise; the interval of an unproven one holds 1. "
         "Then what was measured on top of the best Plan: what pays but changes results, and what does not pay. Speeds "
         "are of one joint estimate over all rounds, in which the settings take turns, so that a machine that slows "
         "down does so for all; whiskers are intervals."
@@ -172,14 +180,15 @@ def speeds(
                 predicted=forecast.to_baseline if forecast and rung.status != "baseline" else None,
             )
         )
-        level = ratio.value if rung.status == "kept" else level
+        level = ratio.value if rung.name in report.same.rungs else level
     return waterfall(bars, title="Speed of each rung relative to the baseline", x_label=x_label, **look)
 
 
 def _speedy(report: LadderReport) -> list[RungResult]:
     """Measured rungs that are compared by speed: what is offered comes behind what is kept, then the others."""
     measured = [rung for rung in report.rungs if rung.measured and rung.compared_by == "samples"]
-    return sorted(measured, key=lambda rung: {"baseline": 0, "kept": 0, "offered": 1}.get(rung.status, 2))
+    path = ("baseline", *report.same.rungs)
+    return sorted(measured, key=lambda rung: 0 if rung.name in path else 1 if in_plans(rung) else 2)
 
 
 def _search(report: LadderReport) -> list[Section]:

@@ -13,13 +13,23 @@ from typing import Any, Literal
 from penstock.report.page import cell
 
 Status = Literal[
-    "baseline", "kept", "not kept", "offered", "reported", "unsupported", "out of memory", "failed", "not run"
+    "baseline",
+    "kept",
+    "unproven",
+    "not kept",
+    "offered",
+    "reported",
+    "unsupported",
+    "out of memory",
+    "failed",
+    "not run",
 ]
-"""`kept`: part of the Plan with the same results. `not kept`: measured, and it does not pay. `offered`: it changes
-results and pays, and is part of the fastest Plan only. `reported`: measured, and no Plan takes it by its nature. The
-others have no measurement, and a reason."""
+"""`kept`: part of the Plan with the same results, and faster beyond the noise. `unproven`: part of a Plan that is
+faster as a whole, while the interval of its own gain holds 1. `not kept`: measured, and it does not pay. `offered`: it
+changes results and pays, and is part of the fastest Plan only. `reported`: measured, and no Plan takes it by its
+nature. The others have no measurement, and a reason."""
 
-MEASURED: tuple[Status, ...] = ("baseline", "kept", "not kept", "offered", "reported")
+MEASURED: tuple[Status, ...] = ("baseline", "kept", "unproven", "not kept", "offered", "reported")
 
 Results = Literal["same", "rounding", "other"]
 """Effect on results: `same` but for the order of sums; the same within the noise of seeds, as with mixed precision and
@@ -103,7 +113,7 @@ class RungResult:
     model_flops_per_second: Estimate | None = None
     to_previous: Estimate | None = None
     """Speed against the setting before: the rung below on the path, or the Plan that this rung was put on top of. The
-    steps of kept rungs multiply to the last one's `to_baseline`."""
+    steps of the path multiply to the last one's `to_baseline`."""
     to_baseline: Estimate | None = None
     worth: Estimate | None = None
     """Speed of the best Plan against the same without this rung: what it is worth in the end. Of kept rungs."""
@@ -194,6 +204,22 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest:
+    """The most promising Plan of a climb that found none to be faster than the baseline beyond the noise."""
+
+    plan: str
+    ratio: Estimate
+    """Speed over the baseline's; its interval holds 1, or lies below."""
+    budget: float | None
+    """Seconds after which a climb should tell this gain from none; None where no reasonable time does."""
+
+    @property
+    def width(self) -> float:
+        """Gain that a Plan must have had to be told from the baseline, as a ratio less one."""
+        return self.ratio.high / self.ratio.value - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LadderReport:
     """A whole climb."""
 
@@ -230,6 +256,8 @@ class LadderReport:
     """Cores that other processes kept busy on average while this measured; none where it cannot be known."""
     procs: int = 1
     """Processes that rungs of several had."""
+    nearest: Nearest | None = None
+    """The Plan that came closest, where none is faster than the baseline beyond the noise."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -239,8 +267,8 @@ class LadderReport:
 
     @property
     def best(self) -> RungResult:
-        """The last rung that was kept, whose Plan is the best with the same results; the baseline if nothing paid."""
-        return [self.baseline, *(rung for rung in self.rungs if rung.status == "kept")][-1]
+        """The last rung of the path, whose Plan is the best with the same results; the baseline if nothing paid."""
+        return [self.baseline, *(rung for rung in self.rungs if rung.name in self.same.rungs)][-1]
 
     @property
     def speedup(self) -> float:

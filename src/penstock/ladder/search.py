@@ -19,6 +19,7 @@ from penstock.ladder.forecast import Corrected, expected_gain
 from penstock.ladder.result import Status
 from penstock.ladder.rung import Setting
 from penstock.ladder.space import Candidate, Key, Space
+from penstock.ladder.statistics import FEWEST
 
 log = logging.getLogger(__name__)
 
@@ -424,9 +425,59 @@ class Search:
         steps = self.space.path(self.best, self._sure_speed)
         return [self.arena.baseline, *(step.setting for _, step in steps)]
 
-    def path(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
-        """The rungs from the baseline to the best, all settings on the way measured in turn. What cannot be built on
-        the way is left out. Where time is short, no step is looked at before all take turns."""
+    def path(self, best: Candidate, end: float) -> tuple[Candidate, list[tuple[str, Candidate]]]:
+        """The rungs from the baseline to the best, all settings on the way measured in turn, and the candidate that
+        they lead to: rungs that nothing shows to gain are left out, unless the best is surely faster with them."""
+        path = self._walked(best, end, share=0.5)
+        while (simpler := self._simpler(best, path, end)) is not None:
+            best, path = simpler, self._walked(simpler, end, share=0.5)
+        self._race_steps(path, end)
+        self.took(best)
+        return best, path
+
+    def proven(self, name: str, step: Candidate, before: Candidate, best: Candidate) -> bool:
+        """Whether a rung of the path surely gains: where it stands, or as what the best would lack without it."""
+        if self.arena.says(step.setting, before.setting, self.rounds) == "faster":
+            return True
+        without = self.space.without(best, name)
+        return (
+            without is not None
+            and without.key in self.measured
+            and self.arena.says(best.setting, without.setting, self.rounds) == "faster"
+        )
+
+    def _simpler(
+        self, best: Candidate, path: Sequence[tuple[str, Candidate]], end: float
+    ) -> Candidate | None:
+        """The best without all rungs that are not proven; None where there are none, where it could not be measured,
+        or where it is surely slower."""
+        steps = zip(path, [self.space.first, *(step for _, step in path)], strict=False)
+        idle = {
+            name
+            for (name, step), before in steps
+            if self._judged(step, before) and not self.proven(name, step, before, best)
+        }
+        simpler = self.space.at(tuple("" if name in idle else name for name in best.key)) if idle else None
+        if simpler is None or simpler in self.failures or not self.allowed(simpler):
+            return None
+        looks = self._looks(simpler)
+        if simpler.key not in self.measured and (
+            self._cost(simpler) > end - time.perf_counter() or not self.try_out(simpler, [best], looks)
+        ):
+            return None
+        pair = best.setting, simpler.setting
+        self.race(pair, [pair], _before(end, 0.5))
+        faster = self.arena.says(*pair, self.rounds) == "faster"
+        return simpler if self._judged(best, simpler) and not faster else None
+
+    def _judged(self, one: Candidate, over: Candidate) -> bool:
+        """Whether there were rounds enough to see a large difference."""
+        found = self.arena.ratio(one.setting, over.setting)
+        return found is not None and found.rounds >= FEWEST
+
+    def _walked(self, best: Candidate, end: float, share: float) -> list[tuple[str, Candidate]]:
+        """The steps to a candidate, built and raced for a share of the time until `end`. What cannot be built on the
+        way is left out. Where time is short, no step is looked at before all take turns."""
         path = self.space.path(best, self._sure_speed)
         for _ in range(3 * len(path)):
             self.arena.keep = {self.arena.baseline, *(step.setting for _, step in path)}
@@ -437,12 +488,25 @@ class Search:
             self.try_out(unseen[0], [best], int(looks))
             path = self.space.path(best, self._sure_speed)  # what was measured may put another first
         path = [(name, step) for name, step in path if step.key in self.measured]
-        settings = [self.arena.baseline, *(step.setting for _, step in path)]
-        pairs = list(zip(settings[1:], settings[:-1], strict=True))
+        settings = self._settings_of(path)
         self.arena.keep = set(settings)
         self.arena.clear()
         if path:
             self.arena.play(settings, 1)
-        self.race(settings, pairs, end)
-        self.took(best)
+        self._race_steps(path, _before(end, share))
         return path
+
+    def _settings_of(self, path: Sequence[tuple[str, Candidate]]) -> list[Setting]:
+        return [self.arena.baseline, *(step.setting for _, step in path)]
+
+    def _race_steps(self, path: Sequence[tuple[str, Candidate]], end: float) -> None:
+        """Let all settings of a path take turns until each step, and the whole, is decided."""
+        settings = self._settings_of(path)
+        pairs = list(zip(settings[1:], settings[:-1], strict=True))
+        self.race(settings, [*pairs, (settings[-1], settings[0])] if path else [], end)
+
+
+def _before(end: float, share: float) -> float:
+    """The time at which a share of what is left until `end` has gone."""
+    now = time.perf_counter()
+    return now + share * (end - now)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from penstock.boundary.files import write_text
 from penstock.ladder.page import picture, to_html
-from penstock.ladder.result import LadderReport, RungResult
+from penstock.ladder.result import LadderReport
 from penstock.ladder.tables import (
     equality_words,
     figures,
     heading,
+    in_plans,
     noise_words,
     plan_words,
     times,
@@ -39,15 +40,11 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
 
 
 def table(report: LadderReport, width: int = PLAIN_WIDTH, *, every: bool = False) -> Table:
-    """A row for each rung that pays, for a terminal of `width` columns; with `every` for each that was measured."""
-    shown = [rung for rung in report.rungs if _pays(rung) or (every and rung.measured)]
+    """A row for each rung of the Plans, for a terminal of `width` columns; with `every` for each that was measured."""
+    shown = [rung for rung in report.rungs if in_plans(rung) or (every and rung.measured)]
     made = terminal_table(figures(report, shown), width)
     made.title, made.title_justify, made.title_style = heading(report), "left", "bold"
     return made
-
-
-def _pays(rung: RungResult) -> bool:
-    return rung.status in ("baseline", "kept", "offered")
 
 
 def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
@@ -72,9 +69,9 @@ def ending(report: LadderReport) -> list[tuple[str, str]]:
 
 
 def _counted(report: LadderReport) -> list[str]:
-    """Rungs that do not pay, and then those that were not measured, in a line each."""
+    """Rungs of no Plan, and then those that were not measured, in a line each."""
     slow = sorted(
-        (rung for rung in report.rungs if rung.measured and not _pays(rung) and rung.to_previous),
+        (rung for rung in report.rungs if rung.measured and not in_plans(rung) and rung.to_previous),
         key=lambda rung: -rung.to_previous.value if rung.to_previous else 0.0,
     )
     said = []
@@ -83,7 +80,7 @@ def _counted(report: LadderReport) -> list[str]:
             f"{rung.title} {times(rung.to_previous)}" for rung in slow[:_LISTED] if rung.to_previous
         )
         more = f", and {len(slow) - _LISTED} more" if len(slow) > _LISTED else ""
-        said.append(f"{len(slow)} measured that do not pay: {named}{more}.")
+        said.append(f"{len(slow)} measured that do not pay beyond the noise: {named}{more}.")
     absent = Counter(rung.status for rung in report.rungs if not rung.measured)
     words = {
         "unsupported": "do not apply here",

@@ -101,6 +101,10 @@ class Space:
             ]
         return found
 
+    def computes_otherwise(self, of: Candidate) -> frozenset[str]:
+        """Rungs of a candidate that compute in other types than the baseline, so that its loss must be compared."""
+        return frozenset(name for name in of.rungs if self.rungs[name].results == "rounding")
+
     def neighbours(self, of: Candidate) -> list[Candidate]:
         """Candidates that answer one choice otherwise."""
         keys = [

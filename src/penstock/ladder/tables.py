@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from penstock.ladder.result import Chosen, Equality, Estimate, LadderReport, RungResult
+from penstock.ladder.result import Chosen, Equality, Estimate, LadderReport, Nearest, RungResult
 from penstock.report.chart import number, signed
 from penstock.report.page import Cell, Section
 
 MIB = 2.0**20
-LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong", "offered": ""}
+LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong", "unproven": "", "offered": ""}
 """How a rung's row looks; others are faint."""
 
 
@@ -29,7 +30,7 @@ def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
     ]  # fmt: skip
     rows = []
     for rung in rungs:
-        first = Cell(rung.title, rung.plan if rung.status == "kept" else "", words=True)
+        first = Cell(rung.title, rung.plan if rung.name in report.same.rungs else "", words=True)
         verdict = Cell(rung.status, rung.reason, words=True)
         rows.append((LOOKS.get(rung.status, "faint"), [first, *_row(report, rung), verdict]))
     return Section(title="The figures", columns=columns, rows=rows)
@@ -104,6 +105,8 @@ def equality_words(found: Equality) -> str:
 def plan_words(report: LadderReport, chosen: Chosen) -> str:
     """A Plan's speedup, the Plan itself, and its effect on the loss."""
     gain = chosen.speedup
+    if report.nearest is not None and chosen is report.same:
+        return nothing_words(report.nearest, report.others_busy)
     words = (
         f"{times(gain)} the baseline's speed ({gain.low:.2f} to {gain.high:.2f}), predicted {chosen.predicted:.2f}×. "
         f"Its Plan is {chosen.plan}."
@@ -120,6 +123,43 @@ def plan_words(report: LadderReport, chosen: Chosen) -> str:
     return words
 
 
+def in_plans(rung: RungResult) -> bool:
+    """Whether a rung is part of a Plan that the ladder ends with, or is the baseline."""
+    return rung.status in ("baseline", "kept", "unproven", "offered")
+
+
+def percent(share: float) -> str:
+    """A width of an interval in words: never narrower than it is."""
+    return f"{math.ceil(1000 * share) / 10:.1f} %"
+
+
+def beyond_words(nearest: Nearest) -> str:
+    if nearest.width >= 1:
+        return "no gain could be told from noise"
+    return f"nothing beyond ±{percent(nearest.width)}"
+
+
+def nothing_words(nearest: Nearest, others_busy: float | None) -> str:
+    """Words, and advice, where no Plan is faster than the baseline beyond the noise."""
+    best = nearest.ratio
+    words = (
+        f"{beyond_words(nearest).capitalize()} on this machine, so the plain Plan stands. "
+        f"The most promising, {nearest.plan}, "
+    )
+    if best.high < 1.0:
+        return f"{words}is slower: {times(best)} ({best.low:.2f} to {best.high:.2f})."
+    words += f"measures {times(best)} ({best.low:.2f} to {best.high:.2f}), which may be chance."
+    quiet = " on a quieter machine" if others_busy and others_busy > QUIET else ""
+    if nearest.budget is not None:
+        longer = f"--budget {math.ceil(nearest.budget / 10) * 10}"
+        words += f" A longer climb ({longer}){quiet and ' or one' + quiet} should decide it."
+    elif quiet:
+        words += f" A climb{quiet} should decide it."
+    return words
+
+
+QUIET = 0.1
+"""Cores that others may keep busy on a quiet machine."""
 MOST_RATIO = 100.0
 """An interval that ends above this says nothing: too few rounds gave it."""
 

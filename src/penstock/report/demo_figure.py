@@ -1,4 +1,4 @@
-"""The picture of a demo: a bar for each optimisation that paid, and what came of them in words below."""
+"""The picture of a demo: a bar for each optimisation of the Plan, and what came of them in words below."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Rise:
     predicted: float | None
     """Ratio that the planner predicted before it was measured."""
     images_per_second: float
+    proven: bool = True
+    """Whether its own gain is beyond the noise."""
 
 
 def demo_figure(title: str, rises: Sequence[Rise], notes: Sequence[str]) -> str:
@@ -27,8 +29,9 @@ def demo_figure(title: str, rises: Sequence[Rise], notes: Sequence[str]) -> str:
         raise ValueError("A demo's picture needs at least the baseline.")
     bars = [
         Bar(
-            label=rise.title, state="kept" if index else "baseline", value=rise.ratio, low=rise.low, high=rise.high,
-            predicted=rise.predicted if index else None, floor=rises[index - 1].ratio if index else None,
+            label=rise.title, state=("kept" if rise.proven else "unproven") if index else "baseline",
+            value=rise.ratio, low=rise.low, high=rise.high, predicted=rise.predicted if index else None,
+            floor=rises[index - 1].ratio if index else None,
             note=f"   {rise.images_per_second:,.0f} images/s",
         )
         for index, rise in enumerate(rises)

@@ -25,12 +25,13 @@ from penstock.report.chart import (
     wrap,
 )
 
-State = Literal["baseline", "kept", "offered", "not kept", "higher", "lower"]
-"""Later steps build on a `kept` one; an `offered` one pays at a price, and a `not kept` one does not pay. `higher` and
-`lower` are outside the noise."""
+State = Literal["baseline", "kept", "unproven", "offered", "not kept", "higher", "lower"]
+"""Later steps build on a `kept` one, and on an `unproven` one, whose own gain is within the noise. An `offered` one
+pays at a price, and a `not kept` one does not pay. `higher` and `lower` are outside the noise."""
 
 _COLORS = {"baseline": "--base", "kept": "--accent", "offered": "--c1", "higher": "--bad", "lower": "--c1"}
 _BASELINE, _UNKEPT = Entry("baseline", "--base"), Entry("measured, not kept", "--idle")
+_UNPROVEN = Entry("within the noise", "--idle")
 _OFFERED, _PREDICTED = Entry("pays, but changes results", "--c1"), Entry("predicted", "--mark", "diamond")
 _BEYOND = 1.25
 """A prediction is drawn up to this many times the largest value; an arrow at the axis' end stands for one beyond it."""
@@ -123,7 +124,8 @@ def difference_bars(
 def _others(bars: Sequence[Bar]) -> list[Entry]:
     """Legend entries for bars that were not kept, so far as there are any."""
     states = {bar.state for bar in bars}
-    found = [entry for state, entry in (("offered", _OFFERED), ("not kept", _UNKEPT)) if state in states]
+    entries = {"unproven": _UNPROVEN, "offered": _OFFERED, "not kept": _UNKEPT}
+    found = [entry for state, entry in entries.items() if state in states]
     return [*found, _PREDICTED] if any(bar.predicted is not None for bar in bars) else found
 
 
@@ -196,7 +198,7 @@ def _bars(
             rows.line(
                 rows.x(level), rows.span(before)[1], rows.x(level), rows.span(index)[0], stroke="--edge"
             )
-        if bar.state in ("baseline", "kept"):
+        if bar.state in ("baseline", "kept", "unproven"):
             before, level = index, bar.value
     for index, bar in enumerate(bars):
         _bar(rows, index, bar, write)
@@ -208,7 +210,7 @@ def _bar(rows: _Rows, index: int, bar: Bar, write: Callable[[float], str]) -> No
     value, x, (y1, y2), ink = bar.value, rows.x, rows.span(index), "--ink"
     middle, look = (y1 + y2) / 2, _COLORS.get(bar.state, "--idle")
     edge, dash = ("--edge", "3 3") if bar.state == "not kept" else (None, None)
-    start = min(bar.floor, value) if bar.floor is not None and bar.state == "kept" else 0.0
+    start = min(bar.floor, value) if bar.floor is not None and bar.state in ("kept", "unproven") else 0.0
     tip = f"{bar.label}: {write(value)}"
     if bar.low is not None and bar.high is not None and bar.high > bar.low:
         tip += f" ({write(bar.low)} to {write(bar.high)})"

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import io
 import struct
 import time
 
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from helpers.hostile import seeds
 from helpers.images import encoded, photo
@@ -14,8 +15,6 @@ from penstock.boundary.images import Header, check_image, check_size, read_heade
 
 @pytest.mark.parametrize("number", range(14))
 def test_the_header_agrees_with_pillow(number: int) -> None:
-    import io
-
     data = seeds()[number]
     header = read_header(data)
     with Image.open(io.BytesIO(data)) as opened:
@@ -35,7 +34,7 @@ def test_orientation_is_read_in_both_byte_orders(order: str, orientation: int) -
     assert header.orientation == (orientation if 1 <= orientation <= 8 else 1)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
 def test_any_cut_through_the_header_is_told(kind: str) -> None:
     data = encoded(photo(20, 10), kind)
     needed = next(n for n in range(len(data)) if _readable(data[:n]))
@@ -43,6 +42,47 @@ def test_any_cut_through_the_header_is_told(kind: str) -> None:
     for length in range(needed):
         with pytest.raises(Unreadable):
             read_header(data[:length])
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_the_header_of_a_tiff_agrees_with_pillow(orientation: int) -> None:
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    tags[274] = orientation
+    data = encoded(photo(20, 10), "TIFF", tiffinfo=tags)
+    with Image.open(io.BytesIO(data)) as opened:
+        opened.load()
+        assert read_header(data) == Header("TIFF", *opened.size, 0, 1)
+    for length in range(8, 100):
+        assert not _readable(data[:length])
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_a_tiff_is_read_in_both_byte_orders(order: str) -> None:
+    entries = [
+        (256, 3, 30 if order == "<" else 30 << 16),
+        (257, 4, 20),
+        (274, 3, 6 if order == "<" else 6 << 16),
+    ]
+    data = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(entries))
+    data += b"".join(struct.pack(f"{order}HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    assert read_header(data) == Header("TIFF", 20, 30, 0, 1)
+
+
+def test_a_tile_larger_than_its_image_is_refused() -> None:
+    """A decoder would make room for it."""
+    entries = [(256, 4), (257, 4), (322, 1 << 20), (323, 1 << 20)]
+    data = b"II*\0" + struct.pack("<IH", 8, len(entries))
+    data += b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    with pytest.raises(Unreadable, match="tiles are far larger"):
+        check_image(data, 100_000_000)
+
+
+@pytest.mark.parametrize("kind", ["BMP", "GIF"])
+def test_the_headers_of_old_formats_agree_with_pillow(kind: str) -> None:
+    data = encoded(photo(21, 10), kind)
+    assert check_image(data, 1000) == Header(kind, 21, 10, 0, 1)  # type: ignore[arg-type]
+    with pytest.raises(Unreadable, match=r"more than data\.max_pixels"):
+        check_image(data, 200)
 
 
 def _readable(data: bytes) -> bool:
@@ -57,7 +97,9 @@ def _readable(data: bytes) -> bool:
     ("data", "why"),
     [
         (b"", "empty"),
-        (b"GIF89a", "neither a JPEG, a PNG nor a WebP"),
+        (b"GIF89a", "cut off"),
+        (b"P6 1 1 255", "no JPEG, PNG, WebP, BMP, GIF or TIFF"),
+        (b"BM" + bytes(12) + struct.pack("<Iii", 40, -3, 3) + bytes(28), "broken"),
         (b"\xff\xd8\xff\xd9", "no frame"),
         (b"\xff\xd8\xff\xe0\x00\x01", "broken"),
         (b"\xff\xd8\xff\xc9\x00\x0b\x08\x00\x10\x00\x10\x01", "arithmetic"),

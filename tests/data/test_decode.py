@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from helpers.images import encoded, photo, pixels, smooth
 from penstock.boundary.files import Unreadable
@@ -59,6 +59,40 @@ def test_images_come_upright_and_centred(backend: str, kind: str, orientation: i
     error = np.abs(decoded(data).astype(int) - reference(data, 64, "RGB"))
     # Filters differ (libjpeg's shrinking, triangle or area): 2.8 levels on average at most. A wrong turn gives 30.
     assert error.mean() < 4
+
+
+@pytest.mark.parametrize(("kind", "mode"), [
+    ("TIFF", "RGB"), ("TIFF", "CMYK"), ("TIFF", "L"), ("TIFF", "RGBA"), ("TIFF", "P"), ("TIFF", "1"),
+    ("BMP", "RGB"), ("BMP", "L"), ("BMP", "P"), ("GIF", "P"), ("GIF", "L"),
+])  # fmt: skip
+def test_old_formats_are_read(backend: str, kind: str, mode: str) -> None:
+    picture = smooth(90, 70, seed=2)
+    picture = picture.convert("L").point(lambda level: 255 * (level > 128)) if mode == "1" else picture
+    picture = picture.quantize(64) if mode == "P" else picture.convert(mode)
+    data = encoded(picture, kind, **({"compression": "tiff_lzw"} if kind == "TIFF" else {}))
+    with Image.open(io.BytesIO(data)) as opened:
+        plain = opened.convert("RGB")
+    error = np.abs(decoded(data).astype(int) - reference(encoded(plain, "PNG"), 64, "RGB"))
+    assert error.mean() < 4
+    with pytest.raises(Unreadable):
+        decoded(data[: len(data) // 2])
+
+
+def test_a_turned_tiff_comes_upright(backend: str) -> None:
+    picture = smooth(180, 130, seed=1)
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    tags[274] = 6
+    upright = picture.transpose(Image.Transpose.ROTATE_270)
+    error = np.abs(
+        decoded(encoded(picture, "TIFF", tiffinfo=tags)).astype(int)
+        - reference(encoded(upright, "PNG"), 64, "RGB")
+    )
+    assert error.mean() < 4
+
+
+def test_a_tiff_of_floating_point_is_refused(backend: str) -> None:
+    with pytest.raises(Unreadable, match="floating-point"):
+        decoded(encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

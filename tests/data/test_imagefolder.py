@@ -62,11 +62,42 @@ def test_nested_and_foreign_files(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     write_folder(tmp_path, per_class=1, classes=("a/deep", "b", ".hidden"))
     (tmp_path / "a" / "notes.txt").write_text("x")
     (tmp_path / "b" / "UPPER.JPG").write_bytes(encoded(photo(9, 9)))
-    with caplog.at_level(logging.INFO):
+    (tmp_path / "b" / "photo.heic").write_text("x")
+    (tmp_path / "b" / "._0000.jpg").write_text("macOS's notes on 0000.jpg")
+    write_folder(tmp_path / "a", per_class=1, classes=(".thumbnails",))
+    for name in ("empty", "__MACOSX/b"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "__MACOSX" / "b" / "._0000.jpg").write_text("x")
+    with caplog.at_level(logging.WARNING):
         listing = list_classes(tmp_path)
     assert listing.classes == ("a", "b")
     assert listing.paths == ("a/deep/0000.jpg", "b/0000.jpg", "b/UPPER.JPG")
-    assert "1 files that are not .jpg" in caplog.text
+    assert listing.labels == (0, 1, 1)
+    assert "2 files were left out, because they are not .jpg" in caplog.text
+    assert "1 .txt" in caplog.text
+    assert "1 .heic" in caplog.text
+    assert "2 folders hold no image and were left out as classes: '__MACOSX', 'empty'." in caplog.text
+    caplog.clear()
+    list_classes(tmp_path, quiet=True)
+    assert not caplog.text
+
+
+def test_all_formats_make_one_set_and_one_pack(tmp_path: Path) -> None:
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    for kind in ("jpg", "png", "webp", "bmp", "gif", "tif", "tiff"):
+        photo(40, 40, seed=1).save(tmp_path / "set" / "a" / f"x.{kind}")
+    (tmp_path / "set" / "a" / "._x.jpg").write_text("no image")
+    images, _ = opened(tmp_path / "set").read(np.arange(5))
+    assert images.std() > 10
+    packed = pack_source(tmp_path / "set", tmp_path / "pack", Packing(size=32))
+    assert packed.manifests[""].count == 7
+
+
+def test_a_folder_of_nothing_that_is_read_says_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.heic").write_text("x")
+    with pytest.raises(DataError, match=r"No image was found .* 1 files were left out, .*: 1 \.heic\."):
+        list_classes(tmp_path)
 
 
 @pytest.mark.parametrize("make", [lambda root: None, lambda root: (root / "empty").mkdir(parents=True)])

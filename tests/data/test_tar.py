@@ -65,7 +65,10 @@ def test_compressed_shards_are_streamed(tmp_path: Path, mode: str) -> None:
         ("a/../../evil.jpg", "leads out of the shard"),
         ("/etc/evil.jpg", "leads out of the shard"),
         ("..\\evil.jpg", "leads out of the shard"),
-        ("k.pyd", r"only \.jpg, \.jpeg, \.png, \.webp, \.cls, \.txt, \.json members"),
+        (
+            "k.pyd",
+            r"only \.jpg, \.jpeg, \.png, \.webp, \.bmp, \.gif, \.tif, \.tiff, \.cls, \.txt, \.json members",
+        ),
         ("k.pickle", "only"),
         ("k.pth", "only"),
         ("k.jpg.exe", "only"),
@@ -101,6 +104,17 @@ def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, words: str) 
 class Exploding:
     def __reduce__(self) -> tuple:
         return (exit, (99,))
+
+
+def test_what_macos_adds_is_no_sample(tmp_path: Path) -> None:
+    members = [
+        ("._k.jpg", b"x" * 100_000),
+        ("k.jpg", JPEG),
+        ("._k.cls", b"x"),
+        ("k.cls", b"1"),
+        ("a/.DS_Store", b"x"),
+    ]
+    assert [sample.label for sample in read_tar(write_tar(tmp_path / "s.tar", members))] == [1]
 
 
 def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:

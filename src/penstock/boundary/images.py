@@ -1,4 +1,4 @@
-"""Size and orientation of a JPEG, PNG or WebP from its first bytes, before anything is decoded.
+"""Size and orientation of an image from its first bytes, before anything is decoded.
 
 A few hundred bytes can claim an image of gigabytes, or keep a decoder busy for minutes. So no decoder gets an image
 before `check_image` has found it reasonable. This takes microseconds per image, and imports no torch, numpy or image
@@ -14,13 +14,15 @@ from typing import Literal, NamedTuple
 
 from penstock.boundary.files import Unreadable
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MAX_BYTES = 1 << 28
 """A file above 256 MB is no image to train on."""
 _PARTS = 10_000
 """Segments or chunks that may precede the pixels. Thousands of empty ones keep a reader busy; a long colour profile or
 description has hundreds. Where chunks follow each other to the end of the file, one more per 1,024 bytes is fine.
 """
+_TILE = 1 << 24
+"""Pixels that a tile of a TIFF may have where the image has fewer: a decoder makes room for whole tiles."""
 _SCANNED = 1_200_000_000
 """Pixels times scans of a JPEG that may be decoded: 12 scans, as the best encoders make, of 100 million pixels. A scan
 of a few bytes can make libjpeg pass over all of the image, at about 0.8 ns per pixel.
@@ -30,13 +32,13 @@ of a few bytes can make libjpeg pass over all of the image, at about 0.8 ns per 
 class Header(NamedTuple):
     """The format and size that an image's header claims."""
 
-    format: Literal["JPEG", "PNG", "WEBP"]
+    format: Literal["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]
     width: int
     height: int
     components: int
     """Colour components of a JPEG (1, 3 or 4); 0 where the decoder will tell."""
     orientation: int
-    """EXIF orientation 1..8; 1 is upright."""
+    """EXIF orientation 1..8; 1 is upright, as is a TIFF, which its decoder turns."""
 
     @property
     def pixels(self) -> int:
@@ -50,7 +52,7 @@ def check_image(data: bytes, max_pixels: int) -> Header:
     if header.format == "JPEG":
         with _cut_off():
             _check_scans(data, header, max_pixels)
-    else:
+    elif header.format in ("PNG", "WEBP"):
         for _ in _chunks(data):  # Pillow goes through all of a PNG's chunks, and takes longer
             pass
     return header
@@ -65,8 +67,15 @@ def read_header(data: bytes) -> Header:
             header = _png(data)
         elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             header = _webp(data)
+        elif data[:2] == b"BM":
+            header = _bmp(data)
+        elif data[:6] in (b"GIF87a", b"GIF89a"):
+            width, height = struct.unpack_from("<HH", data, 6)
+            header = Header("GIF", width, height, 0, 1)
+        elif data[:4] in (b"II*\0", b"MM\0*"):
+            header = _tiff(data)
         else:
-            raise Unreadable("it is neither a JPEG, a PNG nor a WebP" if data else "it is empty")
+            raise Unreadable("it is no JPEG, PNG, WebP, BMP, GIF or TIFF" if data else "it is empty")
     if header.pixels == 0:
         raise Unreadable(f"its header claims {header.width} × {header.height} pixels")
     return header
@@ -209,6 +218,34 @@ def _webp(data: bytes) -> Header:
             raise Unreadable("its header is cut off")
         return Header("WEBP", width, height, 0, _chunk_orientation(data, b"EXIF") if data[20] & 0x08 else 1)
     raise Unreadable("its WebP header is broken")
+
+
+def _bmp(data: bytes) -> Header:
+    """The first header is of OS/2 or of Windows; a negative height has the rows from top to bottom."""
+    (length,) = struct.unpack_from("<I", data, 14)
+    width, height = struct.unpack_from("<HH" if length == 12 else "<ii", data, 18)
+    if width < 0:
+        raise Unreadable("its BMP header is broken")
+    return Header("BMP", width, abs(height), 0, 1)
+
+
+def _tiff(data: bytes) -> Header:
+    """The first directory (TIFF 6.0, sections 2 and 15), which may be anywhere in the file."""
+    order = "<" if data[:2] == b"II" else ">"
+    (start,) = struct.unpack_from(f"{order}I", data, 4)
+    (entries,) = struct.unpack_from(f"{order}H", data, start)
+    tags: dict[int, int] = {}
+    for entry in range(entries):
+        at = start + 2 + 12 * entry
+        tag, kind, count = struct.unpack_from(f"{order}HHI", data, at)
+        if kind in (3, 4) and count == 1:
+            (tags[tag],) = struct.unpack_from(f"{order}{'H' if kind == 3 else 'I'}", data, at + 8)
+    width, height = tags.get(256, 0), tags.get(257, 0)
+    if tags.get(322, 0) * tags.get(323, 0) > max(_TILE, 4 * width * height):
+        raise Unreadable("its tiles are far larger than its image")
+    if tags.get(274, 1) in (5, 6, 7, 8):
+        width, height = height, width
+    return Header("TIFF", width, height, 0, 1)
 
 
 def _chunk_orientation(data: bytes, wanted: bytes, until: bytes = b"") -> int:

@@ -1,4 +1,4 @@
-"""Untrusted bytes of a JPEG, PNG or WebP to a square of pixels.
+"""Untrusted bytes of an image to a square of pixels.
 
 The header is read first (`boundary/images.py`), and an image with unreasonable claims reaches no decoder. simplejpeg
 and OpenCV decode JPEGs where both are installed (the `images` extra, about twice Pillow's speed); Pillow decodes the
@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import (
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
 
 from penstock.boundary.files import Unreadable
 from penstock.boundary.images import Header, check_image
@@ -28,6 +37,9 @@ _PLUGINS: dict[str, Any] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
     "WEBP": WebPImagePlugin.WebPImageFile,
+    "BMP": BmpImagePlugin.BmpImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+    "TIFF": TiffImagePlugin.TiffImageFile,
 }
 
 _DECODER_FAILURES = (
@@ -145,7 +157,9 @@ def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:
     mode = "RGB" if channels == 3 else "L"
     try:
         with _PLUGINS[header.format](io.BytesIO(data)) as opened:
-            if opened.size != (header.width, header.height):
+            # Older releases of Pillow turn the sides of a TIFF only with its pixels.
+            turned = opened.size[::-1] if header.format == "TIFF" else opened.size
+            if (header.width, header.height) not in (opened.size, turned):
                 raise Unreadable("its parts contradict each other about its size")
             image = _convert(opened, mode, size)
             left, top, side = _center(*image.size)
@@ -162,6 +176,8 @@ def _convert(opened: ImageFile.ImageFile, mode: str, size: int) -> Image.Image:
         opened.draft(mode, (size, size))
     opened.load()
     image: Image.Image = opened
+    if image.mode == "F":
+        raise Unreadable("its samples are floating-point numbers, whose black and white nobody knows")
     if image.mode.startswith("I"):  # 16 bits a sample: keep the upper 8
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.boundary.files import Unreadable, content, shown
+from penstock.boundary.files import Unreadable, content, quoted, shown
 from penstock.boundary.images import EXTENSIONS, MAX_BYTES
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
@@ -37,8 +38,8 @@ def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
     """
     train, val = split_folders(path)
     if val is None:
-        return _fifth(list_classes(train), split)
-    learned = list_classes(train)
+        return _fifth(list_classes(train, quiet=split == "val"), split)
+    learned = list_classes(train, quiet=split == "val")
     if split == "train":
         return learned
     held_out = list_classes(val)
@@ -67,32 +68,56 @@ def split_folders(path: str | os.PathLike[str]) -> tuple[Path, Path | None]:
     return found["train"], found["val"]
 
 
-def list_classes(root: Path) -> Listing:
-    """Every image under each class folder, sorted by name, so that the order is the same on every machine."""
+def list_classes(root: Path, *, quiet: bool = False) -> Listing:
+    """Every image under each class folder, sorted by name, so that the order is the same on every machine.
+
+    Hidden files and folders (`.DS_Store`, `._0001.jpg`) are nobody's images. A folder without any image is no class.
+    Files that are not read, and such folders, are logged as a warning unless `quiet`.
+    """
     # Not `DirEntry.is_dir`, which raises at a link that leads back to itself.
     entries = [name for name in os.listdir(root) if name[0] != "."]
-    classes = tuple(sorted(name for name in entries if os.path.isdir(root / name)))
-    paths: list[str] = []
-    labels: list[int] = []
-    ignored = 0
-    for label, name in enumerate(classes):
-        files = [
-            os.path.relpath(os.path.join(folder, file), root)
-            for folder, _, files in os.walk(root / name, onerror=_raise)
-            for file in files
-        ]
-        found = sorted(file for file in files if file.lower().endswith(EXTENSIONS))
-        ignored += len(files) - len(found)
-        paths += found
-        labels += [label] * len(found)
-    if ignored:
-        log.info("%s: %d files that are not %s were left out.", root, ignored, ", ".join(EXTENSIONS))
-    if not paths:
-        raise DataError(
-            f"No image was found under {root}. It must hold one folder per class, with "
-            f"{', '.join(EXTENSIONS)} files."
+    images: dict[str, list[str]] = {}
+    others: Counter[str] = Counter()
+    for name in sorted(name for name in entries if os.path.isdir(root / name)):
+        files = _visible(root, name)
+        images[name] = sorted(file for file in files if file.lower().endswith(EXTENSIONS))
+        others.update(
+            os.path.splitext(file)[1].lower() for file in files if not file.lower().endswith(EXTENSIONS)
         )
-    return Listing(root, classes, tuple(paths), tuple(labels))
+    left_out = _left_out(others, [name for name, files in images.items() if not files])
+    if not any(images.values()):
+        raise DataError(
+            f"No image was found under {shown(root)}. It must hold one folder per class, with "
+            f"{', '.join(EXTENSIONS)} files.{left_out and ' ' + left_out}"
+        )
+    if left_out and not quiet:
+        log.warning("%s: %s", shown(root), left_out)
+    classes = tuple(name for name, files in images.items() if files)
+    labels = tuple(label for label, name in enumerate(classes) for _ in images[name])
+    return Listing(root, classes, tuple(path for name in classes for path in images[name]), labels)
+
+
+def _visible(root: Path, name: str) -> list[str]:
+    """Paths from `root` of all files of a class that are not hidden, nor in a hidden folder."""
+    found = []
+    for folder, folders, files in os.walk(root / name, onerror=_raise):
+        folders[:] = [one for one in folders if one[0] != "."]
+        found += [os.path.relpath(os.path.join(folder, file), root) for file in files if file[0] != "."]
+    return found
+
+
+def _left_out(others: Counter[str], empty: list[str]) -> str:
+    """Files that are not read, by extension, and folders without images, in words; "" where there are none."""
+    words = ""
+    if others:
+        kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in others.most_common(5))
+        more = f" and {len(others) - 5} more kinds" if len(others) > 5 else ""
+        words = f"{others.total()} files were left out, because they are not {', '.join(EXTENSIONS)}: {kinds}{more}."
+    if empty:
+        names = ", ".join(quoted(name) for name in empty[:5]) + (" and more" if len(empty) > 5 else "")
+        folders = "folders hold" if len(empty) > 1 else "folder holds"
+        words += f" {len(empty)} {folders} no image and were left out as classes: {names}."
+    return words.strip()
 
 
 def _raise(error: OSError) -> None:

@@ -42,6 +42,8 @@ def read_tar(path: str | os.PathLike[str]) -> Iterator[Sample]:
     key: str | None = None
     parts: dict[str, bytes] = {}
     for name, content in tar_members(path, lambda name: _limit(where, name)):
+        if _is_hidden(name):
+            continue
         now, extension = _split(name)
         if key is not None and now != key:
             yield _sample(where, key, parts)
@@ -63,8 +65,15 @@ def _split(name: str) -> tuple[str, str]:
     return str(path.parent / stem), f".{extension.lower()}"
 
 
+def _is_hidden(name: str) -> bool:
+    """Whether a member is no sample's: macOS puts `._0001.jpg` beside each `0001.jpg`."""
+    return any(part[0] == "." for part in PurePosixPath(name).parts)
+
+
 def _limit(where: str, name: str) -> int:
     """Bytes that a member may have."""
+    if _is_hidden(name):
+        return MAX_BYTES
     extension = _split(name)[1]
     if extension not in ALLOWED:
         raise DataError(
@@ -84,7 +93,7 @@ def _sample(where: str, key: str, parts: dict[str, bytes]) -> Sample:
     if len(images) != 1:
         raise DataError(
             f"The sample {quoted(key)} of {where} has {len(images)} images instead of one; a sample is NAME.jpg "
-            "(or .jpeg, .png, .webp) beside NAME.cls."
+            "(or .png, .webp, …) beside NAME.cls."
         )
     return Sample(parts[images[0]], _label(where, key, parts), f"{where}:{shown(key + images[0])}")
 
@@ -121,4 +130,4 @@ def shards_of(path: str | os.PathLike[str]) -> list[Path]:
     if not root.is_dir():
         return [root]
     names = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-    return sorted(entry for entry in root.iterdir() if entry.name.endswith(names))
+    return sorted(entry for entry in root.iterdir() if entry.name.endswith(names) and entry.name[0] != ".")

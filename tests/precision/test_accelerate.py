@@ -319,6 +319,69 @@ def test_clipping_after_reading_unscaled_gradients(level: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("level", "dtype", "options"),
+    [("O1", "fp16", {}), ("O2", "fp16", {}), ("O2", "bf16", {}), ("O2", "bf16", {"master": "remainder"}),
+     ("O3", "bf16", {})],
+)  # fmt: skip
+def test_clipping_takes_what_torchs_takes(level: str, dtype: str, options: dict[str, Any]) -> None:
+    """The optimizer, the model, its parameters or an iterator over them: the same norm and the same step."""
+    runs = []
+    for target in (
+        lambda model, opt: opt,
+        lambda model, opt: model,
+        lambda model, opt: model.parameters(),
+        lambda model, opt: [p for p in model.parameters() if p.grad is not None or level == "O2"],
+    ):
+        model, opt = made(level, dtype, **options)
+        norms = []
+        for step in range(2):
+            x, y = batch(step)
+            with penstock.scale_loss(F.cross_entropy(model(x), y), opt) as scaled:
+                backward(scaled)
+            norms.append(penstock.clip_grad_norm_(target(model, opt), 0.1).item())
+            opt.step()
+            opt.zero_grad()
+        runs.append((norms, dict(model.named_parameters())))
+    for norms, weights in runs[1:]:
+        assert norms == runs[0][0]
+        for name, weight in weights.items():
+            assert torch.equal(weight, runs[0][1][name]), name
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_some_parameters_leaves_the_others(level: str) -> None:
+    model, opt = made(level, "fp16")
+    x, y = batch()
+    with penstock.scale_loss(F.cross_entropy(model(x), y), opt) as scaled:
+        backward(scaled)
+    unscale_(opt)
+    weights = master_parameters(model, opt)
+    before = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+    name, some = next(iter(model.named_parameters()))
+    norm = penstock.clip_grad_norm_(some, 1e-4)
+    assert norm.item() == pytest.approx(before[name].norm().item(), rel=1e-4)
+    for other, weight in weights.items():
+        if weight.grad is not None:
+            share = 1e-4 / (norm.item() + 1e-6) if other == name else 1.0
+            torch.testing.assert_close(weight.grad, before[other] * share)
+
+
+def test_clipping_parameters_of_no_optimizer_is_torchs() -> None:
+    layer, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.load_state_dict(layer.state_dict())
+    for one in (layer, other):
+        one(torch.ones(2, 3)).sum().backward()
+    norm = penstock.clip_grad_norm_(layer.parameters(), 0.5)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(other.parameters(), 0.5))
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, other.weight.grad)
+    with pytest.raises(
+        ConfigError, match=r"was given str; give it the optimizer, the model, or model.parameters"
+    ):
+        penstock.clip_grad_norm_(["weight"], 1.0)  # type: ignore[list-item]
+
+
 def test_forgetting_scale_loss_is_said() -> None:
     model, opt = made("O1", "fp16")
     x, y = batch()

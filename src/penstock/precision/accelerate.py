@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, overload
 
@@ -38,6 +38,7 @@ from penstock.products.convert import convert_linears
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 """One model, a list or a tuple of them. What goes in comes out, of the very same type."""
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
+Target = Optimizer | nn.Module | Tensor
 _log = logging.getLogger(__name__)
 
 
@@ -206,17 +207,27 @@ def scale_loss(
         own.remember()
 
 
-def clip_grad_norm_(optimizer: Optimizer | Sequence[Optimizer], max_norm: float) -> Tensor:
-    """Scale the gradients of an accelerated optimizer, or of several taken together, so that their global 2-norm is at
-    most `max_norm`; returns the norm before, 0-d, on the device, without loss scale.
+def clip_grad_norm_(target: Target | Iterable[Target], max_norm: float) -> Tensor:
+    """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before, 0-d, on the device,
+    without loss scale.
 
-    Gradients are unscaled once, here or in the step, in the same pass. Raises ConfigError for an optimizer that was
-    not accelerated: `penstock.optim.clip_grad_norm_` serves those.
+    `target` is the accelerated optimizer, the model, its parameters, or several of one kind, which are taken together.
+    Parameters find the optimizer that was accelerated for them, with its loss scale and its master weights; those that
+    none was accelerated for are clipped as they are. Gradients are unscaled once, here or in the step, in the same
+    pass. Raises ConfigError for an optimizer that was not accelerated: `penstock.optim.clip_grad_norm_` serves those.
     """
     if not max_norm > 0.0:
         raise ConfigError(f"max_norm is {max_norm}, but must be above 0.")
-    listed = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    return scaling.clip([gradients_beside(one) for one in listed], max_norm)
+    listed = [target] if isinstance(target, Optimizer | nn.Module | Tensor) else list(target)
+    if any(isinstance(one, Optimizer) for one in listed):
+        return scaling.clip([gradients_beside(one) for one in listed], max_norm)  # type: ignore[arg-type]
+    parameters = [p for one in listed for p in (one.parameters() if isinstance(one, nn.Module) else [one])]
+    if wrong := next((p for p in parameters if not isinstance(p, Tensor)), None):
+        raise ConfigError(
+            f"clip_grad_norm_ was given {type(wrong).__name__}; give it the optimizer, the model, or "
+            "model.parameters()."
+        )
+    return scaling.clip_parameters([p for p in parameters if isinstance(p, Tensor)], max_norm)
 
 
 def unscale_(optimizer: Optimizer) -> None:

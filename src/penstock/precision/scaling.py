@@ -50,6 +50,7 @@ class Gradients:
         self._warned = False
         self.stash: list[tuple[Tensor, Tensor]] = []
         """Unscaled gradients of other losses, by parameter, to be added to those of the latest."""
+        _EVERY.add(self)
 
     # -- before a backward pass
 
@@ -225,6 +226,22 @@ class Gradients:
             *(masters.weights_of(self.optimizer) if masters is not None else ()),
         ]
 
+    def chosen(self, given: set[int]) -> tuple[list[Tensor], bool]:
+        """The optimizer's parameters that are given by their ids, or by those of their half weights, and whether no
+        other has a gradient. None where this optimizer was released."""
+        if self.optimizer.__dict__.get("_penstock") is not self:
+            return [], True
+        masters = self.session.masters
+        halves = (
+            {}
+            if masters is None
+            else {id(masters.master_of(w)): w for w in masters.weights_of(self.optimizer)}
+        )
+        pairs = [(p, halves.get(id(p), p)) for p in parameters_of(self.optimizer)]
+        found: list[Tensor] = [p for p, half in pairs if id(p) in given or id(half) in given]
+        ids = set(map(id, found))
+        return found, all(id(p) in ids or (p.grad is None and half.grad is None) for p, half in pairs)
+
     def forget(self) -> None:
         """Gradients are used up or thrown away."""
         self.unsynced = False
@@ -257,6 +274,31 @@ def unscale_gradients(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
     for found in founds.values():
         merged = torch.maximum(merged, found.to(first, non_blocking=True))
     return merged
+
+
+@torch.no_grad()
+def clip_parameters(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """Clip the gradients of parameters, taken as one vector, wherever they are: at themselves or at their masters."""
+    given = set(map(id, parameters))
+    picked = {own: found for own in list(_EVERY) if (found := own.chosen(given))[0]}
+    order = {id(p): at for at, p in enumerate(parameters)}
+    # In the order of the parameters, so that all ranks add up alike.
+    owners = sorted(picked, key=lambda own: min(order.get(id(p), len(order)) for p in own._given()))
+    owned = {id(p) for own in owners for p in own._given()}
+    free = [p for p in parameters if id(p) not in owned and p.grad is not None]
+    if owners and not free and all(whole for _, whole in picked.values()):
+        return clip(owners, max_norm)
+    for own in owners:
+        own.unscale()
+    chosen = [p for own in owners for p in picked[own][0]]
+    gradients = [p.grad for p in (*chosen, *free) if p.grad is not None]
+    norm = grad_norm(gradients)
+    divide_(gradients, clipping_divisor(norm, max_norm))
+    return norm
+
+
+_EVERY: weakref.WeakSet[Gradients] = weakref.WeakSet()
+"""All there are, so that parameters find theirs."""
 
 
 @torch.no_grad()

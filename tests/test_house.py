@@ -425,11 +425,11 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
     "(modules)": 1560,
-    "boundary": 1530,
+    "boundary": 1580,
     "checkpoint": 1980,
     "cli": 3620,
-    "config": 4410,
-    "data": 6100,
+    "config": 4430,
+    "data": 6110,
     "decode": 2550,
     "doctor": 450,
     "export": 780,

@@ -61,6 +61,10 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            {"model": "marian-base", "model.dropout": "0.2"},
+            "Did you mean 'model.encoder.dropout' or 'model.decoder.dropout'?",
+        ),
         ({"model": "gpt2", "model.image_size": "32"}, "belongs to the family vit, and this is decoder."),
         (
             {"model": "vit-s16", "model.vocabulary": "5"},

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.boundary.compressed import BROKEN, expanded
 from penstock.boundary.files import AnyPath, open_regular
 
 LINE_BYTES = 16 << 20
 """A longer line is not read."""
+_CHUNK = 1 << 16
 
 
 class Line(NamedTuple):
@@ -20,16 +23,21 @@ class Line(NamedTuple):
     problem: str = ""
 
 
-def read_lines(path: AnyPath, what: str, *, longest: int = LINE_BYTES) -> Iterator[Line]:
-    """The lines of the file `path`, in UTF-8 with or without a byte order mark, numbered from 1.
+def read_lines(
+    path: AnyPath, what: str, *, longest: int = LINE_BYTES, encoding: str = "utf-8"
+) -> Iterator[Line]:
+    """The lines of the file `path`, with or without a byte order mark, numbered from 1.
 
-    A line that is too long or no UTF-8 comes with its problem, and the next follows. What breaks the file itself is the
-    problem of the last line. At most `longest` bytes are held. Raises DataError for what is no file.
+    `encoding` is a text encoding that Python knows. A line that is too long or no UTF-8 comes with its problem, and
+    the next follows. What breaks the file itself is the problem of the last line. At most `longest` bytes are held.
+    Raises DataError for what is no file.
     """
     number = 0
     with open_regular(path, what) as file:
         try:
             with expanded(file) as stream:
+                if not _is_utf8(encoding):
+                    stream = io.BufferedReader(_Utf8(stream, encoding))
                 while raw := stream.readline(longest + 1):
                     number += 1
                     if len(raw) > longest:
@@ -42,6 +50,9 @@ def read_lines(path: AnyPath, what: str, *, longest: int = LINE_BYTES) -> Iterat
                         )
                         continue
                     yield _decoded(number, raw)
+        except UnicodeError as error:
+            why = f"it is not text in {encoding} ({error}); data.encoding says in which it is read"
+            yield Line(number + 1, "", f"the file cannot be read further: {why}")
         except BROKEN as error:
             why = str(error) or "its compressed data are broken"
             yield Line(number + 1, "", f"the file cannot be read further: {why}")
@@ -54,8 +65,50 @@ def _decoded(number: int, raw: bytes) -> Line:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        bad = f"byte {error.start + 1:,} is 0x{raw[error.start]:02x}"
-        return Line(number, "", f"it is not text in UTF-8: {bad}")
+        return Line(number, "", f"it is not text in UTF-8: {_other_encoding(number, raw, error.start)}")
     if "\0" in text:
-        return Line(number, "", "it holds the character NUL, so it is no text")
+        hint = (
+            ", as UTF-16 does (data.encoding utf-16-le reads that)"
+            if text.count("\0") > len(text) / 4
+            else ""
+        )
+        return Line(number, "", f"it holds the character NUL{hint}, so it is no text")
     return Line(number, text)
+
+
+def _other_encoding(number: int, raw: bytes, place: int) -> str:
+    """The byte that is no UTF-8, and the encoding that it is likely to be of."""
+    if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "it begins as UTF-16 does; set data.encoding to utf-16"
+    bad = f"byte {place + 1:,} is 0x{raw[place]:02x}"
+    letter = raw[place : place + 1].decode("cp1252", "replace")
+    if not letter.isprintable() or letter == "\ufffd":
+        return bad
+    return f"{bad}, which is {letter} in Latin-1; if that is right, set data.encoding to latin-1 or cp1252"
+
+
+def _is_utf8(encoding: str) -> bool:
+    return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
+
+
+class _Utf8(io.RawIOBase):
+    """A stream of bytes in another encoding, as UTF-8."""
+
+    def __init__(self, stream: io.BufferedIOBase, encoding: str) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._held = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises UnicodeDecodeError for bytes that the encoding does not have."""
+        while not self._held:
+            read = self._stream.read(_CHUNK)
+            self._held = self._decoder.decode(read, not read).encode("utf-8")
+            if not read:
+                break
+        given, self._held = self._held[: len(buffer)], self._held[len(buffer) :]
+        buffer[: len(given)] = given
+        return len(given)

@@ -256,10 +256,10 @@ class _Node:
 
     def _unknown(self, dotted: str, key: str, layer: _Layer, path: str) -> None:
         others = [family_of(arm) for arm in self.arms if key in field_types(arm)]
-        inside = [place for place in places_of(key, self.cls) if "." in place]
+        inside = [f"{path}{place}" for place in places_of(key, self.cls) if "." in place]
         near = f" Did you mean {' or '.join(map(repr, inside))}?" if inside else ""
         near = near or nearest(key, field_types(self.cls))
-        if others:
+        if others and not inside:
             near = f" It belongs to the family {' or '.join(others)}, and this is {family_of(self.cls)}."
         where = f"{path[:-1]} takes" if path else "known are"
         known = f"{where} {', '.join(field_types(self.cls))}."

@@ -70,6 +70,10 @@ class DataConfig(Checked, where="data"):
     columns: tuple[str, ...] = ()
     """Columns of a table that are read: text, or first and second text, then the label. Numbers from 1 name those of a
     table without a first line of names."""
+    separator: FilledText = "auto"
+    """Character between cells of a table: `auto` (a comma in `.csv`, a tab in `.tsv`), `;`, `|`, `tab` or another."""
+    encoding: FilledText = "utf-8"
+    """Encoding of text files, by a name that Python knows: `utf-16`, `latin-1`, `cp1252`, `shift_jis`."""
     packed: bool = True
     """Whether documents of running text fill samples behind each other. If not, a sample is one document, or a piece of
     one, and padded."""
@@ -95,6 +99,13 @@ class DataConfig(Checked, where="data"):
         return tuple((source, _weight(weight) / total if total else 0.0) for source, _, weight in pairs)
 
     def _problems(self) -> Iterator[str]:
+        if (len(self.separator) > 1 and self.separator not in ("auto", "tab")) or self.separator in '"\r\n':
+            yield f"data.separator is {quoted(self.separator)}, but must be auto, tab, or one character such as ;."
+        if not _is_encoding(self.encoding):
+            yield (
+                f"data.encoding is {quoted(self.encoding)}, but must be a text encoding that Python knows, such as "
+                "utf-8, utf-16, latin-1 or cp1252."
+            )
         parts = self.parts()
         for source, share in parts:
             kind, _, path = source.partition(":")
@@ -107,6 +118,14 @@ class DataConfig(Checked, where="data"):
                 yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."
             elif len(parts) > 1 and kind in ("auto", "digits", "imagefolder"):
                 yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        "a".encode(name)
+    except (LookupError, ValueError):
+        return False
+    return True
 
 
 def _weight(text: str) -> float:

@@ -7,18 +7,21 @@ import gzip
 import io
 import logging
 import lzma
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.boundary import compressed
 from penstock.boundary.text import LINE_BYTES, read_lines
+from penstock.config.run import DataConfig
 from penstock.data.text.build import Bad, Found, Row, Shape
 from penstock.data.text.columns import Columns
 from penstock.data.text.documents import files_of, read_files, splits_of
 from penstock.data.text.packing import TextPacking, pack_text
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError
 
 DOCUMENTS = Columns("document", (), Shape(form="documents"))
 PAIRS = Columns("pair", (), Shape(form="rows", fields=2, labels=True))
@@ -89,7 +92,11 @@ def test_broken_utf_8_is_named_by_line_and_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"good\nbad \xc3\x28\ngood\nNUL \0\n")
     assert problems(path) == [
-        (2, "it is not text in UTF-8: byte 5 is 0xc3"),
+        (
+            2,
+            "it is not text in UTF-8: byte 5 is 0xc3, which is Ã in Latin-1; if that is right, set data.encoding to "
+            "latin-1 or cp1252",
+        ),
         (4, "it holds the character NUL, so it is no text"),
     ]
     assert texts(path) == [("good\ngood\n",)]
@@ -119,6 +126,58 @@ def test_a_line_of_two_gigabytes_is_passed_over(tmp_path: Path) -> None:
         file.truncate(2 << 30)
     assert _peak_of(lambda: found(path)) < 3 * LINE_BYTES
     assert [line.number for line in read_lines(path, "The text file")] == [1, 2]
+
+
+@pytest.mark.parametrize("separator", [";", "|", "tab", ":"])
+def test_cells_are_separated_as_is_said(tmp_path: Path, separator: str) -> None:
+    path, data = tmp_path / "a.csv", DataConfig(separator=separator)
+    mark = "\t" if separator == "tab" else separator
+    quoted = "Is it, now?" if separator == "tab" else f'"Is it{mark} now?"'
+    path.write_text(f"text{mark}label\nAll is well.{mark}good\n{quoted}{mark}bad\n")
+    columns = replace(SINGLE, separator=data.separator)
+    rows = [row for row in read_files([path], columns) if isinstance(row, Row)]
+    assert [row.label for row in rows] == ["good", "bad"]
+    assert rows[1].texts[0] == quoted.strip('"')
+    with pytest.raises(
+        DataError, match=f"set data.separator to '{re.escape(separator)}'" if mark != ":" else "Name 2"
+    ):
+        list(read_files([path], replace(columns, separator="auto")))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le", "cp1252", "shift_jis", "utf-8-sig"])
+def test_files_in_other_encodings_are_read(tmp_path: Path, encoding: str) -> None:
+    lines = [
+        "Grüße aus Köln" if encoding != "shift_jis" else "日本語の文",
+        "ĊĀ" if "utf" in encoding else "x",
+        "end",
+    ]
+    for name, content in (("a.txt", (t := "\r\n".join(lines))), ("b.txt.gz", t)):
+        raw = content.encode(encoding)
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+        read = list(read_lines(tmp_path / name, "The text file", encoding=encoding))
+        assert [line.text for line in read] == lines
+        assert [line.number for line in read] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("raw", "hint"),
+    [("grün".encode("latin-1"), "0xfc, which is ü in Latin-1; if that is right, set data.encoding to latin-1"),
+     ("grün".encode("utf-16"), "begins as UTF-16 does; set data.encoding to utf-16"),
+     ("grn".encode("utf-16-le"), "the character NUL, as UTF-16 does")],
+)  # fmt: skip
+def test_the_likely_encoding_is_named(tmp_path: Path, raw: bytes, hint: str) -> None:
+    (tmp_path / "a.txt").write_bytes(raw)
+    assert hint in next(read_lines(tmp_path / "a.txt", "The text file")).problem
+
+
+def test_what_another_encoding_lacks_ends_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc")  # half a letter at its end
+    (line,) = read_lines(tmp_path / "a.txt", "The text file", encoding="utf-16-le")
+    assert "it is not text in utf-16-le" in line.problem
+    with pytest.raises(ConfigError, match="must be a text encoding that Python knows"):
+        DataConfig(encoding="zip")
+    with pytest.raises(ConfigError, match="must be auto, tab, or one character"):
+        DataConfig(separator="; ")
 
 
 def _peak_of(action: object) -> int:

@@ -56,6 +56,8 @@ class Columns:
     form: str
     given: tuple[str, ...]
     shape: Shape
+    separator: str = "auto"
+    encoding: str = "utf-8"
 
     @property
     def count(self) -> int:
@@ -75,9 +77,14 @@ class Columns:
         asked = (
             f"lacks {', '.join(map(quoted, self.given))}" if self.given else f"has no known columns of {due}"
         )
-        raise DataError(
-            f"{path} {asked}; its columns are {quoted(', '.join(names), 300)}. Name {self.count} with data.columns."
-        )
+        its = f"{path} {asked}; its columns are {quoted(', '.join(names), 300)}."
+        if len(names) == 1 and (parts := {c: names[0].count(c) for c in ";\t|," if c in names[0]}):
+            likely = max(parts, key=lambda c: parts[c])
+            word = "tab" if likely == "\t" else likely
+            raise DataError(
+                f"{its} If its cells are separated by {quoted(likely)}, set data.separator to {quoted(word)}."
+            )
+        raise DataError(f"{its} Name {self.count} with data.columns.")
 
 
 def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str, line: int) -> Found:

@@ -114,22 +114,23 @@ def _rows(path: Path, suffix: str, columns: Columns) -> Iterator[Found]:
     if suffix in (".jsonl", ".ndjson", ".json"):
         return _json_lines(path, columns)
     if suffix in (".tsv", ".csv"):
-        return _table(path, "\t" if suffix == ".tsv" else ",", columns)
+        usual = "\t" if suffix == ".tsv" else ","
+        return _table(path, {"auto": usual, "tab": "\t"}.get(columns.separator, columns.separator), columns)
     if columns.shape.form == "rows":
         raise DataError(
             f"{shown(path)} is no table. Rows are read of files that end in {', '.join(TABLES)}; text alone, without "
             "columns, trains language models."
         )
-    return _document(path)
+    return _document(path, columns.encoding)
 
 
-def _document(path: Path) -> Iterator[Found]:
+def _document(path: Path, encoding: str) -> Iterator[Found]:
     """A text file is one document, in pieces that end with a line."""
     where = shown(path)
     begun = False
     held: list[str] = []
     size, first = 0, 1
-    for line in read_lines(path, _DESCRIPTION):
+    for line in read_lines(path, _DESCRIPTION, encoding=encoding):
         if line.problem:
             yield Bad(where, line.number, line.problem)
             continue
@@ -147,7 +148,7 @@ def _document(path: Path) -> Iterator[Found]:
 def _json_lines(path: Path, columns: Columns) -> Iterator[Found]:
     where = shown(path)
     names: list[str] = []
-    for line in read_lines(path, _DESCRIPTION):
+    for line in read_lines(path, _DESCRIPTION, encoding=columns.encoding):
         if line.problem:
             yield Bad(where, line.number, line.problem)
             continue
@@ -167,13 +168,13 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[Found]:
 
 
 def _table(path: Path, separator: str, columns: Columns) -> Iterator[Found]:
-    """Tabs separate without quotes, as in GLUE's and XNLI's files; commas with them, as in RFC 4180."""
+    """Tabs separate without quotes, as in GLUE's and XNLI's files; others with them, as commas in RFC 4180."""
     where = shown(path)
     names: list[str] = []
     places: list[int] = [int(name) - 1 for name in columns.given] if columns.by_number else []
     if places:
         names, width = list(columns.given), max(places) + 1
-    lines = read_lines(path, _DESCRIPTION)
+    lines = read_lines(path, _DESCRIPTION, encoding=columns.encoding)
     for number, cells, problem in _cells(lines, separator):
         if problem:
             yield Bad(where, number, problem)
@@ -208,7 +209,7 @@ def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[st
         cells: list[str] = []
         if not problem:
             try:
-                cells = next(csv.reader(["\n".join(held)], strict=True), [])
+                cells = next(csv.reader(["\n".join(held)], delimiter=separator, strict=True), [])
             except csv.Error as error:
                 problem = f"it is no row of a table: {error}"
         yield line.number, cells, problem

@@ -37,6 +37,10 @@ class TextPacking(Checked):
     """Form of a row of text: `auto` is `pair` for pairs:PATH and numbers, else a `document`."""
     columns: tuple[str, ...] = ()
     """Columns of a table of text that are read, as `data.columns`."""
+    separator: FilledText = "auto"
+    """Character between the cells of a table, as `data.separator`."""
+    encoding: FilledText = "utf-8"
+    """Encoding of the files, as `data.encoding`."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """`fail` stops at a line or row that cannot be read. `skip` leaves it out and logs it, up to 1 % of the rows."""
     limit: Count | None = None
@@ -61,7 +65,8 @@ def pack_text(source: str, target: Path, packing: TextPacking | None = None) -> 
     trained = _TRAINED.fullmatch(packing.tokenizer)
     data = DataConfig(
         source=source, tokenizer="bytes" if trained else packing.tokenizer, columns=packing.columns,
-        bad_rows=packing.bad_rows, limit=packing.limit, streaming=packing.streaming,
+        bad_rows=packing.bad_rows, limit=packing.limit, streaming=packing.streaming, separator=packing.separator,
+        encoding=packing.encoding,
     )  # fmt: skip
     kind, _, path = source.partition(":")
     form: Form

@@ -61,13 +61,15 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
     of a translation is its label."""
     labelled = form == "translation" and len(data.columns) == 3
     shape = shape_of(data, form, labelled=labelled)
-    columns = Columns(form, data.columns, shape)
+    columns = Columns(form, data.columns, shape, data.separator, data.encoding)
     if kind in ("text", "pairs"):
         files = files_of(path)
         parts = splits_of(files, path)
         sums = [[digest(file) for file in part] for part in parts]
         size = sum(file.stat().st_size for part in parts for file in part)
-        return Content([read_files(part, columns) for part in parts], [sums], size, labelled)
+        plain = (data.separator, data.encoding) == ("auto", "utf-8")
+        identity: list[object] = [sums] if plain else [sums, data.separator, data.encoding]
+        return Content([read_files(part, columns) for part in parts], identity, size, labelled)
     if kind == "hf":
         from penstock.data.text.hub import hub_rows
 

@@ -36,7 +36,10 @@ MEASURED = Machine(
 
 
 def test_the_shipped_machines() -> None:
-    assert known_machines() == ("v100", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x")
+    assert known_machines() == (
+        "v100", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x", "mi325x", "h20", "l40s", "l4", "a10", "t4",
+        "rtx-3090", "rtx-4090", "rtx-5090",
+    )  # fmt: skip
     for name in known_machines():
         machine = load_machine(name)
         assert (machine.name, machine.device, machine.source) == (name, "cuda", "datasheet")
@@ -45,6 +48,8 @@ def test_the_shipped_machines() -> None:
             assert 0.5 < rate / machine.peak_flops[kind] < 1, "a sweep reached half the peak or more"
         assert machine.peak_flops["fp32"] < machine.peak_flops["fp16"]
     assert load_machine("H100") is load_machine("h100")
+    for name in ("4090", "RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"):
+        assert load_machine(name) is load_machine("rtx-4090")
 
 
 def test_types_that_a_chip_lacks_are_absent() -> None:
@@ -64,6 +69,13 @@ def test_storing_gives_the_same_machine_back(tmp_path: Path, suffix: str) -> Non
 def test_unknown_machines_are_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no machine 'a100-80'\. Did you mean 'a100-80g'"):
         load_machine("a100-80")
+    with pytest.raises(ConfigError, match=r"Did you mean 'a100-40g' or 'a100-80g'"):
+        load_machine("a100")
+    with pytest.raises(ConfigError, match=r"no machine 'h10'\. Did you mean 'h100'\?"):
+        load_machine("h10")
+    for stranger in ("4080", "gtx-1080", "w7900", "tpu-v5e", "9"):
+        with pytest.raises(ConfigError, match=rf"no machine '{stranger}'\. Give one of"):
+            load_machine(stranger)
     with pytest.raises(
         ConfigError, match=r"The machine file nowhere\.toml cannot be read: it does not exist"
     ):
@@ -128,7 +140,14 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("AMD Instinct MI300X OAM", 206e9, "mi300x"),
         ("NVIDIA B200", 191e9, "b200"),
         ("NVIDIA GB200", 191e9, None),
-        ("NVIDIA GeForce RTX 3090", 25e9, None),
+        ("NVIDIA GeForce RTX 3090", 25e9, "rtx-3090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 17e9, None),
+        ("NVIDIA GeForce RTX 3060", 12e9, None),
+        ("Tesla T4", 15.8e9, "t4"),
+        ("NVIDIA L4", 24e9, "l4"),
+        ("NVIDIA L40S", 48e9, "l40s"),
+        ("NVIDIA A10G", 24e9, None),
+        ("NVIDIA H20", 102e9, "h20"),
     ],
 )
 def test_devices_are_known_by_their_names(device: str, memory: float, name: str | None) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.boundary.files import quoted, shown, write_text
-from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, PositiveShare, nearest
+from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, PositiveShare
 from penstock.config.load import dump_toml, from_dict, read_file, to_dict
 from penstock.errors import ConfigError
 
@@ -178,20 +179,32 @@ def known_machines() -> tuple[str, ...]:
 
 
 def load_machine(name_or_path: str | Path) -> Machine:
-    """Load a shipped Machine by name (`h100`), or one that `save_machine` stored (a path ending in .toml or
-    .json).
+    """Load a shipped Machine by name (`h100`, `rtx-4090`, `RTX 4090` or `4090`), or one that `save_machine` stored (a
+    path ending in .toml or .json).
 
-    Raises `ConfigError` naming the nearest shipped machine, or the problems of the file.
+    Raises `ConfigError` naming shipped machines of the same kind, or the problems of the file.
     """
     name = str(name_or_path)
     if name.lower() in _datasheets():
         return _datasheets()[name.lower()][0]
     if Path(name).suffix not in (".toml", ".json"):
+        bare = _bare(name)
+        if alike := [one for one in known_machines() if _bare(one) == bare]:
+            return _datasheets()[alike[0]][0]
+        kin = [one for one in known_machines() if len(bare) > 1 and _bare(one).startswith(bare)]
+        kin = kin or [one for one in known_machines() if bare.startswith(_bare(one))]
+        kin = kin or difflib.get_close_matches(bare, known_machines(), n=1, cutoff=0.8)
+        near = f" Did you mean {' or '.join(map(repr, kin))}?" if kin else ""
         raise ConfigError(
-            f"There is no machine {quoted(name)}.{nearest(name.lower(), known_machines())} Give one of "
+            f"There is no machine {quoted(name)}.{near} Give one of "
             f"{', '.join(known_machines())}, or the path of a file that `penstock probe --output FILE` wrote."
         )
     return from_dict(Machine, read_file(name, "The machine file"), origin=shown(name))
+
+
+def _bare(name: str) -> str:
+    """The name of a chip without the words around it: `4090` of `NVIDIA GeForce RTX 4090`."""
+    return re.sub(r"nvidia|amd|geforce|instinct|tesla|rtx|[^a-z0-9]", "", name.lower()[:200])
 
 
 def save_machine(machine: Machine, path: str | Path) -> Path:
@@ -247,6 +260,8 @@ def match_datasheet(device_name: str, memory_bytes: float) -> Machine | None:
     `memory_bytes` decides between sizes of the same chip. The result keeps the datasheet's figures.
     """
     words = re.split(r"[^a-z0-9]+", device_name.lower())
+    if "laptop" in words:  # another chip under the same name
+        return None
     fitting = [machine for machine, match in _datasheets().values() if any(word in words for word in match)]
     if not fitting:
         return None

@@ -428,7 +428,7 @@ LINES = {
     "boundary": 1580,
     "checkpoint": 1980,
     "cli": 3620,
-    "config": 4430,
+    "config": 4480,
     "data": 6110,
     "decode": 2550,
     "doctor": 450,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +57,23 @@ def test_presets_know_their_names() -> None:
 def test_tokens_count_the_class_token() -> None:
     assert ViTConfig().tokens == 197
     assert ViTConfig(classifier="pooled").tokens == 196
+
+
+def test_a_path_alone_is_answered_with_the_form_that_fits(tmp_path: Path) -> None:
+    files = {
+        "photos/cat/1.JPG": "imagefolder:{}", "photos/dog/2.png": "imagefolder:{}",
+        "flat/1.jpg": "no folder for each class",
+        "rows.csv": "text:{}, or pairs:{} for rows of two texts", "notes/a.txt": "text:{}", "notes/b.md": "text:{}",
+        "shards/0.tar": "penstock pack {} TARGET", "packed/manifest.json": "pack:{}", "strange/x.bin": "hf:NAME.",
+    }  # fmt: skip
+    for name, words in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        given = tmp_path / name.split("/")[0]
+        with pytest.raises(ConfigError, match=re.escape(words.replace("{}", str(given)))):
+            DataConfig(source=str(given))
+    with pytest.raises(ConfigError, match=r"There is nothing at .*/nowhere either"):
+        DataConfig(source=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="Did you mean 'stdlib'"):
+        DataConfig(source="stdlb")

@@ -70,7 +70,8 @@ def _fetched(hub: object, options: dict[str, object]) -> Path:
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         raise EnvironmentProblem(
-            f"{name} is not in the cache of the Hugging Face hub ({_home()}), and cannot be fetched: "
+            f"There is no folder {name}. As a name on the Hugging Face hub it is not in the cache ({_home()}), and "
+            "cannot be fetched: "
             f"{_reason(error)}. {OFFLINE.format(name=name)}"
         ) from error
 

@@ -23,7 +23,7 @@ def export(
     Parameters
     ----------
     model
-        A run's export, a folder that transformers wrote, or a name on the Hugging Face hub.
+        A run's folder or its export, a folder that transformers wrote, or a name on the Hugging Face hub.
     target
         The folder to write to.
     to

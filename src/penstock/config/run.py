@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Final, Literal
 
-from penstock.boundary.files import quoted
+from penstock.boundary.files import quoted, shown
+from penstock.boundary.images import EXTENSIONS
 from penstock.config.convert import (
     Checked,
     Count,
@@ -41,6 +45,7 @@ TaskName = Literal[
     "embedding",
 ]
 SOURCES = ("auto", "digits", "stdlib", "numbers", "names", "imagefolder", "text", "pairs", "pack", "hf")
+_TABLES, _TEXTS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet"), (".txt", ".text", ".md")
 _WITHOUT_PATH = ("auto", "digits", "stdlib")
 _WITH_PATH = ("imagefolder", "text", "pairs", "pack", "hf")
 _WEIGHTED = r"[^=]+=[0-9.]+"
@@ -112,12 +117,44 @@ class DataConfig(Checked, where="data"):
             if kind not in SOURCES or (kind in _WITH_PATH and not path) or (kind in _WITHOUT_PATH and path):
                 yield (
                     f"data.source is {quoted(source)}, but must be auto, digits, stdlib, numbers, names, "
-                    f"imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or hf:NAME.{nearest(kind, SOURCES)}"
+                    "imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
+                    f"hf:NAME.{likely_source(source) or nearest(kind, SOURCES)}"
                 )
             elif share <= 0:
                 yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."
             elif len(parts) > 1 and kind in ("auto", "digits", "imagefolder"):
                 yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
+
+
+def likely_source(path: str) -> str:
+    """` The folder … write imagefolder:…`: the form of a source that a path lacks, by what is there; "" if nothing is.
+    At most some hundred names are looked at."""
+    named = shown(path)
+    if os.path.isfile(path):
+        if path.lower().endswith(_TABLES):
+            return f" That is a table: write text:{named}, or pairs:{named} for rows of two texts."
+        return f" That is a file: write text:{named} if it is text." if path.lower().endswith(_TEXTS) else ""
+    if not os.path.isdir(path):
+        return f" There is nothing at {named} either." if os.sep in path else ""
+    names = {
+        os.path.relpath(os.path.join(folder, name), path)
+        for folder, _, files in itertools.islice(os.walk(path), 8)
+        for name in files[:50]
+        if name[0] != "."
+    }
+    kinds = Counter(os.path.splitext(name)[1].lower() for name in names)
+    if any(os.path.basename(name) == "manifest.json" for name in names):
+        return f" That is a pack: write pack:{named}."
+    if any(kinds[kind] for kind in EXTENSIONS):
+        inside = all(os.sep in name for name in names if name.lower().endswith(EXTENSIONS))
+        if inside:
+            return f" That is a folder of class folders with images: write imagefolder:{named}."
+        return f" That folder has images, but no folder for each class, which imagefolder:{named} needs."
+    if kinds[".tar"]:
+        return f" That folder has tar shards: pack them with `penstock pack {named} TARGET`, and write pack:TARGET."
+    if any(kinds[kind] for kind in (*_TABLES, *_TEXTS)):
+        return f" That is a folder of text: write text:{named}, or pairs:{named} for rows of two texts."
+    return ""
 
 
 def _is_encoding(name: str) -> bool:

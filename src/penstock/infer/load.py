@@ -87,8 +87,6 @@ def loaded(
         module = model
     else:
         folder = local_weights(model)
-        if not (folder / "config.json").is_file() and (folder / "export" / "config.json").is_file():
-            folder = folder / "export"  # the folder of a run
         module = from_pretrained(folder)
         said, first = said_in(folder), _pooled_first(folder)
         if tokenizer is None:

@@ -41,7 +41,7 @@ def serve(
             "penstock serve needs a model: a run's export, or a folder that transformers wrote."
         )
     folder = Path(config.model)
-    if not folder.is_dir():
+    if not (folder / "config.json").is_file():
         from penstock.models.convert.hub import (
             local_weights,  # this process is light: the hub's part knows torch
         )

@@ -98,7 +98,8 @@ def test_a_name_in_no_cache_is_a_sentence_with_the_remedy_and_quick(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     said, seconds = done.stdout.strip().splitlines()
     assert said.startswith(
-        f"{NAME} is not in the cache of the Hugging Face hub ({tmp_path}/hub), and cannot be fetched"
+        f"There is no folder {NAME}. As a name on the Hugging Face hub it is not in the cache ({tmp_path}/hub), and "
+        "cannot be fetched"
     )
     assert ("HF_HUB_OFFLINE is set" in said) == (offline == "1")
     assert f"hf download {NAME}" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from safetensors.torch import save_file
 from penstock.config.model import ViTConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import Model
-from penstock.models.convert import from_pretrained, read_state_dict, save_pretrained
+from penstock.models.convert import from_pretrained, model_in, read_state_dict, save_pretrained
+from penstock.models.convert.hub import local_weights
 
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
 VARIANTS: list[dict[str, Any]] = [
@@ -212,3 +214,19 @@ def test_the_names_of_older_versions_are_read(tmp_path: Path) -> None:
     values["penstock"] = {"activation": values["penstock"].pop("mlp"), **values["penstock"]}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert from_pretrained(tmp_path).config == config
+
+
+def test_a_model_is_named_alike_everywhere(tmp_path: Path) -> None:
+    """A run's folder is its export, and what is no folder is said to be none before the hub is spoken of."""
+    model = Model(TINY)
+    save_pretrained(model, tmp_path / "run" / "export")
+    for source in (tmp_path / "run", tmp_path / "run" / "export", str(tmp_path / "run")):
+        assert local_weights(source) == tmp_path / "run" / "export"
+        assert model_in(source) == model.config
+    for name in ("nope", "no/such/folder"):
+        with pytest.raises(
+            ConfigError, match=rf"There is no folder {re.escape(str(tmp_path / name))}\. Give a run's"
+        ):
+            from_pretrained(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"has no config\.json, nor has an export in it"):
+        from_pretrained(tmp_path)

@@ -17,15 +17,17 @@ _FILES = (
 
 
 def local_weights(source: str | Path) -> Path:
-    """A path as it is; of a name on the hub (`google/vit-base-patch16-224`, with `@REVISION` if you like) the folder
-    in the cache, to which it is fetched once. Only safetensors, what says how to use them, and a tokenizer's files are
-    fetched.
+    """A path as it is, or of a run's folder that of its export; of a name on the hub (`google/vit-base-patch16-224`,
+    with `@REVISION` if you like) the folder in the cache, to which it is fetched once. Only safetensors, what says
+    how to use them, and a tokenizer's files are fetched.
 
     Raises:
         ConfigError: neither a path nor a model on the hub, or one without safetensors.
         EnvironmentProblem: there is no network, or the extra `hf` is missing.
     """
     path = Path(source)
+    if not (path / "config.json").is_file() and (path / "export" / "config.json").is_file():
+        return path / "export"
     if path.exists() or not _NAME.fullmatch(str(source)):
         return path
     folder = hub_folder(str(source), _FILES, enough=lambda folder: any(folder.glob("*.safetensors")))

@@ -28,6 +28,9 @@ from penstock.models.convert.vit import to_hf, unrepresentable
 from penstock.models.model import Model
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
+GIVE = (
+    "Give a run's folder, one that transformers or save_pretrained wrote, or a name on the Hugging Face hub."
+)
 _OWN = "penstock_"
 """The beginning of the model types of our own, which goes before the family."""
 
@@ -109,8 +112,10 @@ def model_in(source: str | Path) -> ModelConfig | None:
 
 def read_config(folder: Path) -> ModelConfig:
     """The model that the config.json of a folder describes. Raises as `from_pretrained`."""
+    if not folder.exists():
+        raise ConfigError(f"There is no folder {shown(folder)}. {GIVE}")
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json; give the folder that save_pretrained wrote.")
+        raise ConfigError(f"{shown(folder)} has no config.json, nor has an export in it. {GIVE}")
     values = read_json(folder / "config.json")
     if "model_type" not in values and "architecture" in values:
         raise ConfigError(

@@ -17,10 +17,13 @@ import yaml
 
 from penstock.cli import app, main
 from penstock.cli.launch import launch as verb
-from penstock.cli.launch import python_arguments
+from penstock.cli.launch import names_no_degree, python_arguments
 from penstock.config.plan import Plan
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, ExitCode
+from penstock.launch import ELASTIC
 from penstock.launch.verdict import FINAL
+from penstock.train.prepare import as_many_ranks_as_there_are
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 
@@ -82,6 +85,38 @@ def test_a_missing_package_is_told_once(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("No module named 'no_such_package'") == 1, done.stderr
     assert "restarted" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "replicas"),
+    [
+        (["gpt-tiny"], True),
+        (["gpt-tiny", "--plan", "precision=O1 micro_batch=4"], True),
+        (["gpt-tiny", "--plan", "dp=1"], False),
+        (["gpt-tiny", "--plan.tp", "2"], False),
+        (["--config", "none.toml"], True),
+        (["--config", "line.toml"], False),
+        (["--config", "table.toml"], False),
+        (["-m", "http.server"], False),
+        (["generate", "nowhere"], False),
+    ],
+)
+def test_ranks_are_replicas_where_no_plan_says_what_they_share(
+    words: list[str], replicas: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, plan in (("none", "seed = 1"), ("line", 'plan = "dp=2"'), ("table", "[plan]\ndp = 2")):
+        (tmp_path / f"{name}.toml").write_text(f'model = "gpt-tiny"\n{plan}\n')
+    assert names_no_degree(python_arguments(words)) == replicas
+
+
+def test_replicas_keep_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ELASTIC, "1")
+    monkeypatch.setattr("penstock.train.prepare.launched", lambda: 4)
+    plan = as_many_ranks_as_there_are(RunConfig(plan=Plan(micro_batch=8, accumulate=3))).plan
+    assert (plan.dp, plan.global_batch) == (4, 24)
+    monkeypatch.delenv(ELASTIC)
+    assert as_many_ranks_as_there_are(RunConfig()).plan.dp == 1
 
 
 @pytest.mark.parametrize("program", [[], ["-m"]])

@@ -156,7 +156,7 @@ _INSTEAD: dict[str, Any] = {
     "penstock.probe.probe": _probe,
     "penstock.probe.keep": lambda machine: None,
     "penstock.doctor.examine": lambda **_: [],
-    "penstock.launch.agent.launch": lambda command, settings, tell: 0,
+    "penstock.launch.agent.launch": lambda command, settings, tell, replicas: 0,
     "penstock.cli.plan_layouts.explore": _enough,
     "penstock.cli.run.run_script": _enough,
     "penstock.cli.demo._run": _enough,

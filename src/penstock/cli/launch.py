@@ -13,11 +13,13 @@ from cyclopts import Parameter
 
 from penstock.boundary.files import read_bytes
 from penstock.config.load import read_file
+from penstock.config.plan import Plan
 from penstock.config.recipes import require_startable
 from penstock.errors import ConfigError
 from penstock.launch.settings import LaunchSettings
 
 _DEFAULTS = LaunchSettings()
+DEGREES = {"dp", "tp", "pp", "cp"}
 _VERBS = ("train", "generate")
 """Verbs that run on several ranks."""
 
@@ -40,7 +42,27 @@ def launch(
     command = python_arguments(list(program), elastic=settings.elastic)
     from penstock.launch.agent import launch as run
 
-    return run(command, settings, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    return run(
+        command,
+        settings,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+        replicas=names_no_degree(command),
+    )
+
+
+def names_no_degree(command: list[str]) -> bool:
+    """Whether a command trains and says nowhere how ranks share the work, so that they are replicas."""
+    if command[:3] != ["-m", "penstock", "train"]:
+        return False
+    from penstock.cli import app
+
+    given = app.parse_args(command[2:], exit_on_error=False, print_error=False)[1].kwargs
+    named: set[str] = set()
+    file = given.get("config")
+    for plan in (given.get("setting__plan"), read_file(file).get("plan") if file else None):
+        named |= Plan.named(plan) if isinstance(plan, str) else set(plan or ())
+    named |= {name.removeprefix("setting__plan__") for name in given if name.startswith("setting__plan__")}
+    return named.isdisjoint(DEGREES)
 
 
 def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:

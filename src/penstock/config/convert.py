@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import INTEGERS, control_character, parse_json
+from penstock.config.formats import level_of
 from penstock.config.kinds import accepts_none, arms_of, describe, field_types, is_union, required_fields
 from penstock.errors import ConfigError
 
@@ -172,7 +173,9 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
         options = typing.get_args(kind)
         if isinstance(value, str) and value in options:
             return value
-        hint = nearest(value, options) if isinstance(value, str) else ""
+        hint = ""
+        if isinstance(value, str):
+            hint = (level_of(value) if "O1" in options else "") or nearest(value, options)
         raise BadValue(value, f"must be {describe(kind)}.{hint}")
     if origin is tuple:
         return _convert_items(value, typing.get_args(kind)[0], kind, text=text)

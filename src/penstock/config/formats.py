@@ -44,6 +44,23 @@ BYTES: dict[Dtype, float] = {name: format.bytes for name, format in FORMATS.item
 HALVES: tuple[HalfDtype, ...] = ("bf16", "fp16")
 """The formats of half precision."""
 
+_HALF = "O1 with dtype={0} is autocast, and O2 keeps weights in {0} with fp32 masters."
+_LEVELS_OF: dict[str, str] = {
+    **dict.fromkeys(
+        ("bf16", "bfloat16", "bf16-mixed", "bf16-true", "half", "mixed", "amp"), _HALF.format("bf16")
+    ),
+    **dict.fromkeys(("fp16", "float16", "16", "16-mixed", "16-true"), _HALF.format("fp16")),
+    **dict.fromkeys(("fp32", "float32", "32", "32-true", "full", "no"), "O0 is fp32 throughout."),
+    "tf32": "O0 with matmul=high multiplies in TF32.",
+    "fp8": "O1 with products=fp8 multiplies in fp8.",
+}
+
+
+def level_of(word: str) -> str:
+    """` O1 … is autocast …`: the levels of precision that a type, or another program's word for it, means; or ""."""
+    return f" {said}" if (said := _LEVELS_OF.get(word.lower())) else ""
+
+
 Products = Literal["plain", "packed", "fp8", "fp8_tensorwise", "int8", "int8_weights", "int4"]
 Scales = Literal["none", "tensorwise", "rowwise", "groups"]
 

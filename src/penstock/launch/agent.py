@@ -17,12 +17,15 @@ from penstock.launch.verdict import tell as lines_of
 from penstock.leftovers import temporary
 
 
-def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[str], None]) -> int:
+def launch(
+    program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[str], None], replicas: bool = False
+) -> int:
     """Run `program` as this node's ranks, and restart all of them after a fault. Returns the command's exit code.
 
     `program` is what follows `python`: a script or `-m`, a module, and their arguments. Its ranks must resume by
-    themselves, as `penstock train` does from the newest checkpoint that verifies. `tell` shows a line. When this
-    returns, or is killed, it leaves no process behind.
+    themselves, as `penstock train` does from the newest checkpoint that verifies. `tell` shows a line. With `replicas`
+    a run's Plan is to follow the number of ranks, as where nodes come and go. When this returns, or is killed, it
+    leaves no process behind.
 
     Raises:
         EnvironmentProblem: the other nodes did not come, or the node that serves the rendezvous was lost.
@@ -43,7 +46,14 @@ def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[
                 return outcome.code
             restarts = assignment.restarts
             with Life(
-                program, assignment, settings, folder, requests=requests, nodes=nodes, tell=tell
+                program,
+                assignment,
+                settings,
+                folder,
+                requests=requests,
+                nodes=nodes,
+                tell=tell,
+                replicas=replicas,
             ) as life:
                 outcome = life.wait()
             spent = restarts >= settings.max_restarts

@@ -47,6 +47,7 @@ class Life:
         requests: Requests,
         nodes: Nodes,
         tell: Tell,
+        replicas: bool = False,
     ) -> None:
         self.settings, self.requests, self.nodes, self.tell = settings, requests, nodes, tell
         self.assignment = assignment
@@ -63,7 +64,7 @@ class Life:
                     settings.ranks,
                     folder,
                     seen,
-                    elastic=settings.elastic,
+                    elastic=settings.elastic or replicas,
                     cores=own_cores(local, settings.ranks) if settings.bind_cores else (),
                 )
                 self.ranks.append(rank)

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from penstock.config.convert import nearest, present
-from penstock.config.formats import PRODUCTS, HalfDtype, Products
+from penstock.config.formats import PRODUCTS, HalfDtype, Products, level_of
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.run import Lists
@@ -217,7 +217,7 @@ def _level(level: str) -> Level:
         )
     raise ConfigError(
         f'There is no precision {brief(text)}; choose "O0" (fp32), "O1" (each operation by lists), "O2" (half weights '
-        'with fp32 master weights) or "O3" (half throughout).'
+        f'with fp32 master weights) or "O3" (half throughout).{level_of(text)}'
     )
 
 

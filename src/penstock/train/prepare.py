@@ -26,17 +26,24 @@ _log = logging.getLogger(__name__)
 
 
 def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
-    """`config` with a Plan for as many ranks as were started, where the launcher lets nodes come and go.
+    """`config` with a Plan for as many ranks as were started, where the launcher lets nodes come and go, and where the
+    Plan says nothing of ranks, which are then replicas.
 
     The global batch stays the same. Raises ConfigError if it cannot be split evenly, with the numbers that can.
     """
     if ELASTIC not in os.environ or config.plan.gpus == launched():
         return config
     plan = fit_to_ranks(config.plan, launched())
-    _log.warning(
-        "%d ranks are there instead of %d: plan.dp=%d, micro_batch=%d, accumulate=%d.",
-        launched(), config.plan.gpus, plan.dp, plan.micro_batch, plan.accumulate,
-    )  # fmt: skip
+    fitted = f"plan.dp={plan.dp}, micro_batch={plan.micro_batch}, accumulate={plan.accumulate}"
+    if config.plan.gpus == 1:
+        _log.info(
+            "%d ranks train replicas with the same global batch of %d: %s.",
+            launched(),
+            plan.global_batch,
+            fitted,
+        )
+    else:
+        _log.warning("%d ranks are there instead of %d: %s.", launched(), config.plan.gpus, fitted)
     return replace(config, plan=plan)
 
 

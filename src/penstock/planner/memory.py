@@ -178,6 +178,7 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
         gathered = (2 * block + mine.ends) * BYTES[numerics.gathered]
         # The whole gradients of one block, and beside them those of the block before, which are being reduced.
         at_hand = block * (made + reduced)
+    whole, buckets, at_hand = (mine.learned * size for size in (whole, buckets, at_hand))
     begun = found | {
         "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,

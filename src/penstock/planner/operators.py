@@ -166,6 +166,10 @@ class Workload:
     """Whether they are cut evenly, whatever entrance and exit take."""
     even: Workload | None = None
     """The same with evenly visited experts, whose FLOPs are those of the mean device; None is this workload itself."""
+    learned: float = 1.0
+    """Share of the parameters that learn; the others have no gradients, masters or moments."""
+    learned_tensors: float = 1.0
+    """Share of the tensors that they are in."""
 
     @cached_property
     def blocks(self) -> tuple[Part, ...]:

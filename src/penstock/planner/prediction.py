@@ -13,6 +13,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
+from penstock.planner.learning import WHOLE, Learning, learning
 from penstock.planner.loads import EVEN
 from penstock.planner.memory import held, memory
 from penstock.planner.operators import Workload
@@ -108,12 +109,12 @@ def room(machine: Machine) -> float:
 
 def predict(
     model: ModelConfig, machine: Machine, plan: Plan, software: Software = PENSTOCK, *, real: float = 1.0,
-    words: float = 1.0, uneven: Mapping[int, float] = EVEN,
+    words: float = 1.0, uneven: Mapping[int, float] = EVEN, learns: Learning = WHOLE,
 ) -> Prediction:  # fmt: skip
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
     `software` says what is not as in Penstock's own training, `real` and `words` what a batch is like, and `uneven` how
-    evenly experts are visited: see `describe`.
+    evenly experts are visited: see `describe`. `learns` says how much of the model does, where not all.
 
     Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
@@ -121,6 +122,7 @@ def predict(
     work = describe(
         model, plan, machine.device, software, avx512=machine.avx512, real=real, words=words, uneven=uneven
     )
+    work = learning(work, learns)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return predicted(work, machine, plan, rates, totals(model).parameters, software=software)
 

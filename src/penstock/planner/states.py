@@ -35,6 +35,8 @@ class DeviceShare(NamedTuple):
     """Parameters of these that remain after sharding."""
     kept: float
     """Parameters that this device updates."""
+    learned: float
+    """Share of the parameters that learn."""
     tensors: float
     """Tensors that these are in."""
     replicas: int
@@ -82,7 +84,8 @@ def _device_share(
     sharded = (held - experts) / group + experts / alike
     whole = sharding == "ddp"
     return DeviceShare(
-        held, sharded, held if whole else sharded, work.tensors / pp, 1 if whole else group, 1 if whole else alike,
+        held, sharded, work.learned * (held if whole else sharded), work.learned,
+        work.learned_tensors * work.tensors / pp, 1 if whole else group, 1 if whole else alike,
         experts if alike != group else 0.0,
         sharding in ("fsdp", "hsdp"), dense, sparse if alike > 1 else 0.0, end,
     )  # fmt: skip
@@ -140,4 +143,4 @@ def accumulation_bytes(plan: Plan, mine: DeviceShare) -> float:
     shared = (mine.gathers and plan.pp == 1) or plan.sharding == "zero2"
     numerics = numerics_of(plan)
     each = 2 * BYTES[numerics.reduction] + BYTES[numerics.gathered]
-    return plan.accumulate * (mine.sharded if shared else mine.held) * each
+    return plan.accumulate * mine.learned * (mine.sharded if shared else mine.held) * each

@@ -318,7 +318,7 @@ def faulted_pages(work: Workload, plan: Plan) -> float:
         if op.written >= MAPPED_ALONE_BYTES and not op.in_place
     )
     # Gradients are cleared to None, unless they are in one flat buffer.
-    gradients = work.parameters * BYTES[numerics_of(plan).gradients]
+    gradients = work.learned * work.parameters * BYTES[numerics_of(plan).gradients]
     freed = 0.0 if plan.optimizer == "contiguous" else gradients
     others = max(0.0, (held(work, plan).kept - large) * plan.accumulate + freed)
     # Less than the threshold above which the end of the heap is given back stays there from step to step.

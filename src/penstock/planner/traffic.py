@@ -56,7 +56,7 @@ def data_seconds(
     gather = scatter = 0.0
     for members, moved in ((group, mine.block_dense), (alike, mine.block_experts)):
         gather += gather_seconds(members, moved * whole, work.pieces)
-        scatter += gather_seconds(members, moved * size, work.pieces, scatters=True)
+        scatter += gather_seconds(members, mine.learned * moved * size, work.pieces, scatters=True)
     again = 0.0 if plan.pp > 1 else gather
     each = gather + again + scatter
     if hides:
@@ -79,7 +79,7 @@ def data_seconds(
     if plan.sharding == "hsdp":
         # Between the groups, behind what the transfers within them leave of the backward pass.
         outer = group_of(rates, max(1, plan.replicas // mine.replicas), plan.tp * mine.replicas)
-        reduced = reduce_seconds(outer, mine.sharded * size)
+        reduced = reduce_seconds(outer, mine.learned * mine.sharded * size)
         left = max(0.0, backward - (again + scatter) * work.depth / plan.pp)
         shown = max(LEAST_EXPOSED * reduced, exposed_seconds(rates, reduced, left))
         found += shown if hides else reduced
@@ -94,7 +94,8 @@ def _reduced(
     alike = group_of(rates, max(1, plan.replicas * plan.tp // plan.ep), plan.ep)
     numerics, hides = numerics_of(plan), plan.overlap and not rates.cpu
     size, whole, after, earlier = BYTES[numerics.reduction], 0.0, 0.0, 0.0
-    for members, parameters in ((group, mine.held - mine.apart), (alike, mine.apart)):
+    for members, each in ((group, mine.held - mine.apart), (alike, mine.apart)):
+        parameters = mine.learned * each
         calls = math.ceil(parameters * size / BUCKET_BYTES)
         if plan.sharding == "ddp":
             whole += reduce_seconds(members, parameters * size, calls)

@@ -55,7 +55,7 @@ from penstock.train.metrics import Records
 from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.pipeline_trace import PipelineTrace
-from penstock.train.prepare import as_many_ranks_as_there_are, machine_of, write_beside
+from penstock.train.prepare import as_many_ranks_as_there_are, learning_of, machine_of, write_beside
 from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import find_checkpoint, locked, require_wanted, restored
@@ -172,7 +172,14 @@ class _Run:
         self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
-        self.prediction = predict(full.model, self.machine, config.plan, real=full.real, words=full.words)
+        self.prediction = predict(
+            full.model,
+            self.machine,
+            config.plan,
+            real=full.real,
+            words=full.words,
+            learns=learning_of(config),
+        )
 
         if dims.main:
             write_text(self.output / "run.toml", dump_toml(config))

@@ -19,7 +19,11 @@ from penstock.data import Source
 from penstock.disk import write_file
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
+from penstock.models import create
+from penstock.models.lora import add_adapters, gives_classes
+from penstock.optim.groups import freeze
 from penstock.parallel import fit_to_ranks, launched
+from penstock.planner.learning import WHOLE, Learning
 from penstock.probe import machine_for
 
 _log = logging.getLogger(__name__)
@@ -45,6 +49,24 @@ def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
     else:
         _log.warning("%d ranks are there instead of %d: %s.", launched(), config.plan.gpus, fitted)
     return replace(config, plan=plan)
+
+
+def learning_of(config: RunConfig) -> Learning:
+    """How much of the run's model learns, where parts are frozen or adapters learn in their place."""
+    recipe = config.recipe
+    if not recipe.lora.rank and not recipe.freeze:
+        return WHOLE
+    model = create(config.model, device="meta")
+    if recipe.lora.rank:
+        with torch.random.fork_rng(devices=[]):
+            add_adapters(model, recipe.lora)
+    freeze(model, recipe.freeze)
+    every = list(model.parameters())
+    learn = [parameter for parameter in every if parameter.requires_grad]
+    return Learning(
+        parameters=sum(p.numel() for p in learn) / sum(p.numel() for p in every),
+        tensors=len(learn) / len(every), lora=recipe.lora, classes=bool(recipe.lora.rank) and gives_classes(model),
+    )  # fmt: skip
 
 
 def machine_of(config: RunConfig, device: torch.device) -> Machine:

@@ -1,0 +1,156 @@
+"""Training a part of a model: frozen weights have no gradients, masters or moments, and adapters (LoRA) are added.
+
+`learning` rewrites the operators of a model that learns as a whole. Shares of parameters and tensors are given, for
+only the built model knows which names a pattern fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from penstock.config.run import Lora
+from penstock.planner.operators import Op, Part, Workload
+
+_PARTS = {
+    "attention": ("attention.", "cross."),
+    "perceptron": ("mlp.",),
+    "all": ("attention.", "cross.", "mlp."),
+}
+"""Beginnings of the names of linears that have adapters, by `Lora.parts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """How much of a model learns."""
+
+    parameters: float = 1.0
+    """Share of its parameters, adapters among them."""
+    tensors: float = 1.0
+    """Share of its tensors."""
+    lora: Lora = field(default_factory=Lora)
+    """Adapters; of rank 0 there are none."""
+    classes: bool = False
+    """Whether its head learns beside adapters, as one that gives classes does."""
+
+
+WHOLE = Learning()
+
+
+@lru_cache(maxsize=256)
+def learning(work: Workload, how: Learning) -> Workload:
+    """The workload of a model that learns in part. Without adapters, products that make the gradients of frozen weights
+    are counted still: which they are stands in the names of parts that a pattern fits."""
+    if how == WHOLE:
+        return work
+    parts = work.parts
+    if how.lora.rank:
+        parts = tuple(_adapted(part, how, work) for part in parts)
+    even = work.even and learning(work.even, how)
+    return replace(work, parts=parts, even=even, learned=how.parameters, learned_tensors=how.tensors)
+
+
+def _adapted(part: Part, how: Learning, work: Workload) -> Part:
+    """A part whose own weights are frozen, with adapters."""
+    if part.name == "entrance":  # nothing before it learns, so that it has no backward pass
+        return replace(part, forward=tuple(op._replace(kept=0.0) for op in part.forward), backward=())
+    if part.name == "exit":
+        return part if how.classes else replace(part, backward=tuple(_frozen(part.backward)))
+    has = {op.name: op for op in part.forward if _has_adapter(op, how.lora)}
+    rank = how.lora.rank
+    # The input of a frozen product is asked for by nothing, but by an attention kernel whose output it is.
+    let_go = {
+        op.name
+        for op in part.forward
+        if op.kind == "gemm" and op.weights and op.name not in has and op.group != "attention"
+    }
+    ahead = [op._replace(kept=0.0) if op.name in let_go else op for op in part.forward]
+    forward = [one for op in ahead for one in (op, *(_ahead(op, rank) if op.name in has else ()))]
+    added = [op for op in forward if op.name.endswith((".lora_A", ".lora_B"))]
+    backward: list[Op] = []
+    for op in part.backward:
+        product = has.get(op.name.removesuffix(".weight"))
+        if product is None or not op.over_rows:
+            backward.append(op._replace(kept=0.0) if op.name.rpartition(".")[0] in let_go else op)
+        else:
+            backward += _behind(product, rank)
+    return replace(
+        part, forward=tuple(forward), backward=tuple(_frozen(backward)), tensors=part.tensors + len(added),
+        parameters=part.parameters + sum(op.weights for op in added),
+    )  # fmt: skip
+
+
+def _has_adapter(op: Op, lora: Lora) -> bool:
+    return op.kind == "gemm" and op.weights > 0 and op.batch == 1 and op.name.startswith(_PARTS[lora.parts])
+
+
+def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
+    """B · (A · x), its scaling, and the sum with the linear's output."""
+    each = _bytes(op)
+    inner, outer = op.m * rank, op.m * op.n
+    return (
+        op._replace(
+            name=f"{op.name}.lora_A", n=rank, read=(op.m * op.k + rank * op.k) * each, written=inner * each, kept=0.0,
+            given=0.0, weights=int(rank * op.k), tensors=1, fp8=False, pieces=(),
+        ),
+        op._replace(
+            name=f"{op.name}.lora_B", k=rank, read=(inner + rank * op.n) * each, written=outer * each,
+            kept=inner * each, given=0.0, weights=int(rank * op.n), tensors=1, fp8=False, pieces=(),
+        ),
+        Op(f"{op.name}.lora_sum", "pointwise", read=3 * outer * each, written=2 * outer * each, launches=2,
+           module=op.module),
+    )  # fmt: skip
+
+
+def _behind(op: Op, rank: int) -> tuple[Op, ...]:
+    """Gradients of both matrices and of what they read; the last lets go of the linear's input."""
+    each = _bytes(op)
+    first, second, _ = _ahead(op, rank)
+    inner, outer, inputs = op.m * rank, op.m * op.n, op.m * op.k
+
+    def product(name: str, m: float, n: float, k: float, read: float, written: float, weights: int = 0) -> Op:
+        return Op(
+            name,
+            "gemm",
+            False,
+            1,
+            m,
+            int(n),
+            k,
+            read * each,
+            written * each,
+            weights=weights,
+            module=op.module,
+        )
+
+    return (
+        Op(f"{op.name}.lora_scale", "pointwise", False, read=outer * each, written=outer * each, module=op.module),
+        product(f"{second.name}.input", op.m, rank, op.n, outer + rank * op.n, inner),
+        product(f"{second.name}.learned", op.n, rank, op.m, outer + inner, rank * op.n, second.weights),
+        product(f"{first.name}.input", op.m, op.k, rank, inner + rank * op.k, inputs),
+        product(f"{first.name}.learned", rank, op.k, op.m, inner + inputs, rank * op.k, first.weights),
+        Op(f"{op.name}.lora_add", "pointwise", False, read=2 * inputs * each, written=inputs * each, in_place=True,
+           kept=second.kept, module=op.module),
+    )  # fmt: skip
+
+
+def _bytes(op: Op) -> float:
+    """Bytes of an element of a product's output."""
+    return op.written / (op.m * op.n)
+
+
+def _frozen(backward: tuple[Op, ...] | list[Op]) -> Iterator[Op]:
+    """Operators of a backward pass without those that make the gradients of frozen weights: what these let go of goes
+    with the next."""
+    freed, last = 0.0, None
+    for op in backward:
+        learns = not op.weights or op.name.endswith(".learned")
+        if not learns or op.name == "cast.gradients" or op.module == "shared_table":
+            freed += op.kept
+            continue
+        if last is not None:
+            yield last
+        last, freed = op._replace(kept=op.kept + freed), 0.0
+    if last is not None:
+        yield last._replace(kept=last.kept + freed)

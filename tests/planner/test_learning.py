@@ -1,0 +1,86 @@
+"""Predictions for models that learn in part, beside what a step measures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.build import build
+from penstock.config.machine import load_machine
+from penstock.config.model import DecoderConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Lora, Recipe, RunConfig
+from penstock.planner import predict
+from penstock.planner.describe import describe
+from penstock.planner.learning import WHOLE, Learning, learning
+from penstock.step.memory import step_with_memory
+from penstock.tasks import NextToken
+from penstock.tasks.text import TextBatch
+from penstock.train.prepare import learning_of
+
+MODEL = DecoderConfig(width=128, depth=4, heads=2, mlp_width=512, vocabulary=512, sequence=32)
+CPU = replace(load_machine("a100-80g"), device="cpu", kernels=(), gemm=())
+LORA = Recipe(lora=Lora(rank=8))
+
+
+def _measured(plan: Plan, recipe: Recipe) -> int:
+    built = build(MODEL, plan, loss=NextToken(), recipe=recipe)
+    tokens = torch.randint(0, MODEL.vocabulary, (plan.micro_batch, MODEL.sequence))
+    batch = TextBatch(
+        inputs=(tokens, None, tokens), ids=tokens[:, 0].numpy(), tokens=1, count=torch.tensor(512.0)
+    )
+    for _ in range(2):
+        built.step([batch] * plan.accumulate)
+    return step_with_memory(built.step, [batch] * plan.accumulate)[1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line", "within"),
+    [
+        (LORA, "micro_batch=4 optimizer=fused", 0.05),
+        (LORA, "micro_batch=2 accumulate=2 optimizer=contiguous", 0.08),
+        (LORA, "micro_batch=4", 0.05),
+        (Recipe(lora=Lora(rank=4, parts="attention")), "micro_batch=4 optimizer=fused", 0.05),
+        (Recipe(freeze=("decoder.blocks.0", "decoder.blocks.1")), "micro_batch=4 optimizer=fused", 0.1),
+    ],
+)
+def test_the_memory_of_what_learns_is_that_of_a_step(recipe: Recipe, line: str, within: float) -> None:
+    plan = Plan.parse(line)
+    learns = learning_of(RunConfig(model=MODEL, recipe=recipe, plan=plan))
+    predicted = predict(MODEL, CPU, plan, learns=learns).memory_bytes
+    measured = _measured(plan, recipe)
+    assert predicted == pytest.approx(measured, rel=within)
+    assert predict(MODEL, CPU, plan).memory_bytes > 1.2 * measured
+
+
+def test_frozen_weights_have_no_gradients_masters_or_moments() -> None:
+    plan = Plan.parse("micro_batch=4 precision=O2 optimizer=fused")
+    learns = learning_of(RunConfig(model=MODEL, recipe=LORA, plan=plan))
+    whole, part = predict(MODEL, CPU, plan), predict(MODEL, CPU, plan, learns=learns)
+    for name in ("optimizer", "master_weights"):
+        assert part.memory[name] == pytest.approx(learns.parameters * whole.memory[name], rel=0.1)
+    assert part.memory["weights"] == pytest.approx(whole.memory["weights"], rel=0.1)
+    assert part.iteration_seconds < whole.iteration_seconds
+
+
+def test_the_operators_of_adapters_are_those_of_their_matrices() -> None:
+    """A product of x with A and with B ahead, and two each behind, in place of that of the frozen weight."""
+    work = describe(MODEL, Plan(micro_batch=4), "cpu")
+    rank = 8
+    adapted = learning(work, Learning(parameters=0.1, tensors=0.5, lora=Lora(rank=rank)))
+    block = next(part for part in work.parts if part.block)
+    mine = next(part for part in adapted.parts if part.block)
+    linears = [op for op in block.forward if op.kind == "gemm"]
+    rows = 4 * MODEL.sequence
+    small = sum(2 * rows * rank * (op.n + op.k) for op in linears)
+    weights = sum(op.flops for op in block.backward if op.over_rows)
+    assert mine.model_flops == pytest.approx(block.model_flops - weights + 3 * small)
+    assert mine.parameters == block.parameters + sum(rank * int(op.n + op.k) for op in linears)
+    for kept in ("forward", "backward"):  # what is kept is let go of
+        assert sum(op.kept for op in getattr(mine, kept)) == pytest.approx(
+            sum(op.kept for op in mine.forward), rel=1e-9
+        )
+    assert not adapted.parts[0].backward
+    assert learning(work, WHOLE) is work

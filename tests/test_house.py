@@ -448,7 +448,7 @@ LINES = {
     "schedules": 1040,
     "serve": 2810,
     "step": 690,
-    "tasks": 1690,
+    "tasks": 1700,
     "train": 2730,
 }
 

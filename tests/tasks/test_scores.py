@@ -10,6 +10,7 @@ import pytest
 from penstock.tasks.scores import (
     bleu,
     bleu_sums,
+    chance_words,
     chrf,
     chrf_sums,
     class_scores,
@@ -19,6 +20,18 @@ from penstock.tasks.scores import (
 
 SAID = ["the cat sat on a mat", "forty two", "", "nothing of the kind was said here today", "a b"]
 MEANT = ["the cat sat on the mat", "forty-two", "one", "something of that kind was said here", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("share", "classes", "samples", "chance"),
+    [(0.107, 10, 355, True), (0.2, 10, 355, False), (0.6, 2, 20, True), (0.8, 2, 20, False), (1.0, 1, 20, False),
+     (0.0, 10, 355, True), (1.0, 0, 20, False)],
+)  # fmt: skip
+def test_what_guessing_gives_is_called_chance(share: float, classes: int, samples: int, chance: bool) -> None:
+    words = chance_words(share, classes, samples)
+    assert bool(words) == chance
+    if chance:
+        assert words.startswith(f"{100 * share:.1f} % is chance for {classes} classes: ")
 
 
 @pytest.mark.parametrize("classes", [2, 4])

@@ -45,6 +45,7 @@ def train(
     both. OUTPUT/run.toml keeps all settings of the run; with --config it runs the same again.
     """
     from penstock.tasks import task_of
+    from penstock.tasks.scores import chance_words
     from penstock.train import train as run
     from penstock.train.display import display_for
     from penstock.train.trackers import trackers
@@ -62,4 +63,7 @@ def train(
     found = result.evaluation
     task = task_of(config.model, config.task, init_from=config.init_from)
     print(f"done: {task.describe(found.metrics)} of {found.samples:,} validation {task.unit}")
+    share = found.metrics.get("top1", found.metrics.get("accuracy"))
+    if share is not None and (words := chance_words(share, result.classes or 0, found.samples)):
+        print(words)
     print(f"weights in {result.export}, metrics in {result.metrics}")

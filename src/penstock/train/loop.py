@@ -81,6 +81,8 @@ class TrainResult:
     export: Path
     """Hugging Face folder of the final weights: what was evaluated."""
     metrics: Path
+    classes: int | None = None
+    """Classes that the model tells apart; none where it does something else."""
 
 
 def train(
@@ -366,6 +368,7 @@ class _Run:
                 measured=speed | self.memory.read(),
             )
         return TrainResult(
+            classes=None if (head := self.config.model.graph.classes) is None else head.classes,
             steps=self.step, resumed_at=self.resumed_at, loss=self.state.loss, evaluation=self.state.evaluation,
             output=self.output, export=folder, metrics=self.records.path,
         )  # fmt: skip

@@ -427,7 +427,7 @@ LINES = {
     "(modules)": 1560,
     "boundary": 1580,
     "checkpoint": 1980,
-    "cli": 3640,
+    "cli": 3670,
     "config": 4500,
     "data": 6110,
     "decode": 2550,

@@ -50,7 +50,7 @@ INPUTS = [
     "classify it once",
     "export it made",
 ]
-NO_INPUT = {"run", "probe", "doctor", "demo"}
+NO_INPUT = {"completion", "run", "probe", "doctor", "demo"}
 """Verbs that read no file that a user names; `run` reads its script as Python does, which may be a pipe."""
 
 

@@ -41,6 +41,7 @@ _VERBS = {
     "scale": "Measure a model's gradients and choose a loss scale for fp16.",
     "probe": "Measure this machine, and store the result.",
     "doctor": "Say what works here, and how to fix what does not.",
+    "completion": "Print a script by which bash, zsh or fish completes verbs and options.",
 }
 _CHECKPOINT_VERBS = {
     "verify": "Check every byte of a checkpoint.",

@@ -37,6 +37,9 @@ from penstock.cli.launch import python_arguments
 from penstock.config.describe import default_word
 from penstock.config.kinds import field_types
 from penstock.config.plan import EFFECTS, Plan, effect_of
+from penstock.config.recipes import load_run, require_startable
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
@@ -252,6 +255,23 @@ def test_a_right_page_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "```bash\npenstock probe \\\n  --quick\nmake demo\n```\n"
     )
     run_page(tmp_path / "page.md", text)
+
+
+def test_run_files_are_accepted(tmp_path: Path) -> None:
+    """Every file of the page is read as a run, could start, and says only what is none of the defaults already."""
+    page = ROOT / "docs" / "how-to" / "run-files.md"
+    files = [block for block in blocks(page.read_text(encoding="utf-8")) if block.kind in ("toml", "yaml")]
+    assert len(files) >= 10
+    for block in files:
+        path = tmp_path / f"{block.line}.{block.kind}"
+        path.write_text(block.body, encoding="utf-8")
+        try:
+            config = load_run(file=path)
+            require_startable(config)
+        except ConfigError as error:
+            raise AssertionError(f"{page}:{block.line}: {error}") from error
+        assert block.body.count("#") >= 1, f"{page}:{block.line} explains nothing"
+        assert config.output != RunConfig().output
 
 
 def test_every_field_of_a_plan_has_its_section() -> None:

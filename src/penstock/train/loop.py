@@ -46,6 +46,7 @@ from penstock.probe.link import measure_link
 from penstock.tasks import task_of
 from penstock.train.calendar import Calendar
 from penstock.train.callbacks import Callback
+from penstock.train.card import card
 from penstock.train.display import Display
 from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.lock import RunLock
@@ -359,8 +360,12 @@ class _Run:
     def _finish(self) -> TrainResult:
         """Export what was evaluated, and set what was predicted beside what was measured."""
         assert self.state.evaluation is not None  # the last step evaluates before it saves
+        about = card(
+            self.config, self.state.evaluation, steps=self.step, data=self.data,
+            parameters=self.prediction.parameters, machine=self.machine.name,
+        )  # fmt: skip
         with self._final_weights():
-            folder = export(self.built.model, self.output, self.dims, self.config.recipe.lora)
+            folder = export(self.built.model, self.output, self.dims, self.config.recipe.lora, about)
         if speed := self.speedometer.whole_run():
             self._record(
                 "summary",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import checkpoint
+from penstock.boundary.files import write_text
 from penstock.checkpoint import BackgroundSaver, Checkpoint, Snapshot
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import BESIDE
@@ -59,9 +60,9 @@ class Saves:
                 self._saver.close()
 
 
-def export(model: Any, output: Path, dims: ParallelDims, lora: Lora) -> Path:
-    """Write the model as a Hugging Face folder, with adapters merged into their weights; one of an earlier run is set
-    aside. All ranks must call this.
+def export(model: Any, output: Path, dims: ParallelDims, lora: Lora, card: str) -> Path:
+    """Write the model as a Hugging Face folder, with adapters merged into their weights, and its `card`; one of an
+    earlier run is set aside. All ranks must call this.
     """
     folder, partial = output / "export", output / "export.tmp"
     weights = whole_state(model, dims)
@@ -69,6 +70,7 @@ def export(model: Any, output: Path, dims: ParallelDims, lora: Lora) -> Path:
     def write() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         save_pretrained(model, partial, weights=merged(weights, lora, model), beside=output / BESIDE)
+        write_text(partial / "README.md", card)
         set_aside(folder)
         partial.rename(folder)
 

@@ -1,0 +1,79 @@
+"""The card of a trained model, README.md of its export: what it was made of, and what it was measured to do."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from penstock import __version__
+from penstock.boundary.files import shown
+from penstock.config.model import changes, title
+from penstock.config.run import Recipe, RunConfig
+from penstock.config.trainable import task_name
+from penstock.tasks import task_of
+from penstock.train.evaluate import Evaluation
+
+_TAGS = {
+    "images": "image-classification", "next_token": "text-generation", "masked_words": "fill-mask",
+    "sentences": "text-classification", "pairs": "text-classification", "translation": "translation",
+    "embedding": "sentence-similarity", "span_corruption": "text2text-generation",
+}  # fmt: skip
+"""The hub's words for tasks."""
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def card(
+    config: RunConfig, evaluation: Evaluation, *, steps: int, data: str, parameters: int, machine: str
+) -> str:
+    """Markdown with the hub's head: model, data, recipe, Plan and metrics of a run that took `steps` steps.
+
+    `data` describes the training data in words, `machine` is the name of what it ran on. Uses and limits are the
+    author's to write, and the card says so.
+    """
+    task = task_of(config.model, config.task, init_from=config.init_from)
+    base = config.init_from or ""
+    head = {
+        "library_name": "penstock",
+        "tags": ["penstock"],
+        "pipeline_tag": _TAGS.get(task_name(config.model, config.task)),
+        "base_model": base if _HUB.fullmatch(base) else None,
+    }
+    recipe = " ".join(changes(Recipe(), config.recipe, "recipe")).replace("--recipe.", "")
+    rows = {
+        "model": f"{title(config.model)}, {parameters:,} parameters",
+        "from": base and shown(base),
+        "data": data,
+        "steps": f"{steps:,} of {config.plan.global_batch} samples, seed {config.seed}",
+        "recipe": recipe or "the defaults",
+        "Plan": f"`{config.plan.line()}`",
+        "machine": machine,
+    }
+    front = "\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items() if value)
+    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
+    return f"""\
+---
+{front}
+---
+
+# {title(config.model)}
+
+Trained with Penstock {__version__}. `penstock train --config run.toml` repeats it, with the run's run.toml.
+
+| | |
+|---|---|
+{table}
+
+On {evaluation.samples:,} validation {task.unit}: {task.describe(evaluation.metrics)}.
+
+```python
+from penstock import from_pretrained
+
+model = from_pretrained("path of this folder")
+```
+
+What the model is for, what it must not be used for, and the licences of its data are its author's to add here.
+"""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
 import shlex
 import shutil
@@ -33,13 +34,14 @@ import penstock.ladder
 from helpers.small_forms import lay_out, small_form
 from helpers.spawn import spawn
 from penstock.cli import app, main
-from penstock.cli.launch import python_arguments
+from penstock.cli.launch import names_no_degree, python_arguments
 from penstock.config.describe import default_word
 from penstock.config.kinds import field_types
 from penstock.config.plan import EFFECTS, Plan, effect_of
 from penstock.config.recipes import load_run, require_startable
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock.launch import ELASTIC
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
@@ -163,7 +165,9 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _on_a_rank(words: list[str]) -> int:
+def _on_a_rank(words: list[str], replicas: bool) -> int:
+    if replicas:  # the launcher's word that the Plan follows the number of ranks
+        os.environ[ELASTIC] = "1"
     # torch warns of its own deprecated names where a library uses them; of collectives, that would be us.
     warnings.filterwarnings("error", "(?s).*(all_gather|reduce_scatter)", FutureWarning)
     return main(words)
@@ -181,7 +185,8 @@ def _end(words: list[str]) -> tuple[int, str]:
         program = python_arguments(words[words.index("--") + 1 :])
         if ranks > 1:
             assert program[:2] == ["-m", "penstock"]
-            return max(spawn(_on_a_rank, ranks, program[2:], group=False, timeout=200)), ""
+            replicas = names_no_degree(program)
+            return max(spawn(_on_a_rank, ranks, program[2:], replicas, group=False, timeout=200)), ""
     if words[0] in ("launch", "run"):
         done = subprocess.run(
             [sys.executable, "-m", "penstock", *words],

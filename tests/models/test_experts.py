@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -33,14 +34,21 @@ def _mixture(dtype: torch.dtype = torch.float64, **changes: Any) -> MixtureOfExp
     return mixture
 
 
-def _reference(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
-    """Every expert computed for every token, and weighted with what the router says of it."""
+def _reference(
+    mixture: MixtureOfExperts, x: Tensor, visits: Tensor | None = None, noise: Tensor | None = None
+) -> Tensor:
+    """Every expert computed for every token, and weighted with what the router says of it. `visits` (·, ·, E) says
+    which experts a token visits, where these are not its best ones; `noise` is what a noisy router draws."""
     assert mixture.router is not None
-    logits = x @ mixture.router.weight.T
+    logits = x @ mixture.router.weight[: mixture.experts].T
+    if noise is not None:
+        spread = (x @ mixture.router.weight[mixture.experts :].T).exp().add(1).log()
+        logits = logits + noise * spread
     scores = logits.sigmoid() if mixture.kind == "sigmoid" else logits.softmax(-1)
     bias = 0.0 if mixture.bias is None else mixture.bias * 2.0**-24
-    chosen = (scores + bias).topk(mixture.chosen).indices
-    weights = scores * torch.zeros_like(scores).scatter(-1, chosen, 1.0)
+    if visits is None:
+        visits = torch.zeros_like(scores).scatter(-1, (scores + bias).topk(mixture.chosen).indices, 1.0)
+    weights = scores * visits
     if mixture.normalises:
         weights = weights / weights.sum(-1, keepdim=True)
     up, down = mixture.up, mixture.down
@@ -50,6 +58,14 @@ def _reference(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
     made = made if down.bias is None else made + down.bias
     out = (made * weights[..., None]).sum(-2)
     return out if mixture.shared is None else out + mixture.shared(x)
+
+
+def _same_gradients(mixture: MixtureOfExperts, x: Tensor, made: Tensor, wanted: Tensor) -> None:
+    """The outputs and the gradients of x and all weights are alike."""
+    results = [
+        [out, *torch.autograd.grad(out.square().sum(), [x, *mixture.parameters()])] for out in (made, wanted)
+    ]
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +84,115 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(changes: dict[str, Any]) -
     if mixture.bias is not None:
         mixture.bias.copy_(torch.tensor([1, -1, 0, 2]) * 2**21)
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
-    wanted: list[Tensor] = []
-    for made in (_reference(mixture, x), mixture(x)):
-        found = torch.autograd.grad(made.square().sum(), [x, *mixture.parameters()])
-        wanted = wanted or [made, *found]
-    torch.testing.assert_close([made, *found], wanted)
+    _same_gradients(mixture, x, mixture(x), _reference(mixture, x))
+
+
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+def test_experts_are_chosen_in_the_best_groups(router: str) -> None:
+    """DeepSeek-V3, section 2.1.2: groups by the sum of their two best scores, then the best experts in them."""
+    sizes = {"experts": 9, "experts_per_token": 4, "router_groups": 3, "groups_per_token": 2}
+    mixture = _mixture(router=router, balance=0.0, **sizes)
+    if mixture.bias is not None:
+        mixture.bias.copy_(torch.arange(9) * 2**20)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    assert mixture.router is not None
+    logits = x.detach() @ mixture.router.weight.T
+    scores = logits.softmax(-1) if mixture.bias is None else logits.sigmoid() + mixture.bias * 2.0**-24
+    visits = torch.zeros_like(scores)
+    for token, of_experts in zip(visits.view(-1, 9), scores.view(-1, 9).tolist()):
+        sums = [sum(sorted(of_experts[at : at + 3])[1:]) for at in (0, 3, 6)]
+        groups = sorted(range(3), key=sums.__getitem__)[1:]
+        inside = [e for e in range(9) if e // 3 in groups]
+        for e in sorted(inside, key=of_experts.__getitem__)[-4:]:
+            token[e] = 1.0
+    free = torch.zeros_like(scores).scatter(-1, scores.topk(4).indices, 1.0)
+    assert not torch.equal(free, visits), "groups change the choice of some"
+    _same_gradients(mixture, x, mixture(x), _reference(mixture, x, visits))
+
+
+def test_experts_are_chosen_in_the_given_group() -> None:
+    mixture = _mixture(router="given", experts=6, router_groups=2, balance=0.5, z_loss=0.1)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    routes = torch.tensor([1, 0, 1])[:, None].expand(3, 5)
+    inside = torch.arange(6) // 3 == routes[..., None]
+    assert mixture.router is not None
+    logits = (x @ mixture.router.weight.T).where(inside, -torch.inf)
+    visits = torch.zeros_like(logits).scatter(-1, logits.topk(2).indices, 1.0)
+    f, p = visits.sum((0, 1)) / 30, logits.softmax(-1).mean((0, 1))
+    loss = 0.5 * 6 * (f * p).sum() + 0.1 * logits.logsumexp(-1).square().mean()
+    learned = [x, *mixture.parameters()]
+    # A token's weights are those of its group's experts alone.
+    wanted = _reference(mixture, x, visits)
+    plain = torch.autograd.grad(wanted.square().sum() + loss, learned)
+    made = mixture(x, None, routes)
+    found = torch.autograd.grad(made.square().sum(), learned)
+    torch.testing.assert_close([made, *found], [wanted, *plain])
+    with pytest.raises(ConfigError, match="pass it routes"):
+        mixture(x)
+
+
+def test_noise_is_in_the_choice_and_the_weights_in_training_alone() -> None:
+    """Shazeer et al., equations 3 to 5; and a recomputation repeats it."""
+    from penstock.parallel.recompute import _Recomputed
+
+    mixture = _mixture(router="noisy", balance=0.0)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    made = mixture(x)
+    torch.manual_seed(1)
+    noise = torch.randn(15, 4, dtype=torch.float64).view(3, 5, 4)
+    _same_gradients(mixture, x, made, _reference(mixture, x, noise=noise))
+    torch.manual_seed(1)
+    again = _Recomputed(mixture.forward, "full", mixed=True)(x)
+    torch.randn(1)
+    _same_gradients(mixture, x, again, _reference(mixture, x, noise=noise))
+    quiet = mixture.eval()(x)
+    torch.testing.assert_close(quiet, _reference(mixture, x))
+    assert not torch.allclose(quiet, made)
+
+
+def test_experts_choose_the_tokens_of_each_sample() -> None:
+    """Zhou et al. 2022, section 3.2, for each sample by itself; padding is never taken, wherever it lies."""
+    mixture = _mixture(router="expert_choice")
+    lengths = [5, 1, 4]
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    real = torch.arange(5) < torch.tensor(lengths)[:, None]
+    assert mixture.router is not None
+    scores = (x @ mixture.router.weight.T).softmax(-1).detach()
+    visits = torch.zeros_like(scores)
+    for sample, length in enumerate(lengths):
+        room = math.ceil(length * 2 / 4)
+        for e in range(4):
+            best = sorted(range(length), key=scores[sample, :, e].tolist().__getitem__, reverse=True)
+            visits[sample, best[:room], e] = 1.0
+    samples = torch.arange(3)[:, None].expand(3, 5)
+    shares = real / 12.0
+    wanted = _reference(mixture, x, visits)
+    _same_gradients(mixture, x, mixture(x, shares, None, samples), wanted)
+    assert torch.equal(mixture.loads, visits.sum((0, 1)).long())
+    assert len(visits.sum(-1).unique()) > 2, "tokens have different numbers of experts"
+    # Alike in any order of the tokens, without the padding, and where nothing is trained.
+    swapped = mixture(x.transpose(0, 1), shares.t(), None, samples.t()).transpose(0, 1)
+    torch.testing.assert_close(swapped, wanted)
+    packed = mixture.eval()(x[real][None], None, None, samples[real][None])[0]
+    torch.testing.assert_close(packed, wanted[real])
+    assert mixture(x[:0]).shape == (0, 5, 16)
+
+
+def test_an_expert_has_room_for_so_many_tokens_of_a_sample() -> None:
+    mixture = _mixture(experts_per_token=1, sample_capacity=2, balance=0.0)
+    x = torch.randn(3, 6, 16, dtype=torch.float64, requires_grad=True)
+    assert mixture.router is not None
+    visits = torch.zeros(3, 6, 4, dtype=torch.float64)
+    best = (x.detach() @ mixture.router.weight.T).argmax(-1)
+    for sample in range(3):
+        for token, e in enumerate(best[sample].tolist()):
+            visits[sample, token, e] = visits[sample, :, e].sum() < 2
+    assert 0 < visits.sum() < 18
+    samples = torch.arange(3)[:, None].expand(3, 6)
+    made = mixture(x, None, None, samples)
+    _same_gradients(mixture, x, made, _reference(mixture, x, visits))
+    torch.testing.assert_close(mixture.eval()(x, None, None, samples), made)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -281,7 +281,7 @@ class Graph:
 
     @cached_property
     def routed(self) -> bool:
-        """Whether experts are given with each sample."""
+        """Whether experts, or groups of them, are given with each sample."""
         return any(run.stack.router == "given" for run in self.runs if run.stack.experts)
 
     @cached_property
@@ -331,6 +331,11 @@ class Graph:
                 yield (
                     f"{run.setting}.parallel is true, but a block with cross attention between attention and MLP "
                     "cannot run both in parallel; set it to false."
+                )
+            if run.causal and run.stack.experts and run.stack.router == "expert_choice":
+                yield (
+                    f"{run.setting}.router expert_choice looks at all tokens of a sample, also at those after a token, "
+                    "which a causal model must not see; use router softmax, sigmoid or noisy."
                 )
             known.append(run.name)
         for head in self.heads:

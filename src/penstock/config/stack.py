@@ -18,7 +18,7 @@ Depth = Annotated[int, Range(1, 1 << 14)]
 Experts = Annotated[int, Range(0, 1 << 16)]
 Positions = Literal["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
 Scaling = Literal["none", "linear", "llama3", "yarn"]
-Router = Literal["softmax", "sigmoid", "given"]
+Router = Literal["softmax", "sigmoid", "noisy", "expert_choice", "given"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +135,22 @@ class Stack:
     dense_layers: Annotated[int, Range(0, 1 << 14)] = 0
     """Blocks at the beginning that are dense."""
     router: Router = "softmax"
-    """How experts are chosen: those with the highest softmax (Shazeer et al., ICLR 2017), or the highest sigmoid plus a
-    bias that balances them (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing"), or by a number that is given with
-    each sample, such as that of its language."""
+    """How experts are chosen. `softmax`: those with the highest softmax (Fedus et al., JMLR 2022). `sigmoid`: those
+    with the highest sigmoid plus a bias that balances them (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing").
+    `noisy`: softmax over logits with learned noise in training (Shazeer et al., ICLR 2017, equations 3 to 5).
+    `expert_choice`: each expert takes the tokens of a sample that it scores best, so many that a token has
+    `experts_per_token` on average (Zhou et al., NeurIPS 2022). `given`: by a number that comes with each sample, such
+    as that of its language."""
+    router_groups: Annotated[int, Range(1, 1 << 16)] = 1
+    """Equal groups of consecutive experts. A token's experts are among those of the `groups_per_token` groups whose two
+    best experts have the highest sum of scores (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2); with router `given`
+    they are in the group that is given."""
+    groups_per_token: Annotated[int, Range(1, 1 << 16)] = 1
     router_normalised: bool | None = None
-    """Whether the weights of a token's experts are divided by their sum; none: if there are several."""
+    """Whether the weights of a token's experts are divided by their sum; none: if it has several and chose them."""
     balance: NotNegative = 0.01
-    """Coefficient of the balance loss of each mixture with a softmax router (Fedus et al., JMLR 2022, section 2.2):
-    see `penstock.models.experts`."""
+    """Coefficient of the balance loss of each mixture whose router takes a softmax and is not `expert_choice` (Fedus et
+    al., JMLR 2022, section 2.2): see `penstock.models.experts`."""
     z_loss: NotNegative = 0.0
     """Coefficient of the mean square of the routers' log-sum-exp (Zoph et al., 2022, "ST-MoE", equation 5)."""
     bias_rate: NotNegative = 0.001
@@ -150,11 +158,14 @@ class Stack:
     capacity: Positive | None = None
     """Visits that an expert has room for in training, as a multiple of an even share of a micro-batch; those beyond it
     are dropped, the last tokens first. None: all visits are computed."""
+    sample_capacity: Count | None = None
+    """Visits of one sample that an expert has room for, at evaluation too, as transformers' Switch Transformers count
+    them; those beyond it are dropped, the last tokens first. None: all visits are computed."""
     labels: Experts = 0
     """Kinds of samples, such as languages, whose visits to experts are counted apart; 0: none. A task whose data name
     such labels sets it. With a router that is given, they are what is given."""
     expert_of: tuple[Experts, ...] = ()
-    """The expert of each label, with a router that is given; none: that of its number."""
+    """The expert of each label, or its group of experts, with a router that is given; none: that of its number."""
     unequal: tuple[Layer, ...] = ()
     """The layers one by one, as a pruned model has them: `depth` of them, whose sizes replace those above. None: all
     follow from the fields above."""
@@ -200,7 +211,33 @@ class Stack:
     @property
     def normalises(self) -> bool:
         """Whether the weights of a token's experts are divided by their sum."""
-        return self.experts_per_token > 1 if self.router_normalised is None else self.router_normalised
+        several = self.experts_per_token > 1 and self.router != "expert_choice"
+        return several if self.router_normalised is None else self.router_normalised
+
+    @property
+    def learns_routes(self) -> bool:
+        """Whether a router chooses experts, or some of the given group."""
+        return self.router != "given" or self.router_groups > 1
+
+    @property
+    def balances(self) -> bool:
+        """Whether routers have a balance loss."""
+        return self.balance > 0 and self.learns_routes and self.router not in ("sigmoid", "expert_choice")
+
+    @property
+    def router_rows(self) -> int:
+        """Rows of a router's weight: one for each expert, and one for the noise of each."""
+        return self.experts * (2 if self.router == "noisy" else 1)
+
+    @property
+    def chooses_by_sample(self) -> bool:
+        """Whether the choice of a token's experts depends on the other tokens of its sample."""
+        return self.experts > 0 and (self.router == "expert_choice" or self.sample_capacity is not None)
+
+    @property
+    def chooses_by_chance(self) -> bool:
+        """Whether in training experts are chosen or masked by random numbers."""
+        return self.experts > 0 and self.router == "noisy"
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -267,18 +304,51 @@ class Stack:
                 f"{where}.experts_per_token is {self.experts_per_token}, but there are only "
                 f"{self.experts} {where}.experts to send a token to."
             )
-        if self.experts and self.router == "given" and self.experts_per_token > 1:
+        if self.experts:
+            yield from self._router_problems(where)
+        yield from self._label_problems(where)
+
+    def _router_problems(self, where: str) -> Iterator[str]:
+        """Every reason why experts cannot be chosen so."""
+        chosen, groups, taken = self.experts_per_token, self.router_groups, self.groups_per_token
+        if not self.learns_routes and chosen > 1:
             yield (
                 f"{where}.router given sends each token to the one expert that is given, but {where}.experts_per_token "
-                f"is {self.experts_per_token}; set it to 1."
+                f"is {chosen}; set it to 1, or set {where}.router_groups, of which one is given."
             )
-        if self.experts and self.router != "given" and self.normalises and self.experts_per_token == 1:
+        if self.learns_routes and self.normalises and chosen == 1:
             yield (
                 f"{where}.router_normalised makes the weight of a token's only expert 1, from which the router cannot "
                 f"learn; leave it out, or set {where}.experts_per_token to 2 or more."
             )
-
-        yield from self._label_problems(where)
+        if self.experts % groups:
+            yield (
+                f"{where}.router_groups is {groups}, but must divide {where}.experts {self.experts}, because groups "
+                "are equal."
+            )
+        elif taken > groups or (self.router == "given" and taken > 1):
+            yield (
+                f"{where}.groups_per_token is {taken}, but a token can have "
+                + (
+                    "the group that is given; set it to 1."
+                    if self.router == "given"
+                    else f"{groups} at most."
+                )
+            )
+        elif chosen > taken * (self.experts // groups):
+            yield (
+                f"{where}.experts_per_token is {chosen}, but {where}.groups_per_token {taken} has only "
+                f"{taken * (self.experts // groups)} experts; raise it, or lower {where}.router_groups."
+            )
+        if self.router == "expert_choice":
+            for name, unset in (
+                ("router_groups", 1), ("capacity", None), ("sample_capacity", None), ("router_normalised", None),
+            ):  # fmt: skip
+                if getattr(self, name) not in (unset, False):
+                    yield (
+                        f"{where}.{name} cannot be combined with {where}.router expert_choice, whose experts all take "
+                        "equally many tokens and weight them by a softmax; leave it out."
+                    )
 
     def _label_problems(self, where: str) -> Iterator[str]:
         """Every reason why these labels have no experts."""
@@ -291,10 +361,13 @@ class Stack:
             )
         if self.experts and self.router == "given":
             most = max(self.expert_of, default=self.labels - 1)
-            if most >= self.experts:
+            if most >= (self.router_groups if self.learns_routes else self.experts):
                 yield (
                     f"{where}.labels need expert {most}, but there are {self.experts} {where}.experts, from 0 "
                     f"on; use more, or let labels share experts with {where}.expert_of."
+                    if not self.learns_routes
+                    else f"{where}.labels need group {most}, but there are {self.router_groups} {where}.router_groups, "
+                    f"from 0 on; use more, or let labels share groups with {where}.expert_of."
                 )
 
     def _unequal_problems(self, where: str) -> Iterator[str]:

@@ -46,7 +46,9 @@ class Context(NamedTuple):
     """The share of each token in the balance of experts, in the order of the tokens, fp64: 0 of padding; the others of
     a sample have alike shares, and all samples together 1. None: alike ones of all."""
     routes: Tensor | None = None
-    """The expert of each token, in the order of the tokens, where experts are given."""
+    """The expert of each token, or its group of experts, in the order of the tokens, where they are given."""
+    samples: Tensor | None = None
+    """The number of each token's sample, in the order of the tokens, where experts are chosen by sample."""
 
 
 _ALONE = Context()
@@ -297,5 +299,5 @@ class Block(nn.Module):
     def _feed(self, x: Tensor, context: Context) -> Tensor:
         """The MLP of x, or the mixture of experts that takes its place."""
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(x, context.shares, context.routes)  # type: ignore[no-any-return]
+            return self.mlp(x, context.shares, context.routes, context.samples)  # type: ignore[no-any-return]
         return self.mlp(x)  # type: ignore[no-any-return]

@@ -136,11 +136,27 @@ class ExpertLinear(nn.Module):
 
 
 class Router(nn.Linear):
-    """The logits of tokens over experts, in fp32 under every precision (fp64 stays)."""
+    """The logits of tokens over experts, in fp32 under every precision (fp64 stays).
+
+    A noisy router has two rows of weights for each expert, those of logits before those of noise. In training its
+    logits are, with n drawn from the standard normal distribution (Shazeer et al., ICLR 2017, equation 4):
+
+        H(x) = x · W_g + n · softplus(x · W_noise)
+    """
+
+    def __init__(self, sizes: Stack, **where: Any) -> None:
+        super().__init__(sizes.width, sizes.router_rows, bias=False, **where)
+        self.experts = sizes.experts
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (T, D) to logits (T, E)."""
+        noisy = self.training and len(self.weight) > self.experts
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(_wide(x), _wide(self.weight))
+            made = F.linear(_wide(x), _wide(self.weight if noisy else self.weight[: self.experts]))
+            if not noisy:
+                return made
+            logits, spread = made.chunk(2, dim=1)
+            return logits + repeated(lambda: torch.randn_like(logits)) * F.softplus(spread)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -339,11 +355,12 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.kind, self.normalises = sizes.router, sizes.normalises
         self.experts, self.chosen = sizes.experts, sizes.experts_per_token
-        self.balance = sizes.balance if sizes.router == "softmax" else 0.0
-        self.z_loss, self.bias_rate, self.capacity = sizes.z_loss, sizes.bias_rate, sizes.capacity
+        self.groups, self.taken = sizes.router_groups, sizes.groups_per_token
+        self.balance = sizes.balance if sizes.balances else 0.0
+        self.z_loss, self.bias_rate = sizes.z_loss, sizes.bias_rate
+        self.capacity, self.sample_capacity = sizes.capacity, sizes.sample_capacity
         self.activation = sizes.mlp
-        given = sizes.router == "given"
-        self.router = None if given else Router(sizes.width, sizes.experts, bias=False, **where)
+        self.router = Router(sizes, **where) if sizes.learns_routes else None
         rows = layer.hidden * (2 if sizes.gated else 1)
         self.up = ExpertLinear(sizes.experts, sizes.width, rows, bias=sizes.bias, **where)
         self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
@@ -380,18 +397,25 @@ class MixtureOfExperts(nn.Module):
         """The parts whose weights are those of the experts, with a first dimension of these."""
         return self.up, self.down
 
-    def forward(self, x: Tensor, shares: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
-        """x (·, ·, D) to the same; `shares` and `routes` (·, ·) are as in `Context`. A router of its own needs routes
-        in training, to count visits by label, if it has labels. Raises ConfigError where routes are missing or not
-        wanted."""
+    def forward(
+        self,
+        x: Tensor,
+        shares: Tensor | None = None,
+        routes: Tensor | None = None,
+        samples: Tensor | None = None,
+    ) -> Tensor:
+        """x (·, ·, D) to the same; `shares`, `routes` and `samples` (·, ·) are as in `Context`; without samples all
+        tokens are of one. A router of its own needs routes in training, to count visits by label, if it has labels.
+        Raises ConfigError where routes are missing or not wanted."""
         counts = self.training and torch.is_grad_enabled() and _choices.replayed is None
-        if routes is None and (self.router is None or (self.labels and counts)):
+        if routes is None and (self.kind == "given" or (self.labels and counts)):
             raise ConfigError(
-                "This model's experts are given for each sample; pass it routes, the number of an expert for each."
-                if self.router is None
+                "This model's experts are given for each sample; pass it routes, the number of an expert, or of a "
+                "group of experts, for each."
+                if self.kind == "given"
                 else "This model counts visits by label; pass it routes, the label of each sample."
             )
-        if routes is not None and self.router is not None and not self.labels:
+        if routes is not None and self.kind != "given" and not self.labels:
             raise ConfigError(
                 "This model chooses experts by itself; leave routes out, or set router to given."
             )
@@ -399,25 +423,33 @@ class MixtureOfExperts(nn.Module):
             tokens, shares = x.flatten(0, -2), None if shares is None else shares.flatten()
         else:
             tokens, shares, routes = self.exchange.enter(x, shares, routes)
-        if self.router is not None:
-            chosen, weights = self._choose(tokens, shares)
+        given = None if routes is None or self.kind != "given" else routes.reshape(-1, 1)
+        given = given if given is None or self.expert_of is None else self.expert_of[given]
+        if self.router is None:
+            assert given is not None
+            chosen, weights = given, None
         else:
-            assert routes is not None
-            given = routes.flatten()
-            chosen, weights = (given if self.expert_of is None else self.expert_of[given])[:, None], None
+            samples = (
+                torch.zeros_like(tokens[:, 0], dtype=torch.int64) if samples is None else samples.flatten()
+            )
+            chosen, weights = self._choose(tokens, shares, given, samples)
         if counts:
             self._record(chosen, shares, routes)
         out = self._visit(tokens, chosen, weights, shares)
         out = (out if self.exchange is None else self.exchange.leave(out)).view(x.shape)
         return out if self.shared is None else out + self.shared(x)
 
-    def _choose(self, x: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The experts of each token (T, k), and their weights."""
+    def _choose(
+        self, x: Tensor, shares: Tensor | None, routes: Tensor | None, samples: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each token (T, k), and their weights. The number E stands for no expert."""
         assert self.router is not None
         logits = self.router(x)
+        if routes is not None:
+            logits = logits.masked_fill(self._outside(routes), -math.inf)
         if self.training and torch.is_grad_enabled():
             again = _choices.replayed is not None
-            chosen = repeated(lambda: self._best(logits.detach()))
+            chosen = repeated(lambda: self._best(logits.detach(), shares, samples))
             loads = _loads(chosen, self.experts, shares)
             if not again:
                 self.loads += loads
@@ -425,26 +457,71 @@ class MixtureOfExperts(nn.Module):
                 gradient = self._balance(logits.detach(), self.last if self.stepped else loads, shares)
                 logits = _AddGradient.apply(logits, gradient)  # type: ignore[no-untyped-call]
         else:
-            chosen = self._best(logits)
-        if self.kind == "softmax" and self.normalises:
-            return chosen, logits.gather(1, chosen).softmax(1)
-        if self.kind == "softmax":
-            return chosen, logits.softmax(1).gather(1, chosen)
-        weights = logits.gather(1, chosen).sigmoid()
-        return chosen, weights / (weights.sum(1, keepdim=True) + 1e-20) if self.normalises else weights
+            chosen = self._best(logits, shares, samples)
+        if self.sample_capacity is not None:
+            chosen = chosen.masked_fill(self._beyond(chosen, samples), self.experts)
+        if self.kind == "expert_choice":
+            weights = logits.softmax(1).gather(1, chosen.clamp(max=self.experts - 1))
+            return chosen, weights.masked_fill(chosen == self.experts, 0.0)
+        numbers = chosen if self.sample_capacity is None else chosen.clamp(max=self.experts - 1)
+        if self.kind == "sigmoid":
+            weights = logits.gather(1, numbers).sigmoid()
+            return chosen, weights / (weights.sum(1, keepdim=True) + 1e-20) if self.normalises else weights
+        if self.normalises:
+            return chosen, logits.gather(1, numbers).softmax(1)
+        return chosen, logits.softmax(1).gather(1, numbers)
 
     @torch.no_grad()
     def _record(self, chosen: Tensor, shares: Tensor | None, labels: Tensor | None) -> None:
         """Add the visits (T, k) of tokens that are no padding to the record."""
+        rows, columns = len(self.visits), self.experts + 1  # the last for no expert
         if self.labels and labels is not None:
-            chosen = chosen + labels.reshape(-1, 1) * self.experts
-        self.visits += _loads(chosen, self.visits.numel(), shares).view_as(self.visits)
+            chosen = chosen + labels.reshape(-1, 1) * columns
+        self.visits += _loads(chosen, rows * columns, shares).view(rows, columns)[:, :-1]
 
-    def _best(self, logits: Tensor) -> Tensor:
+    def _outside(self, groups: Tensor) -> Tensor:
+        """Which experts are in none of a token's groups (T, n): (T, E)."""
+        inside = torch.zeros(len(groups), self.groups, dtype=torch.bool, device=groups.device)
+        return ~inside.scatter_(1, groups, True).repeat_interleave(self.experts // self.groups, dim=1)
+
+    def _best(self, logits: Tensor, shares: Tensor | None, samples: Tensor) -> Tensor:
         """The numbers of the experts that are chosen, (T, k)."""
+        if self.kind == "expert_choice":
+            return self._taken(logits.softmax(1), shares, samples)
         if self.bias is not None:
             logits = logits.sigmoid() + self.bias.to(logits.dtype) * _UNIT
+        if self.taken < self.groups and self.kind != "given":
+            scores = logits if self.bias is not None else logits.softmax(1)
+            grouped = scores.view(len(scores), self.groups, self.experts // self.groups)
+            sums = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+            outside = self._outside(sums.topk(self.taken, dim=1).indices)
+            logits = logits.masked_fill(outside, -math.inf)
         return logits.topk(self.chosen, dim=1).indices
+
+    def _taken(self, scores: Tensor, shares: Tensor | None, samples: Tensor) -> Tensor:
+        """The experts that take each token by its scores (T, E), as many columns as the most that any has: of the n
+        real tokens of a sample, each expert takes the ⌈n · k / E⌉ best."""
+        real = torch.ones_like(samples) if shares is None else (shares != 0).to(samples.dtype)
+        counts = torch.zeros_like(samples).scatter_add_(0, samples, real)
+        room = (counts * self.chosen + self.experts - 1) // self.experts
+        # Padding comes last in every order.
+        scores, order = (
+            scores.masked_fill((real == 0)[:, None], -1.0).t().sort(dim=1, descending=True, stable=True)
+        )
+        keys = samples[order] + len(samples) * torch.arange(self.experts, device=order.device)[:, None]
+        places = torch.empty_like(order).scatter_(1, order, _places(keys.flatten()).view_as(order)).t()
+        takes = places < room[samples][:, None]
+        most = self.experts
+        if not torch.compiler.is_compiling():
+            most = int(takes.sum(1).max()) if len(takes) else 1  # on a GPU this waits
+        takes, experts = takes.to(torch.int8).sort(dim=1, descending=True, stable=True)
+        return experts.masked_fill(takes == 0, self.experts)[:, :most]
+
+    def _beyond(self, chosen: Tensor, samples: Tensor) -> Tensor:
+        """Which visits (T, k) find no room in their sample."""
+        assert self.sample_capacity is not None
+        keys = samples[:, None] * self.experts + chosen
+        return (_places(keys.flatten()) >= self.sample_capacity).view_as(chosen)
 
     def _balance(self, logits: Tensor, loads: Tensor, shares: Tensor | None) -> Tensor:
         """The gradient of the balance loss at the logits (T, E): see the note above."""
@@ -461,8 +538,9 @@ class MixtureOfExperts(nn.Module):
         k = chosen.shape[1]
         experts, order = chosen.flatten().sort(stable=True)
         loads = _loads(chosen, self.experts)
-        if self.capacity is not None and self.training:
-            experts, order, loads = self._dropped(chosen, shares)
+        full = self.capacity is not None and self.training
+        if full or self.kind == "expert_choice" or self.sample_capacity is not None:
+            experts, order, loads = self._dropped(chosen, shares if full else None)
         device = x.device.type
         cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
         seen = x.to(torch.get_autocast_dtype(device)) if cast else x
@@ -490,21 +568,30 @@ class MixtureOfExperts(nn.Module):
 
     def _dropped(self, chosen: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of visits that find room, in order, the number of each among all, and how many each expert has.
-        Padding takes no room, and visits none. On a GPU this waits."""
-        assert self.capacity is not None
+        With shares, padding takes no room, and visits none. On a GPU this waits."""
         if shares is not None:
             chosen = chosen.masked_fill((shares == 0)[:, None], self.experts)
         experts, order = chosen.flatten().sort(stable=True)
-        loads = _loads(chosen, self.experts + 1)
-        places = torch.arange(len(order), device=order.device) - (loads.cumsum(0) - loads)[experts]
-        room = math.ceil(self.capacity * int(loads[:-1].sum()) / self.experts)
-        stays = (places < room) & (experts < self.experts)
-        return experts[stays], order[stays], loads[:-1].clamp(max=room)
+        loads = _loads(chosen, self.experts)
+        stays = experts < self.experts
+        if self.capacity is not None and self.training:
+            room = math.ceil(self.capacity * int(loads.sum()) / self.experts)
+            stays &= _places(experts) < room
+            loads = loads.clamp(max=room)
+        return experts[stays], order[stays], loads
+
+
+def _places(keys: Tensor) -> Tensor:
+    """How many equal keys (V,) come before each."""
+    ranked, order = keys.sort(stable=True)
+    places = torch.arange(len(keys), device=keys.device) - torch.searchsorted(ranked, ranked)
+    return torch.empty_like(order).scatter_(0, order, places)
 
 
 def _loads(chosen: Tensor, experts: int, shares: Tensor | None = None) -> Tensor:
-    """How many of the visits (T, k) go to each expert, (E,), but for those of tokens without a share."""
+    """How many of the visits (T, k) go to each expert, (E,), but for those of tokens without a share. The number E
+    stands for no expert."""
     ones = torch.ones_like(chosen)
     if shares is not None:
         ones *= (shares != 0)[:, None]
-    return chosen.new_zeros(experts).scatter_add_(0, chosen.flatten(), ones.flatten())
+    return chosen.new_zeros(experts + 1).scatter_add_(0, chosen.flatten(), ones.flatten())[:experts]

@@ -82,9 +82,10 @@ class TokenStack(nn.Module):
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
         the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
         follow those whose keys and values it keeps, and it says where they stand. `shares` (B, N) are as in `Context`,
-        `routes` (B,) the expert of each sample, where experts are given.
+        `routes` (B,) the expert of each sample, or its group of experts, where they are given.
         """
         mixed = {"shares": shares, "routes": None if routes is None else routes[:, None].expand(x.shape[:2])}
+        mixed["samples"] = _samples(x, documents) if self.sizes.chooses_by_sample else None
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
         tokens, unpadded = x.shape[1], None
         if self.places is not None:
@@ -224,6 +225,13 @@ def shares_of(counts: Tensor, tokens: int) -> Tensor:
     """Shares (B, N) that add up to 1 / B over the first `counts` tokens of each sample; see `Context.shares`."""
     first = torch.arange(tokens, device=counts.device) < counts[:, None]
     return first.double() / (len(counts) * counts.clamp(min=1))[:, None]
+
+
+def _samples(x: Tensor, documents: Tensor | None) -> Tensor:
+    """The number of the sample, or of the document in it, that each token of x (B, N, D) is of: (B, N), rising."""
+    starts = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+    starts[:, 1:] = 0 if documents is None else documents[:, 1:] != documents[:, :-1]
+    return starts.flatten().cumsum(0).view(starts.shape) - 1
 
 
 def _rows(value: Tensor | None, real: Real) -> Tensor | None:

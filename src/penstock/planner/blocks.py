@@ -358,7 +358,7 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     2021)."""
     t, stack, c = to.terms, block.stack, to.terms.product
     d, chosen = stack.width, rows * stack.experts_per_token
-    if stack.router != "given":
+    if stack.learns_routes:
         _route(to, stack, rows)
     visits = chosen * min(1.0, 1.0 if stack.capacity is None else stack.capacity)
     sent, hidden = visits * d * c, block.layer.hidden
@@ -379,22 +379,23 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
             to.add(exchange, exchange._replace(forward=False))
-        weighed = chosen * (d + (c != 4.0)) * c if stack.router != "given" else 0.0
+        weighed = chosen * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
         to.move("experts.merge", visits * d, (c, c), kind="copy", kept=weighed, group="mlp")
 
 
 def _route(to: Lister, stack: Stack, rows: float) -> None:
     """The router, which computes in fp32 at every precision, and the choice of experts."""
-    halved = 4.0 * stack.experts * stack.width if to.terms.stream != 4.0 else 0.0
+    halved = 4.0 * stack.router_rows * stack.width if to.terms.stream != 4.0 else 0.0
     with to.inside("router"), to.exact():
         again = stack.parallel and to.terms.stream == 4.0
         kept = halved + (0.0 if again else rows * stack.width * 4.0)
-        to.gemm("router", rows, stack.experts, stack.width, kept=kept)
+        to.gemm("router", rows, stack.router_rows, stack.width, kept=kept)
         # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
-        share = (
-            stack.experts if stack.router == "softmax" and not stack.normalises else stack.experts_per_token
-        )
-        share += stack.experts * bool(stack.balance or stack.z_loss)
+        few = stack.router == "sigmoid" or (stack.normalises and stack.router != "expert_choice")
+        share = stack.experts_per_token if few else stack.experts
+        share += stack.experts * bool(stack.balances or stack.z_loss)
+        # The noise, its spread before and after the softplus, and the logits that lie beside that.
+        share += 4 * stack.experts * (stack.router == "noisy")
         kept = rows * (4.0 * share + _NUMBER * stack.experts_per_token)
         to.move("router.choose", rows * stack.experts, (4, 4), kept=kept, group="masks")
 

@@ -233,7 +233,7 @@ def _settled(stack: Any) -> Any:
         changes |= {"window": None, "window_base": None, "global_every": 0}
     elif stack.global_every > stack.depth:
         changes["global_every"] = stack.depth
-    if stack.router_normalised == (stack.experts_per_token > 1):
+    if stack.router_normalised == replace(stack, router_normalised=None).normalises:
         changes["router_normalised"] = None
     if stack.expert_width == stack.mlp_width:
         changes["expert_width"] = None

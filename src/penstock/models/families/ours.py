@@ -149,7 +149,7 @@ def _experts(sizes: Sizes) -> Experts:
     one = _perceptron(sizes, "mlp")
     return Experts(
         "mlp",
-        router=None if sizes.router == "given" else Linear("mlp.router"),
+        router=Linear("mlp.router") if sizes.learns_routes else None,
         up=one.up,
         down=one.down,
         count=sizes.experts,

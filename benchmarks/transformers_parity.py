@@ -6,7 +6,8 @@ Each class of transformers that Penstock reads and writes is compared in fp32 on
 weights are drawn and then disturbed, so that no bias is zero and no norm one. `read`: transformers makes and saves the
 model, and Penstock reads the folder. `written`: Penstock makes and saves it, and transformers reads the folder, as the
 class `saved_as`. A figure is the largest difference of any logit over the largest logit, and the worst of several
-draws. A model without a head has features in place of logits.
+draws. A model without a head has features in place of logits. Of NLLB-MoE transformers' mixtures are repaired first
+(`all_experts`).
 
 all-MiniLM-L6-v2 has the weights that its package brings. Its sentence embeddings are the mean over tokens, scaled to
 length 1, and the figure is the largest difference of any of their numbers.
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -38,6 +40,14 @@ SIZES = {
     "sequence": 64, "max_positions": 64,
 }  # fmt: skip
 VIT = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, heads=4, mlp_width=96, classes=10)
+MIXTURES: dict[str, dict[str, Any]] = {
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2, "expert_capacity": 8},
+    "nllb-moe": {
+        "num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 1, "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+    },
+}  # fmt: skip
+"""Options of models whose defaults have too many experts, or nothing that Penstock has."""
 DRAWS = 5
 SAMPLES, SOURCE, TARGET = 3, 48, 40
 TEXTS = (
@@ -59,8 +69,21 @@ def classes() -> Iterator[tuple[str, str, dict[str, Any]]]:
         }
         options |= {"local_attention": 16} if library.window == "alternating" else {}
         options |= dict.fromkeys(library.last_token, SIZES["vocabulary"] - 1)
+        options |= MIXTURES.get(library.model_type, {})
         for head, architecture in library.architectures.items():
             yield library.model_type, architecture, options | ({"num_labels": 3} if head == "classes" else {})
+
+
+def all_experts(mixture: Any, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    """NLLB-MoE's mixture as transformers 4 computes it, in place of `NllbMoeSparseMLP.forward`. transformers 5.23 sends
+    the best choice of every token to expert 1 and the second to expert 0, for it counts a mask as if it were numbers,
+    and takes SDPA's masks of real tokens for masks of padding."""
+    tokens = hidden.flatten(0, 1)
+    _, weights, _ = mixture.router(tokens, None)
+    experts = [mixture.experts[f"expert_{e}"] for e in range(mixture.num_experts)]
+    made = torch.stack([expert(tokens) for expert in experts], dim=1)
+    kept = 1.0 - mixture.experts.moe_token_dropout
+    return ((made * weights[..., None]).sum(1) * kept).view_as(hidden)
 
 
 def inputs(family: str) -> tuple[Tensor, ...]:
@@ -119,6 +142,7 @@ def disturb(model: nn.Module, *, biased: bool) -> None:
         tensor.add_(0.1 * torch.randn_like(tensor))
 
 
+@patch("transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeSparseMLP.forward", all_experts)
 @torch.no_grad()
 def differences(architecture: str, options: dict[str, Any], draws: int = DRAWS) -> dict[str, Any]:
     """The largest relative difference of outputs of one class, where we read and where we write the weights, and the

@@ -126,6 +126,7 @@ def test_a_router_that_cannot_learn_or_choose_is_refused() -> None:
         "can have the group that is given": {"router": "given", "router_groups": 2, "groups_per_token": 2},
         "groups_per_token 1 has only 2 experts": {"router_groups": 2, "experts_per_token": 3},
         "expert_choice looks at all tokens": {"router": "expert_choice"},
+        "expert_dropout masks visits by their weights": {"router": "given", "expert_dropout": 0.1},
     }.items():
         with pytest.raises(ConfigError, match=words):
             DecoderConfig(experts=4, **changes)  # type: ignore[arg-type]

@@ -35,8 +35,10 @@ class Enrolled(NamedTuple):
 
 
 def small(name: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
-    """A text preset at 16 features and two blocks, or four where blocks differ by a pattern over depth."""
+    """A text preset at 16 features and two blocks, or four where blocks differ by a pattern over depth; its routers
+    choose without chance."""
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "dropout": dropout}
+    sizes |= {"router_jitter": 0.0, "expert_dropout": 0.0}
     config: Any = preset(name)
     if isinstance(config, Seq2SeqConfig):
         features: dict[str, Any] = {"head_features": 8} if config.encoder.head_features else {}
@@ -77,9 +79,15 @@ ENROLLED = {
     "t5": Enrolled(small("t5-tiny"), "AutoModelForSeq2SeqLM"),
     "marian": Enrolled(small("marian-tiny"), "AutoModelForSeq2SeqLM"),
     "bart": Enrolled(small("bart-tiny"), "AutoModelForSeq2SeqLM"),
-    "t5 moe": Enrolled(small("t5-moe-tiny"), None),
+    "switch": Enrolled(small("switch-tiny"), "AutoModelForSeq2SeqLM"),
+    "nllb moe": Enrolled(small("nllb-moe-tiny"), None),
     "marian moe": Enrolled(small("marian-moe-tiny"), None),
+    "vit moe": Enrolled(replace(_VIT, experts=4, experts_per_token=2, router="expert_choice"), None),
 }  # fmt: skip
+
+
+WITH_EXPERTS = {"t5 moe": small("t5-moe-tiny")}
+"""A model with experts that any layout splits, for the tests of these layouts alone."""
 
 
 def batches(config: ModelConfig, step: int, samples: int) -> tuple[Tensor, ...]:

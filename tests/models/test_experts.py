@@ -35,12 +35,17 @@ def _mixture(dtype: torch.dtype = torch.float64, **changes: Any) -> MixtureOfExp
 
 
 def _reference(
-    mixture: MixtureOfExperts, x: Tensor, visits: Tensor | None = None, noise: Tensor | None = None
+    mixture: MixtureOfExperts,
+    x: Tensor,
+    visits: Tensor | None = None,
+    noise: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Every expert computed for every token, and weighted with what the router says of it. `visits` (·, ·, E) says
-    which experts a token visits, where these are not its best ones; `noise` is what a noisy router draws."""
+    which experts a token visits, where these are not its best ones; `noise` is what a noisy router draws, `seen` what a
+    router reads in place of x."""
     assert mixture.router is not None
-    logits = x @ mixture.router.weight[: mixture.experts].T
+    logits = (x if seen is None else seen) @ mixture.router.weight[: mixture.experts].T
     if noise is not None:
         spread = (x @ mixture.router.weight[mixture.experts :].T).exp().add(1).log()
         logits = logits + noise * spread
@@ -149,6 +154,32 @@ def test_noise_is_in_the_choice_and_the_weights_in_training_alone() -> None:
     quiet = mixture.eval()(x)
     torch.testing.assert_close(quiet, _reference(mixture, x))
     assert not torch.allclose(quiet, made)
+
+
+def test_routers_read_features_that_jitter_in_training_alone() -> None:
+    mixture = _mixture(router_jitter=0.5, balance=0.0)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    made = mixture(x)
+    torch.manual_seed(1)
+    factors = torch.empty(15, 16, dtype=torch.float64).uniform_(0.5, 1.5).view(3, 5, 16)
+    _same_gradients(mixture, x, made, _reference(mixture, x, seen=x * factors))
+    torch.testing.assert_close(mixture.eval()(x), _reference(mixture, x))
+
+
+def test_outputs_of_experts_are_masked_in_training_and_scaled_at_evaluation() -> None:
+    mixture = _mixture(expert_dropout=0.25, balance=0.0, router_normalised=False)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    made = mixture(x)
+    torch.manual_seed(1)
+    stays = (torch.rand(15, 2, dtype=torch.float64) >= 0.25).double()
+    assert mixture.router is not None
+    best = (x.detach().flatten(0, 1) @ mixture.router.weight.T).topk(2).indices
+    visits = torch.zeros(15, 4, dtype=torch.float64).scatter(1, best, stays)
+    assert 0 < stays.sum() < 30
+    _same_gradients(mixture, x, made, _reference(mixture, x, visits.view(3, 5, 4)))
+    torch.testing.assert_close(mixture.eval()(x), _reference(mixture, x) * 0.75)
 
 
 def test_experts_choose_the_tokens_of_each_sample() -> None:

@@ -20,7 +20,7 @@ from penstock.models import Model, create
 from penstock.models.stems import PatchStem
 from penstock.planner.describe import totals
 
-VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
+VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig) and not preset.experts]
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)
 VARIANTS: dict[str, dict[str, Any]] = {
     "token": {},

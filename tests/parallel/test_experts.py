@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.families import ENROLLED, Given, batches
+from helpers.families import ENROLLED, WITH_EXPERTS, Given, batches
 from helpers.rank_pool import pool
 from penstock import checkpoint
 from penstock.build import Built, build
@@ -37,8 +37,9 @@ def _config(name: str) -> ModelConfig:
     """An enrolled model of four blocks, or two and two, whose balance losses weigh as much as the loss itself. A name
     that ends in "biased" has sigmoid routers and a shared expert.
     """
-    config: Any = ENROLLED[name.removesuffix(" biased")].config
-    changes = {"balance": 0.5, "z_loss": 0.1} | (BIASED if name.endswith(" biased") else {})
+    name, biased = name.removesuffix(" biased"), name.endswith(" biased")
+    config: Any = WITH_EXPERTS.get(name) or ENROLLED[name].config
+    changes = {"balance": 0.5, "z_loss": 0.1} | (BIASED if biased else {})
     if isinstance(config, Seq2SeqConfig):
         sides = {side: replace(getattr(config, side), **changes) for side in ("encoder", "decoder")}
         made: ModelConfig = replace(config, **sides)
@@ -150,6 +151,7 @@ SPLIT = {
     "replicas, 2 ranks": [
         ("mixtral", "micro_batch=1 accumulate=2 dp=2 ep=2"),
         ("t5 moe", "micro_batch=2 dp=2 ep=2 recompute=operators"),
+        ("switch", "micro_batch=2 dp=2 ep=2"),
         ("marian moe", "micro_batch=2 dp=2 ep=2 sharding=fsdp padding=remove recompute=full"),
         ("qwen moe biased", "micro_batch=1 accumulate=4 dp=2 ep=2 sharding=zero1 optimizer=contiguous"),
     ],

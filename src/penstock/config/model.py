@@ -427,13 +427,13 @@ def _qwen_moe(
 
 
 def _t5(
-    width: int, depth: int, heads: int, mlp_width: int, *, features: int = 64, experts: int = 0,
-    expert_every: int = 1, **changes: Any,
+    width: int, depth: int, heads: int, mlp_width: int, *, features: int = 64,
+    mixtures: dict[str, Any] | None = None, **changes: Any,
 ) -> Seq2SeqConfig:  # fmt: skip
     stack = Stack(
         width=width, depth=depth, heads=heads, head_features=features, mlp_width=mlp_width, mlp="relu",
         positions="relative", attention_scale=1.0, norm="rms", norm_eps=1e-6, bias=False, qkv_bias=False,
-        dropout=0.1, mlp_dropout=None, experts=experts, expert_every=expert_every,
+        dropout=0.1, mlp_dropout=None, **(mixtures or {}),
     )  # fmt: skip
     config = Seq2SeqConfig(
         encoder=stack, decoder=stack, vocabulary=32128, sequence=512, decoder_sequence=512, scale_outputs=True,
@@ -476,7 +476,16 @@ _MODERN: dict[str, Any] = {
 }  # fmt: skip
 
 _MIXTRAL: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "balance": 0.02}
-_SWITCH: dict[str, Any] = {"experts": 4, "expert_every": 2}
+_SWITCH: dict[str, Any] = {
+    "experts": 8, "expert_every": 2, "balance": 0.001, "z_loss": 0.001, "router_jitter": 0.01, "sample_capacity": 64,
+}  # fmt: skip
+_NLLB: dict[str, Any] = {
+    "mlp": "relu", "norm_first": True, "positions": "fairseq", "attention_dropout": None, "experts": 128,
+    "experts_per_token": 2, "expert_every": 4, "balance": 0.001, "z_loss": 0.001, "expert_dropout": 0.2,
+}  # fmt: skip
+_VIT_MOE: dict[str, Any] = {
+    "experts": 32, "experts_per_token": 2, "expert_every": 2, "router_normalised": False, "capacity": 1.05,
+}  # fmt: skip
 
 PRESETS: dict[str, ModelConfig] = {
     # Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
@@ -488,10 +497,19 @@ PRESETS: dict[str, ModelConfig] = {
     "vit-h14": _vit(1280, 32, 16, 5120, 14),
     "vit-h16": _vit(1280, 32, 16, 5120, 16),
     "vit-g14": _vit(1408, 40, 16, 6144, 14),
+    # Riquelme et al. 2021, "V-MoE", Table 1 and section 3.1: every second block has 32 experts.
+    "vit-moe-s32": replace(_vit(512, 8, 8, 2048, 32), **_VIT_MOE),
+    "vit-moe-b16": replace(_vit(768, 12, 12, 3072, 16), **_VIT_MOE),
+    "vit-moe-l16": replace(_vit(1024, 24, 16, 4096, 16), **_VIT_MOE),
     # Small enough to learn the embedded digits in a minute on a laptop: 8×8 pixels, 16 patches.
     "vit-digits": ViTConfig(
         image_size=8, patch_size=2, channels=1, width=96, depth=6, heads=3, mlp_width=384, classes=10,
         classifier="pooled",
+    ),
+    # The experts of every second block choose their patches.
+    "vit-moe-tiny": ViTConfig(
+        image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_width=256, classes=10, classifier="pooled",
+        experts=4, experts_per_token=2, expert_every=2, router="expert_choice",
     ),
     # Radford et al. 2019 Table 2, with the published vocabulary.
     "gpt2": _gpt2(768, 12, 12),
@@ -556,6 +574,11 @@ PRESETS: dict[str, ModelConfig] = {
     "t5-large": _t5(1024, 24, 16, 4096),
     "t5-3b": _t5(1024, 24, 32, 16384, features=128),
     "t5-11b": _t5(1024, 24, 128, 65536, features=128),
+    # Fedus et al. 2022, section 4.2: T5 base with experts in every second block. NLLB Team 2022, section 6.2.
+    "switch-base-8": _t5(768, 12, 12, 3072, mixtures=_SWITCH),
+    "nllb-moe-54b": _translator(
+        2048, 24, 16, _NLLB, vocabulary=256206, sequence=1024, decoder_sequence=1024, init="normal"
+    ),
     # Vaswani et al. 2017 Table 3; Opus-MT, as transformers' Marian has it; Lewis et al. 2020, section 3.
     "transformer-base": _translator(512, 6, 8, {"mlp": "relu"}, vocabulary=37000),
     "transformer-big": _translator(1024, 6, 16, {"mlp": "relu", "dropout": 0.3}, vocabulary=37000),
@@ -577,7 +600,16 @@ PRESETS: dict[str, ModelConfig] = {
     "t5-tiny": _t5(128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64),
     # Every other block is a mixture of which a token visits one expert (Fedus et al., JMLR 2022).
     "t5-moe-tiny": _t5(
-        128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64, **_SWITCH
+        128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64,
+        mixtures={"experts": 4, "expert_every": 2},
+    ),
+    "switch-tiny": _t5(
+        128, 2, 4, 512, features=32, vocabulary=2048, sequence=64, decoder_sequence=64,
+        mixtures={**_SWITCH, "experts": 4},
+    ),
+    "nllb-moe-tiny": _translator(
+        128, 2, 4, {**_NLLB, "experts": 4, "expert_every": 2}, vocabulary=512, sequence=64, decoder_sequence=64,
+        init="normal",
     ),
     "marian-moe-tiny": _translator(
         128, 2, 4, {"mlp": "silu", "experts": 4, "experts_per_token": 2}, vocabulary=512, sequence=64,

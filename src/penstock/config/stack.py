@@ -16,7 +16,7 @@ Features = Annotated[int, Range(1, 1 << 20)]
 Heads = Annotated[int, Range(1, 1 << 16)]
 Depth = Annotated[int, Range(1, 1 << 14)]
 Experts = Annotated[int, Range(0, 1 << 16)]
-Positions = Literal["learned", "sinusoidal", "rotary", "alibi", "relative", "none"]
+Positions = Literal["learned", "sinusoidal", "fairseq", "rotary", "alibi", "relative", "none"]
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid", "noisy", "expert_choice", "given"]
 
@@ -94,6 +94,8 @@ class Stack:
     qkv_bias: bool = True
     """Whether the projections to queries, keys and values have biases."""
     positions: Positions = "learned"
+    """How tokens know their place; `fairseq` are sinusoidal positions as fairseq's translators count them: from 2 on,
+    and with the slowest feature at 1 / 10000."""
     rotary: Rotary = field(default_factory=Rotary)
     window_base: Positive | None = None
     """`rotary.base` of blocks that attend to their window only; none: that of the others."""
@@ -148,6 +150,12 @@ class Stack:
     groups_per_token: Annotated[int, Range(1, 1 << 16)] = 1
     router_normalised: bool | None = None
     """Whether the weights of a token's experts are divided by their sum; none: if it has several and chose them."""
+    router_jitter: Probability = 0.0
+    """In training routers read each feature times a random number between one minus and one plus this (Fedus et al.,
+    JMLR 2022, appendix C)."""
+    expert_dropout: Probability = 0.0
+    """Share of visits whose outputs are masked in training; at evaluation all outputs are times one minus it (NLLB
+    Team, 2022, section 6.2, expert output masking)."""
     balance: NotNegative = 0.01
     """Coefficient of the balance loss of each mixture whose router takes a softmax and is not `expert_choice` (Fedus et
     al., JMLR 2022, section 2.2): see `penstock.models.experts`."""
@@ -237,7 +245,8 @@ class Stack:
     @property
     def chooses_by_chance(self) -> bool:
         """Whether in training experts are chosen or masked by random numbers."""
-        return self.experts > 0 and self.router == "noisy"
+        random = self.router == "noisy" or self.router_jitter > 0 or self.expert_dropout > 0
+        return self.experts > 0 and random
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -320,6 +329,11 @@ class Stack:
             yield (
                 f"{where}.router_normalised makes the weight of a token's only expert 1, from which the router cannot "
                 f"learn; leave it out, or set {where}.experts_per_token to 2 or more."
+            )
+        if self.expert_dropout and not self.learns_routes:
+            yield (
+                f"{where}.expert_dropout masks visits by their weights, which {where}.router given has none of; leave "
+                "it out."
             )
         if self.experts % groups:
             yield (

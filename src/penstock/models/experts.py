@@ -146,17 +146,20 @@ class Router(nn.Linear):
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__(sizes.width, sizes.router_rows, bias=False, **where)
-        self.experts = sizes.experts
+        self.experts, self.jitter = sizes.experts, sizes.router_jitter
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) to logits (T, E)."""
         noisy = self.training and len(self.weight) > self.experts
+        x = _wide(x)
+        if self.training and self.jitter:
+            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         with torch.autocast(x.device.type, enabled=False):
-            made = F.linear(_wide(x), _wide(self.weight if noisy else self.weight[: self.experts]))
+            made = F.linear(x, _wide(self.weight if noisy else self.weight[: self.experts]))
             if not noisy:
                 return made
             logits, spread = made.chunk(2, dim=1)
-            return logits + repeated(lambda: torch.randn_like(logits)) * F.softplus(spread)
+            return logits + torch.randn_like(logits) * F.softplus(spread)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -358,6 +361,7 @@ class MixtureOfExperts(nn.Module):
         self.groups, self.taken = sizes.router_groups, sizes.groups_per_token
         self.balance = sizes.balance if sizes.balances else 0.0
         self.z_loss, self.bias_rate = sizes.z_loss, sizes.bias_rate
+        self.masked = sizes.expert_dropout
         self.capacity, self.sample_capacity = sizes.capacity, sizes.sample_capacity
         self.activation = sizes.mlp
         self.router = Router(sizes, **where) if sizes.learns_routes else None
@@ -433,6 +437,10 @@ class MixtureOfExperts(nn.Module):
                 torch.zeros_like(tokens[:, 0], dtype=torch.int64) if samples is None else samples.flatten()
             )
             chosen, weights = self._choose(tokens, shares, given, samples)
+            if self.masked and self.training:
+                weights = weights * (torch.rand_like(weights) >= self.masked)
+            elif self.masked:
+                weights = weights * (1.0 - self.masked)
         if counts:
             self._record(chosen, shares, routes)
         out = self._visit(tokens, chosen, weights, shares)

@@ -40,17 +40,19 @@ class Learned(nn.Embedding):
 
 class Sinusoidal(nn.Module):
     """Sines of falling frequency in the first half of the features, cosines in the second (Vaswani et al., NeurIPS
-    2017, section 3.5, where they alternate).
+    2017, section 3.5, where they alternate). fairseq's translators count from 2, and their last rate is 1 / 10000.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, fairseq: bool = False) -> None:
         super().__init__()
         self.width = width
+        self.first = 2 if fairseq else 0
+        self.last: float = max(1, width // 2 - 1) if fairseq else width / 2
 
     def forward(self, places: Tensor) -> Tensor:
         half = self.width // 2
-        rates = torch.arange(half, dtype=torch.float32, device=places.device) * (-2.0 / self.width)
-        angles = places.unsqueeze(-1) * torch.pow(10000.0, rates)
+        rates = torch.arange(half, dtype=torch.float32, device=places.device) * (-1.0 / self.last)
+        angles = (places + self.first).unsqueeze(-1) * torch.pow(10000.0, rates)
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 

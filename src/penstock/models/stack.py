@@ -55,8 +55,8 @@ class TokenStack(nn.Module):
         self.places: Learned | Sinusoidal | None = None
         if enters and sizes.positions == "learned":
             self.places = Learned(run.rows, sizes.width, **where)
-        elif enters and sizes.positions == "sinusoidal":
-            self.places = Sinusoidal(sizes.width)
+        elif enters and sizes.positions in ("sinusoidal", "fairseq"):
+            self.places = Sinusoidal(sizes.width, fairseq=sizes.positions == "fairseq")
         self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None
         self.embedding_norm = make_norm(sizes, sizes.width, **where) if run.embedding_norm else None
         self.dropout = Dropout(sizes.dropout) if enters and sizes.dropout else None

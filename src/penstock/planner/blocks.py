@@ -387,8 +387,8 @@ def _route(to: Lister, stack: Stack, rows: float) -> None:
     """The router, which computes in fp32 at every precision, and the choice of experts."""
     halved = 4.0 * stack.router_rows * stack.width if to.terms.stream != 4.0 else 0.0
     with to.inside("router"), to.exact():
-        again = stack.parallel and to.terms.stream == 4.0
-        kept = halved + (0.0 if again else rows * stack.width * 4.0)
+        again = stack.parallel and to.terms.stream == 4.0 and not stack.router_jitter
+        kept = halved + rows * stack.width * 4.0 * (not again) * (2 if stack.router_jitter else 1)
         to.gemm("router", rows, stack.router_rows, stack.width, kept=kept)
         # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
         few = stack.router == "sigmoid" or (stack.normalises and stack.router != "expert_choice")
@@ -396,6 +396,7 @@ def _route(to: Lister, stack: Stack, rows: float) -> None:
         share += stack.experts * bool(stack.balances or stack.z_loss)
         # The noise, its spread before and after the softplus, and the logits that lie beside that.
         share += 4 * stack.experts * (stack.router == "noisy")
+        share += 2 * stack.experts_per_token * bool(stack.expert_dropout)
         kept = rows * (4.0 * share + _NUMBER * stack.experts_per_token)
         to.move("router.choose", rows * stack.experts, (4, 4), kept=kept, group="masks")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig, stacks
+from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert import (
@@ -50,6 +51,10 @@ BART: dict[str, Any] = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
     "decoder_attention_heads": 2, "decoder_ffn_dim": 40, "vocab_size": 60, "max_position_embeddings": 16,
     "pad_token_id": 1,
+}  # fmt: skip
+NLLB: dict[str, Any] = {
+    **BART, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "num_experts": 4, "encoder_sparse_step": 2,
+    "decoder_sparse_step": 1, "expert_capacity": 64,
 }  # fmt: skip
 ROBERTA: dict[str, Any] = {**BERT, "max_position_embeddings": 18}
 DISTILBERT: dict[str, Any] = {
@@ -130,6 +135,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**T5, "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 12,
          "relative_attention_max_distance": 9},
     ),
+    "switch": (
+        "SwitchTransformersForConditionalGeneration",
+        {**T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 3},
+    ),
+    "switch-options": (
+        "SwitchTransformersForConditionalGeneration",
+        {**T5, "num_experts": 2, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 1, "expert_capacity": 5,
+         "dense_act_fn": "gelu_new"},
+    ),
+    "nllb-moe": ("NllbMoeForConditionalGeneration", NLLB),
     "bart": ("BartForConditionalGeneration", BART),
     "bart-options": (
         "BartForConditionalGeneration",
@@ -188,12 +203,21 @@ def _run(model: Any, ours: bool) -> Tensor:
     return out[real.bool()] if masked else out  # type: ignore[no-any-return]
 
 
+def _compare_with_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repair transformers' NLLB-MoE, as the benchmark of parity does."""
+    path = Path(__file__).parents[3] / "benchmarks" / "transformers_parity.py"
+    repaired = runpy.run_path(str(path), run_name="parity")["all_experts"]
+    monkeypatch.setattr(transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeSparseMLP, "forward", repaired)
+
+
 def _assert_alike(got: Tensor, expected: Tensor) -> None:
     assert float((got - expected).norm() / expected.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_both_ways(name: str, tmp_path: Path) -> None:
+def test_logits_equal_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "nllb-moe":
+        _compare_with_all_experts(monkeypatch)
     theirs = _theirs(name)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = from_pretrained(tmp_path / "theirs").eval()
@@ -281,7 +305,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("mixtral", {"num_experts_per_tok": 1}, "router_normalised"),
-    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+    ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype 'bfloat16'"),
+    ("switch_transformers", {"num_sparse_encoder_layers": 4}, "second of every 3 blocks by num_sparse_encoder_layers"),
+    ("switch_transformers", {"router_bias": True}, "router_bias True"),
+    ("nllb-moe", {"encoder_layerdrop": 0.05}, "encoder_layerdrop 0.05"),
+    ("switch_transformers", {"tie_word_embeddings": False}, "tie_word_embeddings False"),
+    ("switch_transformers", {"expert_capacity": None}, "expert_capacity"),
+    ("nllb-moe", {"second_expert_policy": "sampling"}, "second_expert_policy 'sampling'"),
+    ("nllb-moe", {"moe_eval_capacity_token_fraction": 0.5}, "moe_eval_capacity_token_fraction 0.5"),
+    ("deepseek_v3", {}, "model_type 'deepseek_v3'"),
     ("mixtral", {"sliding_window": 8}, "sliding_window"),
     ("gpt_oss", {}, "model_type 'gpt_oss'"),
     ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
@@ -351,12 +383,17 @@ def test_transformers_is_told_the_loss_of_a_head(classes: int, problem: str, tmp
 @pytest.mark.parametrize(
     "name",
     ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Bert", "Roberta", "XLMRoberta",
-     "Camembert", "DistilBert", "ModernBert", "T5", "MT5", "Bart", "Marian"],
+     "Camembert", "DistilBert", "ModernBert", "T5", "MT5", "SwitchTransformers", "NllbMoe",
+     "Bart", "Marian"],
 )  # fmt: skip
 def test_every_option_of_a_configuration_is_known_and_defaults_are_theirs(name: str) -> None:
-    values = getattr(transformers, f"{name}Config")().to_dict()
+    other = {  # defaults that no model of ours has
+        "SwitchTransformers": {"num_sparse_encoder_layers": 6, "num_sparse_decoder_layers": 6},
+        "NllbMoe": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    }.get(name, {})
+    values = getattr(transformers, f"{name}Config")(**other).to_dict()
     full = read_text_config(values)
-    bare = read_text_config({"model_type": values["model_type"]})
+    bare = read_text_config({"model_type": values["model_type"], **other})
     assert full == bare
 
 
@@ -364,9 +401,22 @@ HELD = {
     name
     for name, config in PRESETS.items()
     if name.startswith(
-        ("gpt2", "llama", "qwen", "bert", "modernbert", "t5", "bart", "marian", "transformer", "mixtral")
+        (
+            "gpt2",
+            "llama",
+            "qwen",
+            "bert",
+            "modernbert",
+            "t5",
+            "bart",
+            "marian",
+            "transformer",
+            "mixtral",
+            "switch",
+            "nllb",
+        )
     )
-    and not any(isinstance(config, Seq2SeqConfig) and stack.experts for stack in stacks(config))
+    and name not in ("t5-moe-tiny", "marian-moe-tiny")
 }
 
 

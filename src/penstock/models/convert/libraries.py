@@ -92,6 +92,8 @@ class Library:
     window: Literal["none", "flagged", "always", "alternating"] = "none"
     """Whether models have the `sliding_window` that config.json names: with `use_sliding_window` alone, or always; or
     all blocks but every n-th have a `local_attention`, and with it other rotary positions."""
+    mixtures: Mapping[str, str] = field(default_factory=dict)
+    """Options that count the blocks with mixtures out of those that another option counts. Ours say every how many."""
     shift: int = 0
     """Difference between `max_position_embeddings` and the positions that are ever used."""
     written: bool = True
@@ -185,6 +187,7 @@ _LIKE_T5: dict[str, Any] = {
     "activation": ("feed_forward_proj", FEED_FORWARD), "names": tables.t5_names, "prefix": "", "heads": (),
     "ignored": r"EncDecAttention\.relative_attention_bias",
 }  # fmt: skip
+_NLLB = Stack(mlp="relu", positions="fairseq", experts_per_token=2, router_normalised=True)
 _ENCODER = EncoderConfig(norm_first=False, embedding_norm=True)
 _BERT: dict[str, Option] = {
     "vocab_size": (30522, ("vocabulary",)),
@@ -278,8 +281,9 @@ LIBRARIES: tuple[Library, ...] = (
             "max_position_embeddings": (131072, ("sequence",)), "head_dim": (None, ("head_features",)),
             "rms_norm_eps": (1e-5, ("norm_eps",)), "num_local_experts": (8, ("experts",)),
             "num_experts_per_tok": (2, ("experts_per_token",)), "router_aux_loss_coef": (0.001, ("balance",)),
+            "router_jitter_noise": (0.0, ("router_jitter",)),
         },
-        must={**_CAUSAL, "sliding_window": (None,), "router_jitter_noise": (0.0,)},
+        must={**_CAUSAL, "sliding_window": (None,)},
         free=frozenset({"output_router_logits"}),
         **{**_LIKE_LLAMA, "names": tables.mixtral_names},
     ),
@@ -391,6 +395,66 @@ LIBRARIES: tuple[Library, ...] = (
             "num_layers": (8, ("encoder.depth",)), "num_heads": (6, _sides("heads")),
         },
         default="gated-gelu", **_LIKE_T5, written=False,
+    ),
+    Library(
+        model_type="switch_transformers",
+        architectures={"words": "SwitchTransformersForConditionalGeneration"},
+        base=Seq2SeqConfig(encoder=_T5_STACK, decoder=_T5_STACK, init="fan_in", scale_outputs=True),
+        options={
+            **{name: option for name, option in _T5.items() if not name.startswith(("scale_", "tie_"))},
+            "d_model": (768, _sides("width")), "num_layers": (12, ("encoder.depth",)),
+            "num_decoder_layers": (12, ("decoder.depth",)), "num_heads": (12, _sides("heads")),
+            "num_experts": (8, _sides("experts")),
+            "expert_capacity": (64, _sides("sample_capacity")),
+            "num_sparse_encoder_layers": (3, ("encoder.expert_every",)),
+            "num_sparse_decoder_layers": (3, ("decoder.expert_every",)),
+            "router_jitter_noise": (0.01, _sides("router_jitter")),
+            "router_aux_loss_coef": (0.001, _sides("balance")), "router_z_loss_coef": (0.001, _sides("z_loss")),
+        },
+        # Where nothing is tied, encoder and decoder have tables of their own.
+        must={
+            "is_encoder_decoder": (True,), "is_decoder": (False,), "add_cross_attention": (False,),
+            "tie_word_embeddings": (True,), "router_bias": (False,), "router_dtype": ("float32",),
+            "num_selected_experts": (1, None), "router_type": ("tokens_masked", None),
+            "batch_prioritized_routing": (False, None),
+        },
+        # transformers counts steps itself, and puts padding, which comes last, behind all other tokens.
+        free=frozenset({
+            "add_router_probs", "encoder_sparse_step", "decoder_sparse_step", "router_ignore_padding_tokens",
+            "feed_forward_proj",
+        }),
+        mixtures={"num_sparse_encoder_layers": "num_layers", "num_sparse_decoder_layers": "num_decoder_layers"},
+        activation=("dense_act_fn", ACTIVATIONS), default="relu", names=tables.switch_names, prefix="", heads=(),
+        ignored=_LIKE_T5["ignored"],
+    ),
+    Library(
+        model_type="nllb-moe",
+        architectures={"words": "NllbMoeForConditionalGeneration"},
+        base=Seq2SeqConfig(encoder=_NLLB, decoder=_NLLB),
+        options={
+            **_BART, "vocab_size": (128112, ("vocabulary",)), "encoder_layers": (12, ("encoder.depth",)),
+            "decoder_layers": (12, ("decoder.depth",)), "decoder_ffn_dim": (4096, ("decoder.mlp_width",)),
+            "attention_dropout": (0.1, _sides("attention_dropout")), "scale_embedding": (True, ("scale_embeddings",)),
+            "num_experts": (128, _sides("experts")), "encoder_sparse_step": (4, ("encoder.expert_every",)),
+            "decoder_sparse_step": (4, ("decoder.expert_every",)), "moe_token_dropout": (0.2, _sides("expert_dropout")),
+            "router_aux_loss_coef": (0.001, _sides("balance")), "router_z_loss_coef": (0.001, _sides("z_loss")),
+            "max_position_embeddings": (1024, ("sequence",)),
+        },
+        # Numbers of positions begin behind that of the padding. All but the last are what nllb-moe-54b has.
+        must={
+            **_BART_MUST, "pad_token_id": (1,), "router_bias": (False,), "router_dtype": ("float32",),
+            "second_expert_policy": ("all",), "batch_prioritized_routing": (False,),
+            "moe_eval_capacity_token_fraction": (1.0,),
+        },
+        # `expert_capacity` limits training alone, where ours has `capacity`; otherwise nothing is dropped before
+        # normalising or after it.
+        free=frozenset({
+            "expert_capacity", "normalize_router_prob_before_dropping", "output_router_logits",
+            "router_ignore_padding_tokens",
+        }),
+        activation=("activation_function", ACTIVATIONS), default="relu",
+        names=tables.nllb_moe_names, prefix="model.", heads=("lm_head.",),
+        ignored=r"embed_positions\.weights?$",
     ),
     Library(
         model_type="bart",

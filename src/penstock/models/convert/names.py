@@ -79,22 +79,28 @@ def llama_names(config: TextConfig) -> Names:
 
 
 def mixtral_names(config: TextConfig) -> Names:
-    return _mixed(config, "model.layers.{i}.block_sparse_moe.", ("w1", "w3"), "w2")
+    here = "model.layers.{i}.block_sparse_moe."
+    return {**llama_names(config), **_mixtures(config, "decoder", here, "gate", "{e}", ("w1", "w3"), "w2")}
 
 
 def qwen_moe_names(config: TextConfig) -> Names:
-    return _mixed(config, "model.layers.{i}.mlp.", ("gate_proj", "up_proj"), "down_proj")
+    up = ("gate_proj", "up_proj")
+    here = "model.layers.{i}.mlp."
+    return {**llama_names(config), **_mixtures(config, "decoder", here, "gate", "{e}", up, "down_proj")}
 
 
-def _mixed(config: TextConfig, place: str, up: tuple[str, ...], down: str) -> Names:
-    """Llama's, with mixtures at `place` in blocks that have them, as they are stored."""
-    table = dict(llama_names(config))
-    for number, layer in enumerate(_stack_of(config, "decoder").layers):
+def _mixtures(
+    config: TextConfig, side: str, place: str, router: str, expert: str, up: tuple[str, ...], down: str
+) -> dict[str, Theirs]:
+    """The mixtures of a stack, at `place` in blocks that have them, as they are stored."""
+    table = {}
+    for number, layer in enumerate(_stack_of(config, side).layers):
         if layer.mixture:
-            ours, here = f"decoder.blocks.{number}.mlp.", place.replace("{i}", str(number))
-            table[ours + "router"] = _one(here + "gate")
-            table[ours + "up"] = Theirs(tuple(f"{here}experts.{{e}}.{name}" for name in up), "experts")
-            table[ours + "down"] = Theirs((f"{here}experts.{{e}}.{down}",), "experts")
+            ours, here = f"{side}.blocks.{number}.mlp.", place.replace("{i}", str(number))
+            experts = f"{here}experts.{expert}."
+            table[ours + "router"] = _one(here + router)
+            table[ours + "up"] = Theirs(tuple(experts + name for name in up), "experts")
+            table[ours + "down"] = Theirs((experts + down,), "experts")
     return table
 
 
@@ -146,14 +152,23 @@ def modernbert_names(config: TextConfig) -> Names:
     }
 
 
-def t5_names(config: TextConfig) -> Names:
+def switch_names(config: TextConfig) -> Names:
+    """T5's, whose perceptrons are called otherwise, with mixtures."""
+    found = dict(t5_names(config, "mlp"))
+    for side, last in (("encoder", 1), ("decoder", 2)):
+        here = f"{side}.block.{{i}}.layer.{last}.mlp."
+        found |= _mixtures(config, side, here, "router.classifier", "expert_{e}", ("wi",), "wo")
+    return found
+
+
+def t5_names(config: TextConfig, perceptron: str = "DenseReluDense") -> Names:
     found: dict[str, Theirs] = {"tokens": _one("shared"), "head": _one("lm_head")}
     for side, last, mlp in (
         ("encoder", 1, _stack_of(config, "encoder")),
         ("decoder", 2, _stack_of(config, "decoder")),
     ):
         ours, here = f"{side}.blocks.{{i}}.", f"{side}.block.{{i}}."
-        first, dense = here + "layer.0.", f"{here}layer.{last}.DenseReluDense."
+        first, dense = here + "layer.0.", f"{here}layer.{last}.{perceptron}."
         up = Theirs((dense + "wi_0", dense + "wi_1"), "rows") if mlp.gated else _one(dense + "wi")
         found |= {
             f"{side}.relative": _one(f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"),
@@ -199,6 +214,24 @@ def bart_names(config: TextConfig) -> Names:
         "decoder.blocks.{i}.cross.q": _one(here + "encoder_attn.q_proj"),
         "decoder.blocks.{i}.cross.kv": _heads(here + "encoder_attn.", "k_proj", "v_proj"),
         "decoder.blocks.{i}.cross.out": _one(here + "encoder_attn.out_proj"),
+    }
+
+
+def nllb_moe_names(config: TextConfig) -> Names:
+    """BART's, with a norm at the end of each stack, other names of perceptrons, and mixtures."""
+    found = dict(bart_names(config))
+    for side in ("encoder", "decoder"):
+        ours, here = f"{side}.blocks.{{i}}.", f"model.{side}.layers.{{i}}."
+        found |= {
+            f"{side}.norm": _one(f"model.{side}.layer_norm"),
+            ours + "mlp.up": _one(here + "ffn.fc1"),
+            ours + "mlp.down": _one(here + "ffn.fc2"),
+            ours + "norm2": _one(here + "ff_layer_norm"),
+            **_mixtures(config, side, here + "ffn.", "router.classifier", "expert_{e}", ("fc1",), "fc2"),
+        }
+    return {
+        name: Theirs(tuple(n.replace("encoder_attn", "cross_attention") for n in entry.names), entry.form)
+        for name, entry in found.items()
     }
 
 

@@ -54,11 +54,11 @@ def save_pretrained(
     into the model's.
     """
     folder, config = Path(folder), cast(Any, model).config
-    values, tensors = _in_their_form(config, model.state_dict() if weights is None else weights)
     others = [*beside.iterdir()] if beside is not None and beside.is_dir() else []
+    more: dict[str, Any] = {}
     for file in (file for file in others if file.name == "config.json"):
-        values |= read_json(file)
-
+        more |= read_json(file)
+    values, tensors = _in_their_form(config, model.state_dict() if weights is None else weights, more)
     text = json.dumps(values, indent=2) + "\n"
 
     def what_goes_with_them() -> None:
@@ -69,17 +69,22 @@ def save_pretrained(
     write_model(folder, tensors, shard_bytes=shard_bytes, before_read=what_goes_with_them)
 
 
-def _in_their_form(config: ModelConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Pending]]:
-    """The config.json and the weights of transformers' model where there is such a model, or our own."""
+def _in_their_form(
+    config: ModelConfig, state: Mapping[str, Tensor], more: dict[str, Any]
+) -> tuple[dict[str, Any], list[Pending]]:
+    """The config.json, with `more` in it, and the weights of transformers' model where there is such a model, or our
+    own."""
     if isinstance(config, ViTConfig):
         if not unrepresentable(config):
-            return hf_config(config), pending(to_hf(state, config))
+            return hf_config(config) | more, pending(to_hf(state, config))
     elif isinstance(config, TextConfig):
         with suppress(ConfigError):
-            return write_text_config(config), text_pending(state, config)
+            values = write_text_config(config) | more
+            read_text_config(values)  # a number of the padding may be another than theirs must be
+            return values, text_pending(state, config)
     state = {name: tensor for name, tensor in state.items() if name not in config.graph.tied}
     own = f"{_OWN}{config.family}"
-    return {"model_type": own, "architectures": [own], "penstock": to_dict(config)}, pending(state)
+    return {"model_type": own, "architectures": [own], "penstock": to_dict(config), **more}, pending(state)
 
 
 def from_pretrained(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import islice
+from operator import or_
 from reprlib import repr as brief
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from penstock.boundary.files import quoted, shown
 from penstock.config.convert import told
@@ -50,6 +52,13 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
             value = _value(given, option, library)
             if option == "n_inner" and value is None:
                 value = 4 * given.n_embd
+            if option in library.mixtures:
+                value = _value(given, library.mixtures[option], library) // value
+                if value > 2:
+                    problems.append(
+                        f"config.json has a mixture in the second of every {value} blocks by {option}, but Penstock's "
+                        "stacks in the last; there must be one in each block or in every second."
+                    )
             if ours in found and found[ours] != value:
                 problems.append(
                     f"config.json has {option} {value!r} and {origin[ours]} {found[ours]!r}, but Penstock's model has "
@@ -119,7 +128,10 @@ def _record(model_type: str) -> type:
         kind: Any = type(library.base)
         for part in ours[0].split("."):
             kind = field_types(kind)[part]
-        entries[option] = (kind | None, None) if default is None or follows else (kind, default)
+        # Where theirs has a default, null is no value of it, though it may be one of ours.
+        wanted = (one for one in get_args(kind) if one is not NoneType)
+        always = reduce(or_, wanted) if NoneType in get_args(kind) else kind
+        entries[option] = (kind | None, None) if default is None or follows else (always, default)
     made = [(name, kind, field(default=default)) for name, (kind, default) in entries.items()]
     own = ("penstock", _Own, field(default_factory=_Own))
     return make_dataclass("ConfigJson", [*made, own], frozen=True, kw_only=True)
@@ -290,7 +302,10 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
         },
     }
     for option, (_, ours) in library.options.items():
-        values[option] = _at(config, ours[0])
+        if (value := _at(config, ours[0])) is not None:
+            values[option] = value
+    for option, every in library.mixtures.items():
+        values[option] = max(1, values[every] // values[option])
     values |= dict.fromkeys(library.last_token, config.vocabulary - 1)
     stack = stacks(config)[0]
     option, known = library.activation

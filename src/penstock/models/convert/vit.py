@@ -35,6 +35,7 @@ def unrepresentable(config: ViTConfig) -> list[str]:
         "model.stem 'conv'": config.stem == "conv",
         "model.qk_norm": config.qk_norm,
         "model.layer_scale": config.layer_scale is not None,
+        "model.experts": config.experts > 0,
     }
     return [f"transformers' ViT has no counterpart of {what}." for what, present in checks.items() if present]
 
@@ -101,6 +102,11 @@ def _timm(names: Collection[str], config: ViTConfig) -> Anatomy:
         raise ConfigError(
             "timm's VisionTransformer has no convolutional stem, so weights of model.stem 'conv' cannot take "
             "its names; save them in Penstock's own with save_pretrained."
+        )
+    if config.experts:
+        raise ConfigError(
+            "timm's VisionTransformer has no mixtures, so weights of model.experts cannot take its names; save them in "
+            "Penstock's own with save_pretrained."
         )
     return Anatomy(family="timm_vit", stacks=(timm.vit_stack(names, config.heads),))
 

@@ -6,7 +6,7 @@ a `Stack` of blocks. Code that needs only these calls `stacks(config)` and does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -315,6 +315,16 @@ def enrol(family: type[ModelFamily]) -> type[ModelFamily]:
 def stacks(config: ModelConfig) -> tuple[Stack, ...]:
     """The stack of each run of a model, in the order in which they compute."""
     return tuple(run.stack for run in config.graph.runs)
+
+
+def with_stacks(config: ModelConfig, change: Callable[[Stack], Any]) -> ModelConfig:
+    """The same model with what `change` makes of each of its settings that is a stack."""
+    if isinstance(config, Stack):
+        return change(config)  # type: ignore[no-any-return]
+    held = {one.name: getattr(config, one.name) for one in fields(config)}
+    return replace(
+        config, **{name: change(value) for name, value in held.items() if isinstance(value, Stack)}
+    )
 
 
 def vocabulary_of(config: ModelConfig) -> int:

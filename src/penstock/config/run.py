@@ -313,7 +313,11 @@ class RunConfig(Checked):
     """Folder for the run's configuration, metrics, checkpoints and exported weights."""
     init_from: FilledText | None = None
     """Weights to start from: a folder, a safetensors file, or a name on the Hugging Face hub such as
-    `google/vit-base-patch16-224`."""
+    `google/vit-base-patch16-224`. Dense weights start a model with mixtures too: each expert as a copy of the
+    perceptron."""
+    upcycle_noise: NotNegative = 0.0
+    """Deviation of what is added to each number of an expert that starts as a copy, as a share of its weight's own
+    deviation."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
     keep: Annotated[int, Range(2, 2**31 - 1)] = 2

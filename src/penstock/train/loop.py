@@ -37,6 +37,7 @@ from penstock.launch.signals import Requests
 from penstock.models import create
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import require_fitting
+from penstock.models.convert.upcycle import Upcycling
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device
 from penstock.parallel.agree import Ballot, average
@@ -165,7 +166,9 @@ class _Run:
         stored = find_checkpoint(config, dims, resume=resume)
         if config.init_from and not stored:
             weights = local_weights(config.init_from)
-            require_fitting(create(config.model, device="meta"), weights, new_head=True)
+            require_fitting(
+                create(config.model, device="meta"), weights, new_head=True, upcycling=Upcycling()
+            )
         # Measured by one: ranks that measure at the same time disturb each other, and would predict differently. And
         # measured here: data and weights that cannot be read are refused without waiting for it.
         self.machine = main_first(lambda: machine_of(config, device))

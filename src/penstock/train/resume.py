@@ -47,6 +47,7 @@ _FREE = (
     "machine",
     "device",
     "init_from",
+    "upcycle_noise",
     "data.workers",
     "recipe.eval_every_epochs",
 )

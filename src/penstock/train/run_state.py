@@ -13,10 +13,12 @@ from penstock.build import Built
 from penstock.checkpoint import Checkpoint, Snapshot
 from penstock.checkpoint.coordinator import collect
 from penstock.config.load import to_dict
+from penstock.config.model import stacks
 from penstock.config.run import RunConfig
 from penstock.data import Loader
 from penstock.errors import NumericError
 from penstock.models.convert import load_weights
+from penstock.models.convert.upcycle import Upcycling, starts_equal
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims
 from penstock.train.evaluate import Evaluation
@@ -117,7 +119,18 @@ class RunState:
 
     def start_from(self, path: str) -> None:
         """Take the weights of `path`; parameters that they do not fit are drawn again, and reported."""
-        loaded = load_weights(self.built.model, path, new_head=True)
+        config = self.config
+        upcycling = Upcycling(noise=config.upcycle_noise, seed=config.seed)
+        loaded = load_weights(self.built.model, path, new_head=True, upcycling=upcycling)
+        if config.upcycle_noise and not loaded.upcycled:
+            _log.warning("upcycle_noise changes nothing: no experts were made of the weights of %s.", path)
+        elif loaded.upcycled and not all(
+            starts_equal(stack) for stack in stacks(config.model) if stack.experts
+        ):
+            _log.warning(
+                "The experts of a token do not add up to its perceptron of before, so the loss starts higher: their "
+                "weights add up to one with router_normalised of several, without expert_dropout or sample_capacity."
+            )
         if self.built.ema:
             self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
         _log.warning("Starting from %s: %s", path, loaded)

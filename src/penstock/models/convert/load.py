@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -21,6 +21,7 @@ from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import misfit
 from penstock.models.convert.spellings import respelled
 from penstock.models.convert.text import text_from_hf
+from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copies, upcycled
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.lora import without_adapters
 from penstock.models.model import Model, renamed
@@ -46,17 +47,23 @@ class Loaded:
     """Parameters left at the model's own initialisation: the head, where that was allowed."""
     ignored: tuple[str, ...] = ()
     """Weights that were left out, because a classifier does not need them."""
+    upcycled: bool = False
+    """Whether the weights were dense, and mixtures were made of them."""
 
 
 def load_weights(
-    model: nn.Module, source: str | Path | Mapping[str, Tensor], *, new_head: bool = False
+    model: nn.Module,
+    source: str | Path | Mapping[str, Tensor],
+    *,
+    new_head: bool = False,
+    upcycling: Upcycling | None = None,
 ) -> Loaded:
     """Load a safetensors file, a Hugging Face folder, or a state dict into `model`, in place.
 
     For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
     size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
     size: for fine-tuning. Text models take their own names or transformers', with or without a head. Any other model
-    takes its own names only. Adapters stay as they are.
+    takes its own names only. Adapters stay as they are. With `upcycling`, dense weights fill a model with mixtures.
 
     Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
     CheckpointError for a file that cannot be read.
@@ -67,21 +74,26 @@ def load_weights(
             "model.init_weights() first."
         )
     with without_adapters(model):
-        return _load(model, source, new_head)
+        return _load(model, source, new_head, upcycling)
 
 
-def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head: bool) -> Loaded:
+def _load(
+    model: nn.Module,
+    source: str | Path | Mapping[str, Tensor],
+    new_head: bool,
+    upcycling: Upcycling | None,
+) -> Loaded:
     # A stage of a pipeline has the names of the whole model, and some of its weights.
     whole = create(cast(Any, model).config, device="meta") if WHOLE in model.__dict__ else model
     model_type = None
     if isinstance(source, str | Path):
         source = local_weights(source)
-        require_fitting(whole, source, new_head=new_head)  # before anything is read
+        require_fitting(whole, source, new_head=new_head, upcycling=upcycling)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)
         model_type = said_in(source).get("model_type")
     else:
         state = source
-    state, loaded = fitted(whole, state, new_head, model_type)
+    state, loaded = fitted(whole, state, new_head, model_type, upcycling)
     if whole is not model:  # what other ranks hold, and what is drawn again, stays as it is
         held = model.state_dict()
         state = held | {name: value for name, value in state.items() if name in held and not value.is_meta}
@@ -92,21 +104,51 @@ def _load(model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head:
     return loaded
 
 
-def require_fitting(model: nn.Module, source: Path, *, new_head: bool = False) -> None:
+def require_fitting(
+    model: nn.Module, source: Path, *, new_head: bool = False, upcycling: Upcycling | None = None
+) -> None:
     """Refuse weights that do not fit the model, which may be on the meta device, by what their files say of them.
 
     Raises as `load_weights`.
     """
-    fitted(model, described(source), new_head, said_in(source).get("model_type"))
+    fitted(model, described(source), new_head, said_in(source).get("model_type"), upcycling)
 
 
 def fitted(
-    model: nn.Module, given: Mapping[str, Tensor], new_head: bool = False, model_type: Any = None
+    model: nn.Module,
+    given: Mapping[str, Tensor],
+    new_head: bool = False,
+    model_type: Any = None,
+    upcycling: Upcycling | None = None,
 ) -> tuple[dict[str, Tensor], Loaded]:
     """`given` in the names and shapes of `model`, if all of it fits. Meta tensors do as well as real ones,
     and the model may be on the meta device. `model_type` is what the config.json beside the weights says. Raises
     ConfigError as `load_weights`.
     """
+    mixed = isinstance(model, Model) and any(run.stack.experts for run in model.graph.runs)
+    if not mixed:
+        return _fitted(model, given, new_head, model_type)
+    config = cast(Any, model).config
+    try:
+        return _fitted(model, given, new_head, model_type)
+    except ConfigError as error:
+        try:
+            dense, loaded = _fitted(create(dense_twin(config), device="meta"), given, new_head, model_type)
+        except ConfigError:
+            raise error from None  # they are no dense weights of this model either
+    if upcycling is None:
+        raise ConfigError(
+            "The weights are dense, but the model has mixtures of experts; pass upcycling=Upcycling() of "
+            "penstock.models.convert.upcycle to start each expert as a copy of the perceptron."
+        )
+    require_copies(config)
+    dense = {name: tensor for name, tensor in dense.items() if name not in loaded.drawn}
+    return upcycled(dense, model.state_dict(), upcycling), replace(loaded, upcycled=True)
+
+
+def _fitted(
+    model: nn.Module, given: Mapping[str, Tensor], new_head: bool, model_type: Any
+) -> tuple[dict[str, Tensor], Loaded]:
     state, expected = renamed(dict(given), model), model.state_dict()
     if isinstance(model, Model) and not model.graph.vision:
         return _fitted_text(model, state, new_head, model_type)

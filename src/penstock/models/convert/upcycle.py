@@ -1,0 +1,87 @@
+"""Mixtures of experts from dense weights (Komatsuzaki et al., ICLR 2023, "Sparse Upcycling", section 2.1)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from penstock.config.model import ModelConfig, with_stacks
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upcycling:
+    """How mixtures are made of perceptrons: each expert starts as a copy, and routers are drawn."""
+
+    noise: float = 0.0
+    """Deviation of what is added to each number of an expert, as a share of its weight's own deviation."""
+    seed: int = 0
+    """Determines the noise."""
+
+
+_NAMES = [one.name for one in fields(Stack)]
+_OF_MIXTURES = {
+    name: getattr(Stack, name) for name in _NAMES[_NAMES.index("experts") : _NAMES.index("unequal")]
+}
+"""Settings that say nothing of a dense stack, with their defaults."""
+
+
+def dense_twin(config: ModelConfig) -> ModelConfig:
+    """The same model with a perceptron in place of each mixture."""
+
+    def dense(stack: Stack) -> Stack:
+        layers = tuple(replace(layer, mixture=False) for layer in stack.unequal)
+        return replace(stack, unequal=layers, **_OF_MIXTURES)
+
+    return with_stacks(config, dense)
+
+
+def require_copies(config: ModelConfig) -> None:
+    """Raise ConfigError for mixtures whose experts cannot be copies of a perceptron."""
+    for run in config.graph.runs:
+        stack, where = run.stack, run.setting
+        if stack.experts and stack.shared_experts:
+            raise ConfigError(
+                "The weights are dense, and have nothing that experts which every token visits could start from; set "
+                f"{where}.shared_experts to 0."
+            )
+        if stack.experts and stack.expert_width not in (None, stack.mlp_width):
+            raise ConfigError(
+                f"The weights are dense, and experts as wide as their perceptrons, {stack.mlp_width:,}, but "
+                f"{where}.expert_width is {stack.expert_width:,}; leave it out."
+            )
+
+
+def starts_equal(stack: Stack) -> bool:
+    """Whether upcycled mixtures without noise give what the perceptrons gave."""
+    weighted = not stack.learns_routes or stack.normalises
+    return weighted and not stack.expert_dropout and stack.sample_capacity is None
+
+
+def upcycled(
+    dense: Mapping[str, Tensor], expected: Mapping[str, Tensor], options: Upcycling
+) -> dict[str, Tensor]:
+    """The state dict of a model with mixtures, whose own is `expected`, made of that of its `dense_twin`: all but its
+    routers, which stay as they are. Nothing is copied where there is no noise."""
+    made = {}
+    for name, ours in expected.items():
+        weight = dense.get(name)
+        if weight is None or weight.shape == ours.shape:
+            fresh = (
+                ours if ours.is_floating_point() else torch.zeros_like(ours)
+            )  # a router, or counts of visits
+            made[name] = fresh if weight is None else weight
+            continue
+        experts = weight.expand(len(ours), *weight.shape)
+        if options.noise and not weight.is_meta:
+            generator = torch.Generator().manual_seed(options.seed ^ zlib.crc32(name.encode()))
+            drawn = torch.randn(experts.shape, generator=generator)
+            spread = options.noise * weight.float().std(correction=0).item()
+            experts = experts + (drawn * spread).to(weight)
+        made[name] = experts
+    return made

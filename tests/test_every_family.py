@@ -80,6 +80,7 @@ def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> N
         ("modernbert", "baseline", 1e-4),
         ("t5", "precision=O1 attention=auto", 1e-2),
         ("marian", "baseline", 1e-4),
+        ("mixtral", "precision=O1 attention=auto", 1e-2),
     ],
 )
 def test_compiled_models_learn_the_same(name: str, line: str, tolerance: float) -> None:

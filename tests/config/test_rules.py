@@ -84,10 +84,10 @@ BROKEN = {
     ),
     "offload_keeps_shards": ("offload=optimizer", "vit-s16", "h100", "the plan shards nothing"),
     "mixtures_are_trained": (
-        "compile=blocks",
+        "compile=blocks recompute=full",
         "mixtral-8x7b",
         "h100",
-        "but not trained yet; use compile=none",
+        "would choose experts again in compiled code",
     ),
     "sharded_experts_are_recomputed_whole": (
         "ep=2 dp=2 sharding=fsdp recompute=operators",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.families import ENROLLED, batches, loss
-from penstock.build import Built, build
-from penstock.config.model import DecoderConfig
+from penstock.build import Built, build, compile_model
+from penstock.config.model import DecoderConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
@@ -470,10 +472,51 @@ def test_biases_of_experts_are_not_decayed() -> None:
     assert "decoder.blocks.0.mlp.up.bias" not in decayed
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # it makes instances of autograd functions
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("name", "line", "changes"),
+    [
+        # A loss scale and several micro-batches: the weight of the balance is no constant of compiled code.
+        ("mixtral", "compile=blocks precision=O1 dtype=fp16 optimizer=fused accumulate=2", {"balance": 1.0}),
+        ("switch", "compile=whole", {"sample_capacity": 2, "capacity": 0.75, "balance": 0.1}),
+        ("vit moe", "compile=blocks", {}),
+    ],
+)
+def test_compiled_mixtures_learn_the_same(
+    name: str, line: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is traced and how it is derived, without making kernels of it."""
+    monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend="aot_eager"))
+    config: Any = ENROLLED[name].config
+    if isinstance(config, Seq2SeqConfig):
+        sides = (replace(stack, **changes) for stack in (config.encoder, config.decoder))
+        config = replace(config, **dict(zip(("encoder", "decoder"), sides)))
+    else:
+        config = replace(config, **changes)
+    results: list[tuple[list[float], Built]] = []
+    for plan in (line, re.sub(r"compile=\w+", "", line)):
+        built = build(
+            config, Plan.parse(f"micro_batch=4 {plan}"), recipe=Recipe(lr=1e-2, eps=1e-4), loss=loss
+        )
+        parts = built.plan.accumulate
+        steps = [built.step([batches(config, parts * i + j, 4) for j in range(parts)]) for i in range(3)]
+        results.append(([float(step.loss) for step in steps], built))
+    (got, compiled), (expected, plain) = results
+    assert got == pytest.approx(expected, rel=1e-5)
+    for one, other in zip(mixtures_of(compiled.model), mixtures_of(plain.model)):
+        assert torch.equal(one.last, other.last)
+        assert one.last.any()
+    half = "fp16" in line
+    for mine, theirs in zip(compiled.model.parameters(), plain.model.parameters()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3 if half else 1e-4, atol=1e-3 if half else 1e-5)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("compile=blocks", "plan.compile=blocks"),
+        ("compile=blocks recompute=full", "plan.recompute=full"),
+        ("compile=blocks ep=2 dp=2", "plan.ep=2"),
     ],
 )
 def test_what_was_not_proven_is_refused_by_name(line: str, words: str) -> None:

@@ -15,7 +15,7 @@ _ONLY: dict[str, Any] = {
     "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
-_MIXED: dict[str, Any] = {"products": "plain", "compile": "none"}
+_MIXED: dict[str, Any] = {"products": "plain"}
 """The same with mixtures of experts."""
 
 
@@ -81,6 +81,17 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
                 f"{name}={word(supported)}, or a model without mixtures."
             )
     splits = [name for name in ("cp", "tp") if getattr(plan, name) > 1 and (name == "cp" or plan.ep > 1)]
+    if plan.compile != "none" and plan.recompute != "none":
+        yield (
+            f"plan.recompute={plan.recompute} would choose experts again in compiled code, of {setting}; use "
+            "plan.recompute=none, or plan.compile=none."
+        )
+    for name in ("tp", "pp", "cp", "ep") if plan.compile != "none" else ():
+        if getattr(plan, name) > 1:
+            yield (
+                f"plan.compile={plan.compile} cannot be trained with plan.{name}={getattr(plan, name)} and {setting} "
+                f"yet; use compile=none, or {name}=1."
+            )
     for run in mixed:
         if run.stack.capacity is not None and splits:
             yield (

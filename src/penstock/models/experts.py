@@ -99,13 +99,37 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 @torch.library.custom_op("penstock::grouped", mutates_args=())
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`_Grouped` as one operation of compiled code, which cannot know how many rows an expert has; no gradients."""
+    """`_Grouped` as one operation of compiled code, which cannot know how many rows an expert has."""
     return _times(x, weight.transpose(1, 2), ends, _is_plain(x, weight))
 
 
 @_grouped.register_fake
 def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("penstock::grouped_outer", mutates_args=())
+def _grouped_outer(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of the weight of `_grouped`."""
+    return _outer(grad, x, ends, _is_plain(x, weight))
+
+
+@_grouped_outer.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(weight.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    return _grouped(grad, weight.transpose(1, 2), ends), _grouped_outer(grad, x, weight, ends), None
+
+
+_grouped.register_autograd(_grouped_backward, setup_context=_keep)
 
 
 class ExpertLinear(nn.Module):
@@ -256,10 +280,20 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        scale = _Scale.now
-        if isinstance(scale, Tensor):
-            scale = scale.to(gradient)
-        return grad + gradient * scale, None
+        return _added(grad, gradient), None
+
+
+@torch.library.custom_op("penstock::add_balance", mutates_args=())
+def _added(grad: Tensor, gradient: Tensor) -> Tensor:
+    """grad, plus the gradient of a balance loss times its weight in the present backward pass. An operation of its own:
+    compiled code would take the weight for a constant, or compute what does not read grad in the forward pass."""
+    scale = _Scale.now
+    return grad + gradient * (scale.to(gradient) if isinstance(scale, Tensor) else scale)
+
+
+@_added.register_fake
+def _(grad: Tensor, gradient: Tensor) -> Tensor:
+    return torch.empty_like(grad)
 
 
 @contextmanager
@@ -333,6 +367,29 @@ class Exchange(Protocol):
 
     def leave(self, out: Tensor) -> Tensor:
         """The results of tokens that were routed here, (T, D), as the rest of the block takes them."""
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows `take` of x, where row i of the result's gradient goes to row `back[i]` of x repeated k times: both ways are
+    lookups, which compiled code fuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.k = k
+        return x[take]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        grad = grad[back]
+        return grad if ctx.k == 1 else grad.view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
+
+
+def _permuted(x: Tensor, take: Tensor, back: Tensor, k: int) -> Tensor:
+    if not torch.is_grad_enabled():
+        return x[take]
+    return _Permuted.apply(x, take, back, k)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class MixtureOfExperts(nn.Module):
@@ -411,7 +468,10 @@ class MixtureOfExperts(nn.Module):
         """x (·, ·, D) to the same; `shares`, `routes` and `samples` (·, ·) are as in `Context`; without samples all
         tokens are of one. A router of its own needs routes in training, to count visits by label, if it has labels.
         Raises ConfigError where routes are missing or not wanted."""
-        counts = self.training and torch.is_grad_enabled() and _choices.replayed is None
+        compiled = torch.compiler.is_compiling()  # and never recomputed
+        if self.kind == "expert_choice" and compiled:
+            return _uncompiled(self, x, shares, routes, samples)  # type: ignore[no-any-return]
+        counts = self.training and torch.is_grad_enabled() and (compiled or _choices.replayed is None)
         if routes is None and (self.kind == "given" or (self.labels and counts)):
             raise ConfigError(
                 "This model's experts are given for each sample; pass it routes, the number of an expert, or of a "
@@ -456,8 +516,11 @@ class MixtureOfExperts(nn.Module):
         if routes is not None:
             logits = logits.masked_fill(self._outside(routes), -math.inf)
         if self.training and torch.is_grad_enabled():
-            again = _choices.replayed is not None
-            chosen = repeated(lambda: self._best(logits.detach(), shares, samples))
+            if torch.compiler.is_compiling():  # and never recomputed
+                again, chosen = False, self._best(logits.detach(), shares, samples)
+            else:
+                again = _choices.replayed is not None
+                chosen = repeated(lambda: self._best(logits.detach(), shares, samples))
             loads = _loads(chosen, self.experts, shares)
             if not again:
                 self.loads += loads
@@ -519,9 +582,7 @@ class MixtureOfExperts(nn.Module):
         keys = samples[order] + len(samples) * torch.arange(self.experts, device=order.device)[:, None]
         places = torch.empty_like(order).scatter_(1, order, _places(keys.flatten()).view_as(order)).t()
         takes = places < room[samples][:, None]
-        most = self.experts
-        if not torch.compiler.is_compiling():
-            most = int(takes.sum(1).max()) if len(takes) else 1  # on a GPU this waits
+        most = int(takes.sum(1).max()) if len(takes) else 1  # on a GPU this waits
         takes, experts = takes.to(torch.int8).sort(dim=1, descending=True, stable=True)
         return experts.masked_fill(takes == 0, self.experts)[:, :most]
 
@@ -544,22 +605,31 @@ class MixtureOfExperts(nn.Module):
     def _visit(self, x: Tensor, chosen: Tensor, weights: Tensor | None, shares: Tensor | None) -> Tensor:
         """The outputs of the chosen experts (T, k) for x (T, D), times their weights, summed."""
         k = chosen.shape[1]
+        full = self.capacity is not None and self.training
+        drops = full or self.kind == "expert_choice" or self.sample_capacity is not None
+        compiled = torch.compiler.is_compiling()
+        if drops and compiled:
+            chosen, weights = self._weightless(chosen, weights, shares if full else None)
         experts, order = chosen.flatten().sort(stable=True)
         loads = _loads(chosen, self.experts)
-        full = self.capacity is not None and self.training
-        if full or self.kind == "expert_choice" or self.sample_capacity is not None:
+        if drops and not compiled:
             experts, order, loads = self._dropped(chosen, shares if full else None)
         device = x.device.type
         cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
         seen = x.to(torch.get_autocast_dtype(device)) if cast else x
-        compiled = torch.compiler.is_compiling()  # where nothing is trained
-        seen = seen[order // k] if compiled else spread(seen, order, k)
+        if compiled:
+            inverse = torch.empty_like(order).scatter_(
+                0, order, torch.arange(len(order), device=order.device)
+            )
+            seen = _permuted(seen, order // k, inverse, k)
+        else:
+            seen = spread(seen, order, k)
         if self.exchange is None:
             made = self._compute(seen, experts, loads)
         else:
             made = self.exchange.visit(seen, experts, loads, self._compute)
         if compiled:
-            made = made.new_zeros(made.shape).index_copy_(0, order, made)
+            made = _permuted(made, inverse, order, 1)
         else:
             made = put_rows(made, order, len(x) * k)
         if weights is None:
@@ -587,6 +657,26 @@ class MixtureOfExperts(nn.Module):
             stays &= _places(experts) < room
             loads = loads.clamp(max=room)
         return experts[stays], order[stays], loads
+
+    def _weightless(
+        self, chosen: Tensor, weights: Tensor | None, shares: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same visits with a weight of zero for those that `_dropped` leaves out: compiled code cannot wait to know
+        how many these are."""
+        if shares is not None:
+            chosen = chosen.masked_fill((shares == 0)[:, None], self.experts)
+        without = chosen == self.experts
+        if self.capacity is not None and self.training:
+            room = (self.capacity * (~without).sum().double() / self.experts).ceil()
+            without = without | (_places(chosen.flatten()) >= room).view_as(chosen)
+        weights = torch.ones_like(chosen, dtype=torch.float32) if weights is None else weights
+        return chosen.clamp(max=self.experts - 1), weights.masked_fill(without, 0.0)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(mixture: MixtureOfExperts, *args: Tensor | None) -> Tensor:
+    """The mixture between two compiled parts, because its sizes differ from step to step."""
+    return mixture(*args)  # type: ignore[no-any-return]
 
 
 def _places(keys: Tensor) -> Tensor:

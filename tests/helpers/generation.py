@@ -44,7 +44,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "unequal": (Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16)),
     },
 }
-BOTH = ("t5-tiny", "marian-tiny", "bart-tiny")
+BOTH = ("t5-tiny", "marian-tiny", "bart-tiny", "nllb-moe-tiny")
 _LIKE_LLAMA = ("llama", "qwen", "qwen2", "mixtral")
 
 

@@ -454,22 +454,22 @@ def test_padding_and_what_follows_the_last_target_count_for_nothing() -> None:
     targets[0, 2:] = IGNORED
     model(tokens, targets=targets)
     assert [int(mixture.loads.sum()) for mixture in mixtures_of(model)] == [2 * (2 + 6)] * 2
-    both = create(ENROLLED["marian moe"].config)
+    both = create(ENROLLED["nllb moe"].config)
     both(tokens, tokens, lengths=torch.tensor([4, 1]))
-    assert [int(mixture.loads.sum()) for mixture in mixtures_of(both)] == [2 * 5] * 2 + [2 * 12] * 2
+    assert [int(mixture.loads.sum()) for mixture in mixtures_of(both)] == [2 * 5, 2 * 12]
 
 
 def test_biases_of_experts_are_not_decayed() -> None:
-    built = build(ENROLLED["marian moe"].config, Plan(), loss=loss)
+    built = build(ENROLLED["nllb moe"].config, Plan(), loss=loss)
     decayed = {
         name
         for group in built.optimizer.param_groups
         if group["weight_decay"]
         for name in group["param_names"]
     }
-    assert "decoder.blocks.0.mlp.up.weight" in decayed
-    assert "decoder.blocks.0.mlp.router.weight" in decayed
-    assert "decoder.blocks.0.mlp.up.bias" not in decayed
+    assert "decoder.blocks.1.mlp.up.weight" in decayed
+    assert "decoder.blocks.1.mlp.router.weight" in decayed
+    assert "decoder.blocks.1.mlp.up.bias" not in decayed
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # it makes instances of autograd functions
@@ -524,3 +524,22 @@ def test_what_was_not_proven_is_refused_by_name(line: str, words: str) -> None:
 
     found = problems(Plan.parse(line), ENROLLED["mixtral"].config, run=True)
     assert any(words in problem and "model.experts=4" in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line", "words"),
+    [
+        ("vit moe", {}, "tp=2", "looking at all tokens of a sample"),
+        ("mixtral", {"sample_capacity": 4}, "cp=2", "looking at all tokens of a sample"),
+        ("mixtral", {"router": "noisy"}, "tp=2", "chosen or masked by chance"),
+        ("mixtral", {"expert_dropout": 0.1}, "tp=2 ep=2", "chosen or masked by chance"),
+    ],
+)
+def test_choices_that_ranks_would_make_otherwise_are_refused(
+    name: str, changes: dict[str, Any], line: str, words: str
+) -> None:
+    from penstock.config.rules import problems
+
+    config: Any = replace(ENROLLED[name].config, **changes)
+    assert any(words in problem for problem in problems(Plan.parse(line), config, run=True))
+    assert not any(words in problem for problem in problems(Plan.parse("dp=2 ep=2"), config, run=True))

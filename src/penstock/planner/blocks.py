@@ -379,7 +379,10 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
             to.add(exchange, exchange._replace(forward=False))
-        weighed = chosen * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
+        # Where experts choose, all tokens have as many places as the one that most experts take: four times the mean.
+        most = min(stack.experts, 4 * stack.experts_per_token)
+        places = rows * most if stack.router == "expert_choice" else chosen
+        weighed = places * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
         to.move("experts.merge", visits * d, (c, c), kind="copy", kept=weighed, group="mlp")
 
 

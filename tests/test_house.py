@@ -428,7 +428,7 @@ LINES = {
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3670,
-    "config": 4590,
+    "config": 4660,
     "data": 6120,
     "decode": 2550,
     "doctor": 450,
@@ -437,7 +437,7 @@ LINES = {
     "kernels": 3170,
     "ladder": 5370,
     "launch": 1550,
-    "models": 6360,
+    "models": 6710,
     "optim": 1730,
     "parallel": 3550,
     "planner": 6020,
@@ -449,7 +449,7 @@ LINES = {
     "serve": 2810,
     "step": 690,
     "tasks": 1700,
-    "train": 2820,
+    "train": 2840,
 }
 
 

@@ -210,14 +210,12 @@ def _attention(
     """Rates of the products of fused attention, forward and backward: what kernels of each generation are known to
     reach with heads of `CITED_FEATURES`, less their exponentials.
 
-    Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1). Only `efficient` has
-    fp32, and reaches its share of the rate without TF32: a step of ViT-S on an H200 is predicted within 12 %.
+    Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1).
     """
-    wide = type_ in ("fp32", "tf32")
-    peak = machine.peak_flops["fp32" if wide else type_]
+    peak = machine.peak_flops[type_]
     hopper = "fp8" in machine.peak_flops
-    if wide or backend == "efficient" or "bf16" not in machine.peak_flops:
-        both = peak * constants.fused_attention_share * (0.6 if hopper and not wide else 1.0)
+    if backend == "efficient" or "bf16" not in machine.peak_flops:
+        both = peak * constants.fused_attention_share * (0.6 if hopper else 1.0)
         ratio = constants.fused_backward
         forward, backward = both * (1 + ratio) / 3.5, both * (1 + 1 / ratio) * 2.5 / 3.5
     elif hopper:

@@ -125,10 +125,6 @@ class Engine:
             raise ConfigError(
                 "The model does not generate text; give a decoder, or an encoder–decoder with one source of tokens."
             )
-        if compiled is not None and model.graph.routed:
-            raise ConfigError(
-                "A compiled step takes no labels, which choose this model's experts; leave compile out."
-            )
         if compiled is not None and cache != "slots":
             raise ConfigError("A compiled step needs columns that lie together; use cache=slots.")
         self._compiled = compiled
@@ -182,7 +178,8 @@ class Engine:
         ids = [self.start] if self._source and self.start is not None else list(request.ids)
         table = None
         if self._blocks is not None:
-            shareable = () if self._source else ids
+            # With other experts, prompts that begin alike have other keys.
+            shareable = () if self._source or self._routes is not None else ids
             table = self._blocks.allocate(shareable, len(ids) + request.max_tokens)
             if table is None:
                 return None

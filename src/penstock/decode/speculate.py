@@ -55,10 +55,15 @@ class LookUp:
 class Reading:
     """One text that a model reads, of which the newest tokens can be taken back."""
 
-    def __init__(self, model: Generating, columns: int, source: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: Generating, columns: int, source: Sequence[int] = (), route: int | None = None
+    ) -> None:
         self.model, self.kept = model, 0
         self.device = next(model.parameters()).device
         self.source = torch.tensor([list(source)], device=self.device) if source else None
+        self.routes: Tensor | None = None
+        if model.graph.routed and route is not None:
+            self.routes = torch.tensor([route], device=self.device)
         self.past = Past(Columns(1, columns), rows=1, columns=columns, device=self.device)
 
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -68,7 +73,8 @@ class Reading:
         self.past.at(places, columns=begin, width=end, first=begin == 0, alone=len(tokens) == 1)
         given = torch.tensor([list(tokens)], device=self.device)
         self.kept = end
-        return passed(self.model, self.past, given, source=None if self.past.remembers else self.source)
+        source = None if self.past.remembers else self.source
+        return passed(self.model, self.past, given, source=source, routes=self.routes)
 
 
 class Chooser:
@@ -107,9 +113,15 @@ class Draft:
     """Guesses of a smaller model, which chooses as the larger one is asked to."""
 
     def __init__(
-        self, model: Generating, decoding: Decoding, prompt: int, columns: int, source: Sequence[int]
+        self,
+        model: Generating,
+        decoding: Decoding,
+        prompt: int,
+        columns: int,
+        source: Sequence[int],
+        route: int | None = None,
     ) -> None:
-        self.reading = Reading(model, columns, source)
+        self.reading = Reading(model, columns, source, route)
         self.chooser = Chooser(decoding, prompt, (), self.reading.device)
         # Guesses drawn by the numbers that they are then checked with would not be independent of the checks.
         self.chooser.random = random.Random(None if decoding.seed is None else f"draft {decoding.seed}")
@@ -146,10 +158,12 @@ def speculate(
     *,
     ends: Sequence[int],
     source: Sequence[int] = (),
+    route: int | None = None,
 ) -> list[int]:
-    """New tokens after the decoder's `ids`, without the one that ends the text. `source` is an encoder–decoder's."""
+    """New tokens after the decoder's `ids`, without the one that ends the text. `source` is an encoder–decoder's,
+    `route` the label of the text, where it chooses experts."""
     text = list(ids)
-    reading = Reading(model, len(text) + decoding.max_tokens + decoding.speculate + 1, source)
+    reading = Reading(model, len(text) + decoding.max_tokens + decoding.speculate + 1, source, route)
     chooser = Chooser(decoding, len(text), ends, reading.device)
     stops = () if decoding.ignore_end else tuple(ends)
     while len(text) < len(ids) + decoding.max_tokens:

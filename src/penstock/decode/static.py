@@ -24,6 +24,7 @@ from torch import Tensor
 
 from penstock.decode.looks import Continuing, folded
 from penstock.decode.past import Columns, Past, passed
+from penstock.errors import ConfigError
 from penstock.models.anatomy import let_recompile
 from penstock.models.model import Model
 
@@ -105,6 +106,11 @@ class Compiled:
     that plays a step back; none: CUDA graphs on a GPU, and nothing elsewhere."""
 
     def __init__(self, model: Model, *, backend: Any = None, record: Record | None = None) -> None:
+        if model.graph.routed:
+            raise ConfigError(
+                "A compiled step takes no labels, which choose this model's experts; leave compile out."
+            )
+
         def step(given: Given) -> Tensor:
             return passed(model, _Step(given), given.tokens)
 

@@ -44,14 +44,23 @@ class Prompts:
     """(B,) int64, the label of each text, of a model whose experts are given by it."""
 
     @classmethod
-    def of(cls, ids: Sequence[Sequence[int]], *, start: int | None, device: torch.device) -> Prompts:
-        """Prompts of a decoder; with a `start`, what the decoder begins with, sources of an encoder–decoder."""
+    def of(
+        cls,
+        ids: Sequence[Sequence[int]],
+        *,
+        start: int | None,
+        device: torch.device,
+        routes: Sequence[int | None] = (),
+    ) -> Prompts:
+        """Prompts of a decoder; with a `start`, what the decoder begins with, sources of an encoder–decoder. `routes`
+        are the labels of all, or of none."""
+        labels = None if not routes or None in routes else torch.tensor(routes, device=device)
         lengths = torch.tensor([len(row) for row in ids], device=device)
         longest = max(map(len, ids))
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in ids], device=device)
         if start is None:
-            return cls(tokens, lengths, even=len({len(row) for row in ids}) == 1)
-        return cls.translating(tokens, lengths, start)
+            return cls(tokens, lengths, even=len({len(row) for row in ids}) == 1, routes=labels)
+        return cls.translating(tokens, lengths, start, routes=labels)
 
     @classmethod
     def translating(
@@ -96,6 +105,8 @@ class Texts:
         """There is room for `steps` calls of `following` with `side_by_side` tokens each, which runs `compiled`, if it
         is given."""
         self.model, self.prompts, self.compiled = model, prompts, compiled
+        self.routes = prompts.routes if model.graph.routed else None
+        """(B,), the label of each text."""
         rows, longest = prompts.tokens.shape
         columns = longest + steps * side_by_side
         columns = columns if compiled is None else bucket(columns)
@@ -168,18 +179,19 @@ class Texts:
 
     def _run(self, tokens: Tensor, rows: Tensor | None, source: Tensor | None = None) -> Tensor:
         lengths = None if source is None else self.prompts.source_lengths
-        return passed(self.model, self.past, tokens, rows, source, lengths)
+        return passed(self.model, self.past, tokens, rows, source, lengths, self.routes)
 
     def _features(self, tokens: Tensor, source: Tensor | None) -> Tensor:
         model, memory = self.model, None
         if model.graph.remembered and source is not None:
-            memory = model.encode(source, self.prompts.source_lengths)
-        found: Tensor = model.written(tokens, memory=memory, past=self.past)
+            memory = model.encode(source, self.prompts.source_lengths, self.routes)
+        found: Tensor = model.written(tokens, memory=memory, past=self.past, routes=self.routes)
         return found
 
     def keep(self, rows: Tensor) -> None:
         """Leave all but some texts out from now on."""
         self.past.keep(rows)
+        self.routes = None if self.routes is None else self.routes[rows]
         if len(self.lengths) > 1:
             self.lengths = self.lengths[rows]
 

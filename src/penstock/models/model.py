@@ -337,11 +337,11 @@ class Model(Switched):
             self._compute(run, given, outputs, None)
         return outputs[self.graph.main.name]
 
-    def encode(self, source: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def encode(self, source: Tensor, lengths: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
         """The memory that a text is written from: features of a source, (B, M, D)."""
         outputs: dict[str, Tensor] = {}
         remembered = self.graph.remembered
-        given = {self.graph.input_of(remembered[0]).name: source, "lengths": lengths}
+        given = {self.graph.input_of(remembered[0]).name: source, "lengths": lengths, "routes": routes}
         for run in remembered:
             self._compute(run, given, outputs, None)
         return outputs[remembered[-1].name]

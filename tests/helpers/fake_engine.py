@@ -26,6 +26,7 @@ class Asked:
 
     ids: tuple[int, ...]
     decoding: Decoding
+    route: int | None = None
 
     @property
     def max_tokens(self) -> int:

@@ -57,7 +57,7 @@ def generate(
     ) as made:
         texts = told(texts, made.dims)
         if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
-            for piece in made.stream(texts[0], decoding):
+            for piece in made.stream(texts[0], decoding, label=config.label):
                 if main:
                     print(piece, end="", flush=True)
             if main:
@@ -66,7 +66,7 @@ def generate(
         step = config.batch * plan.dp
         for begin in range(0, len(texts), step):
             some = texts[begin : begin + step]
-            for number, one in enumerate(made.generate(some, decoding)):
+            for number, one in enumerate(made.generate(some, decoding, label=config.label)):
                 if main:
                     _show(some[number // decoding.best], one, as_json)
 

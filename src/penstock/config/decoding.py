@@ -163,6 +163,9 @@ class GenerateConfig(InferConfig, where=""):
     """Settings of `penstock generate`."""
 
     decoding: Decoding = field(default_factory=Decoding)
+    label: str | None = None
+    """Label of the texts, such as their language, which chooses experts of a model whose router is `given`. None: each
+    prompt begins with its own, where those of training did."""
     draft: str | None = None
     """A smaller model that drafts for `speculate`."""
     shortlist: str | None = None

@@ -64,6 +64,8 @@ class Source(ABC):
     """How much of the samples would be padding with one document in each, where documents are packed into samples."""
     label_names: tuple[str, ...] = ()
     """Names of the labels by which a model's visits to experts are counted, such as languages."""
+    labels_in_prompts: bool = False
+    """Whether a text begins with its label, as those of `penstock.data.text.names` do."""
     group_by_length: bool = False
     """Whether a Loader's batches hold samples of similar length."""
 

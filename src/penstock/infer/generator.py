@@ -102,17 +102,23 @@ class Generator:
             self.start = found.start if start is None else start
             self.ends: tuple[int, ...] = found.ends if ends is None else tuple(ends)
             self._never = found.never
+            self.labels = found.labels
             if self.model.graph.remembered and self.start is None:
                 raise ConfigError(
                     "The model does not say which token its decoder begins with; give its number as start."
                 )
             self._draft: Generating | None = None
             if draft is not None:
-                small = self._open(draft, plan, weights, None).model
+                drafting = self._open(draft, plan, weights, None)
+                small = drafting.model
                 same = type(small) is type(self.model)
                 if not same or small.config.vocabulary != self.model.config.vocabulary:
                     raise ConfigError(
                         "A draft model must be of the same family and vocabulary as the model it drafts for."
+                    )
+                if drafting.labels.names not in ((), self.labels.names):
+                    raise ConfigError(
+                        "Labels choose the draft model's experts; use one with the labels of the model it drafts for."
                     )
                 self._draft = small
             self._compiled: Compiled | None = None
@@ -151,49 +157,60 @@ class Generator:
         self._joined.__exit__(*problem)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], decoding: Decoding | None = None, **settings: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        decoding: Decoding | None = None,
+        *,
+        label: str | Sequence[str] | None = None,
+        **settings: Any,
     ) -> list[Generated]:
         """Continue or translate prompts, texts or their token numbers: `decoding.best` texts for each, in their order.
 
-        `settings` are fields of `Decoding`. Raises ConfigError for settings that contradict each other, and for prompts
-        that are too long for the model.
+        `settings` are fields of `Decoding`. `label`, one of all prompts or one of each, chooses the experts of a model
+        whose router is `given`; without it, labels are those that prompts begin with, where they did in training.
+        Raises ConfigError for settings that contradict each other, for prompts that are too long for the model, and for
+        labels that are missing or unknown.
         """
         decoding = self._settings(decoding, settings)
-        rows = [self.encode(prompt) for prompt in _several(prompts)]
+        texts = _several(prompts)
+        rows, routes = [self.encode(prompt) for prompt in texts], self.labels.numbers(texts, label)
         decoding = self._bounded(rows, decoding)
         mine, best = own(len(rows), self.dims), decoding.best
         seeds = self._seeds(decoding, len(rows) * best)[mine.start * best : mine.stop * best]
-        rows = rows[mine]
+        rows, routes = rows[mine], routes[mine]
 
         def generated(some: slice) -> list[Generated]:
-            return self._generated(rows[some], seeds[some.start * best : some.stop * best], decoding)
+            own_seeds = seeds[some.start * best : some.stop * best]
+            return self._generated(rows[some], routes[some], own_seeds, decoding)
 
         found = in_parts(stages_of(self.model), generated, len(rows), self.dims) if rows else []
         return everyones(found, self.dims)
 
     @torch.inference_mode()
     def _generated(
-        self, rows: list[list[int]], seeds: list[int | None], decoding: Decoding
+        self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
     ) -> list[Generated]:
-        """`decoding.best` texts for each of some prompts, each drawn by a seed of its own."""
+        """`decoding.best` texts for each of some prompts with labels, each drawn by a seed of its own."""
         scores: list[float] | None = None
         if decoding.beams > 1:
-            found = search(self.model, self._prompts(rows), decoding, ends=self.ends, compiled=self._compiled)
+            prompts = self._prompts(rows, routes)
+            found = search(self.model, prompts, decoding, ends=self.ends, compiled=self._compiled)
             tokens, scores = found.tokens.flatten(0, 1), found.scores.flatten().tolist()
         elif decoding.contrastive:
-            tokens = contrast(self.model, self._prompts(rows), decoding, ends=self.ends)
+            tokens = contrast(self.model, self._prompts(rows, routes), decoding, ends=self.ends)
         else:
             rows = [row for row in rows for _ in range(decoding.best)]
+            routes = [route for route in routes for _ in range(decoding.best)]
             if decoding.speculate:
                 return [
-                    self._told(self._speculated(row, replace(decoding, seed=seed)), decoding)
-                    for row, seed in zip(rows, seeds, strict=True)
+                    self._told(self._speculated(row, route, replace(decoding, seed=seed)), decoding)
+                    for row, route, seed in zip(rows, routes, seeds, strict=True)
                 ]
             if decoding.stop and self.tokenizer is not None:
-                return self._by_slots(rows, seeds, decoding)
+                return self._by_slots(rows, routes, seeds, decoding)
             tokens = sample(
                 self.model,
-                self._prompts(rows),
+                self._prompts(rows, routes),
                 decoding,
                 ends=self.ends,
                 seeds=seeds,
@@ -205,16 +222,18 @@ class Generator:
             for ids, score in zip(made, scores or [0.0] * len(made), strict=True)
         ]
 
-    def stream(self, prompt: Prompt, decoding: Decoding | None = None, **settings: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, decoding: Decoding | None = None, *, label: str | None = None, **settings: Any
+    ) -> Iterator[str]:
         """Pieces of the text that continues or translates a prompt, as they come. Only greedy and drawn texts come
-        piece by piece. Of several ranks, all must read it to its end."""
+        piece by piece. `label` is as in `generate`. Of several ranks, all must read it to its end."""
         decoding = self._settings(decoding, settings)
         if self.tokenizer is None:
             raise ConfigError("Text needs a tokenizer, and this model came without one; give Generator one.")
-        ids = self.encode(prompt)
+        ids, (route,) = self.encode(prompt), self.labels.numbers([prompt], label)
         decoding = self._bounded([ids], decoding)
         engine = self._engine([ids], decoding)
-        slot = engine.admit(Request(ids=tuple(ids), decoding=decoding))
+        slot = engine.admit(Request(ids=tuple(ids), decoding=decoding, route=route))
         assert slot is not None
         text = Stream(self.tokenizer, decoding.stop)
         finished = False
@@ -241,9 +260,9 @@ class Generator:
             decoding = replace(decoding, seed=told(seed, self.dims))
         return decoding
 
-    def _prompts(self, rows: list[list[int]]) -> Prompts:
+    def _prompts(self, rows: list[list[int]], routes: list[int | None]) -> Prompts:
         start = self.start if self.model.graph.remembered else None
-        return Prompts.of(rows, start=start, device=self.device)
+        return Prompts.of(rows, start=start, device=self.device, routes=routes)
 
     def _bounded(self, rows: list[list[int]], decoding: Decoding) -> Decoding:
         """The settings with a number of tokens. Raises ConfigError for prompts that the model cannot take."""
@@ -283,15 +302,15 @@ class Generator:
             return [None] * count
         return [(decoding.seed + number * _SPREAD) % 2**31 for number in range(count)]
 
-    def _speculated(self, row: list[int], decoding: Decoding) -> list[int]:
+    def _speculated(self, row: list[int], route: int | None, decoding: Decoding) -> list[int]:
         both = bool(self.model.graph.remembered)
         ids = [self.start] if both and self.start is not None else row
         source = row if both else []
         guessing: Guessing = LookUp()
         if self._draft is not None:
             columns = len(ids) + decoding.max_tokens + decoding.speculate + 1
-            guessing = Draft(self._draft, decoding, len(ids), columns, source)
-        return speculate(self.model, ids, decoding, guessing, ends=self.ends, source=source)
+            guessing = Draft(self._draft, decoding, len(ids), columns, source, route)
+        return speculate(self.model, ids, decoding, guessing, ends=self.ends, source=source, route=route)
 
     def _engine(self, rows: list[list[int]], decoding: Decoding) -> Engine:
         longest = 1 if self.model.graph.remembered else max(map(len, rows))
@@ -301,7 +320,7 @@ class Generator:
         )  # fmt: skip
 
     def _by_slots(
-        self, rows: list[list[int]], seeds: list[int | None], decoding: Decoding
+        self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
     ) -> list[Generated]:
         """Texts that may each end before a stop text, which leaves its slot to the next."""
         assert self.tokenizer is not None
@@ -314,7 +333,8 @@ class Generator:
         while waiting or running:
             while waiting:
                 number = waiting[-1]
-                request = Request(ids=tuple(rows[number]), decoding=replace(decoding, seed=seeds[number]))
+                own_settings = replace(decoding, seed=seeds[number])
+                request = Request(ids=tuple(rows[number]), decoding=own_settings, route=routes[number])
                 slot = engine.admit(request)
                 if slot is None:
                     break

@@ -20,6 +20,7 @@ from penstock.decode.stages import cut, stages_of
 from penstock.decode.texts import sharded
 from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
+from penstock.infer.labels import TextLabels, labels_of
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import first_token, read_json, said_in
@@ -49,6 +50,8 @@ class Loaded:
     """Biases of tokens that must not be generated, as of `Decoding`."""
     classes: tuple[str, ...] = ()
     """Names of a classifier's classes."""
+    labels: TextLabels
+    """Labels by which experts are given."""
     pooled_first: bool = False
     """Whether an embedding is the first token's features."""
 
@@ -112,6 +115,7 @@ def loaded(
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
     never |= set(said.get("suppress_tokens") or ())
     names = said.get("id2label") or {}
+    graph: Any = module.graph
     return Loaded(
         pooled_first=first,
         model=module,
@@ -120,6 +124,7 @@ def loaded(
         ends=ends,
         never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
+        labels=labels_of(graph, said),
     )
 
 

@@ -33,12 +33,23 @@ DECODING = {
 """Keys of a request, and what they are called in `Decoding`."""
 _CALLER = frozenset({"user", "metadata", "store", "safety_identifier"})
 _SHARED = frozenset(
-    {"model", "max_tokens", "n", "stop", "stream", "stream_options", "logit_bias", *DECODING, *_CALLER}
+    {
+        "model",
+        "max_tokens",
+        "n",
+        "stop",
+        "stream",
+        "stream_options",
+        "logit_bias",
+        "label",
+        *DECODING,
+        *_CALLER,
+    }
 )
 _KEYS = {
     "completions": _SHARED | {"prompt", "return_token_ids"},
     "chat": _SHARED | {"messages", "max_completion_tokens"},
-    "translate": frozenset({"model", "text", "max_tokens", *DECODING, *_CALLER}),
+    "translate": frozenset({"model", "text", "max_tokens", "label", *DECODING, *_CALLER}),
     "embeddings": frozenset({"model", "input", "encoding_format", *_CALLER}),
 }
 
@@ -55,6 +66,8 @@ class Asked:
     choices: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False
+    label: str | tuple[str, ...] | None = None
+    """Label of all prompts or of each, which chooses experts."""
     usage: bool = False
     """Whether a stream ends with the number of tokens."""
     token_ids: bool = False
@@ -145,6 +158,11 @@ def _asked(body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *,
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(one, str) and one for one in stop):
         raise ConfigError("stop must be a text, or a list of at most 16 texts.")
+    label = body.get("label")
+    if isinstance(label, list) and all(isinstance(one, str) for one in label):
+        label = tuple(label)
+    elif not isinstance(label, str | None):
+        raise ConfigError("label must be a text, or a list with one for each prompt.")
     from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are told at once
     options = _field(body, "stream_options", dict, {})
     return Asked(
@@ -153,6 +171,7 @@ def _asked(body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *,
         most=_field(body, "max_tokens", Annotated[int, Range(1, 1 << 24)], None),
         choices=_field(body, "n", Annotated[int, Range(1, MOST_CHOICES)], 1),
         stop=tuple(stop),
+        label=label,
         stream=_field(body, "stream", bool, False),
         usage=options.get("include_usage") is True,
         token_ids=_field(body, "return_token_ids", bool, False),

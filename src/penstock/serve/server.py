@@ -23,6 +23,7 @@ from starlette.routing import Route
 from penstock.boundary.files import quoted
 from penstock.config.decoding import USUAL_TOKENS
 from penstock.errors import ConfigError, PenstockError
+from penstock.infer.labels import TextLabels
 from penstock.infer.text import needed, prompt_numbers, usual_tokens
 from penstock.serve import answers, asked
 from penstock.serve.answers import Piece, Text
@@ -66,6 +67,12 @@ class Service:
     def source(self) -> bool:
         """Whether the model translates a source."""
         return bool(self.backend.about.get("source"))
+
+    @property
+    def labels(self) -> TextLabels:
+        """Labels by which the model's experts are given."""
+        about = self.backend.about
+        return TextLabels(tuple(about.get("labels", ())), about.get("labels_in_prompts", False))
 
     def app(self) -> Starlette:
         """The application."""
@@ -255,14 +262,16 @@ class Service:
         return await asyncio.to_thread(work) if long else work()
 
     def _submit(self, wanted: Asked, prompts: Sequence[list[int]]) -> list[Ticket]:
-        """Queue each prompt as often as it has choices. Raises as `Backend.submit`."""
+        """Queue each prompt as often as it has choices. Raises as `Backend.submit`, and ConfigError for labels that are
+        missing or unknown."""
+        routes = self.labels.numbers(wanted.prompts, wanted.label)
         found: list[Ticket] = []
         if self.backend.open + len(prompts) * wanted.choices > self.backend.room:
             raise QueueFull(
                 f"{self.backend.open} requests are served or wait, of at most {self.backend.room}."
             )
         room = self.backend.about.get("context", USUAL_TOKENS)
-        for row in prompts:
+        for row, route in zip(prompts, routes, strict=True):
             if not row:
                 raise Fault(400, "A prompt is empty.")
             for choice in range(wanted.choices):
@@ -272,7 +281,7 @@ class Service:
                     decoding["seed"] += choice
                 never = self.backend.about.get("never", [])
                 decoding["bias"] = [*decoding.get("bias", []), *never]
-                found += self._send({"ids": row, "decoding": decoding})
+                found += self._send({"ids": row, "decoding": decoding, "route": route})
         return found
 
     def _send(self, message: dict[str, Any]) -> list[Ticket]:

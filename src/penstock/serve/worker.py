@@ -41,9 +41,10 @@ class Opened(NamedTuple):
     vectors: Any
     """Function of lists of token numbers to their vectors; None of a model that makes text."""
     request: Callable[..., Any]
-    """Makes what the engine takes of `ids` and `decoding`."""
+    """Makes what the engine takes of `ids`, `decoding` and `route`."""
     about: dict[str, Any]
-    """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source)."""
+    """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source), `labels`
+    (which choose experts) and `labels_in_prompts`."""
     ranks: Any = None
     """The engine, where several ranks split its layers: see `penstock.serve.led`."""
 
@@ -82,7 +83,8 @@ class Worker:
             if self.opened.engine is None:
                 raise ConfigError("This model makes no text.")
             decoding = from_dict(Decoding, message["decoding"], origin="the request")
-            request = self.opened.request(ids=tuple(message["ids"]), decoding=decoding)
+            route = message.get("route")
+            request = self.opened.request(ids=tuple(message["ids"]), decoding=decoding, route=route)
             self.opened.engine.require(request)
             self.scheduler.submit(Job(number, len(request.ids), request.max_tokens))
             self._requests[number] = request
@@ -171,9 +173,12 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         led or engine,
         None,
         Request,
-        about | {"context": engine.context, "source": source, "never": list(found.never)},
+        about | {
+            "context": engine.context, "source": source, "never": list(found.never),
+            "labels": list(found.labels.names), "labels_in_prompts": found.labels.in_prompts,
+        },
         led,
-    )
+    )  # fmt: skip
 
 
 def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:

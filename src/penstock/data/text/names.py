@@ -4,6 +4,7 @@ rows of translation whose label is the language that is translated to."""
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ KINDS = ("languages", "territories", "currency_names", "unit_display_names")
 LONGEST = 56
 """Bytes of a name; longer ones are left out, so that rows fit models of 64 tokens with a tokenizer of bytes."""
 _HELD_OUT = 10
+_PROMPT = re.compile(r"[^\s>:]+>([^\s>:]+): ")
+"""How `prompt_of` begins."""
 
 Names = Mapping[str, Mapping[str, str]]
 """The names of each item by language. Items are keyed by kind and English name, so that what CLDR has under two codes
@@ -89,6 +92,17 @@ def _text(value: object) -> str:
     return " ".join(str(value).split())
 
 
+def prompt_of(source: str, target: str, name: str) -> str:
+    """The text that asks for the translation of a name from one language to another, its label."""
+    return f"{source}>{target}: {name}"
+
+
+def label_of(prompt: str) -> str | None:
+    """The language that a text of `prompt_of` asks for; None of any other text."""
+    match = _PROMPT.match(prompt)
+    return match[1] if match else None
+
+
 def is_held_out(key: str) -> bool:
     """Whether an item is for validation."""
     return zlib.crc32(key.encode()) % _HELD_OUT == 0
@@ -124,5 +138,5 @@ def _rows(read: Names, languages: Sequence[str], val: bool) -> Iterator[Found]:
             others = [language for language in sources if language not in PIVOTS]
             for source in [rng.choice(several) for several in (pivots, others) if several]:
                 yield Row(
-                    (f"{source}>{target}: {known[source]}", known[target]), target, f"{key} in {source}", 0
+                    (prompt_of(source, target, known[source]), known[target]), target, f"{key} in {source}", 0
                 )

@@ -228,6 +228,7 @@ def open_rows(
         form=form, length=length, target_length=target_length, classes=classes,
     )  # fmt: skip
     rows.label_names = (classes or ()) if named else ()
+    rows.labels_in_prompts = all(source.partition(":")[0] == "names" for source, _ in data.parts())
     rows.bad_samples = data.bad_rows
     rows.group_by_length = data.group_by_length
     return rows

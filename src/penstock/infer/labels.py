@@ -1,0 +1,69 @@
+"""Labels of texts, by which the experts of a model are given: a prompt begins with its label, or the caller says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.boundary.files import quoted
+from penstock.config.graph import Graph
+from penstock.data.text.names import label_of
+from penstock.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TextLabels:
+    """The labels that texts of one model can have."""
+
+    names: tuple[str, ...] = ()
+    """Names in the order of their numbers; none of a model that chooses experts by itself, or has none."""
+    in_prompts: bool = False
+    """Whether prompts begin with their label, as `en>sw: Germany` does."""
+
+    def numbers(
+        self, prompts: Sequence[str | Sequence[int]], label: str | Sequence[str] | None = None
+    ) -> list[int | None]:
+        """The number of each prompt's label: of `label`, one for all or one for each, else of the prompt itself. None
+        of a model without labels. Raises ConfigError, with all labels, where one is missing or unknown."""
+        if label is not None and not self.names:
+            raise ConfigError("No label chooses experts of this model; leave label out.")
+        each: Sequence[str | None] = (
+            [label] * len(prompts) if label is None or isinstance(label, str) else label
+        )
+        if len(each) != len(prompts):
+            raise ConfigError(
+                f"There are {len(each)} labels for {len(prompts)} prompts; give one for each, or one for all."
+            )
+        return [self._number(*pair) if self.names else None for pair in zip(prompts, each, strict=True)]
+
+    def _number(self, prompt: str | Sequence[int], label: str | None) -> int:
+        if label is None and self.in_prompts and isinstance(prompt, str):
+            label = label_of(prompt)
+        if label in self.names:
+            return self.names.index(label)
+        known = ", ".join(self.names)
+        if label is not None:
+            raise ConfigError(f"{quoted(label)} is no label of this model. Its labels are {known}.")
+        begin = f", or begin the prompt as in {self.names[0]}>{self.names[-1]}: …" if self.in_prompts else ""
+        raise ConfigError(
+            f"Labels choose the experts of this model, and a prompt has none. Give one as label{begin}. Its labels are "
+            f"{known}."
+        )
+
+
+def labels_of(graph: Graph, said: Mapping[str, Any]) -> TextLabels:
+    """The labels of a model, by what is `said` in the config.json of its folder; where that has no names of them, their
+    numbers are their names. Raises CheckpointError for names that are not those of the model's labels."""
+    given = [run.stack for run in graph.runs if run.stack.experts and run.stack.router == "given"]
+    if not given:
+        return TextLabels()
+    count = min(one.labels or (one.router_groups if one.router_groups > 1 else one.experts) for one in given)
+    names = said.get("labels", list(map(str, range(count))))
+    distinct = {one for one in names if isinstance(one, str)} if isinstance(names, list) else set()
+    if not isinstance(names, list) or not len(distinct) == len(names) == count:
+        raise CheckpointError(
+            f"labels in config.json must be a list with the names of the model's {count} labels, all different. Export "
+            "the run again."
+        )
+    return TextLabels(tuple(names), said.get("labels_in_prompts") is True)

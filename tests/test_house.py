@@ -424,20 +424,20 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1560,
+    "(modules)": 1580,
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3670,
-    "config": 4670,
+    "config": 4760,
     "data": 6130,
     "decode": 2580,
     "doctor": 450,
     "export": 780,
     "infer": 1040,
-    "kernels": 3170,
+    "kernels": 3260,
     "ladder": 5370,
     "launch": 1550,
-    "models": 6710,
+    "models": 6720,
     "optim": 1730,
     "parallel": 3550,
     "planner": 6020,
@@ -448,8 +448,8 @@ LINES = {
     "schedules": 1040,
     "serve": 2840,
     "step": 690,
-    "tasks": 1700,
-    "train": 2840,
+    "tasks": 1840,
+    "train": 2890,
 }
 
 
@@ -460,7 +460,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 70_400
+    assert sum(LINES.values()) <= 70_800
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -17,6 +17,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
+from penstock.config.recipes import require_teachable
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
@@ -47,7 +48,8 @@ from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import agree_over
 from penstock.products.convert import convert_linears
 from penstock.step import Pipeline, Runner, TrainStep
-from penstock.tasks import Embedding, Loss, classification_loss, task_of
+from penstock.tasks import Embedding, Loss, Task, classification_loss, task_of
+from penstock.tasks.teacher import open_teacher
 
 __all__ = ["Built", "Loss", "build", "compile_model"]
 
@@ -111,6 +113,7 @@ def build(
     device = torch.device(device)
     config = None if isinstance(model, nn.Module) or callable(model) else model
     require(plan, run=True)
+    require_teachable(recipe, plan)
     if config is not None and machine is not None:
         require(plan, config, machine, run=True)
     if dims is None:
@@ -181,6 +184,14 @@ def build(
     if plan.offload == "activations":
         offload_blocks(module, device, keep_last=stages is None)
     compile_model(module, plan)
+
+    # A teacher is no part of what learns, is sharded or saved: the loss alone knows it. It computes by the same Plan.
+    if recipe.teacher is not None:
+        teacher = open_teacher(recipe, loss, config, module, device=device, dtype=precision.dtype)
+        set_switches(teacher.model, plan)
+        compile_model(teacher.model, plan)
+        assert isinstance(loss, Task)  # others were refused
+        loss = loss.taught_by(teacher)
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
     replicas: DataParallel | None = None

@@ -61,7 +61,7 @@ def train(
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result
     found = result.evaluation
-    task = task_of(config.model, config.task, init_from=config.init_from)
+    task = task_of(config.model, config.task, init_from=config.reads_like)
     print(f"done: {task.describe(found.metrics)} of {found.samples:,} validation {task.unit}")
     share = found.metrics.get("top1", found.metrics.get("accuracy"))
     if share is not None and (words := chance_words(share, result.classes or 0, found.samples)):

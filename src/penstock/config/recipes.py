@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import NONE_WORDS
+from penstock.config.graph import Graph, PatchInput, TokenInput
 from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks, title
+from penstock.config.plan import Plan
 from penstock.config.rules import require
-from penstock.config.run import RunConfig
+from penstock.config.run import Recipe, RunConfig
 from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -64,8 +66,90 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
     """Raise ConfigError for what can be told of a run before a rank starts: a Plan that this model refuses, and a
     warm-up that does not fit. The Plan of an `elastic` run changes with its ranks, and is checked alone."""
     require(config.plan, None if elastic else config.model, run=True)
+    require_teachable(config.recipe, config.plan)
     if config.recipe.steps is not None:
         config.recipe.warmup(config.recipe.steps)
+
+
+def require_teachable(recipe: Recipe, plan: Plan) -> None:
+    """Raise ConfigError where a Plan cannot train beside the recipe's teacher, or settings of one have no teacher."""
+    if recipe.teacher is None:
+        usual, idle = Recipe(), ("teacher_weight", "temperature")
+        problems = [
+            f"recipe.{name} is {getattr(recipe, name):g}, but there is no recipe.teacher to learn from; name one, or "
+            f"leave {name} out."
+            for name in idle
+            if getattr(recipe, name) != getattr(usual, name)
+        ]
+    else:
+        problems = [
+            f"plan.{name}={degree} splits the student's outputs, which recipe.teacher is compared with as a whole; use "
+            f"{name}=1."
+            for name in ("pp", "tp", "cp")
+            if (degree := getattr(plan, name)) > 1
+        ]
+        if plan.compile == "whole":
+            problems.append(
+                "plan.compile=whole compiles the student's head, whose loss changes with each batch of "
+                "recipe.teacher; use compile=blocks."
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def require_alike(teacher: ModelConfig, student: ModelConfig, name: str) -> None:
+    """Raise ConfigError where a teacher, called `name`, cannot be compared with a student: other inputs, vocabularies,
+    classes, or too few positions."""
+    problems = list(_differences(teacher.graph, student.graph))
+    if problems:
+        raise ConfigError(
+            [f"recipe.teacher {quoted(name)} cannot teach this model: {each}" for each in problems]
+        )
+
+
+def _differences(teacher: Graph, student: Graph) -> Iterator[str]:
+    if len(teacher.heads) != 1 or len(student.heads) != 1:
+        yield "one of them has several heads or none; teach models with one head."
+        return
+    names = [tuple(one.name for one in graph.inputs) for graph in (teacher, student)]
+    if names[0] != names[1]:
+        yield f"it takes {' and '.join(names[0])}, the student {' and '.join(names[1])}; use one of the same kind."
+        return
+    for ours, theirs in zip(student.inputs, teacher.inputs, strict=True):
+        if isinstance(ours, PatchInput) and isinstance(theirs, PatchInput):
+            for size in ("image_size", "channels"):
+                wanted, has = getattr(ours, size), getattr(theirs, size)
+                if wanted != has:
+                    yield f"its {size} is {has}, the student's {wanted}; set model.{size} to {has}."
+        elif isinstance(ours, TokenInput) and isinstance(theirs, TokenInput):
+            if ours.vocabulary != theirs.vocabulary:
+                yield (
+                    f"it has a vocabulary of {theirs.vocabulary} {ours.name}, the student one of {ours.vocabulary}; "
+                    "use the teacher's tokenizer as data.tokenizer, and no init_from with another one."
+                )
+            rows = [
+                run.rows for run in teacher.runs
+                if run.reads == theirs.name and run.stack.positions == "learned"
+            ]  # fmt: skip
+            if rows and min(rows) < ours.length:
+                yield f"it has {min(rows)} positions, but samples have {ours.length} {ours.name}; make samples shorter."
+    if teacher.labelled and not student.labelled:
+        yield "its router is given the label of each sample, which the student has no place for."
+    if not student.classes and not student.words:
+        yield "the student gives features, and only words or classes can be taught."
+        return
+    told, asked = _outputs(teacher), _outputs(student)
+    if told != asked:
+        yield f"it gives logits of {told}, the student of {asked}; both must give the same."
+
+
+def _outputs(graph: Graph) -> str:
+    """The logits that a graph's head gives, in words."""
+    if graph.classes is not None:
+        return f"{graph.classes.classes} classes"
+    if graph.words is None:
+        return "nothing"
+    return f"{graph.words.vocabulary} words" + (", each after those before it" if graph.main.causal else "")
 
 
 def _job(name: str) -> RunConfig:

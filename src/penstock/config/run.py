@@ -266,6 +266,14 @@ class Recipe(Checked, where="recipe"):
     """Learning-rate factor per block from the head down (Bao et al., BEiT, ICLR 2022); 1 is off."""
     freeze: tuple[str, ...] = ()
     """Parts that do not learn, by name or pattern, with all that is in them: `stem,encoder.places,encoder.blocks.0`."""
+    teacher: FilledText | None = None
+    """A trained model that this one also learns from: a run's folder, an export, or a name on the Hugging Face hub (see
+    `docs/how-to/distil.md`)."""
+    teacher_weight: Share = 0.5
+    """Share of the divergence from the teacher in the loss; the task's own loss is the rest."""
+    temperature: Positive = 2.0
+    """Divisor of the logits of student and teacher before these are compared (Hinton et al., 2015): a higher one makes
+    more of unlikely classes and words."""
     eval_every_epochs: Positive = 1.0
     augment: Augment = field(default_factory=Augment)
     lora: Lora = field(default_factory=Lora)
@@ -329,3 +337,8 @@ class RunConfig(Checked):
     answers with a restart. Whatever one rank does while others wait, such as compiling or saving, must fit."""
     log_every: Count = 10
     """Steps between log lines; numbers stay on the device in between."""
+
+    @property
+    def reads_like(self) -> str | None:
+        """Weights whose tokenizer the run takes where it names none: those to start from, else its teacher's."""
+        return self.init_from or self.recipe.teacher

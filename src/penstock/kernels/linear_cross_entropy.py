@@ -10,6 +10,9 @@ vocabulary that ranks split it makes copies of its part in fp32. The chunked for
 makes each chunk's gradient at once, multiplies it into those of x, W and b, and forgets the logits. So no product is
 repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
 and b.
+
+With a teacher (see `penstock.kernels.distil`) a row's loss is 1 − w of the above and w of the student's divergence from
+the teacher, whose logits are made and forgotten with the student's.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from penstock.config.plan import LOGIT_BYTES
 from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
+from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
 from penstock.kernels.vocabulary import Share, normalised_, to_gradient_, vocabulary_cross_entropy
 
 _PADDED_ON = {"cuda"}
@@ -30,6 +34,9 @@ _PADDED_ON = {"cuda"}
 read 16 bytes at a time, and cuBLAS multiplies rows that do not begin at such a place several times slower. Inductor
 pads products of compiled code by itself."""
 _PADDED_TO = 64
+_TAUGHT_ROWS = 4
+"""A row beside a teacher's takes at most so many times the memory: the logits of both, at a temperature, and as
+probabilities."""
 _FP16_SCALE = 256.0
 """Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
 by this factor."""
@@ -45,6 +52,7 @@ def linear_cross_entropy(
     budget: int | None = None,
     share: Share | None = None,
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+    taught: Taught | None = None,
 ) -> Tensor:
     """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
 
@@ -53,10 +61,12 @@ def linear_cross_entropy(
     form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can be
     differentiated once. With a `share`, weight and bias are those of this rank's entries of the vocabulary, targets
     are numbers in all of it, and the gradient of x is what these entries add to it. `linear` makes the logits of the
-    plain form.
+    plain form. With `taught`, of as many rows and entries, the loss is that of a student; it has no share.
     """
     x, targets = x.flatten(0, -2), targets.flatten()
     if budget is None:
+        if taught is not None:
+            return plain_student_loss(x, weight, bias, targets, smoothing, taught)
         return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share, linear)
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
@@ -64,7 +74,8 @@ def linear_cross_entropy(
     wanted = torch.is_grad_enabled()
     asked = [wanted and t is not None and t.requires_grad for t in (x, weight, bias)]
     there = share or Share("", 0, len(weight))
-    loss: Tensor = _chunked(x, weight, bias, targets, smoothing, budget, dtype, *asked, *there)[0]
+    beside = (None, None, None, 0.0, 1.0) if taught is None else tuple(taught)
+    loss: Tensor = _chunked(x, weight, bias, targets, smoothing, budget, dtype, *asked, *there, *beside)[0]
     return loss
 
 
@@ -86,6 +97,18 @@ def plain_linear_cross_entropy(
     logits = linear(x, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return vocabulary_cross_entropy(logits, targets, share, smoothing=smoothing, ignored=IGNORED)
+
+
+def plain_student_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, taught: Taught
+) -> Tensor:
+    """All logits of a student and its teacher at once: the reference of the chunked form."""
+    logits, meant = F.linear(x, weight, bias), F.linear(*taught[:3])
+    if logits.dtype != torch.float64:
+        logits, meant = logits.float(), meant.float()
+    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+    apart = divergences(logits, meant, taught.temperature).where(targets != IGNORED, 0.0).sum()
+    return (1.0 - taught.share) * loss + taught.share * apart
 
 
 def _padded(entries: Tensor) -> Tensor:
@@ -116,16 +139,25 @@ def in_chunks(
     group: str,
     start: int,
     whole: int,
+    taught_x: Tensor | None = None,
+    taught_weight: Tensor | None = None,
+    taught_bias: Tensor | None = None,
+    taught_share: float = 0.0,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise."""
     with torch.autocast(x.device.type, enabled=False):
         cast, offset = _padded(weight.to(dtype)), None if bias is None else _padded(bias.to(dtype))
         share = Share(group, start, whole) if group else None
+        taught: Taught | None = None
+        if taught_x is not None and taught_weight is not None:
+            table, row = _padded(taught_weight), None if taught_bias is None else _padded(taught_bias)
+            taught, budget = Taught(taught_x, table, row, taught_share, temperature), budget // _TAUGHT_ROWS
         step = rows_at_once(budget, len(x), len(weight), dtype)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
         sums = _Sums.of(x, cast, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
-        sums = sums._replace(share=share, columns=len(weight))
+        sums = sums._replace(share=share, columns=len(weight), taught=taught)
         for first in range(0, len(x), step):
             here = slice(first, first + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
@@ -144,6 +176,8 @@ _chunked = torch.library.custom_op("penstock::linear_cross_entropy", mutates_arg
 def _shapes(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
     dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, group: str, start: int, whole: int,
+    taught_x: Tensor | None = None, taught_weight: Tensor | None = None, taught_bias: Tensor | None = None,
+    taught_share: float = 0.0, temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     kept = _sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
     return (
@@ -170,6 +204,7 @@ class _Sums(NamedTuple):
     share: Share | None = None
     columns: int = 0
     """V, without padding."""
+    taught: Taught | None = None
 
     @classmethod
     def of(
@@ -203,10 +238,19 @@ class _Sums(NamedTuple):
         else:
             p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
             index = targets[:, None]
-            self.loss.add_(row_losses(p, index, self.smoothing).where(counted, 0).sum())
+            losses, w = row_losses(p, index, self.smoothing), 0.0
+            if self.taught is not None:
+                w, temperature = self.taught[3:]
+                meant = F.linear(self.taught.x[here], *self.taught[1:3])[:, : self.columns]
+                apart, pull = divergences_and_gradients(logits, meant, temperature, self.loss.dtype)
+                losses = losses * (1.0 - w) + apart * w
+            self.loss.add_(losses.where(counted, 0).sum())
             if not asked:
                 return
             take_target_(p.exp_(), index, self.smoothing)
+            if self.taught is not None:
+                p.mul_(1.0 - w).add_(pull, alpha=w)
+                del meant, pull
         if self.scale != 1.0:
             p.mul_(self.scale)
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
@@ -251,7 +295,7 @@ def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
         for i, (kept, asked, dtype) in enumerate(zip(ctx.saved_tensors, ctx.asked, ctx.types, strict=True)):
             if asked:
                 found[i] = kept.mul_(factor).to(dtype)
-    return (*found, *[None] * 10)
+    return (*found, *[None] * 15)
 
 
 _chunked.register_autograd(_scaled, setup_context=_remember)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.config.plan import LOSS_BUDGET
 from penstock.config.stack import Stack
 from penstock.kernels.attention import autocasts
+from penstock.kernels.distil import Taught
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
@@ -30,6 +31,9 @@ class Vocabulary(nn.Linear):
     """Whether the weight is the table that embeds tokens, too."""
     share: Share | None = None
     """The entries of the vocabulary whose weights lie here, where ranks share them out."""
+    taught: Taught | None = None
+    """A teacher's side of the loss of the next targets. It is made in chunks whatever `chunked` is, so that the logits
+    of both are never held."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
         # Of a table that embeds tokens too, two gradients are added.
@@ -37,7 +41,7 @@ class Vocabulary(nn.Linear):
         linear = linear_apart if added and not autocasts(x) else F.linear
         if targets is None:
             return linear(x, self.weight, self.bias)
-        budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked else None
+        budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked or self.taught else None
         return linear_cross_entropy(
             x,
             self.weight,
@@ -47,6 +51,7 @@ class Vocabulary(nn.Linear):
             budget=budget,
             share=self.share,
             linear=linear,
+            taught=self.taught,
         )
 
 

@@ -83,8 +83,12 @@ class ImageClassification(Task):
 
     def targets(self, batch: Any) -> Tensor | float:
         """Samples of the batch; a class of −100 is none."""
+        counted = self.counted(batch)
+        return len(_split(batch)[1]) if counted is None else counted.sum()
+
+    def counted(self, batch: Any) -> Tensor | None:
         targets = _split(batch)[1]
-        return len(targets) if targets.is_floating_point() else (targets != IGNORED).sum()
+        return None if targets.is_floating_point() else targets != IGNORED
 
     def tally(self, outputs: Any, batch: Any) -> Tensor:
         logits, targets = _logits(outputs), _split(batch)[1]

@@ -6,9 +6,10 @@ A new task is one file beside this one and a line in `task_of`.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ class Task(ABC):
     """The setting that makes each sample smaller."""
     augments: frozenset[str] = frozenset()
     """Fields of `recipe.augment` that it knows."""
+    teacher: Callable[[Task, nn.Module, Any], Tensor] | None = None
+    """Makes the loss of a training step in place of `loss`; see `penstock.tasks.teacher`."""
 
     # -- data
 
@@ -89,8 +92,20 @@ class Task(ABC):
         the loss of a step. Known without a forward pass and without waiting for the device; here its samples."""
         return len(batch)
 
+    def counted(self, batch: Any) -> Tensor | None:
+        """Which samples of a batch `loss` counts, (B,), of tasks whose outputs are classes; None: all."""
+        return None
+
+    def taught_by(self, teacher: Callable[[Task, nn.Module, Any], Tensor]) -> Self:
+        """The same task with a teacher. Evaluations do without."""
+        taught = copy.copy(self)
+        taught.teacher = teacher
+        return taught
+
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Forward pass and loss in one."""
+        """Forward pass and loss in one, of its teacher too if it has one."""
+        if self.teacher is not None:
+            return self.teacher(self, model, batch)
         return self.loss(model(*self.inputs(batch)), batch)
 
     def tokens(self, batch: Any) -> int:

@@ -84,7 +84,8 @@ class TextTask(Task):
         """The tokenizer of a run. Its decoders begin with the token that the weights of `init_from` begin with."""
         from penstock.data.text.open import open_tokenizer
 
-        tokenizer = open_tokenizer(data, self.init_from)
+        weights = None if self.init_from is None else str(local_weights(self.init_from))
+        tokenizer = open_tokenizer(data, weights)
         if self.init_from is not None:
             tokenizer.told_start = first_token(said_in(local_weights(self.init_from)))
         return tokenizer
@@ -108,7 +109,8 @@ class TextTask(Task):
             if has < tokenizer.size:
                 raise ConfigError(
                     f"model.vocabulary is {has}, but the tokenizer {tokenizer.name} has {tokenizer.size} "
-                    "entries; use the tokenizer that belongs to the weights of init_from, or leave init_from out."
+                    "entries; use the tokenizer that belongs to the weights of init_from or recipe.teacher, or leave "
+                    "these out."
                 )
             return model
         if has != wanted:

@@ -30,7 +30,7 @@ def card(
     `data` describes the training data in words, `machine` is the name of what it ran on. Uses and limits are the
     author's to write, and the card says so.
     """
-    task = task_of(config.model, config.task, init_from=config.init_from)
+    task = task_of(config.model, config.task, init_from=config.reads_like)
     base = config.init_from or ""
     head = {
         "library_name": "penstock",

@@ -57,7 +57,14 @@ from penstock.train.metrics import Records
 from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.pipeline_trace import PipelineTrace
-from penstock.train.prepare import as_many_ranks_as_there_are, learning_of, machine_of, write_beside
+from penstock.train.prepare import (
+    as_many_ranks_as_there_are,
+    learning_of,
+    like_the_teacher,
+    machine_of,
+    require_teacher,
+    write_beside,
+)
 from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import find_checkpoint, locked, require_wanted, restored
@@ -116,7 +123,7 @@ def train(
     """
     # Before ranks are counted or devices asked for: no number of either would let these settings run.
     require_startable(config, elastic=ELASTIC in os.environ)
-    task = task_of(config.model, config.task, init_from=config.init_from)
+    task = task_of(config.model, config.task, init_from=config.reads_like)
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = as_many_ranks_as_there_are(config)
     with (
@@ -154,7 +161,8 @@ class _Run:
         self.ballot = Ballot(dims)
 
         # What is trained, on what, and how long that should take.
-        self.task = task_of(config.model, config.task, init_from=config.init_from)
+        config = like_the_teacher(config)
+        self.task = task_of(config.model, config.task, init_from=config.reads_like)
         usual, wanted = Augment(), config.recipe.augment
         for name in (field.name for field in fields(usual)):
             if dims.main and name not in self.task.augments and getattr(wanted, name) != getattr(usual, name):
@@ -163,6 +171,7 @@ class _Run:
         self.val_source = self.task.open(config.data, config.model, "val")
         self.data = train_source.title
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
+        require_teacher(config, train_source)
         stored = find_checkpoint(config, dims, resume=resume)
         if config.init_from and not stored:
             weights = local_weights(config.init_from)

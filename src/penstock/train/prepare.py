@@ -13,13 +13,17 @@ from typing import Any
 import torch
 
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, vocabulary_of
+from penstock.config.recipes import require_alike
 from penstock.config.run import RunConfig
 from penstock.data import Source
+from penstock.data.text.open import found_in
 from penstock.disk import write_file
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
 from penstock.models import create
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import read_config
 from penstock.models.lora import add_adapters, gives_classes
 from penstock.optim.groups import freeze
 from penstock.parallel import fit_to_ranks, launched
@@ -49,6 +53,41 @@ def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
     else:
         _log.warning("%d ranks are there instead of %d: %s.", launched(), config.plan.gpus, fitted)
     return replace(config, plan=plan)
+
+
+def like_the_teacher(config: RunConfig) -> RunConfig:
+    """`config` with as large a vocabulary as its teacher's, which a student without weights to start from takes."""
+    if config.recipe.teacher is None or config.init_from is not None:
+        return config
+    vocabulary = vocabulary_of(read_config(local_weights(config.recipe.teacher)))
+    if not vocabulary or not (has := vocabulary_of(config.model)) or has == vocabulary:
+        return config
+    _log.warning("model.vocabulary is set to %d, as the teacher has it.", vocabulary)
+    model: Any = config.model
+    return replace(config, model=replace(model, vocabulary=vocabulary))
+
+
+def require_teacher(config: RunConfig, source: Source) -> None:
+    """Raise ConfigError, before anything is built or measured, where the run's teacher is not there, is what the run
+    will overwrite, or differs from the student in what they read or tell apart.
+    """
+    name = config.recipe.teacher
+    if name is None:
+        return
+    folder = local_weights(name)
+    if Path(config.output).resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise ConfigError(
+            f"recipe.teacher is {name}, in the output folder of this run, which will overwrite it; choose another "
+            "--output."
+        )
+    require_alike(read_config(folder), config.model, name)
+    ours: Any = getattr(source, "tokenizer", None)
+    theirs = None if ours is None else found_in(folder)
+    if theirs is not None and theirs.words() != ours.words():
+        raise ConfigError(
+            f"recipe.teacher {name} has the tokenizer {theirs.name}, and this run {ours.name}, so that the numbers of "
+            "their words are not the same; set data.tokenizer to the teacher's folder, or leave it out."
+        )
 
 
 def learning_of(config: RunConfig) -> Learning:

@@ -1,0 +1,48 @@
+"""The divergence of a student from its teacher (Hinton et al., "Distilling the knowledge in a neural network", 2015).
+
+Shapes: R rows of logits, V entries or classes. For logits z of the student and u of the teacher, q = softmax(u / T) and
+p = softmax(z / T) at a temperature T, a row's divergence and its gradient by z are
+
+    T² Σ_v q_v (log q_v − log p_v)          T (p − q)
+
+The factor T² keeps gradients as large as those of the loss beside it, whatever the temperature is (section 2).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Taught(NamedTuple):
+    """The inputs of a teacher's logits, and how much these count in the student's loss."""
+
+    x: Tensor
+    """Features, (R, D'), in the type of the weight."""
+    weight: Tensor
+    """(V, D')."""
+    bias: Tensor | None
+    """(V,)."""
+    share: float
+    """Share of the divergence in the loss, in [0, 1]."""
+    temperature: float
+
+
+def divergences(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+    """The divergence of each row (R,) of logits (R, V) from a teacher's (R, V), in their type; differentiable."""
+    p, q = (torch.log_softmax(values / temperature, dim=-1) for values in (logits, taught))
+    return F.kl_div(p, q, reduction="none", log_target=True).sum(-1) * temperature**2
+
+
+def divergences_and_gradients(
+    logits: Tensor, taught: Tensor, temperature: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same with the gradients (R, V) of their sum by the logits, both in `dtype`. Nothing can be differentiated."""
+    p = torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
+    q_logs = torch.log_softmax(taught.to(dtype) / temperature, dim=-1)
+    q = q_logs.exp()
+    losses = q_logs.sub_(p).mul_(q).sum(1).mul_(temperature**2)
+    return losses, p.exp_().sub_(q).mul_(temperature)

@@ -1,0 +1,123 @@
+"""A trained model whose outputs another one learns from, beside its targets (Hinton et al., "Distilling the knowledge
+in a neural network", 2015).
+
+With w the share and T the temperature, the loss of a batch is (1 − w) · loss of the task + w · T² · KL(teacher ‖
+student), both as means over the task's targets, so that it is the same however a step is cut into micro-batches and
+over ranks. Evaluations are of the task alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import ModelConfig
+from penstock.config.recipes import require_alike
+from penstock.config.run import Recipe
+from penstock.errors import ConfigError
+from penstock.kernels.distil import Taught, divergences
+from penstock.models.anatomy import uncompiled
+from penstock.models.convert import from_pretrained
+from penstock.models.heads import Vocabulary
+from penstock.models.model import Model
+from penstock.tasks.task import Task
+from penstock.tasks.text import WordTask
+
+
+class Teacher:
+    """A model in evaluation mode beside a student, whole on each rank. It is no part of the student, so that neither
+    checkpoints nor exports hold it; and it draws nothing by chance.
+
+    Of a head for words the features alone are computed: the logits of both models are made together, a few rows at a
+    time, by the student's head.
+    """
+
+    def __init__(self, model: Model, student: ModelConfig, *, share: float, temperature: float) -> None:
+        """`model` is changed in place."""
+        self.model = model
+        self.share, self.temperature = share, temperature
+        self.student = student.graph
+        self.head: Vocabulary | None = None
+        if model.graph.words is not None and self.student.words is not None:
+            self.head = getattr(model, model.graph.words.name)
+            setattr(model, model.graph.words.name, _Features())
+        model.eval().requires_grad_(False)
+
+    def __call__(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
+        """The student's loss of a batch, 0-d; differentiable by the student."""
+        inputs = task.inputs(batch)
+        with torch.no_grad():
+            known = self.model.graph.arguments
+            given = {name: value for name, value in zip(self.student.arguments, inputs) if name in known}
+            found = self.model(**{name: self._cast(value) for name, value in given.items()})
+        if self.head is None:
+            return self._of_classes(task, model(*inputs), found, batch)
+        head = model.get_submodule(self.student.words.name) if self.student.words else None
+        assert isinstance(head, Vocabulary)  # `open_teacher` holds this
+        x = found.flatten(0, -2)
+        head.taught = Taught(x, self.head.weight, self.head.bias, self.share, self.temperature)
+        try:
+            return task.loss(model(*inputs), batch)
+        finally:
+            head.taught = None
+
+    def _of_classes(self, task: Task, outputs: Any, taught: Tensor, batch: Any) -> Tensor:
+        logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
+        apart = divergences(logits, taught.float(), self.temperature)
+        counted = task.counted(batch)
+        if counted is None:
+            mean = apart.mean()
+        else:
+            mean = apart.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
+        return (1.0 - self.share) * task.loss(outputs, batch) + self.share * mean
+
+    def _cast(self, value: Any) -> Any:
+        """An argument in the type of the teacher's weights, if it has numbers of such a kind."""
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(next(self.model.parameters()).dtype)
+        return value
+
+
+class _Features(nn.Module):
+    """In place of a head for words: its inputs."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+        return x
+
+
+def open_teacher(
+    recipe: Recipe, task: Any, student: ModelConfig | None, module: nn.Module, *, device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> Teacher:  # fmt: skip
+    """The teacher of a recipe for `module`, the model of `student`, in `dtype`.
+
+    Raises ConfigError where it cannot teach this student by this task, and what `from_pretrained` raises.
+    """
+    assert recipe.teacher is not None
+    if student is None or not isinstance(uncompiled(module), Model):
+        raise ConfigError(
+            "recipe.teacher needs a student that is a configuration of Penstock's, whose outputs it can compare with "
+            "the teacher's; build one, or add the divergence to a loss of your own."
+        )
+    if not isinstance(task, Task):
+        raise ConfigError(
+            "recipe.teacher is added to the loss of a Task, but the loss is a function of your own; give a Task, or "
+            "add the divergence in your function."
+        )
+    model = from_pretrained(recipe.teacher)
+    require_alike(model.config, student, recipe.teacher)
+    if student.graph.words is not None:
+        head = module.get_submodule(student.graph.words.name)
+        if not (isinstance(task, WordTask) and isinstance(head, Vocabulary)):
+            raise ConfigError(
+                f"recipe.teacher cannot be compared with a student trained by {type(task).__name__} with a head of "
+                f"{type(head).__name__}; use a task on words, or leave adapters away from the head."
+            )
+    elif student.graph.classes is None or student.graph.classes.classes < 2:
+        raise ConfigError(
+            "recipe.teacher teaches words or classes, but this student gives numbers or features; leave it out."
+        )
+    model = model.to(device=device, dtype=dtype)
+    return Teacher(model, student, share=recipe.teacher_weight, temperature=recipe.temperature)

@@ -1,0 +1,259 @@
+"""A teacher's part in the loss: what is computed by hand, however steps are cut, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from helpers.spawn import spawn
+from penstock.build import Built, build
+from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.models.convert import from_pretrained, save_pretrained
+from penstock.parallel import ALONE, dims_of
+from penstock.tasks import (
+    Embedding,
+    MaskedWords,
+    NextToken,
+    Sentences,
+    Task,
+    TextBatch,
+    Translation,
+    classification_loss,
+)
+
+SIZES: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 32}
+VIT = ViTConfig(image_size=8, patch_size=4, channels=1, classes=5, **SIZES)
+GPT = DecoderConfig(vocabulary=40, sequence=8, **SIZES)
+BERT = EncoderConfig(vocabulary=40, sequence=8, head="words", **SIZES)
+LABELS = replace(BERT, head="classes", classes=3)
+BOTH = Seq2SeqConfig(
+    vocabulary=40, sequence=8, decoder_sequence=8, encoder=Stack(**SIZES), decoder=Stack(**SIZES)
+)
+KINDS: dict[str, tuple[ModelConfig, Task]] = {
+    "images": (VIT, classification_loss),
+    "next token": (GPT, NextToken()),
+    "masked words": (BERT, MaskedWords()),
+    "translation": (BOTH, Translation()),
+    "sentences": (LABELS, Sentences()),
+}
+SHARE, WARMTH = 0.3, 2.5
+
+
+def _wider(model: Any) -> Any:
+    """A teacher for a student: of the same inputs and outputs."""
+    if isinstance(model, Seq2SeqConfig):
+        return replace(model, encoder=Stack(**SIZES | {"width": 32}), decoder=Stack(**SIZES | {"width": 32}))
+    return replace(model, width=32, depth=2)
+
+
+def _teacher(model: ModelConfig, folder: Path) -> Recipe:
+    """A recipe with a teacher of weights that are large enough to have an opinion."""
+    torch.manual_seed(7)
+    teacher = create(_wider(model))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(2.0)
+    save_pretrained(teacher, folder)
+    return Recipe(teacher=str(folder), teacher_weight=SHARE, temperature=WARMTH, clip_norm=None)
+
+
+def _batch(kind: str, samples: int = 4, seed: int = 0) -> Any:
+    """Samples of which some targets count nothing, so that batches have different numbers of them."""
+    g = torch.Generator().manual_seed(seed)
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(0, 40, shape, generator=g)
+
+    if kind == "images":
+        classes = torch.randint(0, 5, (samples,), generator=g)
+        return torch.randn(samples, 1, 8, 8, generator=g), classes.where(torch.arange(samples) % 3 > 0, -100)
+    targets = words(samples, 8)
+    targets[:, : 1 + seed % 3] = -100
+    ids, lengths = torch.arange(samples).numpy(), torch.randint(3, 9, (samples,), generator=g)
+    inputs: tuple[Any, ...]
+    labels, count = None, int((targets != -100).sum())
+    if kind == "next token":
+        documents = (torch.arange(8) > 3).long().expand(samples, 8)
+        inputs = (words(samples, 8), documents, targets)
+    elif kind == "masked words":
+        rows = torch.arange(samples)[:, None] * 8 + torch.tensor([0, 2])
+        targets = targets[:, 1:3].flatten()
+        count = int((targets != -100).sum())
+        inputs = (words(samples, 8), lengths, None, None, targets, rows.flatten())
+    elif kind == "translation":
+        inputs = (words(samples, 8), words(samples, 8), lengths, targets, None, 0.1)
+    else:
+        inputs, labels = (words(samples, 8), lengths), torch.randint(0, 3, (samples,), generator=g)
+    return TextBatch(inputs=inputs, ids=ids, tokens=0, labels=labels, count=count)
+
+
+def _logits(kind: str, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Rows of logits and their targets, of a model that is not asked for its loss."""
+    if kind == "images":
+        return model(batch[0]), batch[1]
+    inputs = list(batch.inputs)
+    at = {"next token": 2, "masked words": 4, "translation": 3}.get(kind)
+    if at is None:
+        return model(*inputs), batch.labels
+    targets, inputs[at] = inputs[at], None
+    return model(*inputs).flatten(0, -2), targets.flatten()
+
+
+def _by_hand(kind: str, built: Built, teacher: nn.Module, batch: Any) -> Tensor:
+    z, targets = _logits(kind, built.model, batch)
+    u, _ = _logits(kind, teacher, batch)
+    counted = targets != -100
+    z, u, targets = z[counted], u[counted].detach(), targets[counted]
+    smoothing = 0.1 if kind == "translation" else 0.0
+    hard = F.cross_entropy(z, targets, label_smoothing=smoothing)
+    p, q = (z / WARMTH).softmax(1), (u / WARMTH).softmax(1)
+    return (1 - SHARE) * hard + SHARE * WARMTH**2 * (q * (q.log() - p.log())).sum(1).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_computed_by_hand(kind: str, tmp_path: Path) -> None:
+    model, task = KINDS[kind]
+    recipe = _teacher(model, tmp_path / "teacher")
+    built, batch = build(model, Plan(), recipe=recipe, loss=task), _batch(kind)
+    weights = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
+    expected = _by_hand(kind, built, from_pretrained(tmp_path / "teacher").eval(), batch)
+    gradients = torch.autograd.grad(expected, weights, allow_unused=True)
+    plain = float(task(built.model, batch).detach())
+    assert abs(float(expected.detach()) - plain) > 0.05  # the teacher says something
+    loss = built.loss(built.model, batch)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    # An evaluation is of the task alone, and nothing of the teacher is in the student.
+    assert float(task(built.model, batch).detach()) == pytest.approx(plain)
+    assert built.model.state_dict().keys() == create(model).state_dict().keys()
+    assert isinstance(built.loss, Task)
+    used: Any = built.loss.teacher
+    assert not any(module.training for module in used.model.modules())
+    assert task.teacher is None
+
+
+def test_shares_of_classes_are_taught_too(tmp_path: Path) -> None:
+    """Targets of mixup count all samples."""
+    built = build(VIT, Plan(), recipe=_teacher(VIT, tmp_path / "teacher"))
+    images, _ = _batch("images")
+    shares = torch.rand(4, 5).softmax(1)
+    teacher = from_pretrained(tmp_path / "teacher").eval()
+    z, u = built.model(images), teacher(images)
+    p, q = (z / WARMTH).log_softmax(1), (u / WARMTH).log_softmax(1)
+    apart = F.kl_div(p, q, log_target=True, reduction="batchmean")
+    expected = (1 - SHARE) * F.cross_entropy(z, shares) + SHARE * WARMTH**2 * apart
+    torch.testing.assert_close(built.loss(built.model, (images, shares)), expected)
+
+
+def _steps(kind: str, folder: str, line: str) -> list[float]:
+    """Losses of two steps and sums over the weights after them, of this rank's batches among four a step."""
+    plan, (model, task) = Plan.parse(line), KINDS[kind]
+    dims = dims_of(plan, "cpu") if plan.dp > 1 else ALONE
+    recipe = Recipe(
+        teacher=folder, teacher_weight=SHARE, temperature=WARMTH, clip_norm=None, eps=1e-3, lr=1e-2
+    )
+    built = build(model, plan, recipe=recipe, loss=task, dims=dims)
+    losses = []
+    for step in range(2):
+        batches = [_batch(kind, samples=2 + number, seed=4 * step + number) for number in range(4)]
+        loss = built.step(batches[dims.data_rank :: plan.dp]).loss.clone()
+        if plan.dp > 1:
+            torch.distributed.all_reduce(loss)
+        losses.append(float(loss) / plan.dp)
+    state = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
+             for name, value in built.model.state_dict().items()}  # fmt: skip
+    return [*losses, *(float(value.double().norm()) for value in state.values())]
+
+
+def _all_kinds(folder: str, dp: int, sharding: str) -> dict[str, list[float]]:
+    line = f"dp={dp} accumulate={4 // dp} sharding={sharding}"
+    return {kind: _steps(kind, f"{folder}/{kind}", line) for kind in ("images", "next token", "translation")}
+
+
+def test_steps_are_the_same_over_ranks(tmp_path: Path) -> None:
+    for kind in ("images", "next token", "translation"):
+        _teacher(KINDS[kind][0], tmp_path / kind)
+    alone = _all_kinds(str(tmp_path), 1, "ddp")
+    for sharding in ("ddp", "fsdp"):
+        for rank in spawn(_all_kinds, 2, str(tmp_path), 2, sharding):
+            for kind, values in rank.items():
+                assert values == pytest.approx(alone[kind], rel=1e-4), (sharding, kind)
+
+
+@pytest.mark.parametrize(
+    "line", ["precision=O1", "precision=O2", "precision=O3 loss=chunked", "attention=math"]
+)
+def test_the_teacher_computes_as_the_plan_does(line: str, tmp_path: Path) -> None:
+    recipe = replace(_teacher(GPT, tmp_path / "teacher"), eps=1e-4)
+    built, exact = (build(GPT, Plan.parse(each), recipe=recipe) for each in (line, "baseline"))
+    assert isinstance(built.loss, Task)
+    teacher: Any = built.loss.teacher
+    half = torch.float32 if "attention" in line else torch.bfloat16
+    assert {parameter.dtype for parameter in teacher.model.parameters()} == {half}
+    batch = _batch("next token")
+    for _ in range(2):
+        found, expected = (float(each.step([batch]).loss) for each in (built, exact))
+        assert found == pytest.approx(expected, rel=0.02)  # of 8 bits; measured 0.004
+
+
+@cache
+def _others() -> dict[str, tuple[ModelConfig, ModelConfig, str]]:
+    """Students, teachers that cannot teach them, and words of the refusal."""
+    return {
+        "vocabulary": (GPT, replace(GPT, vocabulary=48), "vocabulary of 48 tokens, the student one of 40"),
+        "classes": (VIT, replace(VIT, classes=6), "logits of 6 classes, the student of 5 classes"),
+        "size": (VIT, replace(VIT, image_size=16), "image_size is 16, the student's 8"),
+        "channels": (VIT, replace(VIT, channels=3), "channels is 3, the student's 1"),
+        "kind": (GPT, VIT, "takes images, the student tokens"),
+        "direction": (GPT, BERT, "logits of 40 words, the student of 40 words, each after"),
+        "positions": (GPT, replace(GPT, sequence=4), "has 4 positions, but samples have 8 tokens"),
+        "head": (replace(BERT, head="none"), BERT, "student gives features"),
+    }
+
+
+@pytest.mark.parametrize("what", _others())
+def test_a_teacher_of_something_else_is_refused(what: str, tmp_path: Path) -> None:
+    student, teacher, words = _others()[what]
+    save_pretrained(create(teacher), tmp_path / "teacher")
+    with pytest.raises(ConfigError, match=words):
+        build(student, Plan(), recipe=Recipe(teacher=str(tmp_path / "teacher")), loss=NextToken())
+
+
+@pytest.mark.parametrize("line", ["pp=2", "tp=2", "cp=2", "compile=whole"])
+def test_plans_that_split_outputs_are_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"recipe\.teacher"):
+        build(GPT, Plan.parse(line), recipe=Recipe(teacher="anywhere"))
+
+
+def test_other_losses_and_models_are_refused(tmp_path: Path) -> None:
+    recipe = _teacher(GPT, tmp_path / "teacher")
+    with pytest.raises(ConfigError, match="function of your own"):
+        build(GPT, Plan(), recipe=recipe, loss=lambda model, batch: model(*batch))
+    with pytest.raises(ConfigError, match="student that is a configuration"):
+        build(nn.Linear(2, 2), Plan(), recipe=recipe)
+    with pytest.raises(ConfigError, match="trained by Embedding"):
+        build(GPT, Plan(), recipe=recipe, loss=Embedding())
+    one = replace(LABELS, classes=1)
+    save_pretrained(create(one), tmp_path / "numbers")
+    with pytest.raises(ConfigError, match="numbers or features"):
+        build(one, Plan(), recipe=Recipe(teacher=str(tmp_path / "numbers")), loss=Sentences())
+    with pytest.raises(ConfigError, match="no folder"):
+        build(GPT, Plan(), recipe=Recipe(teacher=str(tmp_path / "gone")))
+    with pytest.raises(ConfigError, match=r"recipe.temperature is 3, but there is no recipe\.teacher"):
+        build(GPT, Plan(), recipe=Recipe(temperature=3.0))

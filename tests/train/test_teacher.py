@@ -1,0 +1,88 @@
+"""A run with a teacher: resumed exactly, saved without it, and refused where the teacher is gone or another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from helpers.jobs import texts_in
+from penstock.cli import main
+from penstock.config.machine import Machine, save_machine
+from penstock.models.convert import model_in
+from penstock.step import TrainStep
+from penstock.train.metrics import read_metrics
+
+pytest.importorskip("tokenizers")
+
+WORDS = "--model.depth 1 --model.heads 2 --model.mlp_width 48 --model.sequence 24 --data text:words --recipe.steps 4"
+MORE = (
+    "--checkpoint_every 2 --log_every 1 --plan.micro_batch 4 --recipe.warmup_share 0 --machine machine.json"
+)
+
+
+def _train(output: str, *words: str, code: int = 0) -> list[float]:
+    given = [*WORDS.split(), *MORE.split(), "--output", output, *words]
+    assert main(["train", "gpt-tiny", *given]) == code
+    records: list[dict[str, Any]] = read_metrics(Path(output) / "metrics.jsonl")
+    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+
+def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
+    save_machine(
+        Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6),
+        tmp_path / "machine.json",
+    )
+    texts_in(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    _train("teacher", "--model.width", "48")
+    beside = ("--model.width", "32", "--recipe.teacher", "teacher")
+    whole = _train("whole", *beside)
+    assert whole != _train("alone", "--model.width", "32")
+
+    # Cut off in the fourth step, after the checkpoint of the second.
+    called, step = 0, TrainStep.__call__
+
+    def cut(self: TrainStep, batches: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called == 4:
+            raise KeyboardInterrupt
+        return step(self, batches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainStep, "__call__", cut)
+        _train("parts", *beside, code=130)
+    assert _train("parts", *beside) == whole
+    one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+    # What is saved is as large as without the teacher, and says where it is.
+    sizes = []
+    for name in ("whole", "alone"):
+        shapes = []
+        for file in sorted(Path(name, "checkpoints").rglob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                shapes += [(key, tuple(tensors.get_slice(key).get_shape())) for key in sorted(tensors.keys())]
+        sizes.append(sorted(shapes))
+    assert sizes[0] == sizes[1] != []
+    assert "teacher" in Path("whole", "run.toml").read_text()
+    config: Any = model_in("whole")
+    assert config.width == 32
+
+    capsys.readouterr()
+    _train("whole", *beside, "--recipe.temperature", "3", code=2)
+    assert "recipe.temperature is 3.0" in capsys.readouterr().err
+    _train("teacher/more", *beside)  # inside the teacher's folder, but beside its export
+    _train("teacher", *beside, code=2)
+    assert "will overwrite it" in " ".join(capsys.readouterr().err.split())
+    names = json.loads(Path("teacher/export/tokenizer.json").read_text())
+    assert names["model"]["vocab"]
+    shutil.rmtree("teacher")
+    _train("whole", *beside, code=2)
+    assert "no folder teacher" in " ".join(capsys.readouterr().err.split())

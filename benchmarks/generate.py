@@ -86,16 +86,27 @@ class Case:
         }
 
     def ours(
-        self, kind: str, rows: list[list[int]], new: int, *, compiled: bool = False, shortlist: int = 0
+        self,
+        kind: str,
+        rows: list[list[int]],
+        new: int,
+        *,
+        compiled: bool = False,
+        shortlist: int = 0,
+        device: str = "cpu",
     ) -> Run:
         line, weights, _ = TYPES[kind]
         plan = Plan.parse(line.replace("baseline", "") + " compile=whole" if compiled else line)
         listed = range(10, 10 + shortlist)
-        made = Generator(self.folder, plan, weights=weights, start=START, ends=(), shortlist=listed)
+        made = Generator(
+            self.folder, plan, weights=weights, start=START, ends=(), shortlist=listed, device=device
+        )
         settings = Decoding(max_tokens=new, beams=self.beams)
         return lambda: made.generate(rows, settings)
 
-    def theirs(self, kind: str, rows: list[list[int]], new: int, *, compiled: bool = False) -> Run | str:
+    def theirs(
+        self, kind: str, rows: list[list[int]], new: int, *, compiled: bool = False, device: str = "cpu"
+    ) -> Run | str:
         """transformers' `generate`."""
         import transformers
 
@@ -103,9 +114,9 @@ class Case:
             return "transformers has no int8 of its own on a CPU"
         transformers.logging.set_verbosity_error()
         classes = transformers.AutoModelForSeq2SeqLM if self.both else transformers.AutoModelForCausalLM
-        model = classes.from_pretrained(self.folder, dtype=getattr(torch, TYPES[kind][2])).eval()
+        model = classes.from_pretrained(self.folder, dtype=getattr(torch, TYPES[kind][2])).eval().to(device)
         model.generation_config = transformers.GenerationConfig()
-        tokens, mask = padded(rows, first=not self.both)
+        tokens, mask = (tensor.to(device) for tensor in padded(rows, first=not self.both))
         given: dict[str, Any] = {
             "max_new_tokens": new,
             "min_new_tokens": new,
@@ -118,9 +129,9 @@ class Case:
             given["cache_implementation"] = "static"
             if self.both:
                 model.forward = torch.compile(model.forward)
-            else:
+            elif device == "cpu":  # `generate` compiles by itself on GPUs alone
                 given["compile_config"] = transformers.CompileConfig(mode="default")
-                given["compile_config"]._compile_all_devices = True  # else `generate` compiles on GPUs alone
+                given["compile_config"]._compile_all_devices = True
         return lambda: model.generate(tokens, attention_mask=mask, **given)
 
     def ctranslate2(self, kind: str, rows: list[list[int]], new: int) -> Run | str:

@@ -19,39 +19,8 @@ from typing import Any
 
 import torch
 
-from generate import BEAMS, START, Case, padded
-from penstock.config.decoding import Decoding
-from penstock.config.plan import Plan
-from penstock.infer.generator import Generator
+from generate import Case
 from penstock.report.record import environment
-
-
-def ours(case: Case, rows: list[list[int]], new: int, *, compiled: bool, device: str) -> Callable[[], Any]:
-    plan = Plan(precision="O3", compile="whole" if compiled else "none")
-    made = Generator(case.folder, plan, start=START, ends=(), device=device)
-    settings = Decoding(max_tokens=new, beams=case.beams)
-    return lambda: made.generate(rows, settings)
-
-
-def theirs(case: Case, rows: list[list[int]], new: int, *, compiled: bool, device: str) -> Callable[[], Any]:
-    """transformers' `generate`; see `generate.py` for what is compiled."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    classes = transformers.AutoModelForSeq2SeqLM if case.both else transformers.AutoModelForCausalLM
-    model = classes.from_pretrained(case.folder, dtype=torch.bfloat16).eval().to(device)
-    model.generation_config = transformers.GenerationConfig()
-    tokens, mask = (tensor.to(device) for tensor in padded(rows, first=not case.both))
-    given: dict[str, Any] = {
-        "max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": START,
-    }  # fmt: skip
-    if case.both:
-        given |= {"num_beams": BEAMS, "decoder_start_token_id": START}
-    if compiled:
-        given["cache_implementation"] = "static"
-        if case.both:
-            model.forward = torch.compile(model.forward)
-    return lambda: model.generate(tokens, attention_mask=mask, **given)
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
@@ -72,11 +41,12 @@ def cell(case: Case, name: str, batch: int, options: argparse.Namespace) -> dict
         "beams": case.beams, "seconds": {}, "failed": {},
     }  # fmt: skip
     ways: dict[str, Callable[[], Any]] = {}
-    for kind, make in (("penstock", ours), ("transformers", theirs)):
+    for kind, make in (("penstock", case.ours), ("transformers", case.theirs)):
         for compiled in (False, True):
             way = kind + " compiled" * compiled
             try:
-                run = make(case, rows, options.new, compiled=compiled, device=options.device)
+                run = make("bf16", rows, options.new, compiled=compiled, device=options.device)
+                assert not isinstance(run, str)
                 for _ in range(2):
                     seconds(run, options.device)
                 ways[way], found["seconds"][way] = run, []

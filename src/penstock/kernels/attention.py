@@ -214,7 +214,8 @@ def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: 
 
 
 def raise_without_kernel(error: RuntimeError, backend: AttentionBackend, about: str) -> None:
-    """Raise a `ConfigError` if `error` is torch saying that a backend has no kernel for what it was given."""
+    """Raise a `ConfigError` if `error` is torch saying that a backend has no kernel for what it was given, of which
+    `about` tells more."""
     if any(words in str(error) for words in _NO_KERNEL):
         raise ConfigError(
             f"plan.attention {backend!r} has no kernel{about} and the masks that it was given; use attention 'sdpa' or "

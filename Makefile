@@ -16,7 +16,7 @@ PY  := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo docs test test-slow test-faults test-all test-isa test-gpu check format install install-all reference relock clean clean-runs
+.PHONY: help demo docs test test-slow test-sweeps test-faults test-all test-isa test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-isa  run the tests that depend on the CPU as smaller CPUs would"
 	@echo "make test-gpu  run the tests that need a GPU"
+	@echo "make test-sweeps  run what test-all leaves out: the families and layouts beside those that stand for them"
 	@echo "make test-faults  run each fault (kills, full disks, flipped bits) as often as faults.md says"
 	@echo "make check     format and lint checks, and types"
 	@echo "make docs      build the site of docs/ into build/site; nothing in it needs a network"
@@ -75,7 +76,7 @@ define run_tests
 endef
 
 test: $(VENV)/.test
-	$(call run_tests,not gpu and not slow and not faults)
+	$(call run_tests,not gpu and not slow and not faults and not sweep)
 
 # Tests of what depends on the CPU, as on one with AVX2 only and on one with AVX-512 but no units for bf16. What this
 # machine has itself is tested by `make test`. Scripts and the loops of Hugging Face at each level are left out: they
@@ -83,7 +84,7 @@ test: $(VENV)/.test
 ISA_TESTS := tests/kernels tests/precision tests/planner tests/products tests/infer/test_encode.py \
   tests/tasks/test_plans.py tests/parallel/test_recompute.py tests/test_cpu.py
 ISA_RUN = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal \
-  -m 'not gpu and not slow and not faults and not alone' $(ISA_TESTS) \
+  -m 'not gpu and not slow and not faults and not sweep and not alone' $(ISA_TESTS) \
   --ignore tests/precision/test_script.py --ignore tests/precision/test_hugging_face.py $(PYTEST)
 
 test-isa: $(VENV)/.test
@@ -93,13 +94,16 @@ test-isa: $(VENV)/.test
 	else echo "this CPU has no AVX-512 to be tested with"; fi
 
 test-slow: $(VENV)/.test
-	$(call run_tests,slow and not gpu and not faults)
+	$(call run_tests,slow and not gpu and not faults and not sweep)
+
+test-sweeps: $(VENV)/.test
+	$(call run_tests,sweep and not gpu)
 
 test-faults: $(VENV)/.test
 	$(PY) -m pytest -m 'faults and not gpu' $(PYTEST)
 
 test-all: $(VENV)/.test
-	$(call run_tests,not gpu and not faults)
+	$(call run_tests,not gpu and not faults and not sweep)
 
 test-gpu: $(VENV)/.test
 	$(PY) -m pytest -m gpu $(PYTEST)

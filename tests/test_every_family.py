@@ -13,6 +13,7 @@ import torch
 from helpers.equality import Trained, alone, trained
 from helpers.families import ENROLLED, Enrolled, batches, loss, small
 from helpers.spawn import spawn
+from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.build import Built, build, compile_model
 from penstock.checkpoint import rewrite
@@ -142,8 +143,7 @@ def test_two_ranks_learn_what_one_process_does() -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENROLLED)
+@pytest.mark.parametrize("name", sweep(ENROLLED, (), slow=["vit", "qwen", "pruned", "t5", "nllb moe"]))
 def test_every_way_to_share_out_learns_the_same(name: str) -> None:
     shardings = ["zero1 optimizer=contiguous", "zero2 accumulate=2", "hsdp shard=1", "fsdp offload=optimizer"]
     lines = [f"dp=2 micro_batch=2 sharding={sharding}" for sharding in shardings]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.cli.launch import python_arguments
 from penstock.cli.plan_scaling import overtrained
@@ -317,7 +318,7 @@ SAMPLE = {"vit-ti16", "vit-g14", "gpt2", "gpt-1t", "llama3-70b", "mixtral-8x7b",
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in sorted(PRESETS)],
+    sweep(sorted(PRESETS), SAMPLE, slow=()),
 )
 def test_every_preset_has_a_layout_on_enough_devices(capsys: pytest.CaptureFixture[str], name: str) -> None:
     # Trillions of parameters need their thousands of devices; what is small need not use them all.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from helpers.generation import BOTH, DECODERS, Letters, tiny
+from helpers.sweeps import sweep
 from penstock.config.plan import Plan
 from penstock.decode.engine import Engine
 from penstock.decode.static import Compiled, bucket
@@ -55,7 +56,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in (*list(DECODERS)[1:], *BOTH))]
+    "name", sweep([*DECODERS, *BOTH], ["gpt"], slow=["qwen", "pruned", "marian-tiny", "t5-tiny"])
 )
 def test_compiled_steps_make_the_same_texts(name: str, traced: list[Any]) -> None:
     model = tiny(name)
@@ -68,9 +69,8 @@ def test_compiled_steps_make_the_same_texts(name: str, traced: list[Any]) -> Non
     assert len(traced) <= count + 1
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.parametrize("weights", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("weights", sweep(["packed", "int8", "int4"], (), slow=["int8"]))
 def test_inductor_makes_the_same_texts(weights: Any, tmp_path: Path) -> None:
     """In fp32, whose ties these few texts do not have; with weights that compiled code cannot look into. One block and
     texts that all last to the end keep it at two graphs."""
@@ -103,8 +103,9 @@ def recorded(name: str, **given: Any) -> tuple[Generator, Recorder]:
     return generator, recorder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "qwen", "pruned", "marian-tiny", "t5-tiny"])
+@pytest.mark.parametrize(
+    "name", sweep(["gpt", "qwen", "pruned", "marian-tiny", "t5-tiny"], (), slow=["gpt", "t5-tiny"])
+)
 def test_recorded_steps_make_the_same_texts(name: str) -> None:
     generator, recorder = recorded(name, ends=(7,))
     expected = made(Generator(generator.model, start=0, ends=(7,)))

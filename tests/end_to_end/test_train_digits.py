@@ -40,7 +40,7 @@ def test_a_small_model_learns_the_digits_in_seconds(tmp_path: Path) -> None:
     assert seconds < 120  # about 20
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 def test_the_presets_recipe_learns_as_well_in_24_epochs_as_it_should(tmp_path: Path) -> None:
     """Its 60 epochs reach 97 percent; these tell a fault as well, in 40 percent of the time."""

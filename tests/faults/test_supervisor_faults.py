@@ -25,6 +25,7 @@ from helpers.doomed_runs import PLANS, STEPS, TWO, config_in, finished, launched
 from helpers.jobs import JOBS
 from helpers.rows import record
 from helpers.spawn import RankFailed, spawn
+from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.config.load import dump_toml
 from penstock.config.plan import Plan
@@ -79,8 +80,7 @@ def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: P
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("job", [name for name in JOBS if name != "vit"])
+@pytest.mark.parametrize("job", sweep([name for name in JOBS if name != "vit"], (), slow=["decoder"]))
 def test_a_killed_rank_of_any_family_changes_no_bit(tmp_path: Path, job: str) -> None:
     """The agent, which ends the other rank and starts both again, knows no families; here the two are started anew."""
     configs = []

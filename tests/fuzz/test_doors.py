@@ -11,6 +11,7 @@ import pytest
 from fuzz.doors import DOORS
 from fuzz.harness import fuzz, run_case
 from helpers.rows import record
+from helpers.sweeps import sweep
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "faults_fuzz.json"
@@ -19,7 +20,7 @@ KEPT = sorted((Path(__file__).parent / "kept").glob("*/*.bin"))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and time are read from /proc")
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", sweep(DOORS, ["images", "checkpoint", "settings", "plan_line"], slow=DOORS))
 def test_200_broken_inputs_end_in_a_sentence(door: str) -> None:
     outcome = fuzz(door, 200)
     assert not outcome.failures, "\n".join(outcome.failures)

@@ -1,13 +1,14 @@
-"""Sweeps of which `make test` runs a part, and `make test-all` the whole."""
+"""Sweeps over families: `make test` runs a few, `make test-all` some more, `make test-sweeps` the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
 
-def slow_but(names: Iterable[str], *usual: str) -> list[Any]:
-    """All names as parameters of a test, of which only the usual ones are no part of the slow suite."""
-    return [pytest.param(name, marks=() if name in usual else pytest.mark.slow) for name in names]
+def sweep(names: Iterable[str], usual: Collection[str], slow: Collection[str]) -> list[Any]:
+    """All names as parameters of a test. Those neither usual nor slow are left to `make test-sweeps`."""
+    marks = {name: pytest.mark.slow if name in slow else pytest.mark.sweep for name in names}
+    return [pytest.param(name, marks=() if name in usual else mark) for name, mark in marks.items()]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.sweeps import slow_but
+from helpers.sweeps import sweep
 from helpers.toy import toy_machine
 from penstock.cli import main
 from penstock.ladder import ladder
@@ -52,7 +52,7 @@ TEXT = {
 
 
 @pytest.mark.parametrize(
-    "words", slow_but(TEXT, *(words for words in TEXT if "packed" in words or "rows" in words))
+    "words", sweep(TEXT, [words for words in TEXT if "packed" in words or "rows" in words], slow=())
 )
 def test_the_ladder_of_a_family_of_text(
     words: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +111,9 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", slow_but(FOREIGN, "GPT2LMHeadModel", "MarianMTModel"))
+@pytest.mark.parametrize(
+    "name", sweep(FOREIGN, ["GPT2LMHeadModel", "MarianMTModel"], slow=["ViTForImageClassification"])
+)
 def test_the_ladder_of_a_foreign_transformer(name: str, machine: str) -> None:
     transformers = pytest.importorskip("transformers")
 

@@ -15,6 +15,7 @@ import torch
 from helpers.equality import Trained, alone, micro_batches, trained, whole_weights
 from helpers.layouts import LAYOUT_CASES
 from helpers.rank_pool import pool
+from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.checkpoint import rewrite
@@ -130,8 +131,9 @@ def test_a_sample_of_shardings_learns_the_same_beside_split_layers() -> None:
     _hold(4, [("llama", SHARED[0]), ("vit pooled", SHARED[1]), ("transformers' gpt2", SHARED[3])], steps=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUT_CASES)
+@pytest.mark.parametrize(
+    "name", sweep(LAYOUT_CASES, (), slow=["vit of tokens", "llama", "t5", "transformers' bert"])
+)
 def test_every_family_under_every_layout(name: str) -> None:
     """Each with split layers and split tokens, and with one of the other settings and two of the levels; one of each
     kind on four ranks, too, where two kinds share the shardings.

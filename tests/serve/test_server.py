@@ -430,9 +430,15 @@ def texts_of(one: Opened) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp"), [("llama-tiny", 1), ("marian-tiny", 1), ("bert-tiny", 1), ("llama-tiny", 2)]
+    ("family", "tp"),
+    [
+        pytest.param("llama-tiny", 1, marks=pytest.mark.sweep),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("marian-tiny", 1), ("bert-tiny", 1), ("llama-tiny", 2))
+        ),
+    ],
 )
 def test_real_models_are_served(family: str, tp: int, tmp_path: Path) -> None:
     """Ids are those of the engine alone, whatever else runs beside it; vectors are those of the encoder alone."""

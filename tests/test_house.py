@@ -428,8 +428,8 @@ LINES = {
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3670,
-    "config": 4760,
-    "data": 6130,
+    "config": 4770,
+    "data": 6600,
     "decode": 2580,
     "doctor": 450,
     "export": 780,
@@ -446,9 +446,9 @@ LINES = {
     "products": 790,
     "report": 1440,
     "schedules": 1040,
-    "serve": 2840,
+    "serve": 2800,
     "step": 690,
-    "tasks": 1840,
+    "tasks": 1940,
     "train": 2890,
 }
 
@@ -460,7 +460,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 70_800
+    assert sum(LINES.values()) <= 71_400
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

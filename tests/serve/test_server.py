@@ -21,9 +21,10 @@ import pytest
 from helpers.fake_engine import CONTEXT, POISON, VOCABULARY
 from helpers.served import Running, served
 from penstock.config.decoding import Decoding
+from penstock.data.text.chat import Template
 from penstock.errors import ConfigError
 from penstock.planner.serve import StepCosts
-from penstock.serve.asked import Template, template_in
+from penstock.serve.asked import template_in
 from penstock.serve.measure import Client, replay, step_costs
 from penstock.serve.scheduler import Limits
 from penstock.serve.simulate import simulate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from helpers.texts import TEXT, Rows, Windows
 from penstock.build import build
+from penstock.config.machine import cache_folder
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, DataConfig, Recipe
@@ -21,6 +23,7 @@ from penstock.data import Loader
 from penstock.data.source import Source, Split
 from penstock.models import create
 from penstock.tasks import (
+    Chat,
     Embedding,
     ImageClassification,
     MaskedWords,
@@ -83,6 +86,14 @@ def _two(task: Task, model: ModelConfig, split: Split) -> Source:
     return Rows({"first": (SHORT, 16), "second": (LONG, 16)})
 
 
+def _chats(task: Task, model: ModelConfig, split: Split) -> Source:
+    file = cache_folder() / "chats.jsonl"
+    rows = [{"prompt": f"{n}+{n % 7}", "completion": str(n + n % 7)} for n in range(200)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return task.open(DataConfig(source=f"text:{file}"), model, split)
+
+
 ENROLLED = {
     "image classification": Enrolled(
         ImageClassification(),
@@ -91,6 +102,7 @@ ENROLLED = {
         355,
     ),
     "next token": Enrolled(NextToken(), DecoderConfig(sequence=16, **SIZES), _windows, 170),
+    "chat": Enrolled(Chat(), DecoderConfig(sequence=80, **SIZES), _chats, 3),
     "masked words": Enrolled(MaskedWords(), ENCODER, _of_length(14), 195),
     "sentences": Enrolled(Sentences(), ENCODER, _single, 20),
     "pairs": Enrolled(Pairs(), ENCODER, _pairs, 20),

@@ -37,6 +37,7 @@ TaskName = Literal[
     "auto",
     "images",
     "next_token",
+    "chat",
     "masked_words",
     "sentences",
     "pairs",
@@ -79,9 +80,11 @@ class DataConfig(Checked, where="data"):
     """Character between cells of a table: `auto` (a comma in `.csv`, a tab in `.tsv`), `;`, `|`, `tab` or another."""
     encoding: FilledText = "utf-8"
     """Encoding of text files, by a name that Python knows: `utf-16`, `latin-1`, `cp1252`, `shift_jis`."""
+    template: FilledText = "auto"
+    """Chat template in Jinja of `task=chat`: `auto` (the tokenizer's own, else a plain one) or a file."""
     packed: bool = True
-    """Whether documents of running text fill samples behind each other. If not, a sample is one document, or a piece of
-    one, and padded."""
+    """Whether documents of running text, or whole conversations, fill samples behind each other. If not, a sample is
+    one conversation, or one document or a piece of one, and padded."""
     group_by_length: bool = False
     """Whether batches hold rows of similar length, which saves padding."""
     bad_rows: Literal["fail", "skip"] = "fail"
@@ -303,8 +306,8 @@ class RunConfig(Checked):
     """Name of a preset (`vit-s16`); single fields can be overridden."""
     task: TaskName = "auto"
     """Task that the model is trained for. `auto`: classes of images for a Vision Transformer, the next token for a
-    decoder, masked words for an encoder (`pairs` where its head gives classes), span corruption for an
-    encoder–decoder."""
+    decoder (`chat` learns the answers of conversations), masked words for an encoder (`pairs` where its head gives
+    classes), span corruption for an encoder–decoder."""
     data: DataConfig = field(default_factory=DataConfig)
     """`auto` (what the task brings), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)

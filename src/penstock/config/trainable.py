@@ -22,6 +22,7 @@ _MIXED: dict[str, Any] = {"products": "plain"}
 TASKS: dict[str, str] = {
     "images": "images",
     "next_token": "causal tokens",
+    "chat": "causal tokens",
     "masked_words": "tokens",
     "sentences": "tokens",
     "pairs": "tokens",

@@ -6,19 +6,19 @@ accepted and not used.
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from penstock.boundary.files import quoted, read_text
+from penstock.boundary.files import quoted
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.convert import BadValue, Range, convert, nearest
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
+from penstock.data.text.chat import Template
 from penstock.data.text.open import settings_in
+from penstock.data.text.tokenizers import special_words
 from penstock.errors import ConfigError
 
 MOST_CHOICES = 16
@@ -70,6 +70,8 @@ class Asked:
     """Label of all prompts or of each, which chooses experts."""
     usage: bool = False
     """Whether a stream ends with the number of tokens."""
+    marked: bool = False
+    """Whether prompts spell special tokens, as chat templates do."""
     token_ids: bool = False
     """Whether a stream tells every token by its number as soon as it comes, even where it makes no whole character."""
 
@@ -113,7 +115,7 @@ def chat(body: Mapping[str, Any], template: Template | None) -> Asked:
     given = dict(body)
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
-    return _asked(given, [template.text(messages)], temperature=1.0)
+    return replace(_asked(given, [template.text(messages)], temperature=1.0), marked=True)
 
 
 def translation(body: Mapping[str, Any]) -> Asked:
@@ -195,56 +197,9 @@ def _field(body: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
         raise ConfigError(problem.sentence(name)) from None
 
 
-class Template:
-    """A model's chat template, which turns messages into a prompt. It comes from outside, so it runs in a sandbox."""
-
-    def __init__(self, text: str, specials: Mapping[str, str]) -> None:
-        """Raises ConfigError for one that is no template."""
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-        # transformers' own tag marks what a model said, for training.
-        text = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", text)
-        text = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", text)
-        self._specials = dict(specials)
-        try:
-            self._template = environment.from_string(text)
-        except TemplateError as problem:
-            raise ConfigError(f"The model's chat template cannot be used: {problem}.") from None
-
-    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of some messages, up to where the answer begins. Raises ConfigError where the template does not
-        take them."""
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._specials)
-        except ConfigError:
-            raise
-        except Exception as problem:  # noqa: BLE001 (a template may raise anything)
-            raise ConfigError(f"The model's chat template does not take these messages: {problem}.") from None
-
-
-def _refuse(why: str) -> None:
-    raise ConfigError(f"The model's chat template does not take these messages: {why}")
-
-
 def template_in(folder: Path) -> Template | None:
     """The chat template of a model's folder, None if it has none."""
-    settings = settings_in(folder)
-    own = folder / "chat_template.jinja"
-    text = settings.get("chat_template")
-    if own.is_file():
-        text = read_text(own, "The chat template", limit=1 << 20)
-    elif isinstance(text, list):  # several, by name
-        named = [one for one in text if isinstance(one, dict) and one.get("name") == "default"]
-        text = named[0].get("template") if named else None
+    text = settings_in(folder).get("chat_template")
     if not isinstance(text, str):
         return None
-    specials: dict[str, str] = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = settings.get(key)
-        specials[key] = str(value.get("content", "") if isinstance(value, dict) else value or "")
-    return Template(text, specials)
+    return Template(text, special_words(settings_in(folder)))

@@ -22,12 +22,13 @@ from starlette.routing import Route
 
 from penstock.boundary.files import quoted
 from penstock.config.decoding import USUAL_TOKENS
+from penstock.data.text.chat import Template
 from penstock.errors import ConfigError, PenstockError
 from penstock.infer.labels import TextLabels
 from penstock.infer.text import needed, prompt_numbers, usual_tokens
 from penstock.serve import answers, asked
 from penstock.serve.answers import Piece, Text
-from penstock.serve.asked import Asked, Template
+from penstock.serve.asked import Asked
 from penstock.serve.backend import Backend, Lost, Refused, Ticket
 from penstock.serve.metrics import Metrics
 from penstock.serve.scheduler import QueueFull
@@ -257,6 +258,9 @@ class Service:
         long = sum(len(one) for one in wanted.prompts) > LONG_TEXT
 
         def work() -> list[list[int]]:
+            if wanted.marked:  # the template has said all that stands before the text
+                words = needed(self.tokenizer)
+                return [words.encode_marked(str(one))[0].tolist() for one in wanted.prompts]
             return [prompt_numbers(one, self.tokenizer, source=self.source) for one in wanted.prompts]
 
         return await asyncio.to_thread(work) if long else work()

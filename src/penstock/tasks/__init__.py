@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.config.model import ModelConfig
 from penstock.config.run import TaskName
 from penstock.config.trainable import TASKS, task_name
+from penstock.tasks.chat import Chat
 from penstock.tasks.embedding import Embedding
 from penstock.tasks.image_classification import ImageClassification, classification_loss
 from penstock.tasks.masked_words import MaskedWords
@@ -16,6 +17,7 @@ from penstock.tasks.text import TextBatch, TextTask
 from penstock.tasks.translation import Translation
 
 __all__ = [
+    "Chat",
     "Embedding",
     "ImageClassification",
     "Loss",
@@ -36,6 +38,7 @@ __all__ = [
 
 _TEXT: dict[str, type[TextTask]] = {
     "next_token": NextToken,
+    "chat": Chat,
     "masked_words": MaskedWords,
     "sentences": Sentences,
     "pairs": Pairs,

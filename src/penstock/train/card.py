@@ -14,7 +14,8 @@ from penstock.tasks import task_of
 from penstock.train.evaluate import Evaluation
 
 _TAGS = {
-    "images": "image-classification", "next_token": "text-generation", "masked_words": "fill-mask",
+    "images": "image-classification", "next_token": "text-generation", "chat": "text-generation",
+    "masked_words": "fill-mask",
     "sentences": "text-classification", "pairs": "text-classification", "translation": "translation",
     "embedding": "sentence-similarity", "span_corruption": "text2text-generation",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from penstock import __version__
 from penstock.data.pack import MANIFEST, File
 from penstock.data.source import Tally
+from penstock.data.text.chat import PLAIN, Template, rendered, within
 from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
 from penstock.data.text.tokenpack import (
     BLOCK_BYTES,
@@ -69,7 +71,7 @@ Progress = Callable[[int], None]
 class Shape:
     """The form and the fields of a pack."""
 
-    form: Literal["documents", "rows"]
+    form: Literal["documents", "rows", "chats"]
     fields: int = 1
     labels: bool = False
     targets: bool = False
@@ -119,10 +121,10 @@ def write_pack(
             for path in sorted(folder.iterdir())
         )
     manifest = Manifest(
-        form=shape.form, fields=shape.fields, labels=kind, classes=classes,
+        form="rows" if shape.form == "chats" else shape.form, fields=shape.fields, labels=kind, classes=classes,
         tokenizer=Vocabulary(name=tokenizer.name, fingerprint=tokenizer.fingerprint, size=tokenizer.size),
         parts=tuple(written), tokenizer_files=files, made_by={"penstock": __version__, "bad_rows": shape.bad_rows},
-        targets=shape.targets,
+        targets=shape.targets, chats=shape.form == "chats",
     )  # fmt: skip
     write_file(target / MANIFEST, [manifest.to_json()])
     sync_folder(target)
@@ -185,7 +187,7 @@ class _Part:
         return raw
 
     def _accepted(self, found: Iterator[Found]) -> Iterator[Row]:
-        for row in found:
+        for row in _written(found, self.tokenizer) if self.shape.form == "chats" else found:
             if isinstance(row, Row):
                 yield row
                 continue
@@ -206,6 +208,8 @@ class _Part:
 
     def _encoded(self, batch: list[Row]) -> Numbers:
         """The tokens of a batch of rows; their ends go to the index."""
+        if self.shape.form == "chats":
+            return self._encoded_chats(batch)
         pieces = [list(_pieces(text)) for row in batch for text in row.texts]
         encoded = self._sides(pieces)
         out: list[Numbers] = []
@@ -234,6 +238,25 @@ class _Part:
         self.progress(size)
         return np.concatenate(out) if out else np.zeros(0, np.int32)
 
+    def _encoded_chats(self, batch: list[Row]) -> Numbers:
+        """The tokens of each conversation, and behind them 1 for each that is to be learned, else 0."""
+        out: list[Numbers] = []
+        index = np.zeros(len(batch), index_type(2))
+        for row, entry in zip(batch, index, strict=True):
+            text, answers, key = row.texts
+            ids, places = self.tokenizer.encode_marked(text)
+            learned = np.fromiter(within(places, json.loads(answers)), np.int32, len(ids))
+            out += [ids, learned]
+            entry["end"] = self.at + len(ids), self.at + 2 * len(ids)
+            entry["key"] = zlib.crc32(key.encode("utf-8", "replace"))
+            self.at += 2 * len(ids)
+            size = len(text.encode("utf-8", "replace"))
+            self.text_bytes += size
+            self.progress(size)
+        self.rows += len(batch)
+        self._chunks.append(index)
+        return np.concatenate(out)
+
     def _sides(self, texts: list[list[str]]) -> list[Iterator[Numbers]]:
         """For each text of a row, what gives the numbers of its pieces. `texts` are the pieces of all rows' texts."""
         encode, encode_target = self.tokenizer.encode, self.tokenizer.encode_target
@@ -251,6 +274,22 @@ class _Part:
                 f"{row.path} has more than {_MOST_LABELS:,} different labels. Check data.columns."
             )
         return number
+
+
+def _written(found: Iterator[Found], tokenizer: Tokenizer) -> Iterator[Found]:
+    """Conversations as the tokenizer's template writes them: text, answers as JSON, and the conversation itself, by
+    which a validation set is chosen."""
+    template = Template(tokenizer.chat_template or PLAIN, tokenizer.spelled())
+    specials = tokenizer.special_words()
+    for row in found:
+        if isinstance(row, Bad):
+            yield row
+            continue
+        try:
+            for text, answers in rendered(json.loads(row.texts[0]), template, specials):
+                yield row._replace(texts=(text, json.dumps(answers), row.texts[0]))
+        except ConfigError as problem:
+            yield Bad(row.path, row.line, str(problem).rstrip("."))
 
 
 def _pieces(text: str) -> Iterator[str]:

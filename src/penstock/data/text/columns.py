@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.boundary.files import quoted
 from penstock.data.text.build import Bad, Found, Row, Shape
+from penstock.data.text.chat import messages_of
 from penstock.errors import DataError
 
-Form = Literal["document", "single", "pair", "translation", "two"]
+Form = Literal["document", "single", "pair", "translation", "two", "chat"]
 SHAPES: dict[Form, tuple[int, bool]] = {
     "document": (1, False), "single": (1, True), "pair": (2, True), "translation": (2, False), "two": (2, False),
+    "chat": (2, False),
 }  # fmt: skip
-"""Texts in a row, and whether it has a label."""
+"""Texts in a row, and whether it has a label. A chat has its tokens, and whether each is one to learn."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("anchor", "positive"), ("query", "positive"), ("question", "answer"), ("sentence1", "sentence2"),
         ("first", "second"), ("source", "target"),
     ),
+    "chat": (
+        ("messages",), ("conversations",), ("conversation",), ("instruction", "input", "output"),
+        ("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("instruction", "response"),
+        ("question", "answer"), ("input", "output"),
+    ),
 }  # fmt: skip
 """Usual names of columns, by the form of rows. The first set that a table has is used."""
 
@@ -71,9 +79,13 @@ class Columns:
         """The columns to read of a table with these names. Raises DataError where it lacks them."""
         wanted = [self.given] if self.given else KNOWN[self.form]
         for columns in wanted:
-            if len(columns) >= self.count and set(columns) <= set(names):
+            if self.form == "chat" and {name.partition(".")[0] for name in columns} <= set(names):
+                return list(columns)
+            if len(columns) >= self.count and {name.partition(".")[0] for name in columns} <= set(names):
                 return list(columns[: self.count])
         due = " and ".join(("text", "second text")[: self.shape.fields]) + " and label" * self.shape.labels
+        if self.form == "chat":
+            due = "messages, or of a question and its answer"
         asked = (
             f"lacks {', '.join(map(quoted, self.given))}" if self.given else f"has no known columns of {due}"
         )
@@ -84,11 +96,27 @@ class Columns:
             raise DataError(
                 f"{its} If its cells are separated by {quoted(likely)}, set data.separator to {quoted(word)}."
             )
-        raise DataError(f"{its} Name {self.count} with data.columns.")
+        count = "them" if self.form == "chat" else self.count
+        raise DataError(f"{its} Name {count} with data.columns.")
+
+
+def value_in(table: Mapping[str, Any], name: str) -> Any:
+    """A column's value, or, by a name such as `translation.en`, what lies inside it; None where it is not there."""
+    if name in table:
+        return table[name]
+    value: Any = table
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str, line: int) -> Found:
     """A row of what a table holds; or why it is none."""
+    if shape.form == "chats":
+        try:
+            return Row((json.dumps(messages_of(values, names), ensure_ascii=False),), None, where, line)
+        except ValueError as problem:
+            return Bad(where, line, str(problem))
     texts = []
     for name, value in zip(names[: shape.fields], values):
         if not isinstance(value, str) or (shape.form == "rows" and not value.strip()):

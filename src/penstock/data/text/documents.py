@@ -15,7 +15,7 @@ from penstock.boundary.files import open_regular, quoted, shown
 from penstock.boundary.text import Line, read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.data.text.build import Bad, Found, Row
-from penstock.data.text.columns import Columns, row_of
+from penstock.data.text.columns import Columns, row_of, value_in
 from penstock.disk import digest_file
 from penstock.errors import DataError, EnvironmentProblem
 
@@ -160,11 +160,11 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[Found]:
             yield Bad(where, line.number, str(error).rstrip("."))
             continue
         names = names or columns.among(list(table), where)
-        missing = [name for name in names if name not in table]
+        missing = [name for name in names if name.partition(".")[0] not in table]
         if missing:
             yield Bad(where, line.number, f"the column {quoted(missing[0])} is missing")
         else:
-            yield row_of([table[name] for name in names], names, columns.shape, where, line.number)
+            yield row_of([value_in(table, name) for name in names], names, columns.shape, where, line.number)
 
 
 def _table(path: Path, separator: str, columns: Columns) -> Iterator[Found]:

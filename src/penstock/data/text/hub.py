@@ -10,7 +10,7 @@ from penstock.config.run import DataConfig
 from penstock.data.hub import opened_dataset
 from penstock.data.imagefolder import SPLIT_FOLDERS
 from penstock.data.text.build import Bad, Found
-from penstock.data.text.columns import Columns, Content, row_of
+from penstock.data.text.columns import Columns, Content, row_of, value_in
 from penstock.errors import ConfigError
 
 
@@ -44,8 +44,9 @@ def _rows(rows: Any, where: str, columns: Columns) -> Iterator[Found]:
         raise ConfigError(f"{where} has named columns; give data.columns their names.")
     names = columns.among([str(name) for name in features], where)
     classes = getattr(features.get(names[-1]), "names", None) if columns.shape.labels else None
-    for number, row in enumerate(rows.select_columns(names), start=1):
-        values = [row.get(name) for name in names]
+    outer = list(dict.fromkeys(name if name in features else name.partition(".")[0] for name in names))
+    for number, row in enumerate(rows.select_columns(outer), start=1):
+        values = [value_in(row, name) for name in names]
         if columns.shape.labels and isinstance(values[-1], int) and classes:
             if not 0 <= values[-1] < len(classes):
                 yield Bad(where, number, f"its class is {values[-1]}, which means none")

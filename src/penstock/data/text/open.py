@@ -18,6 +18,7 @@ MOST_BYTES = 64 << 20
 _SETTINGS = Bounds(bytes=1 << 24, values=1 << 18, control=True, wide=True)
 """transformers writes 10³⁰ as the most tokens of a text where there is no limit."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FOLDER = "tokenizer"
 """Where a pack keeps its tokenizer."""
 _MADE_OF = (
@@ -91,7 +92,10 @@ def in_folder(folder: Path) -> Tokenizer:
         return marian.read_marian(folder, settings)
     if (folder / _FILES[0]).is_file():
         found = _from_file(folder / _FILES[0], settings)
-        return Bytes() if settings.get("penstock") == Bytes.fingerprint else found
+        if settings.get("penstock") == Bytes.fingerprint:
+            template, found = found.chat_template, Bytes()
+            found.chat_template = template
+        return found
     # Numbers of XLM-RoBERTa and CamemBERT are not those of their sentencepiece.bpe.model; transformers knows which are.
     models = [folder / file for file in ("spiece.model", "tokenizer.model") if (folder / file).is_file()]
     if models:
@@ -102,12 +106,19 @@ def in_folder(folder: Path) -> Tokenizer:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """The settings in the files beside a tokenizer; those of tokenizer_config.json win."""
+    """The settings in the files beside a tokenizer; those of tokenizer_config.json win. `chat_template` is a text: of
+    several templates the one called default, or that of a file of its own."""
     settings: dict[str, Any] = {}
     for file in _FILES[:0:-1]:
         if (folder / file).is_file():
             raw = read_text(folder / file, "The tokenizer's settings", limit=_SETTINGS.bytes)
             settings |= parse_json(raw, f"The file {shown(folder / file)}", error=DataError, bounds=_SETTINGS)
+    own, template = folder / TEMPLATE_FILE, settings.get("chat_template")
+    if own.is_file():
+        settings["chat_template"] = read_text(own, "The chat template", limit=1 << 20)
+    elif isinstance(template, list):  # several, by name
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        settings["chat_template"] = named[0].get("template") if named else None
     return settings
 
 
@@ -141,7 +152,7 @@ def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _fetched(name: str) -> Path:
     """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
-    files = (*_FILES, *_MADE_OF, marian.SECOND_TABLE, "*.model", "merges.txt", "config.json")
+    files = (*_FILES, TEMPLATE_FILE, *_MADE_OF, marian.SECOND_TABLE, "*.model", "merges.txt", "config.json")
     folder = hub_folder(name, files, enough=_whole)
     if folder is None:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.boundary.files import open_regular, printable, shown
 from penstock.data.text.build import Bad, Found
-from penstock.data.text.columns import Columns, row_of
+from penstock.data.text.columns import Columns, row_of, value_in
 
 _ROWS = 256
 _GROUP_BYTES = 8 << 30
@@ -28,7 +28,10 @@ def read_rows(parquet: Any, path: Path, columns: Columns) -> Iterator[Found]:
             names = columns.among([str(name) for name in file.schema_arrow.names], where)
             _check_sizes(file)
             for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
-                for values in zip(*(batch.column(name).to_pylist() for name in names)):
+                read = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+                for place in range(batch.num_rows):
+                    row = {name: values[place] for name, values in read.items()}
+                    values = [value_in(row, name) for name in names]
                     number += 1
                     if any(isinstance(value, str) and len(value) > _TOO_LONG for value in values):
                         yield Bad(where, number, f"it holds a text of more than {_TOO_LONG:,} characters")

@@ -38,7 +38,7 @@ class RowSource(Source):
     def __init__(
         self,
         name: str,
-        tables: list[tuple[_Table, float]],
+        tables: list[tuple[RowTable, float]],
         tokenizer: Tokenizer,
         *,
         form: RowForm,
@@ -164,7 +164,7 @@ def _cut_longer(first: int, second: int, room: int) -> tuple[int, int]:
     return room - shorter, shorter
 
 
-class _Table:
+class RowTable:
     """The rows of a split in one pack."""
 
     def __init__(
@@ -219,7 +219,7 @@ def open_rows(
         raise DataError(f"The sets of {data.source} have different classes. Give all the same labels.")
     first = packs[0][0].manifest
     classes = first.classes if labelled and first.labels == "classes" else None
-    tables = [(_of_split(pack, split, labelled), weight) for pack, weight in packs]
+    tables = [(table_of(pack, split, labelled=labelled), weight) for pack, weight in packs]
     for (table, _), (source, _) in zip(tables, data.parts()):
         if not len(table):
             raise DataError(f"{source} has no rows for {split}. Give it more, or files named train and val.")
@@ -234,17 +234,17 @@ def open_rows(
     return rows
 
 
-def _of_split(pack: TokenPack, split: Split, labelled: bool) -> _Table:
+def table_of(pack: TokenPack, split: Split, *, labelled: bool = False) -> RowTable:
     """The rows of a split: the pack's own, else one row in twenty is for val, chosen by its first text, so that rows
     that share it stay together.
     """
     classes = len(pack.manifest.classes) if pack.manifest.labels == "classes" else None
     if len(pack.manifest.parts) == 2:
         part = pack.split(int(split == "val"))
-        return _Table(part, np.arange(part.part.rows), labelled, classes)
+        return RowTable(part, np.arange(part.part.rows), labelled, classes)
     part = pack.split(0)
     if part.part.rows < FEW:
         is_val = np.arange(part.part.rows) % _SMALL_EVERY == _SMALL_EVERY - 1
     else:
         is_val = part.index["key"] % VAL_EVERY == VAL_EVERY - 1
-    return _Table(part, np.flatnonzero(is_val == (split == "val")), labelled, classes)
+    return RowTable(part, np.flatnonzero(is_val == (split == "val")), labelled, classes)

@@ -48,7 +48,7 @@ def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
     """The shape of a pack of this form, which has labels if the form needs them, or if rows are `labelled` anyway."""
     fields, labels = SHAPES[form]
     return Shape(
-        form="documents" if form == "document" else "rows",
+        form={"document": "documents", "chat": "chats"}.get(form, "rows"),  # type: ignore[arg-type]
         fields=fields,
         labels=labels or labelled,
         targets=form == "translation",
@@ -121,6 +121,7 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
         data.bad_rows,
         tokenizer.fingerprint,
         content.identity,
+        *([tokenizer.chat_template] if form == "chat" else []),
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     target = cache_folder() / "text" / name
@@ -184,6 +185,8 @@ def _require_form(pack: TokenPack, form: Form, tokenizer: Tokenizer) -> None:
     problem = ""
     if (has.form == "documents") != (form == "document"):
         problem = f"holds {has.form}, and this task takes {'documents' if form == 'document' else 'rows'}"
+    elif has.chats != (form == "chat"):
+        problem = f"{'holds' if has.chats else 'does not hold'} conversations, and this task takes {form}s"
     elif has.fields != fields:
         problem = f"has {has.fields} texts in a row, and this task takes {fields}"
     elif labels and has.labels == "none":

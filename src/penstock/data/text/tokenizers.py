@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.boundary.files import printable, quoted, write_text
-from penstock.errors import DataError, EnvironmentProblem
+from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
 Numbers = NDArray[np.int32]
 _log = logging.getLogger(__name__)
@@ -67,9 +67,31 @@ class Tokenizer(ABC):
     two_sided: bool = False
     """Whether targets of translations are cut in another way than sources, as Marian does."""
 
+    chat_template: str | None = None
+    """Template in Jinja that makes a text of the messages of a conversation."""
+
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[Numbers]:
         """The numbers of each text, without special tokens."""
+
+    def encode_marked(self, text: str) -> tuple[Numbers, list[tuple[int, int]]]:
+        """The numbers of a text in which special tokens are spelled, and the characters [begin, end) of each: for texts
+        that a chat template made. Raises ConfigError for a tokenizer that knows no such texts."""
+        raise ConfigError(
+            f"The tokenizer {self.name} does not read special tokens in a text, as chats need; use one with a "
+            "tokenizer.json, or data.tokenizer=bytes."
+        )
+
+    def spelled(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates have for them; empty for one that is not there."""
+        words, roles = self.words(), ("begin", "end", "unknown", "pad")
+        numbers = {KEYS[role]: getattr(self, role) for role in roles}
+        return {key: "" if number is None else words[number] for key, number in numbers.items()}
+
+    def special_words(self) -> list[str]:
+        """How the special tokens are spelled."""
+        words = self.words()
+        return [words[number] for number in self.specials]
 
     def encode_target(self, texts: Sequence[str]) -> list[Numbers]:
         """As `encode`, for texts that a model translates into. The same but of a tokenizer that is `two_sided`."""
@@ -165,6 +187,22 @@ class Bytes(Tokenizer):
         extra = [f"<extra_{number}>" for number in range(self.SENTINELS)]
         return [*(letters[byte] for byte in range(256)), *self.WORDS, *extra]
 
+    def encode_marked(self, text: str) -> tuple[Numbers, list[tuple[int, int]]]:
+        numbers, places, at = [], [], 0
+        specials = {word: number for number, word in enumerate(self.words()) if number >= 256}
+        for piece in re.split(_SPECIAL_OF_BYTES, text):
+            if piece in specials:
+                numbers.append(specials[piece])
+                places.append((at, at + len(piece)))
+                at += len(piece)
+                continue
+            for letter in piece:
+                raw = letter.encode("utf-8", "replace")
+                numbers += raw
+                places += [(at, at + 1)] * len(raw)
+                at += 1
+        return np.array(numbers, np.int32), places
+
     def save(self, folder: Path, rows: int = 0) -> None:
         """Raises EnvironmentProblem without the package tokenizers, whose format this is."""
         library = tokenizers_library("Writing a tokenizer for transformers")
@@ -178,11 +216,13 @@ class Bytes(Tokenizer):
             folder, made.to_str(),
             # Bytes know all texts, but CTranslate2's converter asks for the token of what is unknown.
             {"pad_token": pad, "bos_token": begin, "eos_token": end, "sep_token": separator, "cls_token": classify,
-             "mask_token": mask, "unk_token": pad, "penstock": self.fingerprint},
+             "mask_token": mask, "unk_token": pad, "penstock": self.fingerprint,
+             **({"chat_template": self.chat_template} if self.chat_template else {})},
             range(self.size, rows),
         )  # fmt: skip
 
 
+_SPECIAL_OF_BYTES = re.compile(f"({'|'.join(Bytes.WORDS)}|<extra_[0-9]{{1,2}}>)")
 SPECIAL_WORDS: dict[str, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>"),
     "unknown": ("[UNK]", "<unk>"),
@@ -214,7 +254,9 @@ class Library(Tokenizer):
         self.name = name
         self._text = text
         self._settings = dict(settings or {})
-        self._library: Any = None
+        self._libraries: dict[bool, Any] = {}
+        template = self._settings.get("chat_template")
+        self.chat_template = template if isinstance(template, str) else None
         self._frames: dict[int, Frame] = {}
         vocabulary: dict[str, int] = self._loaded().get_vocab(with_added_tokens=True)
         if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
@@ -248,20 +290,20 @@ class Library(Tokenizer):
             return None  # its settings say that it has none
         return next((vocabulary[word] for word in SPECIAL_WORDS[role] if word in vocabulary), None)
 
-    def _loaded(self) -> Any:
-        if self._library is None:
+    def _loaded(self, *, marked: bool = False) -> Any:
+        """The library's tokenizer. Text that happens to spell a special token stays text, unless it is `marked`."""
+        if marked not in self._libraries:
             library = tokenizers_library(f"The tokenizer {self.name}")
             with refusing(self.name):
                 loaded = library.Tokenizer.from_str(self._text)
                 loaded.no_truncation()
                 loaded.no_padding()
-                # Text that happens to spell a special token stays text.
-                loaded.encode_special_tokens = True
-            self._library = loaded
-        return self._library
+                loaded.encode_special_tokens = not marked
+            self._libraries[marked] = loaded
+        return self._libraries[marked]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_library": None}
+        return {**self.__dict__, "_libraries": {}}
 
     def encode(self, texts: Sequence[str]) -> list[Numbers]:
         """Uses all threads that `RAYON_NUM_THREADS` allows, without Python's lock."""
@@ -271,6 +313,17 @@ class Library(Tokenizer):
                 np.array(encoding.ids, np.int32)
                 for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
             ]
+
+    def encode_marked(self, text: str) -> tuple[Numbers, list[tuple[int, int]]]:
+        library = self._loaded(marked=True)
+        with refusing(self.name):
+            encoding = library.encode(text, add_special_tokens=False)
+            return np.array(encoding.ids, np.int32), list(encoding.offsets)
+
+    def special_words(self) -> list[str]:
+        with refusing(self.name):
+            added = self._loaded().get_added_tokens_decoder().values()
+            return sorted({*super().special_words(), *(str(one.content) for one in added if one.special)})
 
     def pieces(self, texts: Sequence[str]) -> list[list[str]]:
         """The names of the tokens of each text; a unigram's unknown ones are as the text spells them. Slower than
@@ -320,7 +373,17 @@ class Library(Tokenizer):
         words = self.words()
         roles: dict[str, Any] = {KEYS[role]: getattr(self, role) for role in KEYS}
         named = {key: words[number] for key, number in roles.items() if number is not None}
-        _write(folder, self._text, {**self._settings, **named}, range(self.size, rows))
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        _write(folder, self._text, {**self._settings, **named, **template}, range(self.size, rows))
+
+
+def special_words(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The words of special tokens by transformers' names, from `tokenizer_config.json`: empty where there is none."""
+    given = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    return {
+        key: str(value.get("content", "") if isinstance(value, Mapping) else value or "")
+        for key, value in given.items()
+    }
 
 
 def _goes_on(word: str) -> bool:

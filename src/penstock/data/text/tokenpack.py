@@ -106,6 +106,8 @@ class Manifest:
     tokenizer_files: tuple[File, ...]
     made_by: dict[str, str | int]
     """Version and settings of the packer, for information."""
+    chats: bool = False
+    """Whether rows are conversations: their tokens, and whether each is to be learned."""
     targets: bool = False
     """Whether second texts are numbered as targets of a translation. It matters where the tokenizer is two-sided."""
 

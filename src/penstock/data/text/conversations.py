@@ -1,0 +1,158 @@
+"""Samples of conversations, of which the answers are learned: one in each, or as many whole ones as fit."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.boundary.files import read_text
+from penstock.config.run import DataConfig
+from penstock.data.source import Source, Split
+from penstock.data.text.chat import PLAIN, Template
+from penstock.data.text.mixture import Mixture
+from penstock.data.text.rows import RowTable, table_of
+from penstock.data.text.sources import open_packs
+from penstock.data.text.tokenizers import Tokenizer
+from penstock.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+
+class ChatSource(Source):
+    """Conversations of at most `length` tokens. Fields of a sample: tokens (L,) int32; learned (L,) int8, 1 for a token
+    of an answer; document (L,) int32, which conversation a token is of, from 0 on, and −1 for padding.
+
+    If `packed`, a sample holds several conversations, none of them cut in two: best fit, the longest first.
+    """
+
+    policy = "data.bad_rows"
+
+    def __init__(
+        self,
+        name: str,
+        tables: list[tuple[RowTable, float]],
+        tokenizer: Tokenizer,
+        *,
+        length: int,
+        packed: bool,
+    ) -> None:
+        self.name, self.tokenizer, self.length, self.packed = name, tokenizer, length, packed
+        self._tables = [table for table, _ in tables]
+        self._lengths = [np.minimum(table.lengths()[:, 0], length) for table in self._tables]
+        kept = [self._learnable(table) for table in self._tables]
+        for (table, _), rows in zip(tables, kept):
+            if not len(rows):
+                raise DataError(
+                    f"{name} has no conversation with an answer within its first {length:,} tokens, of "
+                    f"{len(table):,}; make model.sequence larger, or give it more."
+                )
+        self._samples = [
+            fitted(lengths[rows], rows, length) if packed else [row[None] for row in rows]
+            for lengths, rows in zip(self._lengths, kept)
+        ]
+        self._mixture = Mixture([len(samples) for samples in self._samples], [weight for _, weight in tables])
+        fields = [
+            ("tokens", np.int32, (length,)),
+            ("learned", np.int8, (length,)),
+            ("document", np.int32, (length,)),
+        ]
+        self.sample = np.dtype(fields)
+        if not packed:
+            self.lengths = self._mixture.spread(
+                [np.asarray(lengths[rows], np.int32) for lengths, rows in zip(self._lengths, kept)]
+            )
+
+    def _learnable(self, table: RowTable) -> NDArray[np.int64]:
+        """Numbers of the conversations that have something to learn within the length."""
+        lengths = table.lengths()[:, 0]
+        long = np.flatnonzero(lengths > self.length)
+        without = [row for row in long.tolist() if not table.texts(row)[1][1 : self.length].any()]
+        if len(long):
+            _log.warning(
+                "%s: %d of %d conversations have more than %d tokens; they are cut at their end, and %d that then have "
+                "no answer are left out.", self.name, len(long), len(table), self.length, len(without),
+            )  # fmt: skip
+        return np.setdiff1d(np.arange(len(table)), without)
+
+    @cached_property
+    def unpacked_padding(self) -> float | None:  # type: ignore[override]
+        """As `Source` says it."""
+        if not self.packed:
+            return None
+        return 1 - float(np.mean([lengths.mean() for lengths in self._lengths])) / self.length
+
+    def __len__(self) -> int:
+        return self._mixture.samples
+
+    def load(self, index: int, out: Any) -> None:
+        number, place = self._mixture.place(index)
+        at = 0
+        out["tokens"], out["learned"], out["document"] = self.tokenizer.pad, 0, -1
+        for document, row in enumerate(self._samples[number][place].tolist()):
+            tokens, learned = self._tables[number].texts(row)
+            end = at + min(len(tokens), self.length)
+            out["tokens"][at:end] = tokens[: end - at]
+            out["learned"][at + 1 : end] = learned[1 : end - at]  # nothing comes before a first token
+            out["document"][at:end] = document
+            at = end
+
+
+def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> list[NDArray[np.int64]]:
+    """Rows of these lengths in as few groups as best fit, the longest first, finds; each has at most `room` together.
+    The groups are in the order of their longest."""
+    groups: list[list[int]] = []
+    rooms: list[int] = []  # those that some group has left, in order
+    having: dict[int, list[int]] = {}
+    for place in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[place])
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            left, group = room, len(groups)
+            groups.append([])
+        else:
+            left = rooms[at]
+            group = having[left].pop()
+            if not having[left]:
+                del having[left], rooms[at]
+        groups[group].append(int(rows[place]))
+        if rest := left - length:
+            if rest not in having:
+                bisect.insort(rooms, rest)
+                having[rest] = []
+            having[rest].append(group)
+    return [np.array(group, np.int64) for group in groups]
+
+
+def open_conversations(data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int) -> ChatSource:
+    """Conversations of a split, cut after `length` tokens. Raises ConfigError and DataError."""
+    packs = open_packs(data, tokenizer, "chat")
+    tables = [(table_of(pack, split), weight) for pack, weight in packs]
+    for (table, _), (source, _) in zip(tables, data.parts()):
+        if not len(table):
+            raise DataError(
+                f"{source} has no conversations for {split}. Give it more, or files named train and val."
+            )
+    opened = ChatSource(f"{data.source} ({split})", tables, tokenizer, length=length, packed=data.packed)
+    opened.bad_samples, opened.group_by_length = data.bad_rows, data.group_by_length
+    return opened
+
+
+def give_template(tokenizer: Tokenizer, template: str) -> None:
+    """Give a tokenizer the chat template that `data.template` names, and a plain one where it has none.
+
+    Raises ConfigError for what is no template."""
+    if template != "auto":
+        tokenizer.chat_template = read_text(Path(template), "The chat template", limit=1 << 20)
+    elif tokenizer.chat_template is None:
+        _log.warning(
+            "The tokenizer %s has no chat template; turns are written as <|user|>, a line, the text and %s. Name "
+            "another with data.template.", tokenizer.name, tokenizer.spelled()["eos_token"] or "nothing",
+        )  # fmt: skip
+        tokenizer.chat_template = PLAIN
+    Template(tokenizer.chat_template or "", tokenizer.spelled())

@@ -429,7 +429,7 @@ LINES = {
     "checkpoint": 1980,
     "cli": 3670,
     "config": 4770,
-    "data": 6600,
+    "data": 6610,
     "decode": 2580,
     "doctor": 450,
     "export": 780,

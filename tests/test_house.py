@@ -73,7 +73,8 @@ ALLOWED: dict[str, set[str]] = {
 _BUILT = set(ALLOWED) | {"build"}
 ALLOWED["train"] = _BUILT - {"doctor"}
 ALLOWED["ladder"] = _BUILT - {"doctor"} | {"train"}
-ALLOWED["cli"] = _BUILT | {"train", "ladder"}
+ALLOWED["compress"] = _BUILT - {"doctor"} | {"train", "ladder"}
+ALLOWED["cli"] = _BUILT | {"train", "ladder", "compress"}
 TORCH_FREE = {"errors", "boundary", "config", "schedules", "planner", "report"}
 
 
@@ -428,6 +429,7 @@ LINES = {
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3670,
+    "compress": 280,
     "config": 4770,
     "data": 6610,
     "decode": 2580,
@@ -437,7 +439,7 @@ LINES = {
     "kernels": 3260,
     "ladder": 5370,
     "launch": 1550,
-    "models": 6720,
+    "models": 6730,
     "optim": 1730,
     "parallel": 3550,
     "planner": 6020,
@@ -460,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 71_400
+    assert sum(LINES.values()) <= 71_700
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -28,6 +28,12 @@ POSITIONS = f"{_TABLE}.weight"
 """The name of the weight of the table of positions."""
 
 
+_PLAIN = (
+    "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
+)  # fmt: skip
+"""Fields of which transformers' ViT has the default alone."""
+
+
 def unrepresentable(config: ViTConfig) -> list[str]:
     """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
     checks = {
@@ -36,7 +42,13 @@ def unrepresentable(config: ViTConfig) -> list[str]:
         "model.qk_norm": config.qk_norm,
         "model.layer_scale": config.layer_scale is not None,
         "model.experts": config.experts > 0,
+        "model.kv_heads": config.kv != config.heads,
+        "model.head_features": config.head_width * config.heads != config.width,
+        "model.unequal": config.layers != replace(config, unequal=()).layers,
+        f"model.mlp {config.mlp!r}": config.mlp not in ("gelu", "gelu_tanh"),
     }
+    plain = ViTConfig()
+    checks |= {f"model.{name}": getattr(config, name) != getattr(plain, name) for name in _PLAIN}
     return [f"transformers' ViT has no counterpart of {what}." for what, present in checks.items() if present]
 
 

@@ -1,0 +1,1 @@
+"""Compression: smaller models out of trained ones, step by step, each measured beside its prediction."""

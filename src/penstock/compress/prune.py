@@ -1,0 +1,276 @@
+"""Smaller models made of some parts of another one. Parts are removed, not masked: the configuration of the result has
+fewer or narrower layers, so that it is built, saved, trained, split and served like any other model.
+
+A part that is removed leaves the same outputs as one whose contribution is multiplied by zero. Expert choice is the
+exception: fewer experts each take more tokens.
+
+Shapes: D width, G KV heads, K features of a head, M hidden width of a perceptron, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.graph import Run, TokenInput, WordHead
+from penstock.config.model import ModelConfig
+from penstock.config.stack import Layer, Stack
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.models.model import Model
+
+State = dict[str, Tensor]
+
+
+def keep_layers(model: Model, run: str, blocks: Sequence[int]) -> Model:
+    """The model with these blocks of a run alone, by their numbers, rising.
+
+    Raises ConfigError for numbers that the run does not have.
+    """
+    here = _run_of(model, run)
+    layers = here.stack.layers
+    _require_numbers(f"the blocks of {run}", blocks, len(layers))
+    places = {str(old): str(new) for new, old in enumerate(blocks)}
+    prefix, state = f"{run}.blocks.", State()
+    for name, value in model.state_dict().items():
+        if not name.startswith(prefix):
+            state[name] = value
+            continue
+        number, _, rest = name.removeprefix(prefix).partition(".")
+        if number in places:
+            state[f"{prefix}{places[number]}.{rest}"] = value
+    return _made(model, with_layers(model.config, here, [layers[number] for number in blocks]), state)
+
+
+def keep_heads(
+    model: Model, run: str, groups: Sequence[Sequence[int]], cross: Sequence[Sequence[int]] | None = None
+) -> Model:
+    """The model with these KV heads of each block of a run alone, each with the queries that share it. `cross` are
+    those of cross attention, as many in each block as in self-attention.
+
+    Raises ConfigError where positions are biases and blocks would keep different heads, whose biases they share; and
+    for ALiBi, whose slopes follow from the number of heads.
+    """
+    here = _run_of(model, run)
+    stack, layers = here.stack, here.stack.layers
+    if stack.positions == "alibi":
+        raise ConfigError(
+            f"Heads of {run} have ALiBi's slopes, which follow from the number of heads, so that none can be removed; "
+            "remove layers or hidden width instead."
+        )
+    kept = [list(numbers) for numbers in groups]
+    if stack.biased and any(numbers != kept[0] for numbers in kept):
+        raise ConfigError(
+            f"All blocks of {run} share the relative biases of their heads; keep the same heads in each."
+        )
+    beside = [list(numbers) for numbers in cross or ()]
+    if bool(here.memories) != bool(beside) or len(kept) != len(layers) or len(beside) not in (0, len(layers)):
+        raise ConfigError(
+            f"{run} has {len(layers)} blocks{' with cross attention' * bool(here.memories)}; give heads for each."
+        )
+    state, narrower, features = dict(model.state_dict()), list[Layer](), stack.head_width
+    for number, layer in enumerate(layers):
+        shared = layer.heads // layer.kv
+        name = f"{run}.blocks.{number}"
+        _require_numbers(f"the KV heads of {name}.attention", kept[number], layer.kv)
+        _take_rows(state, f"{name}.attention.qkv", kept[number], (shared + 2) * features)
+        _take_columns(state, f"{name}.attention.out", kept[number], shared * features)
+        if beside:
+            _require_numbers(f"the KV heads of {name}.cross", beside[number], layer.kv)
+            if len(beside[number]) != len(kept[number]):
+                raise ConfigError(f"{name} must keep as many heads in cross attention as in self-attention.")
+            _take_rows(state, f"{name}.cross.q", beside[number], shared * features)
+            _take_rows(state, f"{name}.cross.kv", beside[number], 2 * features)
+            _take_columns(state, f"{name}.cross.out", beside[number], shared * features)
+        count = len(kept[number])
+        narrower.append(replace(layer, heads=count * shared, kv=count))
+    if stack.positions == "relative":
+        _take_columns(state, f"{run}.relative", kept[0], layers[0].heads // layers[0].kv)
+    return _made(model, with_layers(model.config, here, narrower), state)
+
+
+def keep_hidden(
+    model: Model, run: str, columns: Sequence[Tensor], shared: Sequence[Tensor | None] | None = None
+) -> Model:
+    """The model with these hidden features of the perceptron of each block of a run alone: (M',) numbers, of a mixture
+    (E, M') numbers, for each expert its own. `shared` are those of the experts that every token visits, (S · M',).
+
+    Raises ConfigError for numbers that a block does not have.
+    """
+    here = _run_of(model, run)
+    stack, state, narrower = here.stack, dict(model.state_dict()), list[Layer]()
+    for number, (layer, kept) in enumerate(zip(stack.layers, columns, strict=True)):
+        name, width = f"{run}.blocks.{number}.mlp", layer.hidden
+        for row in kept.reshape(-1, kept.shape[-1]).tolist():
+            _require_numbers(f"the hidden features of {name}", row, width)
+        if layer.mixture:
+            rows = torch.cat([kept, kept + width], dim=1) if stack.gated else kept
+            for part, numbers, dim in (("up", rows, 1), ("down", kept, 2)):
+                weight = state[f"{name}.{part}.weight"]
+                shape = [-1, -1, weight.shape[2]] if dim == 1 else [-1, weight.shape[1], -1]
+                index = numbers.unsqueeze(3 - dim).expand(*shape)
+                state[f"{name}.{part}.weight"] = weight.gather(dim, index)
+            if f"{name}.up.bias" in state:
+                state[f"{name}.up.bias"] = state[f"{name}.up.bias"].gather(1, rows)
+        else:
+            _take_hidden(state, name, kept, width, stack)
+        if layer.mixture and stack.shared_experts:
+            common = None if shared is None else shared[number]
+            if common is None or len(common) != kept.shape[-1] * stack.shared_experts:
+                raise ConfigError(
+                    f"{name} has {stack.shared_experts} shared experts; keep as many times the hidden features of one."
+                )
+            _take_hidden(state, f"{name}.shared", common, width * stack.shared_experts, stack)
+        narrower.append(replace(layer, hidden=kept.shape[-1]))
+    return _made(model, with_layers(model.config, here, narrower), state)
+
+
+def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]) -> Model:
+    """The model with these experts of each mixture of a run alone, as many in each; None for blocks without one.
+
+    Raises ConfigError where the data give experts, and where groups of experts would become unequal.
+    """
+    here = _run_of(model, run)
+    stack, state = here.stack, dict(model.state_dict())
+    if stack.router == "given":
+        raise ConfigError(
+            f"The experts of {run} are given with each sample, so that none can be removed; remove hidden features."
+        )
+    left = {len(kept) for kept in experts if kept is not None}
+    if len(left) != 1 or [kept is not None for kept in experts] != [layer.mixture for layer in stack.layers]:
+        raise ConfigError(f"All mixtures of {run} have one number of experts; keep as many in each.")
+    for number, kept in enumerate(experts):
+        if kept is None:
+            continue
+        name = f"{run}.blocks.{number}.mlp"
+        _require_numbers(f"the experts of {name}", kept, stack.experts)
+        size = stack.experts // stack.router_groups
+        if len({sum(e // size == group for e in kept) for group in range(stack.router_groups)}) > 1:
+            raise ConfigError(
+                f"{name} has {stack.router_groups} equal groups of experts; keep as many in each."
+            )
+        take_experts(state, f"{name}.", stack, kept)
+    changed = replace(stack, experts=left.pop())
+    return _made(model, with_stack(model.config, here, changed), state)
+
+
+def keep_words(model: Model, rows: Sequence[int]) -> Model:
+    """The model with these rows of its table of tokens alone: token `rows[i]` becomes token i, in what it reads and in
+    what it writes.
+
+    Raises ConfigError for a model without one vocabulary.
+    """
+    graph = model.graph
+    sizes = {one.vocabulary for one in graph.inputs_of(TokenInput)} | {
+        h.vocabulary for h in graph.heads_of(WordHead)
+    }
+    tables = {one.table for one in graph.inputs_of(TokenInput)}
+    if len(sizes) != 1 or not tables or not hasattr(model.config, "vocabulary"):
+        raise ConfigError("Only a model with one vocabulary of tokens can lose some of them.")
+    _require_numbers("the vocabulary", rows, sizes.pop())
+    state = dict(model.state_dict())
+    for name in (*tables, *(head.name for head in graph.heads_of(WordHead))):
+        _take_rows(state, name, rows, 1)
+    return _made(model, replace(model.config, vocabulary=len(rows)), state)
+
+
+# -- parts of weights
+
+
+def take_experts(state: State, prefix: str, stack: Stack, kept: Sequence[int]) -> None:
+    """Keep some experts of the mixture whose names begin with `prefix`, in place."""
+    index = torch.tensor(list(kept))
+    rows = torch.cat([index, index + stack.experts]) if stack.router == "noisy" else index
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        if not name.startswith("shared."):
+            state[key] = state[key][(rows if name == "router.weight" else index).to(state[key].device)]
+
+
+def _take_rows(state: State, name: str, numbers: Sequence[int], size: int) -> None:
+    """Keep some groups of `size` outputs of a linear layer or rows of a table, in place."""
+    for key in (f"{name}.weight", f"{name}.bias"):
+        if key in state:
+            whole = state[key]
+            grouped = whole.reshape(-1, size, *whole.shape[1:])
+            state[key] = grouped[torch.tensor(list(numbers), device=whole.device)].flatten(0, 1)
+
+
+def _take_columns(state: State, name: str, numbers: Sequence[int], size: int) -> None:
+    """Keep some groups of `size` inputs of a linear layer, in place."""
+    whole = state[f"{name}.weight"]
+    grouped = whole.reshape(len(whole), -1, size)
+    state[f"{name}.weight"] = grouped[:, torch.tensor(list(numbers), device=whole.device)].flatten(1, 2)
+
+
+def _take_hidden(state: State, name: str, kept: Tensor, width: int, stack: Stack) -> None:
+    rows = torch.cat([kept, kept + width]) if stack.gated else kept
+    _take_rows(state, f"{name}.up", rows.tolist(), 1)
+    _take_columns(state, f"{name}.down", kept.tolist(), 1)
+
+
+# -- configurations
+
+
+def _run_of(model: Model, name: str) -> Run:
+    runs = [run.name for run in model.graph.runs]
+    if name not in runs:
+        raise ConfigError(f"The model has no run {name}; it has {', '.join(runs)}.")
+    return model.graph.run(name)
+
+
+def _require_numbers(what: str, numbers: Sequence[int], count: int) -> None:
+    """Raise ConfigError unless the numbers rise from 0 on to less than `count`, and are not empty."""
+    given = list(numbers)
+    if not given or given != sorted(set(given)) or given[0] < 0 or given[-1] >= count:
+        raise ConfigError(
+            f"What is kept of {what} must be rising numbers from 0 to {count - 1}, at least one, not {given[:9]}."
+        )
+
+
+def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> ModelConfig:
+    """The configuration whose run has these layers, said by the sizes of its stack where they can say them."""
+    stack, first = run.stack, layers[0]
+    dense = [layer.hidden for layer in layers if not layer.mixture]
+    mixed = [layer.hidden for layer in layers if layer.mixture]
+    heads: dict[str, Any] = {}
+    if (first.heads, first.kv) != (stack.heads, stack.kv):
+        whole = stack.kv_heads is None and first.kv == first.heads
+        heads = {
+            "heads": first.heads,
+            "kv_heads": None if whole else first.kv,
+            "head_features": stack.head_width,
+        }
+    width = dense[0] if dense else stack.mlp_width if stack.expert_width else mixed[0]
+    expert = mixed[0] if mixed and (stack.expert_width or mixed[0] != width) else stack.expert_width
+    equal = replace(stack, depth=len(layers), unequal=(), mlp_width=width, expert_width=expert, **heads)
+    if equal.layers == tuple(layers):
+        return with_stack(config, run, equal)
+    shared = heads if stack.biased else {}
+    return with_stack(config, run, replace(stack, depth=len(layers), unequal=tuple(layers), **shared))
+
+
+def with_stack(config: ModelConfig, run: Run, stack: Stack) -> ModelConfig:
+    """The configuration whose run has this stack. Raises ConfigError where the stack is none of its settings."""
+    name = run.setting.removeprefix("model").removeprefix(".")
+    if not name and run.stack is config:
+        return stack  # type: ignore[return-value]
+    if name not in vars(config):
+        raise ConfigError(
+            f"The run {run.name} is no setting of the model's configuration, which cannot be changed."
+        )
+    changed: Any = config
+    return replace(changed, **{name: stack})  # type: ignore[no-any-return]
+
+
+def _made(model: Model, config: ModelConfig, state: State) -> Model:
+    """A model with these weights, in the mode and on the device of another."""
+    first = next(model.parameters())
+    with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
+        made = create(config, device=first.device, dtype=first.dtype)
+    made.load_state_dict(state)
+    return made.train(model.training)

@@ -1,0 +1,236 @@
+"""Parts that are removed leave what masked ones leave, and the smaller models are models like any other."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.families import ENROLLED, batches, small
+from penstock.compress.prune import keep_experts, keep_heads, keep_hidden, keep_layers, keep_words
+from penstock.config.model import ModelConfig
+from penstock.config.stack import Layer
+from penstock.errors import ConfigError
+from penstock.models import create
+from penstock.models.convert import from_pretrained, save_pretrained
+from penstock.models.experts import ExpertLinear
+from penstock.models.model import Model
+
+FORMS = {
+    **{name: one.config for name, one in ENROLLED.items() if name not in ("vit moe",)},
+    "grouped": small("llama-tiny", heads=6, kv_heads=3, head_features=4),
+    "sigmoid": small(
+        "mixtral-tiny", router="sigmoid", shared_experts=2, head_features=4, heads=4, kv_heads=2
+    ),
+    "noisy": small("mixtral-tiny", router="noisy", experts=6, router_groups=2, groups_per_token=2),
+}
+"""A small model of every form of block."""
+
+
+def _model(config: ModelConfig) -> Model:
+    torch.manual_seed(1)
+    model = create(config).double().eval()
+    for parameter in model.parameters():  # biases and norms are not drawn
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def _outputs(model: Model, config: ModelConfig) -> Tensor:
+    *arguments, _ = batches(config, 3, 4)
+    cast = [value.double() if value.is_floating_point() else value for value in arguments]
+    with torch.no_grad():
+        return model(*cast)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _masked(linear: nn.Module, mask: Tensor) -> Iterator[None]:
+    """Inside, inputs of a linear layer are multiplied by a mask: (features,), of experts (E, features)."""
+
+    def hide(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        factor = mask[inputs[2]] if isinstance(module, ExpertLinear) else mask
+        return (inputs[0] * factor, *inputs[1:])
+
+    handle = linear.register_forward_pre_hook(hide)
+    yield
+    handle.remove()
+
+
+def _some(generator: random.Random, count: int) -> list[int]:
+    """A part of so many numbers that leaves one out where there are several."""
+    return sorted(generator.sample(range(count), max(1, count - generator.randint(1, max(1, count // 2)))))
+
+
+def _mask(kept: Sequence[int], count: int, size: int = 1) -> Tensor:
+    mask = torch.zeros(count, dtype=torch.float64)
+    mask[list(kept)] = 1.0
+    return mask.repeat_interleave(size)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masked_parts_are_removed_parts(form: str) -> None:
+    """Heads and hidden features of each block, chosen by chance: outputs within 1e-6, in fp64 so that nothing hides."""
+    config, generator = FORMS[form], random.Random(form)
+    model, masks, smaller = _model(config), ExitStack(), None
+    smaller = model
+    for run in model.graph.runs:
+        stack, blocks = run.stack, getattr(model, run.name).blocks
+        groups, cross, columns, shared = [], [], [], []
+        same = _some(generator, stack.layers[0].kv)
+        for block, layer in zip(blocks, stack.layers):
+            size = layer.heads // layer.kv * stack.head_width
+            groups.append(same if stack.biased else _some(generator, layer.kv))
+            masks.enter_context(_masked(block.attention.out, _mask(groups[-1], layer.kv, size)))
+            if block.cross is not None:
+                cross.append(sorted(generator.sample(range(layer.kv), len(groups[-1]))))
+                masks.enter_context(_masked(block.cross.out, _mask(cross[-1], layer.kv, size)))
+            left = generator.randint(layer.hidden // 2, layer.hidden - 1)
+            rows = [
+                sorted(generator.sample(range(layer.hidden), left))
+                for _ in range(stack.experts if layer.mixture else 1)
+            ]
+            kept = torch.tensor(rows)
+            columns.append(kept if layer.mixture else kept[0])
+            mask = torch.stack([_mask(row, layer.hidden) for row in rows])
+            masks.enter_context(_masked(block.mlp.down, mask if layer.mixture else mask[0]))
+            shared.append(None)
+            if layer.mixture and stack.shared_experts:
+                whole = layer.hidden * stack.shared_experts
+                shared[-1] = torch.tensor(sorted(generator.sample(range(whole), left * stack.shared_experts)))
+                masks.enter_context(_masked(block.mlp.shared.down, _mask(shared[-1].tolist(), whole)))
+        smaller = keep_hidden(keep_heads(smaller, run.name, groups, cross or None), run.name, columns, shared)
+    with masks:
+        expected = _outputs(model, config)
+    assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(_outputs(smaller, config), expected, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(_outputs(model, config), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["gpt", "bert", "modernbert", "t5", "pruned", "vit", "mixtral"])
+def test_removed_layers_are_passed_by(form: str) -> None:
+    config = FORMS[form]
+    model = _model(config)
+    run = model.graph.runs[-1]
+    blocks = getattr(model, run.name).blocks
+    smaller = keep_layers(model, run.name, list(range(1, len(blocks))))
+    assert smaller.graph.run(run.name).stack.depth == len(blocks) - 1
+    del blocks[0]  # as if it were the identity
+    torch.testing.assert_close(_outputs(smaller, config), _outputs(model, config), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "form", ["mixtral", "qwen moe", "switch", "nllb moe", "marian moe", "sigmoid", "noisy"]
+)
+def test_removed_experts_are_those_that_no_token_is_sent_to(form: str) -> None:
+    config = FORMS[form]
+    config = replace(config, experts_per_token=1) if form == "noisy" else config
+    model, smaller = _model(config), None
+    smaller, groups = model, 2 if form == "noisy" else 1
+    for run in model.graph.runs:
+        count = run.stack.experts
+        kept = [e for e in range(count) if e % (count // groups)]
+        gone = torch.tensor([e for e in range(count) if e not in kept])
+        for block, layer in zip(getattr(model, run.name).blocks, run.stack.layers):
+            if not layer.mixture:
+                continue
+            block.mlp.router.register_forward_hook(
+                lambda _, __, logits, gone=gone: logits.index_fill(1, gone, -torch.inf)
+            )
+            if block.mlp.bias is not None:
+                block.mlp.bias[gone] = -(2**30)
+        smaller = keep_experts(
+            smaller, run.name, [kept if layer.mixture else None for layer in run.stack.layers]
+        )
+    torch.testing.assert_close(_outputs(smaller, config), _outputs(model, config), rtol=1e-6, atol=1e-6)
+
+
+def test_words_that_are_left_keep_their_vectors_and_logits() -> None:
+    config: Any = FORMS["bart"]
+    model, kept = _model(config), [0, 2, 3, 7, 12]
+    smaller = keep_words(model, kept)
+    assert smaller.config.vocabulary == 5
+    source, target = torch.randint(0, 5, (2, 3, 4)).unbind(0)
+    numbers = torch.tensor(kept)
+    with torch.no_grad():
+        expected = model(numbers[source], numbers[target])[..., numbers]
+        torch.testing.assert_close(smaller(source, target), expected)
+    with pytest.raises(ConfigError, match="vocabulary"):
+        keep_words(_model(FORMS["vit"]), [0])
+
+
+REFUSED: dict[str, tuple[str, Callable[[Model], object], str]] = {
+    "a block twice": ("gpt", lambda m: keep_layers(m, "decoder", [1, 1]), "rising numbers from 0 to 1"),
+    "no block": ("gpt", lambda m: keep_layers(m, "decoder", []), "at least one"),
+    "no such run": ("gpt", lambda m: keep_layers(m, "encoder", [0]), "it has decoder"),
+    "other heads": ("t5", lambda m: keep_heads(m, "encoder", [[0], [1]]), "share the relative biases"),
+    "too many heads": ("gpt", lambda m: keep_heads(m, "decoder", [[0, 2], [0]]), "from 0 to 1"),
+    "cross attention": ("bart", lambda m: keep_heads(m, "decoder", [[0], [0]]), "with cross attention"),
+    "unequal experts": (
+        "mixtral",
+        lambda m: keep_experts(m, "decoder", [[0, 1], [0, 1, 2]]),
+        "as many in each",
+    ),
+    "no mixture": ("gpt", lambda m: keep_experts(m, "decoder", [[0], [0]]), "as many in each"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_removed_is_refused(case: str) -> None:
+    form, call, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words):
+        call(_model(FORMS[form]))
+
+
+def test_alibi_s_heads_stay() -> None:
+    model = _model(small("gpt-tiny", positions="alibi"))
+    with pytest.raises(ConfigError, match="ALiBi"):
+        keep_heads(model, "decoder", [[0], [0]])
+
+
+_OPENED = """
+import sys, torch
+from pathlib import Path
+from penstock.models.convert import from_pretrained
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    torch.save(from_pretrained(folder).state_dict(), folder / "again.pt")
+"""
+
+
+def test_random_unequal_models_are_opened_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
+    generator, configs = random.Random(5), []
+    while len(configs) < 50:
+        config: Any = FORMS[generator.choice(["vit", "gpt", "llama", "bert", "qwen moe", "modernbert"])]
+        depth = generator.randint(1, 4)
+        layers = []
+        for _ in range(depth):
+            kv = generator.randint(1, 3)
+            first = config.layers[generator.randrange(len(config.layers))]
+            layers.append(
+                replace(first, kv=kv, heads=kv * generator.randint(1, 2), hidden=generator.randint(1, 20))
+            )
+        configs.append(replace(config, depth=depth, unequal=tuple(layers)))
+    for number, config in enumerate(configs):
+        save_pretrained(create(config), tmp_path / f"{number:02}")
+    subprocess.run([sys.executable, "-c", _OPENED, str(tmp_path)], check=True)
+    for number, config in enumerate(configs):
+        folder = tmp_path / f"{number:02}"
+        here, there = from_pretrained(folder), torch.load(folder / "again.pt", weights_only=True)
+        assert here.config.layers == config.layers
+        for name, value in here.state_dict().items():
+            assert torch.equal(there[name], value), (number, name)
+
+
+def test_layers_that_are_alike_need_no_list() -> None:
+    """So that transformers has such a model."""
+    model = _model(small("llama-tiny", depth=4, heads=4, kv_heads=2, head_features=4))
+    smaller: Any = keep_heads(model, "decoder", [[1]] * 4).config
+    assert smaller.unequal == ()
+    assert smaller.layers == (Layer(heads=2, kv=1, hidden=32),) * 4

@@ -1,0 +1,217 @@
+"""How much of each block goes, by scores and shares: the pruning of a model in cuts of one kind after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.compress.prune import (
+    keep_experts,
+    keep_heads,
+    keep_hidden,
+    keep_layers,
+    with_layers,
+    with_stack,
+)
+from penstock.compress.scores import BlockScores, Loss, expert_scores, layers_to_keep, part_scores
+from penstock.config.compress import Prune
+from penstock.config.graph import Run
+from penstock.config.model import ModelConfig
+from penstock.config.stack import Layer, Stack
+from penstock.errors import ConfigError
+from penstock.models.model import Model
+from penstock.planner.products import VECTOR
+
+GPU_MULTIPLE = 64
+"""Hidden widths of a GPU are a multiple of it: tiles of matrix products in half precision are 64 and 128 wide."""
+
+
+class PruneCut(NamedTuple):
+    """One kind of parts removed."""
+
+    words: str
+    """The parts removed, for people."""
+    model: Model
+
+
+def multiple_of(options: Prune, device: torch.device) -> int:
+    """The multiple that hidden widths are cut to."""
+    return options.multiple or (GPU_MULTIPLE if device.type == "cuda" else VECTOR)
+
+
+def cuts(
+    model: Model, options: Prune, batches: Sequence[Any], loss: Loss, *, multiple: int
+) -> Iterator[PruneCut]:
+    """The model after each kind of cut: layers, experts, heads, hidden features; each is scored on the model that the
+    cuts before have left.
+
+    Raises ConfigError where a share leaves a model as it is, and as the functions of `penstock.compress.prune`.
+    """
+    for run in model.graph.runs if options.layers else ():
+        count = _left(run.stack.depth, options.layers)
+        if count < run.stack.depth:
+            kept = layers_to_keep(model, run.name, count, batches, loss, options.layers_by)
+            model = keep_layers(model, run.name, kept)
+            yield PruneCut(f"{run.name}: layers {run.stack.depth} → {count}", model)
+    for run in model.graph.runs if options.experts else ():
+        yield from (cut := _cut_experts(model, run, options, batches, loss))[:1]
+        model = cut[0].model if cut else model
+    for name in (run.name for run in model.graph.runs if options.heads):
+        run = model.graph.run(name)
+        before = sum(layer.heads for layer in run.stack.layers)
+        model = _cut_heads(model, run, options, part_scores(model, batches, loss, options.by)[name])
+        after = sum(layer.heads for layer in model.graph.run(name).stack.layers)
+        yield PruneCut(f"{name}: heads {before} → {after}", model)
+    for name in (run.name for run in model.graph.runs if options.hidden):
+        run = model.graph.run(name)
+        before = sum(layer.hidden for layer in run.stack.layers)
+        scores = part_scores(model, batches, loss, options.by)[name]
+        model = _cut_hidden(model, run, options, scores, multiple)
+        after = sum(layer.hidden for layer in model.graph.run(name).stack.layers)
+        yield PruneCut(f"{name}: hidden features {before:,} → {after:,}", model)
+
+
+def sized(model: ModelConfig, options: Prune, *, multiple: int) -> ModelConfig:
+    """The model as pruning makes it if all blocks lose alike: for forecasts, before anything is scored."""
+
+    for name in (run.name for run in model.graph.runs):
+        run = model.graph.run(name)
+        stack, layers = run.stack, list[Layer]()
+        for layer in stack.layers[: _left(stack.depth, options.layers)]:
+            kv = layer.kv if stack.positions == "alibi" else _left(layer.kv, options.heads)
+            hidden = _aligned(layer.hidden * (1.0 - options.hidden), layer.hidden, multiple)
+            layers.append(replace(layer, kv=kv, heads=kv * (layer.heads // layer.kv), hidden=hidden))
+        model = with_layers(model, run, layers)
+        run = model.graph.run(name)
+        model = with_stack(model, run, replace(run.stack, experts=_experts_left(run.stack, options.experts)))
+    return model
+
+
+def _left(count: int, share: float) -> int:
+    """Parts that are left of `count`, at least one."""
+    return max(1, count - round(count * share))
+
+
+def _experts_left(stack: Stack, share: float) -> int:
+    """Experts that are left, as many in each group, and as many as a token visits."""
+    if not stack.experts or stack.router == "given":
+        return stack.experts
+    groups = stack.router_groups
+    least = -(-stack.experts_per_token // groups) * groups
+    return max(least, groups * _left(stack.experts // groups, share))
+
+
+def _aligned(wanted: float, width: int, multiple: int) -> int:
+    """The multiple nearest to a wanted width; narrow layers stay as wide as they are."""
+    return min(width, max(multiple, round(wanted / multiple) * multiple))
+
+
+def _cut_experts(
+    model: Model, run: Run, options: Prune, batches: Sequence[Any], loss: Loss
+) -> list[PruneCut]:
+    stack = run.stack
+    count = _experts_left(stack, options.experts)
+    if count == stack.experts or not any(layer.mixture for layer in stack.layers):
+        return []
+    scores = expert_scores(model, run.name, batches, loss, by_error=options.experts_by == "error")
+    size = stack.experts // stack.router_groups
+    most = count // stack.router_groups
+    kept = [
+        None if one is None
+        else sorted(e for group in range(0, stack.experts, size) for e in _best(one[group : group + size], most, group))
+        for one in scores
+    ]  # fmt: skip
+    words = f"{run.name}: experts {stack.experts} → {count}"
+    return [PruneCut(words, keep_experts(model, run.name, kept))]
+
+
+def _best(scores: Tensor, count: int, first: int = 0) -> list[int]:
+    """The numbers of the highest scores, rising, counted from `first` on."""
+    return sorted(first + number for number in scores.argsort(descending=True, stable=True)[:count].tolist())
+
+
+def _cut_heads(model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores]) -> Model:
+    """Without the share of heads that matter least."""
+    stack = run.stack
+    own = [one.heads for one in blocks]
+    beside = [one.cross for one in blocks if one.cross is not None]
+    if stack.biased:
+        # Blocks share the biases of their heads, and so the choice of heads; ALiBi is refused where heads are removed.
+        count = _left(stack.layers[0].kv, options.heads)
+        kept = [_best(torch.stack(_comparable(own, options)).sum(0), count)] * len(own)
+        return keep_heads(model, run.name, kept, [_best(one, count) for one in beside] or None)
+    if options.even:
+        counts = [_left(layer.kv, options.heads) for layer in stack.layers]
+    else:
+        ranked = [one.sort(descending=True).values for one in _comparable(own, options)]
+        for number, one in enumerate(_comparable(beside, options)):
+            ranked[number] = ranked[number] + one.sort(descending=True).values
+        counts = _counts(ranked, options.heads, 1)
+    kept = [_best(one, count) for one, count in zip(own, counts, strict=True)]
+    return keep_heads(
+        model, run.name, kept, [_best(one, count) for one, count in zip(beside, counts)] or None
+    )
+
+
+def _cut_hidden(
+    model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores], multiple: int
+) -> Model:
+    """Without the share of hidden features that matter least; each expert loses its own."""
+    stack = run.stack
+    if options.even:
+        counts = [
+            _aligned(layer.hidden * (1.0 - options.hidden), layer.hidden, multiple) for layer in stack.layers
+        ]
+    else:
+        every = _comparable([one.hidden for one in blocks], options)
+        ranked = [
+            one.sort(dim=-1, descending=True).values.reshape(-1, one.shape[-1]).mean(0) for one in every
+        ]
+        counts = _counts(ranked, options.hidden, multiple)
+    kept, shared = list[Tensor](), list[Tensor | None]()
+    for one, count in zip(blocks, counts, strict=True):
+        rows = one.hidden.reshape(-1, one.hidden.shape[-1])
+        numbers = torch.tensor([_best(row, count) for row in rows])
+        kept.append(numbers if one.hidden.dim() > 1 else numbers[0])
+        common = None if one.shared is None else torch.tensor(_best(one.shared, count * stack.shared_experts))
+        shared.append(common)
+    where = next(model.parameters()).device
+    return keep_hidden(
+        model, run.name, [one.to(where) for one in kept],
+        [None if one is None else one.to(where) for one in shared],
+    )  # fmt: skip
+
+
+def _comparable(scores: Sequence[Tensor], options: Prune) -> list[Tensor]:
+    """Scores that compare between blocks: those of Taylor's are changes of the loss; others are divided by the norm of
+    their block's (Molchanov et al., ICLR 2017, section 2.2)."""
+    if options.by == "taylor":
+        return list(scores)
+    return [one / one.norm().clamp(min=torch.finfo(one.dtype).tiny) for one in scores]
+
+
+def _counts(ranked: Sequence[Tensor], share: float, multiple: int) -> list[int]:
+    """How many parts each block keeps, where the share of all with the lowest scores goes in pieces of `multiple`; the
+    first piece of each block stays. `ranked` are the scores of each block, falling."""
+    counts = [len(one) for one in ranked]
+    wanted, removed = share * sum(counts), 0
+    pieces = sorted(
+        (float(one[begin : begin + multiple].mean()), -begin, block, min(multiple, len(one) - begin))
+        for block, one in enumerate(ranked)
+        for begin in range(multiple, len(one), multiple)
+    )
+    for _, _, block, size in pieces:
+        if removed + size / 2 > wanted:
+            break
+        counts[block] -= size
+        removed += size
+    if removed == 0 and share:
+        raise ConfigError(
+            f"A share of {share:g} removes nothing of blocks of {', '.join(map(str, sorted(set(counts))))} parts in "
+            f"pieces of {multiple}; raise it, or lower prune.multiple."
+        )
+    return counts

@@ -1,0 +1,278 @@
+"""How much a model's parts matter: scores of heads, hidden features, layers and experts; the least are removed.
+
+A part's contribution is what it adds to the inputs x of the linear layer that ends its branch, `out` of attention or
+`down` of a perceptron, whose columns W_j belong to one feature each:
+
+- `magnitude`: ‖W_j‖, without data.
+- `activation`: ‖x_j‖ · ‖W_j‖ over calibration data (Sun et al., ICLR 2024, "Wanda", section 3, of whole columns).
+- `taylor`: the mean over batches of |Σ x_j · ∂loss/∂x_j|, the first-order change of the loss when the feature is
+  multiplied by zero (Michel et al., NeurIPS 2019, "Are Sixteen Heads Really Better than One?", equation 2).
+
+A part of several features, such as a head, has the norm of the first two, and of the third the sum before |·|.
+
+Shapes: G KV heads, M hidden width, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.compress.prune import keep_layers, take_experts
+from penstock.config.compress import Criterion, LayerCriterion
+from penstock.config.stack import Layer, Stack
+from penstock.errors import ConfigError
+from penstock.models.experts import ExpertLinear, MixtureOfExperts
+from penstock.models.model import Model
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The mean loss of the model for a batch, 0-d."""
+
+
+@dataclass(slots=True)
+class BlockScores:
+    """The scores of the parts of one block; a higher one matters more."""
+
+    heads: Tensor
+    """(G,): each KV head with the queries that share it."""
+    cross: Tensor | None
+    """The same of cross attention."""
+    hidden: Tensor
+    """(M,), or of a mixture (E, M)."""
+    shared: Tensor | None
+    """(S · M,): hidden features of the experts that every token visits."""
+
+
+def part_scores(
+    model: Model, batches: Sequence[Any], loss: Loss, criterion: Criterion
+) -> dict[str, list[BlockScores]]:
+    """The scores of heads and hidden features of each block, by run. `batches` may be empty for `magnitude`."""
+    gauges: dict[str, list[dict[str, _Gauge]]] = {}
+    for run in model.graph.runs:
+        features = run.stack.head_width
+        blocks = gauges[run.name] = []
+        for block, layer in zip(getattr(model, run.name).blocks, run.stack.layers, strict=True):
+            size = layer.heads // layer.kv * features
+            found = {"heads": _Gauge(block.attention.out, size), "hidden": _Gauge(block.mlp.down, 1)}
+            if block.cross is not None:
+                found["cross"] = _Gauge(block.cross.out, size)
+            if getattr(block.mlp, "shared", None) is not None:
+                found["shared"] = _Gauge(block.mlp.shared.down, 1)
+            blocks.append(found)
+    every = [gauge for blocks in gauges.values() for found in blocks for gauge in found.values()]
+    if criterion != "magnitude":
+        with ExitStack() as hooks, _evaluating(model):
+            for gauge in every:
+                hooks.enter_context(gauge.watching(gradients=criterion == "taylor"))
+            for batch in batches:
+                with torch.set_grad_enabled(criterion == "taylor"):
+                    value = loss(model, batch)
+                if criterion == "taylor":
+                    value.backward()  # type: ignore[no-untyped-call]
+                    model.zero_grad(set_to_none=True)
+                for gauge in every:
+                    gauge.close_batch()
+    scores = {
+        name: [{part: gauge.score(criterion) for part, gauge in found.items()} for found in blocks]
+        for name, blocks in gauges.items()
+    }
+    return {
+        name: [
+            BlockScores(
+                heads=one["heads"], cross=one.get("cross"), hidden=one["hidden"], shared=one.get("shared")
+            )
+            for one in blocks
+        ]
+        for name, blocks in scores.items()
+    }
+
+
+@dataclass(eq=False)
+class _Gauge:
+    """Sums over the inputs of one linear layer, for groups of `size` consecutive features."""
+
+    linear: nn.Linear | ExpertLinear
+    size: int
+    squares: Tensor | None = None
+    """Σ x², of each feature; (features,) or (E, features)."""
+    batch: Tensor | None = None
+    """Σ x · ∂loss/∂x in this batch."""
+    sums: list[Tensor] = field(default_factory=list)
+    """The same of each group, absolute, by batch."""
+
+    @contextmanager
+    def watching(self, *, gradients: bool) -> Iterator[None]:
+        """Inside, each pass of the layer adds to the sums."""
+
+        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            x, experts = inputs[0], inputs[2] if isinstance(module, ExpertLinear) else None
+            if gradients:
+                x.register_hook(lambda grad: self._add("batch", x.detach() * grad, experts))
+            else:
+                self._add("squares", x.detach().square(), experts)
+
+        handle = self.linear.register_forward_pre_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _add(self, name: str, values: Tensor, experts: Tensor | None) -> None:
+        values = values.flatten(0, -2).double()
+        if experts is None:
+            added = values.sum(0)
+        else:
+            added = values.new_zeros(len(self.linear.weight), values.shape[1]).index_add_(0, experts, values)
+        before = getattr(self, name)
+        setattr(self, name, added if before is None else before + added)
+
+    def close_batch(self) -> None:
+        """Take the sums of a batch over."""
+        if self.batch is not None:
+            self.sums.append(self._grouped(self.batch).sum(-1).abs())
+            self.batch = None
+
+    def score(self, criterion: Criterion) -> Tensor:
+        """The scores of the groups, on the host."""
+        weight = self.linear.weight.detach().double()
+        columns = weight.norm(dim=-2)  # of each input feature
+        if criterion == "taylor":
+            found = torch.stack(self.sums).mean(0)
+        elif criterion == "activation":
+            assert self.squares is not None
+            found = self._grouped(columns.square() * self.squares).sum(-1).sqrt()
+        else:
+            found = self._grouped(columns.square()).sum(-1).sqrt()
+        return found.cpu()
+
+    def _grouped(self, values: Tensor) -> Tensor:
+        return values.reshape(*values.shape[:-1], -1, self.size)
+
+
+# -- layers
+
+
+def layers_to_keep(
+    model: Model, run: str, count: int, batches: Sequence[Any], loss: Loss, criterion: LayerCriterion
+) -> list[int]:
+    """The numbers of the `count` blocks of a run that matter most.
+
+    - `loss`: again and again, the block without which the loss of the batches is lowest is removed.
+    - `activation`: blocks whose outputs are least like their inputs stay: 1 − their mean cosine (Men et al., 2024,
+      "ShortGPT", equation 1).
+    - `even`: blocks at equal distances, the first and the last among them (Sanh et al., 2019, "DistilBERT", section 3).
+    """
+    depth = model.graph.run(run).stack.depth
+    if criterion == "even":
+        return sorted({round(i * (depth - 1) / max(1, count - 1)) for i in range(count)})
+    if criterion == "activation":
+        influence = _influences(model, run, batches, loss)
+        return sorted(sorted(range(depth), key=lambda i: -influence[i])[:count])
+    kept = list(range(depth))
+    while len(kept) > count:
+        tried = {
+            i: mean_loss(keep_layers(model, run, [j for j in kept if j != i]), batches, loss) for i in kept
+        }
+        kept.remove(min(kept, key=tried.__getitem__))
+    return kept
+
+
+def mean_loss(model: Model, batches: Sequence[Any], loss: Loss) -> float:
+    """The mean over batches of their losses, in evaluation mode."""
+    with torch.no_grad(), _evaluating(model):
+        return sum(float(loss(model, batch)) for batch in batches) / len(batches)
+
+
+def _influences(model: Model, run: str, batches: Sequence[Any], loss: Loss) -> list[float]:
+    blocks = getattr(model, run).blocks
+    alike = torch.zeros(len(blocks), dtype=torch.float64)
+
+    def look(number: int) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            alike[number] += F.cosine_similarity(inputs[0], output, dim=-1).mean().double().cpu()
+
+        return hook
+
+    handles = [block.register_forward_hook(look(number)) for number, block in enumerate(blocks)]
+    try:
+        mean_loss(model, batches, loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [1.0 - value / len(batches) for value in alike.tolist()]
+
+
+# -- experts
+
+
+def expert_scores(
+    model: Model, run: str, batches: Sequence[Any], loss: Loss, *, by_error: bool
+) -> list[Tensor | None]:
+    """The scores (E,) of the experts of each mixture of a run: how many tokens visit each, or `by_error` how much the
+    mixture's outputs change without it, tokens then going to the others, relative to their size.
+
+    Raises ConfigError for the error of experts in groups."""
+    scores: list[Tensor | None] = []
+    stack = model.graph.run(run).stack
+    if by_error and stack.router_groups > 1:
+        raise ConfigError(
+            f"The experts of {run} are in {stack.router_groups} groups, of which none can be without one; use "
+            "prune.experts_by load."
+        )
+    for number, block in enumerate(getattr(model, run).blocks):
+        if not isinstance(block.mlp, MixtureOfExperts):
+            scores.append(None)
+            continue
+        mixture: MixtureOfExperts = block.mlp
+        found = torch.zeros(mixture.experts, dtype=torch.float64)
+        layer, sizes = stack.layers[number], replace(stack, experts=stack.experts - 1)
+        if by_error:
+            handle = mixture.register_forward_hook(partial(_add_errors, found, stack, sizes, layer))
+        else:
+            handle = mixture.down.register_forward_pre_hook(partial(_add_visits, found))
+        try:
+            mean_loss(model, batches, loss)
+        finally:
+            handle.remove()
+        scores.append(found / len(batches))
+    return scores
+
+
+def _add_visits(found: Tensor, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+    found += torch.bincount(inputs[2].cpu(), minlength=len(found))
+
+
+def _add_errors(
+    found: Tensor,
+    stack: Stack,
+    sizes: Stack,
+    layer: Layer,
+    mixture: nn.Module,
+    inputs: tuple[Any, ...],
+    output: Tensor,
+) -> None:
+    """Add the relative change of a mixture's outputs without each of its experts, which are made one at a time."""
+    for expert in range(stack.experts):
+        state = dict(mixture.state_dict())
+        take_experts(state, "", stack, [e for e in range(stack.experts) if e != expert])
+        with torch.random.fork_rng(devices=[output.device] if output.is_cuda else []):
+            smaller = MixtureOfExperts(sizes, layer, device=output.device, dtype=output.dtype)
+        smaller.load_state_dict(state)
+        found[expert] += ((smaller.eval()(*inputs) - output).norm() / output.norm()).double().cpu()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -35,6 +35,7 @@ _VERBS = {
     "experts": "Show how experts were visited in a run.",
     "plan": "Find the fastest parallel layout of a model on a cluster.",
     "deploy": "Find how to serve a model in time on the fewest devices.",
+    "compress": "Make a trained model smaller: prune it, and train it beside the original.",
     "export": "Write a model for other programs: ONNX, or torch's own form.",
     "serve": "Serve a model over HTTP, as OpenAI does.",
     "pack": "Pack images or texts for fast reading.",
@@ -50,7 +51,7 @@ _CHECKPOINT_VERBS = {
     "average": "Write the mean of a run's newest checkpoints.",
 }
 _WITH_SETTINGS = (
-    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "embed", "classify",
+    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "embed", "classify", "compress",
 )  # fmt: skip
 """Verbs that have an option for each setting. Their usage is fixed here, because making it out of the options takes a
 while."""

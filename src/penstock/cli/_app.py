@@ -32,14 +32,15 @@ def configured(
     positional: str | None = None,
     flags: tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
+    file: tuple[str, ...] = ("--config",),
     loader: Callable[..., Any] = load,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
 
-    The verb takes `--config FILE` and `--key.of.setting VALUE` for every setting. `positional` names a setting that may
-    also be its first argument. `flags` are settings that are true where they are named; others that are true or false
-    take a value. `aliases` are other words for the options of settings. `--help` does not list settings of
-    families other than the default's, which are as many again.
+    The verb takes `--config FILE`, or one of the names in `file`, and `--key.of.setting VALUE` for every setting.
+    `positional` names a setting that may also be its first argument. `flags` are settings that are true where
+    they are named; others that are true or false take a value. `aliases` are other words for the options of settings.
+    `--help` does not list settings of families other than the default's, which are as many again.
 
     The function is called with the loaded configuration first, then with the words behind the positional setting if it
     takes any (`*words`), and with its own options by keyword. A `loader` takes the same
@@ -62,10 +63,10 @@ def configured(
             )
             for name, parameter in list(inspect.signature(function).parameters.items())[1:]
         ]
-        file = Parameter(help="TOML, YAML or JSON file of settings. Options given here override it.")
+        about = "TOML, YAML or JSON file of settings. Options given here override it."
         options = [
             *_options(shown, positional, flags, aliases or {}),
-            _option("config", Path, file),
+            _option("config", Path, Parameter(name=list(file), help=about)),
             *(_unlisted(part, names) for part, names in unlisted.items()),
             *own,
         ]

@@ -11,6 +11,7 @@ from penstock.config import rules
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
+from penstock.planner import price
 from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.learning import WHOLE, Learning, learning
@@ -125,6 +126,24 @@ def predict(
     work = learning(work, learns)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return predicted(work, machine, plan, rates, totals(model).parameters, software=software)
+
+
+def predict_pass(model: ModelConfig, machine: Machine, plan: Plan) -> float:
+    """Seconds of one forward pass without a loss, over `plan.micro_batch` samples on one device, each operator launched
+    by Python.
+
+    Raises ConfigError as `predict` does.
+    """
+    _refuse(model, machine, plan)
+    work, rates = describe(model, plan, machine.device, avx512=machine.avx512), rates_of(machine, plan)
+    busy = launches = 0.0
+    for part in work.parts:
+        operators = [op for op in part.forward if op.module != "loss"]
+        busy += part.count * sum(price.seconds(op, rates) for op in operators)
+        launches += part.count * sum(op.launches for op in operators)
+    if not rates.cpu:  # launches run ahead of the device
+        return max(busy, launches * machine.launch_seconds)
+    return busy + launches * (machine.operator_seconds or machine.launch_seconds)
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:

@@ -1,0 +1,33 @@
+"""`penstock compress`: a smaller model out of a trained one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from penstock.boundary.files import require_folder
+from penstock.cli._app import configured
+from penstock.config.compress import CompressConfig, load_compression
+from penstock.errors import ExitCode
+
+
+@configured(CompressConfig, positional="model", file=("--config", "--recipe"), loader=load_compression)
+def compress(config: CompressConfig) -> int:
+    """Prune MODEL and train it again beside the original, in the steps that the settings ask for.
+
+    The file given with --recipe holds the settings of all steps. The same command goes on where it was stopped.
+    Written are each step's model, compress.html, compress.json, and the compressed model in OUTPUT/export.
+    """
+    from penstock.compress.page import cuts_table, table
+    from penstock.compress.run import PAGE, RECORD
+    from penstock.compress.run import compress as run
+    from penstock.report.page import plain_console, terminal_table
+
+    require_folder(config.output)
+    report = run(config, lambda words: print(words, file=sys.stderr, flush=True))
+    console = plain_console()
+    for section in filter(None, [cuts_table(report), table(report)]):
+        console.print(terminal_table(section, console.width))
+    output = Path(config.output)
+    console.print(f"\nWritten: {output / 'export'}, {output / PAGE} and {output / RECORD}", soft_wrap=True)
+    return int(ExitCode.DONE)

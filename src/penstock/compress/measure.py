@@ -1,0 +1,162 @@
+"""Figures of a model's folder: size, latency, memory and metrics as measured, and latency as predicted."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.compress import CompressConfig
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig, with_stacks
+from penstock.config.plan import AttentionBackend, Plan
+from penstock.config.run import RunConfig
+from penstock.data import Loader
+from penstock.errors import ConfigError
+from penstock.export.export import inputs_of
+from penstock.ladder.tensor_memory import TensorMemory
+from penstock.models import create
+from penstock.models.anatomy import set_switch
+from penstock.models.convert import from_pretrained
+from penstock.models.convert.pretrained import read_config
+from penstock.models.model import Model
+from penstock.planner.describe import totals
+from penstock.planner.prediction import predict_pass
+from penstock.probe import resolve_device
+from penstock.tasks import task_of
+from penstock.train.evaluate import evaluate
+from penstock.train.prepare import machine_of
+
+ROUNDS, ROUND_SECONDS = 9, 0.1
+"""Rounds in which models take turns, and the least time of one in each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderFigures:
+    """Measurements of a model's folder."""
+
+    parameters: int
+    bytes: int
+    """Bytes of its files of weights."""
+    flops: float
+    """Floating-point operations of a pass over `batch` samples."""
+    memory_bytes: int
+    """The most that tensors take in that pass, weights included."""
+    predicted_seconds: float
+    """Latency of that pass, by the planner."""
+    metrics: dict[str, float]
+    """The task's metrics of the validation data."""
+    words: str
+    """The metrics for people."""
+
+
+class Workbench:
+    """The data, the task and the device by which all models of one compression are measured."""
+
+    def __init__(self, config: CompressConfig, folder: Path) -> None:
+        """`folder` holds the model that is compressed. Raises ConfigError and DataError where its task cannot be
+        measured."""
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.model = read_config(folder)
+        self.task = task_of(self.model, config.task, init_from=str(folder))
+        if len(self.model.graph.heads) != 1:
+            raise ConfigError(
+                "Models with several heads, or none, cannot be compressed; use one with one head."
+            )
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The machine on which latency is predicted."""
+        return machine_of(RunConfig(machine=self.config.machine), self.device)
+
+    def batches(self, samples: int) -> list[Any]:
+        """At least so many samples of the training data, shuffled, as evaluations take them."""
+        size = min(samples, self.config.plan.micro_batch)
+        source = self.task.open(self.config.data, self.model, "train")
+        prepare = self.task.prepare(source, self.task.fit(self.model, source))
+        with Loader(source, prepare, batch=size, seed=self.config.seed, device=self.device) as loader:
+            return [next(loader) for _ in range(-(-samples // size))]
+
+    def open(self, folder: Path) -> Model:
+        """The model in a folder, ready for inference."""
+        return self.ready(from_pretrained(folder))
+
+    def ready(self, model: Model) -> Model:
+        """A model in evaluation mode on the device, with the attention that inference uses there."""
+        model = model.to(self.device).eval()
+        set_switch(model, "attention", "auto" if self.device.type == "cpu" else "sdpa")
+        return model
+
+    def figures(self, folder: Path) -> FolderFigures:
+        """Everything but the latency, which `latencies` measures of several models in turn."""
+        model = self.open(folder)
+        source = self.task.open(self.config.data, self.model, "val")
+        prepare = self.task.prepare(source, self.task.fit(self.model, source))
+        with (
+            Loader(
+                source, prepare, batch=self.config.plan.micro_batch, device=self.device, endless=False
+            ) as loader,
+            torch.no_grad(),
+        ):
+            found = evaluate(self.task, model, loader)
+        inputs = self._inputs(model)
+        with torch.inference_mode(), TensorMemory(held=model.state_dict().values(), ignored=inputs) as memory:
+            model(*inputs)
+        work = totals(model.config)
+        return FolderFigures(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+            flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
+            predicted_seconds=self.predicted(model.config), metrics=dict(found.metrics),
+            words=self.task.describe(found.metrics),
+        )  # fmt: skip
+
+    def predicted(self, model: ModelConfig) -> float:
+        """Predicted seconds of a pass."""
+
+        def without_chance(stack: Any) -> Any:
+            return replace(stack, dropout=0.0, attention_dropout=None, mlp_dropout=None, drop_path=0.0)
+
+        attention: AttentionBackend = "auto" if self.device.type == "cpu" else "sdpa"
+        plan = Plan(micro_batch=self.config.batch, attention=attention)
+        return predict_pass(with_stacks(model, without_chance), self.machine, plan)
+
+    def latencies(self, models: Sequence[Model]) -> list[float]:
+        """Measured seconds of a pass of each model: they take turns in rounds, and the median of rounds counts."""
+        made = [(model, self._inputs(model)) for model in models]
+        seconds: list[list[float]] = [[] for _ in made]
+        with torch.inference_mode():
+            for model, inputs in made:
+                model(*inputs)
+            for _ in range(ROUNDS):
+                for (model, inputs), times in zip(made, seconds, strict=True):
+                    times.append(self._timed(model, inputs))
+        return [statistics.median(times) for times in seconds]
+
+    def _timed(self, model: Model, inputs: Sequence[Tensor]) -> float:
+        passes, started = 0, time.perf_counter()
+        while True:
+            model(*inputs)
+            passes += 1
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            if (spent := time.perf_counter() - started) >= ROUND_SECONDS:
+                return spent / passes
+
+    def drawn(self, model: ModelConfig) -> Model:
+        """A model of these sizes with drawn weights, whose latency is that of any weights."""
+        with torch.random.fork_rng(devices=[]):
+            return self.ready(create(model))
+
+    def _inputs(self, model: Model) -> list[Tensor]:
+        lengths = model.graph.lengths
+        found = inputs_of(model, self.config.batch, lengths[0], lengths[-1])
+        return [value.to(self.device) for value in found.values()]

@@ -1,0 +1,106 @@
+"""A compression as a table for the terminal and as a self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from penstock.report.figures import Bar, Line, lines, waterfall
+from penstock.report.page import Cell, Section, Tile, origin, page
+from penstock.report.units import duration
+
+MB = 1e6
+
+
+def table(report: Mapping[str, Any]) -> Section:
+    """Size, latency, metrics and memory after each step, predicted beside measured."""
+    heads = [
+        Cell("step", words=True), Cell("parameters"), Cell("MB"), Cell("latency"), Cell("predicted", rank=2),
+        Cell("speed"), Cell("predicted speed", rank=1), Cell("memory, MB", rank=3), Cell("validation", words=True),
+    ]  # fmt: skip
+    first, last = report["rows"][0], report["rows"][-1]
+    rows = []
+    for row in report["rows"]:
+        speed, expected = _speeds(first, row)
+        cells = [
+            Cell(row["title"], words=True), Cell(f"{row['parameters']:,}"), Cell(f"{row['bytes'] / MB:.2f}"),
+            Cell(duration(row["seconds"], 3)), Cell(duration(row["predicted_seconds"], 3)), Cell(f"{speed:.2f}×"),
+            Cell(f"{expected:.2f}×"), Cell(f"{row['memory_bytes'] / MB:.2f}"), Cell(row["words"], words=True),
+        ]  # fmt: skip
+        rows.append(("strong" if row is last else "", cells))
+    return Section(title="After each step", columns=heads, rows=rows)
+
+
+def cuts_table(report: Mapping[str, Any]) -> Section | None:
+    """The gain of each cut of pruning, predicted beside measured; None without any."""
+    heads = [
+        Cell("cut", words=True),
+        Cell("latency"),
+        Cell("predicted"),
+        Cell("speed"),
+        Cell("predicted speed"),
+    ]
+    rows = []
+    for row in report["rows"]:
+        every = row.get("notes", {}).get("cuts", ())
+        for cut in every:
+            speed, expected = _speeds(every[0], cut)
+            cells = [
+                Cell(cut["words"], words=True), Cell(duration(cut["seconds"], 3)),
+                Cell(duration(cut["predicted_seconds"], 3)), Cell(f"{speed:.2f}×"), Cell(f"{expected:.2f}×"),
+            ]  # fmt: skip
+            rows.append(("", cells))
+    if not rows:
+        return None
+    return Section(
+        title="What each cut gains",
+        columns=heads,
+        rows=rows,
+        text="Speed is that relative to the model before the step.",
+    )
+
+
+def to_html(report: Mapping[str, Any]) -> str:
+    """The report as one page, without any outside request."""
+    rows, first, last = report["rows"], report["rows"][0], report["rows"][-1]
+    speed, expected = _speeds(first, last)
+    tiles = [
+        Tile(value=f"{speed:.2f}×", words=f"the speed of the original, {expected:.2f}× predicted", lead=True),
+        Tile(value=f"{last['bytes'] / first['bytes']:.0%}", words="of its bytes of weights"),
+        Tile(value=last["words"], words=f"validation, from {first['words']}"),
+    ]
+    bars, level = [], 0.0
+    for row in rows:
+        relative, forecast = _speeds(first, row)
+        state: Any = "baseline" if row is first else "kept"
+        bars.append(Bar(label=row["title"], state=state, value=relative, floor=level, predicted=forecast))
+        level = relative
+    name = next(iter(first["metrics"]))
+    points = [(row["seconds"] * 1e3, row["metrics"][name]) for row in rows]
+    tips = [f"{row['title']}: {row['words']}, {duration(row['seconds'], 3)}" for row in rows]
+    label = f"latency in ms of {report['settings']['batch']} sample(s)"
+    drawn = [Line(label=name, points=points, bold=True, tips=tips)]
+    sections = [
+        Section(
+            title="Speed",
+            figures=[
+                partial(
+                    waterfall, bars, title="Speed after each step", x_label="speed relative to the original"
+                )
+            ],
+        ),
+        Section(
+            title=f"{name} and latency",
+            figures=[partial(lines, drawn, title=f"{name} against latency", x_label=label, y_label=name)],
+        ),
+        table(report),
+        *filter(None, [cuts_table(report)]),
+        origin(report["environment"]),
+    ]
+    return page("Compression", f"{first['folder']} in {len(rows) - 1} steps.", tiles, sections)
+
+
+def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float]:
+    """Measured and predicted speed relative to a first row."""
+    return first["seconds"] / row["seconds"], first["predicted_seconds"] / row["predicted_seconds"]

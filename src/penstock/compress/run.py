@@ -1,0 +1,148 @@
+"""A whole compression: its steps in their order, resumable after any end of the process, and its report.
+
+`compress.json` in the output folder records each step that is done. Its folder is complete by then; a step without a
+record is gone on from its own checkpoints, or done again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.boundary.files import write_text
+from penstock.boundary.trees import parse_json
+from penstock.compress.measure import Workbench
+from penstock.compress.page import to_html
+from penstock.compress.search import SHARES, reach
+from penstock.compress.steps import STEPS, StepCall
+from penstock.config.compress import CompressConfig, Prune, StepName
+from penstock.config.load import dump_toml, to_dict
+from penstock.config.model import title
+from penstock.errors import CheckpointError, ConfigError
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import read_config
+from penstock.report.record import environment
+from penstock.train.lock import RunLock
+
+RECORD, PAGE, RECIPE = "compress.json", "compress.html", "compress.toml"
+_FREE = ("output", "machine")
+"""Settings that a compression that goes on may change."""
+
+Report = dict[str, Any]
+
+
+def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: None) -> Report:
+    """Compress a model as `config` says, going on after the last step that is recorded in `config.output`.
+
+    `say` is told what is done, a line each. Returns the content of compress.json: `rows` with the figures of the
+    original and of each step's model. The compressed model is in `export` in the output folder, with the recipe beside
+    it.
+
+    Raises ConfigError for a model or steps that cannot be, and for an output folder with other settings' steps; and
+    what the steps raise.
+    """
+    if config.model is None:
+        raise ConfigError("penstock compress needs a model: a run's folder, an export, or a name on the hub.")
+    if not config.order:
+        raise ConfigError(
+            "Nothing is asked for; set a share such as prune.layers, or target, or distil.epochs. Known steps are "
+            f"{', '.join(STEPS)}."
+        )
+    original = local_weights(config.model)
+    read_config(original)  # refuses what is no model before anything is written
+    output = Path(config.output)
+    if output.resolve() in (original.resolve(), *original.resolve().parents):
+        raise ConfigError(f"output is {output}, in which the model itself is; choose another folder.")
+    output.mkdir(parents=True, exist_ok=True)
+    with RunLock(output):
+        return _compress(config, original, output, say)
+
+
+def _compress(config: CompressConfig, original: Path, output: Path, say: Callable[[str], None]) -> Report:
+    bench = Workbench(config, original)
+    report = _record(config, output)
+
+    def keep() -> None:
+        write_text(output / RECORD, json.dumps(report, indent=1) + "\n")
+
+    rows: list[dict[str, Any]] = report["rows"]
+    if not rows:
+        say(f"original: {title(bench.model)}")
+        rows.append({"title": "original", "folder": str(original), **asdict(bench.figures(original))})
+        keep()
+    shares = config.prune
+    if config.speedup is not None and "shares" not in report:
+        found, tried = reach(bench, shares, config.speedup, say)
+        report |= {
+            "shares": {name: getattr(found, name) for name in SHARES},
+            "tried": [asdict(one) for one in tried],
+        }
+        keep()
+    shares = replace(shares, **report.get("shares", {}))
+    for number, (name, prune) in enumerate(_calls(config, shares), 1):
+        target = output / f"{number}-{name}"
+        if number < len(rows):
+            say(f"{target.name}: done before")
+            continue
+        say(f"{target.name} …")
+        started = time.perf_counter()
+        call = StepCall(source=Path(rows[-1]["folder"]), target=target, original=original, prune=prune)
+        notes = STEPS[name](bench, call)
+        folder = local_weights(target)
+        figures = asdict(bench.figures(folder))
+        spent = time.perf_counter() - started
+        rows.append({"title": name, "folder": str(folder), **figures, "step_seconds": spent, "notes": notes})
+        keep()
+        say(f"{target.name}: {rows[-1]['words']}, {rows[-1]['parameters']:,} parameters, in {spent:.0f} s")
+    if "seconds" not in rows[-1]:
+        measured = bench.latencies([bench.open(Path(row["folder"])) for row in rows])
+        for row, seconds in zip(rows, measured, strict=True):
+            row["seconds"] = seconds
+        keep()
+    _export(config, Path(rows[-1]["folder"]), output)
+    write_text(output / PAGE, to_html(report))
+    return report
+
+
+def _calls(config: CompressConfig, prune: Prune) -> Iterator[tuple[StepName, Prune]]:
+    """Every call of a step, with the shares that it removes of what is left."""
+    for turn in range(config.rounds):
+        left = {
+            name: 1.0 - (1.0 - share * (turn + 1) / config.rounds) / (1.0 - share * turn / config.rounds)
+            for name in SHARES
+            for share in [getattr(prune, name)]
+        }
+        for name in config.order:
+            yield name, replace(prune, **left)
+
+
+def _record(config: CompressConfig, output: Path) -> Report:
+    """The record in the output folder, or the beginning of a record. Raises ConfigError for other settings."""
+    settings = {name: value for name, value in to_dict(config).items() if name not in _FREE}
+    path = output / RECORD
+    if not path.exists():
+        return {"settings": settings, "environment": environment(), "rows": []}
+    found: Report = parse_json(path.read_bytes(), f"{path} cannot be read: it", error=CheckpointError)
+    before = found.get("settings", {})
+    differ = [name for name, value in settings.items() if before.get(name) != json.loads(json.dumps(value))]
+    if differ:
+        raise ConfigError(
+            f"{output} holds a compression with other settings of {', '.join(differ)}; restore these to go on with it, "
+            "or choose another output."
+        )
+    return found
+
+
+def _export(config: CompressConfig, folder: Path, output: Path) -> None:
+    """The last model and the recipe, whole or not at all."""
+    target, partial = output / "export", output / "export.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(folder, partial)
+    write_text(partial / RECIPE, dump_toml(config))
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)

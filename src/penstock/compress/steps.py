@@ -1,0 +1,120 @@
+"""The steps of a compression: each reads a model's folder and writes one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.compress.cut import cuts, multiple_of
+from penstock.compress.measure import Workbench
+from penstock.config.compress import Prune, StepName
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.leftovers import temporary
+from penstock.models.convert import from_pretrained, save_pretrained
+from penstock.models.convert.files import read_json
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import read_config
+from penstock.models.model import Model
+from penstock.train.loop import train
+
+BESIDE_MODEL = (
+    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "id2label", "label2id", "labels",
+    "labels_in_prompts",
+)  # fmt: skip
+"""Entries of a config.json that are no sizes of the model."""
+POOLING = "1_Pooling"
+"""The folder in which sentence-transformers says how a text's vector is made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """One call of a step."""
+
+    source: Path
+    """Folder of the model that is read."""
+    target: Path
+    """Folder that is written; what an interrupted call left there is gone on from, or written again."""
+    original: Path
+    """Folder of the model that is compressed, which teaches."""
+    prune: Prune
+    """Shares that this call removes of the model in `source`."""
+
+
+def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
+    """Remove the parts that matter least; returns each cut with its latency, predicted and measured."""
+    model = from_pretrained(call.source).to(bench.device)
+    batches = bench.batches(call.prune.samples)
+    models, words = [model], ["before"]
+    for cut in cuts(model, call.prune, batches, bench.task, multiple=multiple_of(call.prune, bench.device)):
+        models.append(cut.model)
+        words.append(cut.words)
+    if len(models) == 1:
+        raise ConfigError("The shares of prune are so small that nothing is removed; raise them.")
+    shutil.rmtree(call.target, ignore_errors=True)
+    save_beside(models[-1], call.source, call.target)
+    seconds = bench.latencies([bench.ready(each) for each in models])
+    return {
+        "cuts": [
+            {"words": told, "seconds": measured, "predicted_seconds": bench.predicted(each.config)}
+            for told, measured, each in zip(words, seconds, models, strict=True)
+        ]
+    }
+
+
+def distil_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
+    """Train the model with the original as its teacher; an interrupted run is gone on from its checkpoints."""
+    config, asked = bench.config, bench.config.distil
+    recipe = replace(
+        config.recipe, steps=asked.steps, epochs=asked.epochs or config.recipe.epochs,
+        lr=asked.lr or config.recipe.lr, warmup_steps=0, warmup_share=asked.warmup_share,
+        teacher=str(call.original), teacher_weight=asked.weight, temperature=asked.temperature,
+        eval_every_epochs=1e6,
+    )  # fmt: skip
+    result = train(
+        RunConfig(
+            model=read_config(call.source),
+            task=config.task,
+            data=config.data,
+            recipe=recipe,
+            plan=config.plan,
+            device=config.device,
+            machine=config.machine,
+            seed=config.seed,
+            output=str(call.target),
+            init_from=str(call.source),
+        )
+    )
+    return {"steps": result.steps, "loss": result.loss}
+
+
+STEPS: dict[StepName, Callable[[Workbench, StepCall], dict[str, Any]]] = {
+    "prune": prune_step,
+    "distil": distil_step,
+}
+"""The steps by name. A new one is a row here, a name in `penstock.config.compress`, and a field of its settings."""
+
+
+def save_beside(model: Model, source: Path, target: Path) -> None:
+    """Write a model with the files that stand beside another one's weights: its tokenizer's, and what its config.json
+    says besides sizes."""
+    source = local_weights(source)
+    with temporary(None, "penstock-beside-") as beside:
+        for file in source.iterdir():
+            if (
+                file.is_file()
+                and file.name not in ("config.json", "README.md")
+                and "safetensors" not in file.name
+            ):
+                shutil.copyfile(file, beside / file.name)
+        told = {
+            name: value for name, value in read_json(source / "config.json").items() if name in BESIDE_MODEL
+        }
+        (beside / "config.json").write_text(json.dumps(told), encoding="utf-8")
+        save_pretrained(model, target, beside=beside)
+        if (source / POOLING).is_dir():
+            shutil.copytree(source / POOLING, target / POOLING, dirs_exist_ok=True)

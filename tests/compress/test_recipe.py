@@ -1,0 +1,176 @@
+"""A whole compression: its steps, its record, going on after a kill, and its report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli import main
+from penstock.compress import measure, run
+from penstock.config.compress import CompressConfig, Distil, Prune, load_compression
+from penstock.config.plan import Plan
+from penstock.config.recipes import load_run
+from penstock.errors import ConfigError
+from penstock.models.convert import from_pretrained
+from penstock.models.convert.files import read_state_dict
+from penstock.train import train
+
+SMALL = {
+    "model": "vit-digits", "model.width": "32", "model.depth": "4", "model.heads": "4", "model.mlp_width": "64",
+    "plan": "micro_batch=64", "device": "cpu", "recipe.warmup_steps": "0",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run, and measurements that take no time."""
+    folder = tmp_path_factory.mktemp("teacher") / "run"
+    train(load_run(overrides={**SMALL, "recipe.steps": "20", "output": str(folder)}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, known_machine: None) -> None:
+    monkeypatch.setattr(measure, "ROUNDS", 2)
+    monkeypatch.setattr(measure, "ROUND_SECONDS", 0.001)
+
+
+def _config(teacher: Path, output: Path, **changes: Any) -> CompressConfig:
+    overrides = {
+        "model": str(teacher), "prune.layers": "0.5", "prune.heads": "0.5", "prune.hidden": "0.25",
+        "prune.samples": "64", "distil.steps": "4", "output": str(output), "device": "cpu", **changes,
+    }  # fmt: skip
+    return load_compression(overrides=overrides)
+
+
+def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path, tmp_path: Path) -> None:
+    config = _config(teacher, tmp_path / "out", rounds="2")
+    assert config.plan == Plan(micro_batch=64)  # of the run that the model is of
+    said: list[str] = []
+    report = run.compress(config, said.append)
+    titles = [row["title"] for row in report["rows"]]
+    assert titles == ["original", "prune", "distil", "prune", "distil"]
+    depths = [from_pretrained(row["folder"]).graph.runs[0].stack.depth for row in report["rows"]]
+    assert depths == [4, 3, 3, 2, 2]
+    last = from_pretrained(tmp_path / "out")
+    layers = last.graph.runs[0].stack.layers
+    assert sum(layer.heads for layer in layers) in (4, 5)  # rounds round, too
+    assert sum(layer.hidden for layer in layers) == 96
+    assert report["rows"][-1]["parameters"] == sum(p.numel() for p in last.parameters())
+    for row in report["rows"]:
+        assert row["seconds"] > 0
+        assert row["predicted_seconds"] > 0
+        assert row["memory_bytes"] > 4 * row["parameters"]
+        assert 0 <= row["metrics"]["top1"] <= 1
+    cuts = report["rows"][1]["notes"]["cuts"]
+    assert [cut["words"].partition(": ")[2].split()[0] for cut in cuts[1:]] == ["layers", "heads", "hidden"]
+    assert cuts[0]["predicted_seconds"] > cuts[1]["predicted_seconds"] > cuts[3]["predicted_seconds"]
+    again = load_compression(file=tmp_path / "out" / "export" / run.RECIPE)
+    assert again == config
+    page = (tmp_path / "out" / run.PAGE).read_text()
+    assert page.count("<svg") >= 4
+    assert "src=" not in page
+    assert "encoder: layers 4 → 3" in page
+
+    # The same again does nothing, and another recipe does not go on from this one.
+    said.clear()
+    assert run.compress(config, said.append)["rows"] == report["rows"]
+    assert all(words.endswith("done before") for words in said)
+    with pytest.raises(ConfigError, match=r"other settings of distil; restore these"):
+        run.compress(replace(config, distil=Distil(steps=5)))
+
+
+def test_a_killed_compression_goes_on_and_ends_as_if_it_had_not_been(teacher: Path, tmp_path: Path) -> None:
+    words = ["compress", str(teacher), "--prune.layers", "0.5", "--prune.samples", "64", "--distil.steps", "80",
+             "--prune.layers_by", "even", "--device", "cpu", "--output", str(tmp_path / "killed")]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("2-distil"):
+            break
+    checkpoints = tmp_path / "killed" / "2-distil" / "checkpoints" / "latest"
+    while not checkpoints.exists():
+        assert process.poll() is None, "it ended before it was killed"
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    record = json.loads((tmp_path / "killed" / run.RECORD).read_text())
+    assert [row["title"] for row in record["rows"]] == ["original", "prune"]
+    pruned = (tmp_path / "killed" / "1-prune" / "model.safetensors").stat().st_mtime_ns
+    assert main(words) == 0
+    assert main([*words[:-1], str(tmp_path / "whole")]) == 0
+    assert (tmp_path / "killed" / "1-prune" / "model.safetensors").stat().st_mtime_ns == pruned
+    went_on, whole = (read_state_dict(tmp_path / name / "export") for name in ("killed", "whole"))
+    assert all(torch.equal(value, whole[name]) for name, value in went_on.items())
+
+
+def test_a_target_is_forecast_and_then_measured(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With latencies that are proportional to parameters, so that the test knows what is fast enough."""
+
+    def by_size(self: Any, models: Any) -> list[float]:
+        return [float(sum(parameter.numel() for parameter in model.parameters())) for model in models]
+
+    monkeypatch.setattr(measure.Workbench, "latencies", by_size)
+    config = _config(
+        teacher, tmp_path / "out", target="2x", **{"distil.steps": "none", "prune.by": "magnitude"}
+    )
+    report = run.compress(config)
+    tried = report["tried"]
+    assert tried[-1]["measured"] >= 2 > max((one["measured"] for one in tried[:-1]), default=0)
+    shares = tried[-1]["shares"]
+    assert shares["layers"] == pytest.approx(2 * shares["hidden"])
+    rows = report["rows"]
+    assert rows[0]["seconds"] / rows[1]["seconds"] == pytest.approx(tried[-1]["measured"], rel=0.25)
+    with pytest.raises(ConfigError, match="choose a lower target"):
+        run.compress(replace(config, target="5000x", output=str(tmp_path / "other")))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "Nothing is asked for.*Known steps are prune, distil"),
+    ({"target": "1x"}, "above 1x"),
+    ({"target": "fast"}, "a number such as 3x"),
+    ({"steps": "quantise"}, "must be one of|prune"),
+    ({"steps": "distil"}, "set distil.epochs"),
+    ({"steps": "prune"}, "nothing is removed"),
+    ({"steps": "distil,distil", "distil.steps": "3"}, "twice"),
+    ({"prune.layers": "1"}, "below 1"),
+    ({"distil.steps": "3", "output": "."}, "in which the model itself is"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), REFUSED)
+def test_what_cannot_be_compressed_is_refused(
+    overrides: dict[str, Any], words: str, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(teacher.parent)
+    with pytest.raises(ConfigError, match=words):
+        run.compress(load_compression(overrides={"model": "run", "output": "new", **overrides}))
+
+
+def test_settings_come_from_the_run_then_the_recipe_then_the_options(teacher: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("rounds = 3\n[prune]\nlayers = 0.5\n[recipe]\nlr = 1e-4\n")
+    config = load_compression(file=recipe, overrides={"model": str(teacher), "rounds": "2"})
+    assert (config.rounds, config.prune, config.recipe.lr) == (2, Prune(layers=0.5), 1e-4)
+    assert config.recipe.weight_decay == load_run(overrides=SMALL).recipe.weight_decay
+    from penstock.cli.compress import compress
+
+    verb: Any = compress
+    words = {"setting__recipe__lr": "2e-4", "config": recipe}
+    assert verb.read((str(teacher),), words).recipe.lr == 2e-4

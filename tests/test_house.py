@@ -428,9 +428,9 @@ LINES = {
     "(modules)": 1580,
     "boundary": 1590,
     "checkpoint": 1980,
-    "cli": 3670,
-    "compress": 280,
-    "config": 4770,
+    "cli": 3710,
+    "compress": 1520,
+    "config": 4940,
     "data": 6610,
     "decode": 2580,
     "doctor": 450,
@@ -439,10 +439,10 @@ LINES = {
     "kernels": 3260,
     "ladder": 5370,
     "launch": 1550,
-    "models": 6730,
+    "models": 6740,
     "optim": 1730,
     "parallel": 3550,
-    "planner": 6020,
+    "planner": 6040,
     "precision": 5450,
     "probe": 1040,
     "products": 790,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 71_700
+    assert sum(LINES.values()) <= 73_100
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

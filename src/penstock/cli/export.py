@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from penstock.errors import ConfigError
 from penstock.export import ExportForm, ExportType
 
 
@@ -15,7 +16,7 @@ def export(
     model: str,
     target: Path,
     *,
-    to: Annotated[ExportForm, Parameter(name="--to")] = "onnx",
+    to: Annotated[Literal[ExportForm, "transformers"], Parameter(name="--to")] = "onnx",
     type: ExportType = "fp32",
 ) -> None:
     """Write MODEL into the folder TARGET in a form that other programs run, and check what these make of it.
@@ -28,13 +29,20 @@ def export(
         The folder to write to.
     to
         `onnx`: model.onnx, run in ONNX Runtime. `onnx-cache`: for generating, with keys and values passed in and out.
+        `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
         `ctranslate2`: a folder of CTranslate2.
     type
         Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    from penstock.compress.pad import write_transformers
     from penstock.export.export import export as write
 
-    path, difference = write(model, target, to, type)
+    if to == "transformers":
+        if type != "fp32":
+            raise ConfigError(f"Only --to ctranslate2 has weights in {type}; leave --type out for {to}.")
+        path, difference = write_transformers(model, target)
+    else:
+        path, difference = write(model, target, to, type)
     print(f"written: {path}, outputs within {difference:.1e} of the model's")

@@ -43,7 +43,7 @@ def keep_layers(model: Model, run: str, blocks: Sequence[int]) -> Model:
         number, _, rest = name.removeprefix(prefix).partition(".")
         if number in places:
             state[f"{prefix}{places[number]}.{rest}"] = value
-    return _made(model, with_layers(model.config, here, [layers[number] for number in blocks]), state)
+    return made_like(model, with_layers(model.config, here, [layers[number] for number in blocks]), state)
 
 
 def keep_heads(
@@ -90,7 +90,7 @@ def keep_heads(
         narrower.append(replace(layer, heads=count * shared, kv=count))
     if stack.positions == "relative":
         _take_columns(state, f"{run}.relative", kept[0], layers[0].heads // layers[0].kv)
-    return _made(model, with_layers(model.config, here, narrower), state)
+    return made_like(model, with_layers(model.config, here, narrower), state)
 
 
 def keep_hidden(
@@ -126,7 +126,7 @@ def keep_hidden(
                 )
             _take_hidden(state, f"{name}.shared", common, width * stack.shared_experts, stack)
         narrower.append(replace(layer, hidden=kept.shape[-1]))
-    return _made(model, with_layers(model.config, here, narrower), state)
+    return made_like(model, with_layers(model.config, here, narrower), state)
 
 
 def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]) -> Model:
@@ -155,7 +155,7 @@ def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]
             )
         take_experts(state, f"{name}.", stack, kept)
     changed = replace(stack, experts=left.pop())
-    return _made(model, with_stack(model.config, here, changed), state)
+    return made_like(model, with_stack(model.config, here, changed), state)
 
 
 def keep_words(model: Model, rows: Sequence[int]) -> Model:
@@ -175,7 +175,7 @@ def keep_words(model: Model, rows: Sequence[int]) -> Model:
     state = dict(model.state_dict())
     for name in (*tables, *(head.name for head in graph.heads_of(WordHead))):
         _take_rows(state, name, rows, 1)
-    return _made(model, replace(model.config, vocabulary=len(rows)), state)
+    return made_like(model, replace(model.config, vocabulary=len(rows)), state)
 
 
 # -- parts of weights
@@ -267,7 +267,7 @@ def with_stack(config: ModelConfig, run: Run, stack: Stack) -> ModelConfig:
     return replace(changed, **{name: stack})  # type: ignore[no-any-return]
 
 
-def _made(model: Model, config: ModelConfig, state: State) -> Model:
+def made_like(model: Model, config: ModelConfig, state: State) -> Model:
     """A model with these weights, in the mode and on the device of another."""
     first = next(model.parameters())
     with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):

@@ -24,7 +24,7 @@ from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.text import text_pending
 from penstock.models.convert.text_config import read_text_config, write_text_config
-from penstock.models.convert.vit import to_hf, unrepresentable
+from penstock.models.convert.vit import require_representable, to_hf, unrepresentable
 from penstock.models.model import Model
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
@@ -85,6 +85,16 @@ def _in_their_form(
     state = {name: tensor for name, tensor in state.items() if name not in config.graph.tied}
     own = f"{_OWN}{config.family}"
     return {"model_type": own, "architectures": [own], "penstock": to_dict(config), **more}, pending(state)
+
+
+def require_theirs(config: ModelConfig) -> None:
+    """Raise ConfigError, with what they lack, for a model that none of transformers' computes the same as."""
+    if isinstance(config, ViTConfig):
+        require_representable(config)
+    elif isinstance(config, TextConfig):
+        write_text_config(config)
+    else:
+        raise ConfigError(f"transformers has no model of the family {config.family}.")
 
 
 def from_pretrained(

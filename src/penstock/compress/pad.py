@@ -1,0 +1,119 @@
+"""Pruned models as transformers has them: zeros up to the widest layer, which leave the outputs as they are.
+
+A head whose values are zero adds nothing, and neither does a hidden feature that `down` multiplies by zero. Layers that
+were removed stay removed. The folder computes as much as the widest layers do, so it is for other programs and not for
+speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.compress.prune import State, made_like, with_layers
+from penstock.compress.steps import save_beside
+from penstock.config.graph import Run
+from penstock.config.stack import Layer, Stack
+from penstock.errors import ConfigError, NumericError
+from penstock.export.export import inputs_of
+from penstock.models.convert import from_pretrained
+from penstock.models.convert.pretrained import require_theirs
+from penstock.models.model import Model
+
+CLOSE = 1e-5
+"""The most by which padded outputs may differ, relative to their largest."""
+
+
+def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
+    """Write the model in a folder as transformers reads it, padded where its layers are unequal; gives the folder, and
+    by how much its outputs differ from the model's, relative to their largest.
+
+    Raises ConfigError for a model that transformers does not have, and NumericError where outputs differ.
+    """
+    model = from_pretrained(source).eval()
+    written = model
+    for whole in (False, True):
+        try:
+            require_theirs(written.config)
+            break
+        except ConfigError:
+            written = padded(model, whole=whole)
+    require_theirs(written.config)
+    save_beside(written, Path(source), target)
+    inputs = inputs_of(model, 3, 11, 9).values()
+    with torch.inference_mode():
+        expected, found = model(*inputs), from_pretrained(target).eval()(*inputs)
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= CLOSE:
+        raise NumericError(
+            f"{target} gives other outputs than the model, by {difference:.2g} of their largest."
+        )
+    return target, difference
+
+
+def padded(model: Model, *, whole: bool = False) -> Model:
+    """The model with zeros in each layer up to the widest of its run. `whole` are heads up to the width of the model,
+    for libraries whose heads always fill it.
+
+    Raises ConfigError where blocks share a KV head over different numbers of queries.
+    """
+    for name in (run.name for run in model.graph.runs):
+        model = _padded_run(model, model.graph.run(name), whole)
+    return model
+
+
+def _padded_run(model: Model, run: Run, whole: bool) -> Model:
+    stack = run.stack
+    ratios = {layer.heads // layer.kv for layer in stack.layers}
+    if len(ratios) > 1:
+        raise ConfigError(
+            f"Blocks of {run.name} share a KV head over {' and '.join(map(str, sorted(ratios)))} queries, which no "
+            "padding makes equal; keep the folder as it is."
+        )
+    shared, features = ratios.pop(), stack.head_width
+    kv = max(layer.kv for layer in stack.layers)
+    if whole:
+        kv = max(kv, stack.width // features // shared)
+    widest = {
+        mixture: max((layer.hidden for layer in stack.layers if layer.mixture == mixture), default=0)
+        for mixture in (False, True)
+    }
+    state, layers = dict(model.state_dict()), list[Layer]()
+    for number, layer in enumerate(stack.layers):
+        name, more = f"{run.name}.blocks.{number}", kv - layer.kv
+        _grow(state, f"{name}.attention.qkv", 0, more * (shared + 2) * features)
+        _grow(state, f"{name}.attention.out", 1, more * shared * features)
+        if run.memories:
+            _grow(state, f"{name}.cross.q", 0, more * shared * features)
+            _grow(state, f"{name}.cross.kv", 0, more * 2 * features)
+            _grow(state, f"{name}.cross.out", 1, more * shared * features)
+        wider = widest[layer.mixture] - layer.hidden
+        _grow_hidden(state, f"{name}.mlp", wider, stack)
+        if layer.mixture and stack.shared_experts:
+            _grow_hidden(state, f"{name}.mlp.shared", wider * stack.shared_experts, stack)
+        layers.append(replace(layer, kv=kv, heads=kv * shared, hidden=widest[layer.mixture]))
+    if stack.positions == "relative":
+        _grow(state, f"{run.name}.relative", 1, (kv - stack.layers[0].kv) * shared)
+    return made_like(model, with_layers(model.config, run, layers), state)
+
+
+def _grow(state: State, name: str, dim: int, count: int, parts: int = 1) -> None:
+    """Add `count` zero outputs (dim 0) or inputs (dim 1) behind those of a linear layer, or of each expert's, in place;
+    of `parts` matrices that lie one after the other in the outputs, behind each."""
+
+    def grown(whole: Tensor, axis: int) -> Tensor:
+        behind = [0, 0] * (whole.ndim - 1 - axis % whole.ndim) + [0, count]
+        return torch.cat([F.pad(part, behind) for part in whole.chunk(parts, axis)], axis)
+
+    state[f"{name}.weight"] = grown(state[f"{name}.weight"], dim - 2)
+    if dim == 0 and f"{name}.bias" in state:
+        state[f"{name}.bias"] = grown(state[f"{name}.bias"], -1)
+
+
+def _grow_hidden(state: State, name: str, count: int, stack: Stack) -> None:
+    _grow(state, f"{name}.up", 0, count, parts=2 if stack.gated else 1)
+    _grow(state, f"{name}.down", 1, count)

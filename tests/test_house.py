@@ -430,7 +430,7 @@ LINES = {
     "checkpoint": 1980,
     "cli": 3710,
     "compress": 1520,
-    "config": 4940,
+    "config": 4950,
     "data": 6610,
     "decode": 2580,
     "doctor": 450,
@@ -450,7 +450,7 @@ LINES = {
     "schedules": 1040,
     "serve": 2800,
     "step": 690,
-    "tasks": 1940,
+    "tasks": 2020,
     "train": 2890,
 }
 
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 73_100
+    assert sum(LINES.values()) <= 73_200
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

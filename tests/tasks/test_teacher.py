@@ -122,6 +122,63 @@ def _by_hand(kind: str, built: Built, teacher: nn.Module, batch: Any) -> Tensor:
     return (1 - SHARE) * hard + SHARE * WARMTH**2 * (q * (q.log() - p.log())).sum(1).mean()
 
 
+def _deep(model: Any, depth: int) -> Any:
+    if isinstance(model, Seq2SeqConfig):
+        return replace(
+            model, encoder=Stack(**SIZES | {"depth": depth}), decoder=Stack(**SIZES | {"depth": depth})
+        )
+    return replace(model, depth=depth)
+
+
+def _features(model: nn.Module, inputs: tuple[Any, ...], run: str, numbers: list[int]) -> list[Tensor]:
+    """The outputs of some blocks, by hooks."""
+    seen: list[Tensor] = []
+    blocks: Any = model.get_submodule(f"{run}.blocks")
+    handles = [blocks[i].register_forward_hook(lambda _, __, output: seen.append(output)) for i in numbers]
+    model(*inputs)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_of_blocks_are_compared_at_the_same_depth(kind: str, tmp_path: Path) -> None:
+    model, task = KINDS[kind]
+    save_pretrained(create(_deep(model, 4)), tmp_path / "teacher")
+    recipe = Recipe(teacher=str(tmp_path / "teacher"), teacher_weight=0.0, teacher_hidden=2.0, clip_norm=None)
+    built, batch = build(_deep(model, 2), Plan(), recipe=recipe, loss=task), _batch(kind)
+    teacher, weights = from_pretrained(tmp_path / "teacher").eval(), list(built.model.parameters())
+    inputs = task.inputs(batch)
+    parts = []
+    for run in teacher.graph.runs:
+        ours = _features(built.model, inputs, run.name, [0, 1])
+        theirs = _features(teacher, inputs, run.name, [1, 3])
+        lengths = {"masked words": 1, "sentences": 1, "translation": 2}.get(kind)
+        real = torch.ones(ours[0].shape[:2], dtype=torch.bool)
+        if lengths is not None and not run.causal:
+            real = torch.arange(8) < inputs[lengths][:, None]
+        ratios = [
+            ((o - t.detach()).norm(dim=-1) / t.detach().norm(dim=-1))[real] ** 2 for o, t in zip(ours, theirs)
+        ]
+        parts.append(torch.stack([ratio.mean() for ratio in ratios]).mean())
+    expected = task(built.model, batch) + 2.0 * torch.stack(parts).mean()
+    gradients = torch.autograd.grad(expected, weights, allow_unused=True)
+    loss = built.loss(built.model, batch)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient)
+    with pytest.raises(ConfigError, match="use a shallower student"):
+        build(_deep(model, 5), Plan(), recipe=recipe, loss=task)
+    with pytest.raises(ConfigError, match="padding=keep"):
+        build(_deep(model, 2), Plan(padding="remove"), recipe=recipe, loss=task)
+    save_pretrained(create(_wider(model)), tmp_path / "teacher")
+    with pytest.raises(ConfigError, match="use a student as wide"):
+        build(model, Plan(), recipe=recipe, loss=task)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_computed_by_hand(kind: str, tmp_path: Path) -> None:
     model, task = KINDS[kind]

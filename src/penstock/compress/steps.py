@@ -72,7 +72,8 @@ def distil_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     recipe = replace(
         config.recipe, steps=asked.steps, epochs=asked.epochs or config.recipe.epochs,
         lr=asked.lr or config.recipe.lr, warmup_steps=0, warmup_share=asked.warmup_share,
-        teacher=str(call.original), teacher_weight=asked.weight, temperature=asked.temperature,
+        teacher=str(call.original), teacher_weight=asked.weight,
+        teacher_hidden=asked.hidden, temperature=asked.temperature,
         eval_every_epochs=1e6,
     )  # fmt: skip
     result = train(

@@ -13,6 +13,7 @@ from penstock.config.convert import (
     Device,
     FilledText,
     Natural,
+    NotNegative,
     Positive,
     Probability,
     Seed,
@@ -77,6 +78,9 @@ class Distil(Checked, where="distil"):
     """Warm-up as a share of all steps."""
     weight: Share = 0.5
     """Share of the divergence from the teacher's logits in the loss; the task's own loss is the rest."""
+    hidden: NotNegative = 0.0
+    """Weight of the difference between the outputs of blocks and those of the original's at the same share of the
+    depth; 0: none."""
     temperature: Positive = 2.0
     """Divisor of the logits of both before these are compared."""
 

@@ -274,6 +274,9 @@ class Recipe(Checked, where="recipe"):
     `docs/how-to/distil.md`)."""
     teacher_weight: Share = 0.5
     """Share of the divergence from the teacher in the loss; the task's own loss is the rest."""
+    teacher_hidden: NotNegative = 0.0
+    """Weight of the squared difference between the outputs of the student's blocks and of the teacher's at the same
+    share of the depth, relative to the teacher's squares (Jiao et al., EMNLP 2020, "TinyBERT", equation 8); 0: none."""
     temperature: Positive = 2.0
     """Divisor of the logits of student and teacher before these are compared (Hinton et al., 2015): a higher one makes
     more of unlikely classes and words."""

@@ -50,6 +50,8 @@ class TokenStack(nn.Module):
         self.sequence_first = False
         self.padding: Padding = "keep"
         self.backend: AttentionBackend = "sdpa"
+        self.outputs: list[Tensor] | None = None
+        """Where the outputs of blocks are put, for one who looks at them; none: nowhere."""
         self.heads = slice(None)
         """Slice of all heads that is computed here."""
         self.places: Learned | Sinusoidal | None = None
@@ -122,6 +124,8 @@ class TokenStack(nn.Module):
         context = context._replace(**more)
         for block in self.blocks:
             x = block(x, context)
+            if self.outputs is not None:
+                self.outputs.append(x)
         x = x if self.norm is None else self.norm(x)
         x = x if context.real is None else context.real.put(x)
         x = x.transpose(0, 1) if self.sequence_first else x

@@ -3,16 +3,21 @@ in a neural network", 2015).
 
 With w the share and T the temperature, the loss of a batch is (1 − w) · loss of the task + w · T² · KL(teacher ‖
 student), both as means over the task's targets, so that it is the same however a step is cut into micro-batches and
-over ranks. Evaluations are of the task alone.
+over ranks. With `hidden` above 0, hidden times the mean difference between the outputs of blocks is added, a mean over
+the tokens of a micro-batch. Evaluations are of the task alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.boundary.files import quoted
+from penstock.config.graph import Graph
 from penstock.config.model import ModelConfig
 from penstock.config.recipes import require_alike
 from penstock.config.run import Recipe
@@ -22,6 +27,7 @@ from penstock.models.anatomy import uncompiled
 from penstock.models.convert import from_pretrained
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
+from penstock.models.stack import TokenStack
 from penstock.tasks.task import Task
 from penstock.tasks.text import WordTask
 
@@ -34,9 +40,11 @@ class Teacher:
     time, by the student's head.
     """
 
-    def __init__(self, model: Model, student: ModelConfig, *, share: float, temperature: float) -> None:
+    def __init__(
+        self, model: Model, student: ModelConfig, *, share: float, temperature: float, hidden: float = 0.0
+    ) -> None:
         """`model` is changed in place."""
-        self.model = model
+        self.model, self.hidden = model, hidden
         self.share, self.temperature = share, temperature
         self.student = student.graph
         self.head: Vocabulary | None = None
@@ -47,6 +55,21 @@ class Teacher:
 
     def __call__(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
         """The student's loss of a batch, 0-d; differentiable by the student."""
+        if not self.hidden:
+            return self._outputs_loss(task, model, batch)
+        with _looking(self.model) as theirs, _looking(uncompiled(model)) as ours:
+            loss = self._outputs_loss(task, model, batch)
+            given = dict(zip(self.student.arguments, task.inputs(batch)))
+            parts = [
+                self._hidden_loss(
+                    ours[name], theirs[name], self.model.lengths_of(self.student.run(name), given)
+                )
+                for name in ours
+            ]
+        return loss + self.hidden * torch.stack(parts).mean()
+
+    def _outputs_loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the task and of the divergence between the outputs."""
         inputs = task.inputs(batch)
         with torch.no_grad():
             known = self.model.graph.arguments
@@ -63,6 +86,25 @@ class Teacher:
         finally:
             head.taught = None
 
+    @staticmethod
+    def _hidden_loss(ours: TokenStack, theirs: TokenStack, lengths: Tensor | None) -> Tensor:
+        """The mean over blocks and tokens of ‖student − teacher‖² / ‖teacher‖², 0-d; lengths (B,) as of a run."""
+        assert ours.outputs
+        assert theirs.outputs
+        depth, found = len(ours.outputs), []
+        for number, mine in enumerate(ours.outputs):
+            other = theirs.outputs[round((number + 1) * len(theirs.outputs) / depth) - 1]
+            mine, other = mine.float(), other.float()
+            size = other.square().sum(-1).clamp(min=1e-12)
+            difference = (mine - other).square().sum(-1) / size
+            if lengths is None:
+                found.append(difference.mean())
+                continue
+            tokens = difference.t() if ours.sequence_first else difference
+            real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+            found.append(tokens.where(real, 0.0).sum() / real.sum().clamp(min=1))
+        return torch.stack(found).mean()
+
     def _of_classes(self, task: Task, outputs: Any, taught: Tensor, batch: Any) -> Tensor:
         logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
         apart = divergences(logits, taught.float(), self.temperature)
@@ -78,6 +120,19 @@ class Teacher:
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.to(next(self.model.parameters()).dtype)
         return value
+
+
+@contextmanager
+def _looking(model: nn.Module) -> Iterator[dict[str, TokenStack]]:
+    """Inside, each run of a model keeps the outputs of its blocks; given are the runs by name."""
+    runs = {name: module for name, module in model.named_children() if isinstance(module, TokenStack)}
+    for run in runs.values():
+        run.outputs = []
+    try:
+        yield runs
+    finally:
+        for run in runs.values():
+            run.outputs = None
 
 
 class _Features(nn.Module):
@@ -119,5 +174,30 @@ def open_teacher(
         raise ConfigError(
             "recipe.teacher teaches words or classes, but this student gives numbers or features; leave it out."
         )
+    if recipe.teacher_hidden:
+        _require_alike_hidden(model.graph, student.graph, recipe.teacher)
     model = model.to(device=device, dtype=dtype)
-    return Teacher(model, student, share=recipe.teacher_weight, temperature=recipe.temperature)
+    return Teacher(
+        model,
+        student,
+        share=recipe.teacher_weight,
+        temperature=recipe.temperature,
+        hidden=recipe.teacher_hidden,
+    )
+
+
+def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
+    """Raise ConfigError where the outputs of blocks cannot be compared."""
+    theirs, ours = ({run.name: run.stack for run in graph.runs} for graph in (teacher, student))
+    if theirs.keys() != ours.keys() or teacher.width != student.width:
+        raise ConfigError(
+            f"recipe.teacher_hidden compares features of blocks, but {quoted(name)} has {teacher.width} of them in "
+            f"{', '.join(theirs)} and the student {student.width} in {', '.join(ours)}; use a student as wide, or "
+            "leave it out."
+        )
+    shallow = [run for run in ours if theirs[run].depth < ours[run].depth]
+    if shallow:
+        raise ConfigError(
+            f"recipe.teacher_hidden compares each block of the student with one of {quoted(name)}, which has fewer in "
+            f"{', '.join(shallow)}; use a shallower student, or leave it out."
+        )

@@ -150,6 +150,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"steps": "prune"}, "nothing is removed"),
     ({"steps": "distil,distil", "distil.steps": "3"}, "twice"),
     ({"prune.layers": "1"}, "below 1"),
+    ({"distil.steps": "3", "plan": "dp=2"}, "runs on one"),
+    ({"distil.steps": "3", "plan": "compile=whole"}, "use compile=blocks"),
     ({"distil.steps": "3", "output": "."}, "in which the model itself is"),
 ]
 

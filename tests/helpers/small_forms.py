@@ -41,11 +41,13 @@ _INSTEAD: dict[str, dict[str, str]] = {
     "launch": {"--procs": "1"},
     "probe": {"--output": "machine.toml"},
     "deploy": {"--machine": "h100"},
+    "compress": {"--prune.samples": "8", "--distil.steps": "2"},
 }  # fmt: skip
 """By verb, the options that replace or complete those of a page."""
 _LEFT_OUT = ("--nnodes", "--rdzv", "--init_from", "--from")
 """Options with a value that need other machines or a network."""
-_TRAINED = {"generate": "gpt-tiny", "embed": "bert-tiny", "classify": "vit-digits", "export": "vit-digits"}
+_TRAINED = {"generate": "gpt-tiny", "embed": "bert-tiny", "classify": "vit-digits", "export": "vit-digits",
+            "compress": "vit-digits"}  # fmt: skip
 """By verb, what a model is in place of the one that it names: untrained, in a folder of this name."""
 
 _FILES = {

@@ -19,10 +19,11 @@ from penstock.boundary.trees import parse_json
 from penstock.compress.measure import Workbench
 from penstock.compress.page import to_html
 from penstock.compress.search import SHARES, reach
-from penstock.compress.steps import STEPS, StepCall
+from penstock.compress.steps import STEPS, StepCall, distil_run
 from penstock.config.compress import CompressConfig, Prune, StepName
 from penstock.config.load import dump_toml, to_dict
 from penstock.config.model import title
+from penstock.config.recipes import require_startable
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
@@ -56,6 +57,14 @@ def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: 
     original = local_weights(config.model)
     read_config(original)  # refuses what is no model before anything is written
     output = Path(config.output)
+    if config.plan.gpus > 1:
+        raise ConfigError(
+            f"plan takes {config.plan.gpus} devices, but penstock compress runs on one; give a --plan for one, or "
+            "train the pruned model with penstock launch, --from and --recipe.teacher."
+        )
+    if "distil" in config.order:  # what could not be trained is refused before anything is pruned
+        call = StepCall(source=original, target=output / "distil", original=original, prune=config.prune)
+        require_startable(distil_run(config, call))
     if output.resolve() in (original.resolve(), *original.resolve().parents):
         raise ConfigError(f"output is {output}, in which the model itself is; choose another folder.")
     output.mkdir(parents=True, exist_ok=True)

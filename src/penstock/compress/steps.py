@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.compress.cut import cuts, multiple_of
 from penstock.compress.measure import Workbench
-from penstock.config.compress import Prune, StepName
+from penstock.config.compress import CompressConfig, Prune, StepName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.leftovers import temporary
@@ -27,6 +27,8 @@ BESIDE_MODEL = (
     "labels_in_prompts",
 )  # fmt: skip
 """Entries of a config.json that are no sizes of the model."""
+NEVER = 1e6
+"""Epochs between evaluations of a distil step, which is evaluated at its end."""
 POOLING = "1_Pooling"
 """The folder in which sentence-transformers says how a text's vector is made."""
 
@@ -68,29 +70,38 @@ def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
 
 def distil_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     """Train the model with the original as its teacher; an interrupted run is gone on from its checkpoints."""
-    config, asked = bench.config, bench.config.distil
-    recipe = replace(
-        config.recipe, steps=asked.steps, epochs=asked.epochs or config.recipe.epochs,
-        lr=asked.lr or config.recipe.lr, warmup_steps=0, warmup_share=asked.warmup_share,
-        teacher=str(call.original), teacher_weight=asked.weight,
-        teacher_hidden=asked.hidden, temperature=asked.temperature,
-        eval_every_epochs=1e6,
-    )  # fmt: skip
-    result = train(
-        RunConfig(
-            model=read_config(call.source),
-            task=config.task,
-            data=config.data,
-            recipe=recipe,
-            plan=config.plan,
-            device=config.device,
-            machine=config.machine,
-            seed=config.seed,
-            output=str(call.target),
-            init_from=str(call.source),
-        )
-    )
+    result = train(distil_run(bench.config, call))
     return {"steps": result.steps, "loss": result.loss}
+
+
+def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
+    """The run of a distil step."""
+    asked = config.distil
+    recipe = replace(
+        config.recipe,
+        steps=asked.steps,
+        epochs=asked.epochs or config.recipe.epochs,
+        lr=asked.lr or config.recipe.lr,
+        warmup_steps=0,
+        warmup_share=asked.warmup_share,
+        teacher=str(call.original),
+        teacher_weight=asked.weight,
+        teacher_hidden=asked.hidden,
+        temperature=asked.temperature,
+        eval_every_epochs=NEVER,
+    )
+    return RunConfig(
+        model=read_config(call.source),
+        task=config.task,
+        data=config.data,
+        recipe=recipe,
+        plan=config.plan,
+        device=config.device,
+        machine=config.machine,
+        seed=config.seed,
+        output=str(call.target),
+        init_from=str(call.source),
+    )
 
 
 STEPS: dict[StepName, Callable[[Workbench, StepCall], dict[str, Any]]] = {

@@ -429,9 +429,9 @@ LINES = {
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3710,
-    "compress": 1520,
+    "compress": 1540,
     "config": 4950,
-    "data": 6610,
+    "data": 6640,
     "decode": 2580,
     "doctor": 450,
     "export": 780,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 73_200
+    assert sum(LINES.values()) <= 73_300
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

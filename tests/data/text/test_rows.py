@@ -102,6 +102,26 @@ def test_number_words_hold_whole_numbers_out() -> None:
     assert T.decode(read(train)[84]["target"].tolist()) == "zweiundvierzig"
 
 
+def test_digits_are_translated_to_words_whose_label_is_their_language() -> None:
+    num2words = pytest.importorskip("num2words").num2words
+    source = opened("numbers:digits,ar,en", "translation", "val", length=24, target_length=80, limit=400)
+    assert source.label_names == ("ar", "en")
+    assert source.labels_in_prompts
+    assert not opened("numbers:en,de", "translation", length=64, target_length=64, limit=9).labels_in_prompts
+    rows = read(source)
+    assert len(rows) == 400
+    for row in rows:
+        words = T.decode(row["source"][: row["source_length"]].tolist())
+        language = source.label_names[row["label"]]
+        number = int(words.removeprefix(f"digits>{language}: "))
+        said = T.decode(row["target"][: row["target_length"]].tolist())
+        assert said == num2words(number, lang=language)
+    with pytest.raises(ConfigError, match="task translation, or leave digits out"):
+        opened("numbers:digits,en", "pair", limit=9)
+    with pytest.raises(ConfigError, match="digits, of translations, comes first"):
+        opened("numbers:en,digits", "translation", length=64, target_length=64, limit=9)
+
+
 def test_number_pairs_have_known_labels() -> None:
     pytest.importorskip("num2words")
     source = opened("numbers:en,de", "pair", length=128, limit=2000)

@@ -15,6 +15,7 @@ from penstock.boundary.files import Unreadable, content, quoted, shown
 from penstock.data.text.build import Found, Row, Shape
 from penstock.data.text.columns import Columns, Content, Form
 from penstock.data.text.documents import digest, read_files
+from penstock.data.text.names import prompt_of
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
 _LEFT_OUT = {
@@ -34,6 +35,8 @@ _ALL_SEEN = 100
 _HELD_OUT = 10
 LANGUAGES = ("en", "de", "fr", "es", "it", "nl", "pt", "pl", "cs", "sv", "da", "tr")
 """Languages of `numbers` by default."""
+DIGITS = "digits"
+"""Name of numbers in digits, where `numbers` begins with it."""
 
 
 def standard_library() -> Content:
@@ -77,6 +80,9 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
     - single: a number, and whether it is `even` or `odd`
     - two: the same number in two languages
 
+    With `digits` as the first of `languages`, a translation is from digits to each of the others, `digits>de: 42` and
+    `zweiundvierzig`, and the language is its label, as in `names`.
+
     Of one language alone the second text of `pair` and `two` is an ordinal: `forty-two`, and `forty-second`.
 
     A tenth of the numbers from 100 on, in no language seen in training, is for validation.
@@ -86,11 +92,22 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
         raise ConfigError(
             "data.source=numbers are rows, and this task takes running text; choose stdlib or text:PATH."
         )
-    if form == "translation" and len(languages) < 2:
+    digits = languages[0] == DIGITS
+    if digits:
+        if form != "translation":
+            raise ConfigError(
+                f"data.source=numbers:{DIGITS} are translations, and this task takes {form}; choose task translation, "
+                f"or leave {DIGITS} out."
+            )
+        languages = languages[1:] or LANGUAGES
+    elif form == "translation" and len(languages) < 2:
         raise ConfigError(
             f"data.source=numbers needs two languages for this task, such as numbers:en,de, not {quoted(languages[0])}."
         )
     say = _speaker(languages)
+    if digits:
+        rows = [_digit_rows(languages, say, val) for val in (False, True)]
+        return Content(rows, ["numbers", 1, _version(), [DIGITS, *languages]], labels=True)
     parts = [_number_rows(form, languages, say, val) for val in (False, True)]
     return Content(parts, ["numbers", 1, _version(), list(languages)])
 
@@ -106,7 +123,7 @@ def _speaker(languages: Sequence[str]) -> Callable[[int, str, str], str]:
     if unknown:
         raise ConfigError(
             f"num2words does not speak {quoted(unknown[0])}; data.source=numbers: takes languages with commas, of "
-            f"{', '.join(sorted(num2words.CONVERTER_CLASSES))}."
+            f"{', '.join(sorted(num2words.CONVERTER_CLASSES))}; {DIGITS}, of translations, comes first."
         )
 
     @functools.cache
@@ -115,8 +132,8 @@ def _speaker(languages: Sequence[str]) -> Callable[[int, str, str], str]:
             return str(num2words.num2words(number, lang=language, to=to))
         except Exception as error:  # of a language that it speaks in part, whatever its table then raises
             raise ConfigError(
-                f"num2words has no {to} number {number} in {quoted(language)}; give data.source=numbers: two "
-                "languages, with a comma, or another one."
+                f"num2words has no {to} number {number} in {quoted(language)}; give data.source=numbers: "
+                "another language, or two languages with a comma where one alone asks for ordinals."
             ) from error
 
     return say
@@ -128,6 +145,14 @@ def _version() -> str:
 
 def _is_held_out(number: int) -> bool:
     return number >= _ALL_SEEN and zlib.crc32(str(number).encode()) % _HELD_OUT == 0
+
+
+def _digit_rows(languages: Sequence[str], say: Callable[[int, str, str], str], val: bool) -> Iterator[Found]:
+    for number in range(_NUMBERS):
+        if _is_held_out(number) == val:
+            for language in languages:
+                asked = prompt_of(DIGITS, language, str(number))
+                yield Row((asked, say(number, language, "cardinal")), language, f"{number} in {language}", 0)
 
 
 def _number_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ from penstock.errors import ConfigError, DataError
 
 RowForm = Literal["single", "pair", "translation", "two"]
 _SMALL_EVERY = 5
+_LABELLED_PROMPTS = re.compile(r"(names|numbers:digits)(?![^:,])")
+"""Sources whose texts begin with their label."""
 
 
 class RowSource(Source):
@@ -228,7 +231,7 @@ def open_rows(
         form=form, length=length, target_length=target_length, classes=classes,
     )  # fmt: skip
     rows.label_names = (classes or ()) if named else ()
-    rows.labels_in_prompts = all(source.partition(":")[0] == "names" for source, _ in data.parts())
+    rows.labels_in_prompts = all(_LABELLED_PROMPTS.match(source) for source, _ in data.parts())
     rows.bad_samples = data.bad_rows
     rows.group_by_length = data.group_by_length
     return rows

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from helpers.families import ENROLLED, batches, loss
 from penstock.build import Built, build, compile_model
-from penstock.config.model import DecoderConfig, Seq2SeqConfig
+from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
+from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
-from penstock.models.experts import ExpertLinear, MixtureOfExperts, balance, mixtures_of
+from penstock.models.experts import MixtureOfExperts, balance, mixtures_of
 from penstock.models.perceptron import activate
 
 SIZES = Stack(width=16, heads=2, mlp_width=24, mlp="swiglu", experts=4, experts_per_token=2, depth=2)
@@ -235,9 +236,8 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(dtype: torch.d
     x = torch.randn(1, tokens, 16).to(dtype).requires_grad_()
     results = []
     for plain in (False, True):
-        for module in mixture.modules():
-            if isinstance(module, ExpertLinear):
-                module.plain = plain
+        for module in mixture.linears:
+            module.plain = plain
         made = mixture(x)
         results.append([made, *torch.autograd.grad(made.float().square().sum(), [x, *mixture.parameters()])])
     torch.testing.assert_close(*results)
@@ -543,3 +543,22 @@ def test_choices_that_ranks_would_make_otherwise_are_refused(
     config: Any = replace(ENROLLED[name].config, **changes)
     assert any(words in problem for problem in problems(Plan.parse(line), config, run=True))
     assert not any(words in problem for problem in problems(Plan.parse("dp=2 ep=2"), config, run=True))
+
+
+def test_a_plan_lets_experts_multiply_one_after_the_other() -> None:
+    config = replace(PRESETS["mixtral-tiny"], depth=1, width=32)
+    tokens = torch.randint(0, 2048, (2, 16), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for line in ("baseline", "experts=loop", "experts=loop compile=blocks"):
+        plan = replace(Plan.parse(line), micro_batch=2)
+        built = build(config, plan, loss=_next_token)
+        ways = {linear.plain for mixture in mixtures_of(built.model) for linear in mixture.linears}
+        assert ways == {plan.experts == "loop"}
+        losses.append(torch.stack([built.step([tokens]).loss for _ in range(2)]))
+    torch.testing.assert_close(losses[1:], losses[:1] * 2)
+    with pytest.raises(ConfigError, match=r"experts=loop is for mixtures of experts"):
+        require(Plan(experts="loop"), PRESETS["gpt-tiny"])
+
+
+def _next_token(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens, targets=tokens) / tokens.numel()  # type: ignore[no-any-return]

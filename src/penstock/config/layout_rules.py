@@ -250,6 +250,13 @@ def _padding_is_left_out_of_encoders(plan: Plan, model: ModelConfig) -> Iterator
         )
 
 
+@LAYOUT_RULES.of("types")
+def _experts_are_there(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """`experts=loop` needs a mixture of experts."""
+    if plan.experts == "loop" and not any(layer.mixture for stack in stacks(model) for layer in stack.layers):
+        yield "plan.experts=loop is for mixtures of experts, which this model does not have; leave experts out."
+
+
 # Rules that need the machine.
 
 

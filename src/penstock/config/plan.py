@@ -46,6 +46,7 @@ keys, so that nearly half is left out: on a CPU at 8 samples of 12 heads and 512
 340 against 532 in fp32, forward and backward."""
 WINDOW_BLOCK = 64
 """Tokens of a block of sliding windows at the least: smaller products run slower than they save."""
+ExpertProducts = Literal["grouped", "loop"]
 Compile = Literal["none", "blocks", "whole"]
 HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
@@ -121,6 +122,10 @@ class Plan(Checked, where="plan"):
     )
     """Whether an encoder computes padding: `remove` saves its share of the tokens of a batch. On a CPU, and on
     a GPU with `attention=flash`, attention then goes from sample to sample; elsewhere it alone still sees padding."""
+    experts: ExpertProducts = field(
+        default="grouped", metadata=_ROUNDING | {"switch": "has no mixture of experts"}
+    )
+    """How experts multiply: all together, in grouped products, where torch has them, or one after the other."""
     compile: Compile = field(default="none", metadata=_ROUNDING)
     """Scope of torch.compile: nothing, each repeated block (`blocks`; they share one compilation), or the whole
     model."""

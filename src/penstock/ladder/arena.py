@@ -230,7 +230,7 @@ def _form(setting: Setting) -> tuple[object, ...]:
     p = setting.plan
     return (
         setting.model, p.compile, p.precision, p.dtype, p.matmul, p.attention, p.token_order, p.micro_batch, p.products,
-        p.gpus,
+        p.experts, p.gpus,
     )  # fmt: skip
 
 

@@ -297,6 +297,14 @@ for _rung in (
         apply=lambda setting, situation: replace(setting, by_length=True),
         obstacle=_not_by_length,
     ),
+    Rung(
+        name="experts-loop",
+        place=680,
+        title="experts one by one",
+        why="Each expert has a product of its own in place of one for all: for few experts with many tokens each, for "
+        "which a machine may have quicker kernels.",
+        apply=plan(experts="loop"),
+    ),
     _compiled(
         "blocks",
         700,

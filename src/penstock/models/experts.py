@@ -98,35 +98,37 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 
 @torch.library.custom_op("penstock::grouped", mutates_args=())
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """`_Grouped` as one operation of compiled code, which cannot know how many rows an expert has."""
-    return _times(x, weight.transpose(1, 2), ends, _is_plain(x, weight))
+    return _times(x, weight.transpose(1, 2), ends, plain or _is_plain(x, weight))
 
 
 @_grouped.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("penstock::grouped_outer", mutates_args=())
-def _grouped_outer(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grouped_outer(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """The gradient of the weight of `_grouped`."""
-    return _outer(grad, x, ends, _is_plain(x, weight))
+    return _outer(grad, x, ends, plain or _is_plain(x, weight))
 
 
 @_grouped_outer.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     return x.new_empty(weight.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.plain = inputs[3]
 
 
-def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
     x, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
-    return _grouped(grad, weight.transpose(1, 2), ends), _grouped_outer(grad, x, weight, ends), None
+    into = _grouped(grad, weight.transpose(1, 2), ends, ctx.plain)
+    return into, _grouped_outer(grad, x, weight, ends, ctx.plain), None, None
 
 
 _grouped.register_autograd(_grouped_backward, setup_context=_keep)
@@ -144,13 +146,14 @@ class ExpertLinear(nn.Module):
             "bias", nn.Parameter(torch.empty(experts, outputs, **where)) if bias else None
         )
         self.plain = False
-        """Whether products go through one expert after the other even where torch has a grouped product."""
+        """Whether products go through one expert after the other even where torch has a grouped product: see
+        `Plan.experts`."""
 
     def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row."""
         weight = self.weight.to(x.dtype)
         if torch.compiler.is_compiling():
-            x = _grouped(x, weight, ends)
+            x = _grouped(x, weight, ends, self.plain)
         else:
             x = _Grouped.apply(x, weight, ends, self.plain or _is_plain(x, weight))  # type: ignore[no-untyped-call]
         return x if self.bias is None else x + self.bias.to(x.dtype)[experts]

@@ -23,7 +23,7 @@ from penstock.config.graph import (
     WordHead,
 )
 from penstock.config.model import ModelConfig
-from penstock.config.plan import LossForm, Padding
+from penstock.config.plan import ExpertProducts, LossForm, Padding
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.dropout import Dropout
@@ -362,6 +362,12 @@ class Model(Switched):
         for module in self.modules():
             if isinstance(module, TokenStack):
                 module.padding = padding
+
+    def set_experts(self, products: ExpertProducts) -> None:
+        """Choose how experts multiply; results stay as they are but for rounding."""
+        for module in self.modules():
+            if isinstance(module, ExpertLinear):
+                module.plain = products == "loop"
 
     def set_loss(self, form: LossForm) -> None:
         """Choose how the loss is made of targets; results stay as they are."""

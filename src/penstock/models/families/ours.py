@@ -195,6 +195,8 @@ def _switches(model: Model) -> Switches:
     }
     if model.graph.words is not None:
         switches["loss"] = Model.set_loss
+    if any(layer.mixture for run in model.graph.runs for layer in run.stack.layers):
+        switches["experts"] = Model.set_experts
     if model.graph.padded:
         switches["padding"] = Model.set_padding
     return switches

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
-from calibration import blind
+from calibration import blind, experts
 from calibration.table import Rewrite, Row, Software, as_torch_does, decoder, iteration_seconds, read
 from penstock.config.formats import Products
 from penstock.config.machine import Machine, load_machine
@@ -487,6 +487,10 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "vit": (blind.vit, False, "images per second"),
     "flash_training": (blind.flash_training, False, "TFLOP/s per GPU"),
     "attention": (blind.attention, False, "TFLOP/s"),
+    "moe_layer": (experts.layers, False, "milliseconds of one mixture"),
+    "moe_training": (experts.training, False, "TFLOP/s per GPU"),
+    "moe_exchange": (experts.exchanges, False, "GB/s through the bottleneck"),
+    "moe_serving": (experts.serving, False, "tokens per second of one stream"),
 }
 """Each table: its rows, whether constants are fitted on it, and the unit."""
 

@@ -45,6 +45,10 @@ REACHED = {
     "vit": (0.141, 0.392),
     "flash_training": (0.063, 0.300),
     "attention": (0.112, 0.392),
+    "moe_layer": (0.077, 0.27),
+    "moe_training": (0.106, 0.32),
+    "moe_exchange": (0.093, 0.18),
+    "moe_serving": (0.30, 0.30),
 }
 
 
@@ -269,5 +273,9 @@ def test_every_table_names_its_source() -> None:
         "vit",
         "flash_training",
         "attention",
+        "moe_megatron_moe_layer",
+        "moe_modelzoo_qwen3",
+        "moe_deepep",
+        "moe_serving",
     ):
         assert len(source(table)) > 30

@@ -12,10 +12,12 @@ from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
 from penstock.config.trainable import plan_problems
 from penstock.planner import Prediction, Software, predict
-from penstock.planner.collectives import gather_seconds, group_of
+from penstock.planner.collectives import distinct_places, exchange_seconds, gather_seconds, group_of
 from penstock.planner.describe import describe
+from penstock.planner.price import seconds as price
 from penstock.planner.rates import HOST_LINK_SHARE, rates_of
 from penstock.planner.states import update_bytes
+from penstock.planner.step import step
 from penstock.planner.traffic import HOST_BYTES_PER_SECOND
 
 H100 = load_machine("h100")
@@ -63,6 +65,57 @@ def test_expert_parallelism_exchanges_each_visit_four_times() -> None:
     flops = sum(n * op.flops for n, op in work.operators() if op.name.startswith("experts.up") and op.forward)
     assert flops == 2.0 * MIXTRAL.depth * visits * MIXTRAL.width * 2 * MIXTRAL.mlp_width
     assert apart.mfu * apart.iteration_seconds == pytest.approx(together.mfu * together.iteration_seconds)
+
+
+def test_tokens_leave_a_node_through_each_devices_own_adapter() -> None:
+    """On four nodes of eight: three quarters of what is sent leaves the node, and each device has an eighth of its
+    adapters, while a ring over all of them would have the whole."""
+    rates = rates_of(H100, HALF)
+    group, moved, own = group_of(rates, 32, 1), 134e6, rates.node / 8
+    latency = group.hop + rates.constants.ramp_seconds / 2
+    assert exchange_seconds(group, moved) == pytest.approx(moved * 24 / 32 / own + latency)
+    assert own == pytest.approx(0.95 * 50e9, rel=1e-3)
+    # Of eight places on four nodes 3.6 nodes and 7.18 devices are different.
+    nodes, devices = 4 * (1 - 0.75**8), 32 * (1 - (31 / 32) ** 8)
+    assert (distinct_places(4, 8), distinct_places(32, 8)) == (pytest.approx(nodes), pytest.approx(devices))
+    assert exchange_seconds(group, moved, 8) == pytest.approx(moved * 24 / 32 * nodes / 8 / own + latency)
+    node = group_of(rates, 8, 1)
+    inside = moved * 7 / 8 * 8 * (1 - (7 / 8) ** 8) / 8 / rates.link
+    assert exchange_seconds(node, moved, 8) == pytest.approx(
+        inside + node.hop + rates.constants.ramp_seconds / 2
+    )
+    assert exchange_seconds(node, moved, 8, 1 / 8) == pytest.approx(
+        moved * 7 / 8 / 8 / rates.link + node.hop + rates.constants.ramp_seconds / 2
+    ), "all experts of a token are on one device"
+
+
+def test_a_mixture_is_priced_by_what_it_does() -> None:
+    """A router multiplies in fp32, an expert's last tile is half full, and one after the other are launched each."""
+    work = {experts: describe(MIXTRAL, replace(HALF, experts=experts)) for experts in ("grouped", "loop")}
+    (router, up), (_, looped) = (
+        [op for op in one.blocks[0].forward if op.name in ("router", "experts.up")] for one in work.values()
+    )
+    rates = rates_of(H100, HALF)
+    wide = router._replace(n=128)
+    assert price(wide, rates) > 3 * price(wide._replace(exact=False), rates)
+    assert (up.launches, looped.launches) == (1, MIXTRAL.experts)
+    few = up._replace(m=64.0, batch=128)
+    assert price(few, rates) > price(few._replace(module="perceptron"), rates)
+    apart = price(few._replace(launches=128), rates)
+    assert apart > 128 * rates.kernel_seconds
+    assert apart > price(few, rates)
+
+
+def test_an_exchange_that_hides_costs_what_outlasts_the_computing() -> None:
+    """Behind another micro-batch it takes its share of the multiprocessors, and no time of its own."""
+    plan = replace(HALF, dp=8, ep=8)
+    shown, hidden = (
+        step(describe(MIXTRAL, plan, software=software), rates_of(H100, plan), plan, software).seconds[
+            "expert"
+        ]
+        for software in (Software(), Software(hides_exchange=True))
+    )
+    assert hidden == pytest.approx(rates_of(H100, plan).taken * shown)
 
 
 def test_offloaded_activations_go_over_the_link_twice() -> None:

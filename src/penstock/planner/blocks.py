@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from penstock.config.plan import CAUSAL_BLOCK, UNPADDED_MEAN, WINDOW_BLOCK
 from penstock.config.stack import Stack
+from penstock.planner.collectives import distinct_places
 from penstock.planner.listing import Lister
 from penstock.planner.operators import Op
 from penstock.planner.shapes import Block
@@ -20,6 +21,8 @@ ROTARY_EAGER_BYTES = 8
 
 _NUMBER = 8
 """Bytes of the number of an expert or of a visit."""
+CHOICE_LAUNCHES, CHOICE_EAGER_LAUNCHES = 6, 16
+"""Operators of a router's choice, one way: scores, the best of them, their weights, loads, and the order of visits."""
 
 
 def list_block(to: Lister, block: Block) -> None:
@@ -369,21 +372,62 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
     if t.serving:
         met = min(stack.experts, int(visits))
     # All wait for the busiest device, which also sends back the most.
-    exchange = Op("exchange", "exchange", read=sent * t.uneven, axis="expert")
+    k = stack.experts_per_token
+    once = k if t.software.sends_once and t.ep > 1 else 0
+    # A token's experts are in some groups, which neighbours hold.
+    reach = stack.groups_per_token / stack.router_groups
+    exchange = Op(
+        "exchange",
+        "exchange",
+        m=reach,
+        k=once,
+        read=sent * t.uneven,
+        axis="expert",
+        hides=t.software.hides_exchange,
+    )
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
+    # Where experts choose, all tokens have as many places as the one that most experts take: four times the mean.
+    places = rows * min(stack.experts, 4 * k) if stack.router == "expert_choice" else chosen
+    weighed = places * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
+    moved, arrived = visits * t.uneven * d, c * distinct_places(t.ep * reach, once) / k if once else c
     with to.inside("experts"):
-        to.move("experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks")
+        if not once:
+            to.move("experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks")
         if t.ep > 1:
             to.add(exchange, exchange._replace(forward=False))
+            to.move(
+                "experts.regroup",
+                moved,
+                (arrived, c),
+                (c, arrived),
+                kind="copy",
+                kept=numbers * bool(once),
+                group="masks",
+            )
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
+            to.move("experts.ungroup", moved, (c, arrived), (arrived, c), kind="copy")
             to.add(exchange, exchange._replace(forward=False))
-        # Where experts choose, all tokens have as many places as the one that most experts take: four times the mean.
-        most = min(stack.experts, 4 * stack.experts_per_token)
-        places = rows * most if stack.router == "expert_choice" else chosen
-        weighed = places * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
-        to.move("experts.merge", visits * d, (c, c), kind="copy", kept=weighed, group="mlp")
+        if once:
+            # Results of one device are weighted and added up before they are sent.
+            to.move("experts.merge", rows * d, (c, c), kind="copy", kept=weighed, group="mlp")
+        elif t.fused:
+            to.move(
+                "experts.merge",
+                visits * d,
+                (c, c / k),
+                (c / k + c, c),
+                kind="copy",
+                kept=weighed,
+                group="mlp",
+            )
+        else:
+            to.move("experts.place", visits * d, (c, c), kind="copy")
+            to.move(
+                "experts.merge", visits * d, (2 * c, c + c / k), (3 * c, 2 * c), launches=2, kind="copy", kept=weighed,
+                group="mlp",
+            )  # fmt: skip
 
 
 def _route(to: Lister, stack: Stack, rows: float) -> None:
@@ -401,7 +445,10 @@ def _route(to: Lister, stack: Stack, rows: float) -> None:
         share += 4 * stack.experts * (stack.router == "noisy")
         share += 2 * stack.experts_per_token * bool(stack.expert_dropout)
         kept = rows * (4.0 * share + _NUMBER * stack.experts_per_token)
-        to.move("router.choose", rows * stack.experts, (4, 4), kept=kept, group="masks")
+        to.move(
+            "router.choose", rows * stack.experts, (4, 4), kept=kept, group="masks",
+            launches=CHOICE_LAUNCHES if to.terms.fused else CHOICE_EAGER_LAUNCHES,
+        )  # fmt: skip
 
 
 def _branch(to: Lister, name: str, block: Block, rows: float) -> None:

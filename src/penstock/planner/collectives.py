@@ -27,6 +27,8 @@ class Group(NamedTuple):
     """Latency of one level of a tree."""
     tree: float
     """Latency of a tree up and down, and of the ring inside each node."""
+    outward: float
+    """Bytes per second out of a node, of all its devices together."""
     rates: Rates
 
 
@@ -39,7 +41,7 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     levels = 4 * (size - 1).bit_length()
     if inside >= size:
         rates = (rates.pairs or rates) if size == 2 else rates
-        return Group(size, inside, rates.link, link_step, link_step, levels * link_step, rates)
+        return Group(size, inside, rates.link, link_step, link_step, levels * link_step, rates.node, rates)
     nodes = -(-size // inside)
     # Members are `stride` apart, so that those in neighbouring nodes come first.
     apart = max(1, stride // per_node)
@@ -47,7 +49,7 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     node = rates.node * (rates.machine.spine_share if above else 1.0)
     bandwidth = min(rates.link, node * inside / per_node)
     step = (nodes * node_step + (size - nodes) * link_step) / size
-    return Group(size, inside, bandwidth, step, node_step, levels * node_step + inside * step, rates)
+    return Group(size, inside, bandwidth, step, node_step, levels * node_step + inside * step, node, rates)
 
 
 def gather_seconds(group: Group, moved: float, calls: float = 1.0, *, scatters: bool = False) -> float:
@@ -77,13 +79,32 @@ def reduce_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
     )
 
 
-def exchange_seconds(group: Group, moved: float) -> float:
-    """All-to-all where each member sends `moved` bytes in all, its own part among them."""
-    n = group.size
+def exchange_seconds(group: Group, moved: float, once: int = 0, reach: float = 1.0) -> float:
+    """All-to-all where each member sends `moved` bytes in all, its own part among them.
+
+    Within a node they go over the links, between nodes through each member's own share of the adapters, both at the
+    same time. With `once`, `moved` is of tokens that go to so many places, drawn evenly from the share `reach` of the
+    members: a token enters each node once, and goes on to each of the node's members once, as in DeepEP's kernels for
+    training (its README).
+    """
+    n, per_node = group.size, group.rates.machine.devices_per_node
     if n == 1 or moved <= 0:
         return 0.0
-    away = moved * (n - group.inside) / n if n > group.inside else moved * (n - 1) / n
-    return away / group.bandwidth + group.hop + _ramp(group, moved) / 2
+    nodes = n / group.inside
+    inside, across = moved * (group.inside - 1) / n, moved * (n - group.inside) / n
+    if once:
+        inside = moved * (n - 1) / n * distinct_places(n * reach, once) / once
+        across *= distinct_places(nodes * reach, once) / once
+    seconds = inside / group.rates.link
+    if nodes > 1:
+        seconds = max(seconds, across / (group.outward / per_node))
+    return seconds + group.hop + _ramp(group, moved) / 2 + group.rates.call_seconds
+
+
+def distinct_places(places: float, draws: int) -> float:
+    """Different places among so many draws from `places`, on average; one at least."""
+    places = max(1.0, places)
+    return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
 def send_seconds(rates: Rates, stride: int, moved: float) -> float:

@@ -48,7 +48,8 @@ def describe(
         attention_form(plan, model, device, avx512), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
-        gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), software=software,
+        gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), loops=plan.experts == "loop",
+        software=software,
     )  # fmt: skip
     return described(model, terms)
 

@@ -49,6 +49,10 @@ class Terms(NamedTuple):
     what devices send."""
     host: bool = False
     """Whether the device is a CPU."""
+    loops: bool = False
+    """Whether experts multiply one after the other."""
+    exact: bool = False
+    """Whether products are in fp32 at every precision."""
     serving: bool = False
     """Whether text is generated: tensor parallel devices split experts too, `ep` of them whole ones."""
     gathers_keys: bool = False
@@ -101,7 +105,7 @@ class Lister:
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Let products that are listed inside compute in fp32 at every precision."""
-        outer, self.terms = self.terms, self.terms._replace(product=4.0, casts=False, fp8=False)
+        outer, self.terms = self.terms, self.terms._replace(product=4.0, casts=False, fp8=False, exact=True)
         yield
         self.terms = outer
 
@@ -147,6 +151,7 @@ class Lister:
         are as in `Op`.
         """
         t = self.terms
+        launched = batch if t.loops else 1
         c, fp8 = t.product, t.fp8 if fp8 is None else fp8
         size = 1.0 if fp8 else c
         inputs = batch * (rows * k if source is None else source)
@@ -169,12 +174,28 @@ class Lister:
             )  # fmt: skip
         ahead = Op(
             name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c, outputs * c,
-            kept=kept, group=group, weights=own, tensors=count, fp8=fp8, pieces=pieces,
+            kept=kept, group=group, weights=own, tensors=count, fp8=fp8, pieces=pieces, exact=t.exact,
+            launches=launched,
         )  # fmt: skip
         moved = (outputs + weights) * size, inputs * c
-        into = Op(f"{name}.input", kind, False, batch, rows, k, n, *moved, fp8=fp8)
+        into = Op(
+            f"{name}.input", kind, False, batch, rows, k, n, *moved, fp8=fp8, exact=t.exact, launches=launched
+        )
         moved = (outputs + inputs) * size, weights * c
-        learn = Op(f"{name}.weight", kind, False, batch, n, k, rows, *moved, weights=weights, fp8=fp8)
+        learn = Op(
+            f"{name}.weight",
+            kind,
+            False,
+            batch,
+            n,
+            k,
+            rows,
+            *moved,
+            weights=weights,
+            fp8=fp8,
+            exact=t.exact,
+            launches=launched,
+        )
         add = Op(f"{name}.bias", "reduce", False, read=outputs * c, written=biases * c, weights=biases)
         self.add(ahead, *[into] * (not first), learn, *[add] * bool(biases))
 

@@ -36,9 +36,11 @@ COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 class Op(NamedTuple):
     """One operator. Sizes are of one device, bytes of the types that the plan computes in.
 
-    `gemm`, `conv` and `bmm` multiply `batch` pairs (m, k) @ (k, n) in one launch; a `conv` is listed as its
-    equivalent product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The
-    others move `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`.
+    `gemm`, `conv` and `bmm` multiply `batch` pairs (m, k) @ (k, n) in one launch; a `conv` is listed as its equivalent
+    product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The others move
+    `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`. `k` of an
+    exchange is in how many places a token is, where it is sent to each device of these once, else 0, and `m` the share
+    of the devices that they are drawn from.
     """
 
     name: str
@@ -70,7 +72,9 @@ class Op(NamedTuple):
     """Keys that a query may see at most; 0 is all."""
     axis: Axis = ""
     hides: bool = False
-    """Whether a collective can hide behind the gradients of weights."""
+    """Whether a collective can hide behind the gradients of weights, or an exchange behind another micro-batch."""
+    exact: bool = False
+    """Whether a product multiplies in fp32 at every precision."""
     uncut: bool = False
     """Whether it belongs to no single product that it could be cut into pieces with."""
     row: int = 0

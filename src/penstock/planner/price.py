@@ -39,8 +39,14 @@ def seconds(op: Op, rates: Rates) -> float:
     if rates.cpu:
         return _host_seconds(op, rates)
     if op.kind in MATRIX:
-        by = rates.fp8 if op.fp8 and rates.fp8 else rates.products
-        computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows)
+        by = rates.exact if op.exact else rates.fp8 if op.fp8 and rates.fp8 else rates.products
+        if op.module == "experts" and op.launches > 1:
+            each = by.seconds(op.m, op.n, op.k, form=op.form, over_rows=op.over_rows)
+            moved = (op.read + op.written) / rates.memory
+            return max(op.launches * each, moved) + op.launches * rates.kernel_seconds
+        # Experts have different numbers of rows; those of the gradients of their weights are in the inner length.
+        uneven = op.module == "experts" and op.batch > 1 and not op.over_rows
+        computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows, uneven=uneven)
         if op.kind == "bmm":
             return max(computed, op.read / rates.memory) + op.written / rates.memory + rates.kernel_seconds
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds
@@ -55,7 +61,7 @@ def collective_seconds(op: Op, rates: Rates, size: int, stride: int) -> float:
     if op.kind == "allreduce":
         return reduce_seconds(group, op.read)
     if op.kind == "exchange":
-        return exchange_seconds(group, op.read)
+        return exchange_seconds(group, op.read, op.k, reach=op.m)
     return gather_seconds(group, op.read, scatters=op.kind == "scatter")
 
 
@@ -110,7 +116,8 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             return share * op.flops / measured + moved
         ragged = op.kind == "gemm" and op.form == "forward" and op.n % VECTOR
         form: ProductForm = "ragged" if ragged else op.form
-        return share * rates.products.seconds(op.m, op.n, op.k, op.batch, form=form) + moved
+        products = rates.exact if op.exact else rates.products
+        return share * products.seconds(op.m, op.n, op.k, op.batch, form=form) + moved
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.

@@ -25,6 +25,8 @@ UNALIGNED_SHARE = 0.8
 """Rows that start inside a line: a tile row of one line then spans five sectors instead of four."""
 ODD_SHARE = 0.25
 """Rows whose start is no multiple of 16 bytes cannot be loaded by vector instructions."""
+FEW_ROWS = 8
+"""Rows or columns up to which a product is one of vectors, which no tiles pad."""
 VECTOR = 8
 """Numbers in a CPU's vector, of 32 bytes in fp32."""
 
@@ -53,19 +55,24 @@ class Chip(NamedTuple):
     tile_depth: float
     memory: float
 
-    def seconds(self, m: float, n: float, k: float, batch: float, *, over_rows: bool) -> float:
+    def seconds(
+        self, m: float, n: float, k: float, batch: float, *, over_rows: bool, uneven: bool = False
+    ) -> float:
         """Seconds of computing the products, by the best of the tile shapes, without moving what they read and write.
+        With `uneven` m is the mean of products with different numbers of rows.
 
         Tiles are whole, and so are waves over all multiprocessors. A product that fills its waves badly is cut along
         its inner length, each part adding its sums in fp32 to those of the others.
         """
         rate, sms, depth, memory = self
-        tiles = _tiled(sms, m, n, batch)
+        if min(m, n) <= FEW_ROWS:
+            return 2.0 * m * n * k * batch / rate
+        tiles = _tiled(sms, m, n, batch, uneven)
         seconds = 2.0 * tiles * (k + depth) / rate
         if k >= 2 * SPLIT_DEPTH and tiles > 1.05 * m * n * batch:
             for parts in range(2, min(MOST_PARTS, int(k // SPLIT_DEPTH)) + 1):
                 summed = 8.0 * parts * m * n * batch / memory
-                split = 2.0 * _tiled(sms, m, n, batch * parts) * (k / parts + depth) / rate + summed
+                split = 2.0 * _tiled(sms, m, n, batch * parts, uneven) * (k / parts + depth) / rate + summed
                 seconds = min(seconds, split)
         row = m if over_rows else k
         if n % LINE or row % LINE:
@@ -86,15 +93,17 @@ class Products(NamedTuple):
     """Share of its rate that a CPU's product keeps when its rows of outputs begin inside a vector."""
 
     def seconds(
-        self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False
+        self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False,
+        uneven: bool = False,
     ) -> float:  # fmt: skip
         """Seconds of computing `batch` products (m, k) @ (k, n) in one launch, whatever they move.
 
         `over_rows` says that both factors are stored with their inner length from row to row, as for a weight's
-        gradient, whose inner length is the tokens: then rows are aligned by m and n, and not by n and k.
+        gradient, whose inner length is the tokens: then rows are aligned by m and n, and not by n and k. `uneven`
+        is as in `Chip`.
         """
         if self.chip is not None:
-            return self.chip.seconds(m, n, k, batch, over_rows=over_rows)
+            return self.chip.seconds(m, n, k, batch, over_rows=over_rows, uneven=uneven)
         return 2.0 * m * n * k * batch / self.rate(m, n, k, form)
 
     def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
@@ -106,11 +115,12 @@ class Products(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 15)
-def _tiled(multiprocessors: int, m: float, n: float, count: float) -> float:
+def _tiled(multiprocessors: int, m: float, n: float, count: float, uneven: bool) -> float:
     """Numbers of the result, were `count` products (m, n) as large as the waves of tiles that they take: of the tile
-    shape that takes least, its relative rate made up for by its size."""
-    best = min(
-        -(-(-(-m // rows) * -(-n // columns) * count) // multiprocessors) * area
-        for rows, columns, area in TILES
-    )
-    return float(best * multiprocessors)
+    shape that takes least, its relative rate made up for by its size.
+    The last tile of rows of `uneven` products is half full on average."""
+    best = math.inf
+    for rows, columns, area in TILES:
+        high = max(1.0, m / rows + 0.5) if uneven else -(-m // rows)
+        best = min(best, -(-high * -(-n // columns) * count // multiprocessors) * area)
+    return best * multiprocessors

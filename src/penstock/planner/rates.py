@@ -41,6 +41,8 @@ class Rates:
     products: Products
     """Matrix products in the type that the plan computes in outside fp8."""
     fp8: Products | None
+    exact: Products
+    """Matrix products in fp32, whatever the plan computes in: those of routers."""
     product_rate: float
     """FLOP/s of large products outside fp8."""
     attention: float
@@ -119,6 +121,7 @@ def _rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
         products=_products(machine, type_, constants, multiprocessors, memory),
         fp8=_products(machine, "fp8", constants, multiprocessors, memory) if fp8 else None,
+        exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
         exponentials=exponentials, memory=memory,
         kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds, cpu=cpu,

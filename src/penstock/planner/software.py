@@ -25,5 +25,13 @@ class Software(NamedTuple):
     """Whose operators make the loss. Other than Penstock's, both cast logits to fp32: torch's are a log-softmax and a
     pick, Megatron's are single ones in place (its `cross_entropy.py`)."""
 
+    sends_once: bool = False
+    """Whether a token goes once to each node and to each device that holds some of its experts, as DeepEP sends it, and
+    not once to each expert."""
+    block_host_seconds: float = 0.0
+    """The host's time for a block, forward and backward, in place of what it takes to launch its operators."""
+    hides_exchange: bool = False
+    """Whether tokens travel to experts and back while another micro-batch computes."""
+
 
 PENSTOCK = Software()

@@ -130,7 +130,7 @@ def part_time(part: Part, rates: Rates, layout: Layout) -> PartTime:
 
 def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Parts, float]:
     """Seconds of one pass by kind, and of the gradients of weights in it."""
-    gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = 0.0
+    gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = travel = 0.0
     for op in operators:
         kind = op.kind
         if kind in COLLECTIVE:
@@ -143,7 +143,11 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
                 else:
                     shown += taken
             elif op.axis == "expert":
-                expert += collective_seconds(op, rates, layout.ep, 1)
+                taken = collective_seconds(op, rates, layout.ep, 1)
+                if op.hides:
+                    travel += taken
+                else:
+                    expert += taken
             elif op.hides:
                 ring += collective_seconds(op, rates, layout.cp, layout.tp)
             else:
@@ -160,6 +164,8 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
             pointwise += taken
     if ring:
         context += exposed_seconds(rates, ring, attention)
+    if travel:
+        expert += exposed_seconds(rates, travel, gemm + attention + pointwise)
     tensor = _tensor(rates, layout, shown, hidden, weights)
     return Parts(gemm, attention, pointwise, tensor + uncut, expert, context), weights
 
@@ -230,7 +236,7 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
         result.bubble_fraction = found["bubble"] / (m * (forward + backward + stage.ends))
     nodes = -(-plan.replicas * plan.tp // rates.machine.devices_per_node) if plan.replicas > 1 else 1
     found["straggling"] = rates.constants.straggling * math.log2(nodes) * sum(found.values())
-    found |= _host(work, rates, plan, times.launches, mine, sum(found.values()))
+    found |= _host(work, rates, plan, times.launches, mine, sum(found.values()), software)
     return result
 
 
@@ -291,16 +297,22 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
 
 
 def _host(
-    work: Workload, rates: Rates, plan: Plan, launched: float, mine: DeviceShare, device: float
+    work: Workload,
+    rates: Rates,
+    plan: Plan,
+    launched: float,
+    mine: DeviceShare,
+    device: float,
+    software: Software,
 ) -> dict[str, float]:
     """Seconds that the host adds to the device's. A CPU runs what it launches; a GPU's launches run ahead of it."""
     launches = plan.accumulate / plan.pp * launched
     updates = update_launches(mine.kept, mine.tensors, plan, cpu=rates.cpu)
     if not rates.cpu:
-        return {
-            "launch": max(0.0, (launches + updates) * rates.machine.launch_seconds - device),
-            "pages": 0.0,
-        }
+        host = (launches + updates) * rates.machine.launch_seconds
+        if software.block_host_seconds:
+            host = plan.accumulate / plan.pp * work.depth * software.block_host_seconds
+        return {"launch": max(0.0, host - device), "pages": 0.0}
     machine = rates.machine
     faults = plan.host_memory == "release" and machine.page_seconds
     return {

@@ -1,0 +1,193 @@
+"""Published rows of mixtures of experts. None of the planner's constants is fitted to them.
+
+As in `rows`, how a row becomes a Plan is said once per table, from what its source says of the software.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from calibration.table import Row, Software, decoder, iteration_seconds, read
+from penstock.config.formats import Products
+from penstock.config.machine import Machine, load_machine
+from penstock.config.model import DecoderConfig
+from penstock.config.plan import Plan, Recompute
+from penstock.planner.collectives import distinct_places, exchange_seconds, group_of
+from penstock.planner.constants import Constants
+from penstock.planner.describe import describe
+from penstock.planner.operators import Op, Workload
+from penstock.planner.rates import Rates, rates_of
+from penstock.planner.serve import Serving, predict_inference
+from penstock.planner.step import layout_of, part_time
+
+MEGATRON_CORE = Software(host_waits=True, even_stages=True, adds_in_products=True)
+"""Its timers wait for the device. Gradients are added in products, embedding and output count as a block each where
+stages are cut, and the loss is fused (ModelZoo's configurations of these models)."""
+HOST_SECONDS = 10.6e-3
+"""The host's time for one block of Qwen3-235B-A22B, forward and backward. Fitted between the two rows whose devices
+wait for it: 1,024 tokens on each device, and exchanges that are hidden. That the host holds these back is what the
+source says: with routers captured in CUDA graphs the second ran at 320 TFLOP/s in place of 276."""
+_MIXTURE = ("router", "experts", "perceptron")
+
+
+def _burst(constants: Constants) -> Constants:
+    """What an H100 does in milliseconds after a pause: no power limit holds it back, so that it runs at its highest
+    clock, 1,980 MHz, where its datasheet's rate is that of 1,830."""
+    return replace(constants, gemm_share_hopper=1980 / 1830)
+
+
+def layers() -> Iterator[Row]:
+    """Forward and backward milliseconds of a mixture without attention, of Megatron-Core on eight H100.
+
+    Each pass comes after a pause and a long product behind which it is launched. The source's cases name a shared
+    expert and the script that runs them builds none; of its eight groups of experts, one on each device, a token visits
+    four. Blockwise fp8 has a scale for each 128 numbers of a row, and is counted as one with a scale for each row.
+    """
+    machine = load_machine("h100")
+    for row in read("moe_megatron_moe_layer"):
+        groups = (8, 4) if row["proxy"] == "deepseek" else (1, 1)
+        model = replace(
+            decoder("mixtral-tiny"), width=int(row["hidden"]), depth=1, heads=32, kv_heads=32,
+            sequence=int(row["seq_len_tokens"]), experts=int(row["experts"]), router_groups=groups[0],
+            groups_per_token=groups[1], experts_per_token=int(row["experts_per_token"]),
+            expert_width=int(row["expert_hidden"]),
+        )  # fmt: skip
+        products: Products = "fp8" if row["precision"] == "FP8" else "plain"
+        ep = int(row["ep"])
+        plan = Plan(
+            precision="O2", optimizer="fused", compile="blocks", attention="cudnn", token_order="batch_second",
+            products=products, ep=ep, dp=ep, micro_batch=int(row["micro_batch_sequences"]),
+        )  # fmt: skip
+        software = MEGATRON_CORE._replace(sends_once=row["dispatcher"] != "a2a")
+        (block,) = describe(model, plan, software=software).blocks
+        part = replace(
+            block,
+            forward=tuple(op for op in block.forward if _is_of_mixture(op)),
+            backward=tuple(op for op in block.backward if _is_of_mixture(op)),
+        )
+        for name in ("forward", "backward"):
+
+            def predict(constants: Constants, part=part, plan=plan, name=name) -> float:  # type: ignore[no-untyped-def]
+                time = part_time(part, rates_of(machine, plan, _burst(constants)), layout_of(plan))
+                return float(1e3 * getattr(time, name).total)
+
+            words = f"{row['proxy']}, {row['dispatcher']}, {row['precision']}, {name}"
+            yield Row("moe_layer", words, row["proxy"], float(row[f"{name}_ms"]), predict)
+
+
+def _is_of_mixture(op: Op) -> bool:
+    return op.module in _MIXTURE or op.axis == "expert"
+
+
+def training() -> Iterator[Row]:
+    """TFLOP/s per GPU of Qwen3-235B-A22B under Megatron-Core on H100, 8 × 50 GB/s of InfiniBand a node.
+
+    Only rows whose balance was forced: what real routing adds depends on the loads, which the source does not state.
+    FLOPs are Megatron's: without embeddings, and half of causal attention.
+    """
+    machine = load_machine("h100")
+    for row in read("moe_modelzoo_qwen3"):
+        if row["gpu"] != "H100" or row["balance"] != "forced" or "Next" in row["model"]:
+            continue
+        model = replace(decoder("qwen3-235b-a22b"), sequence=int(row["seq_len_tokens"]))
+        sharded, virtual, pp, tp = row["fsdp"] == "1", int(row["virtual"]), int(row["pp"]), int(row["tp"])
+        again: Recompute = "full" if row["recomputed"] == "full" else "none"
+        plan = Plan(
+            precision="O2", optimizer="fused", compile="blocks", attention="cudnn", token_order="batch_second", tp=tp,
+            sp=tp > 1, pp=pp, cp=int(row["cp"]), dp=int(row["dp"]), ep=int(row["ep"]), virtual=virtual,
+            schedule="interleaved" if virtual > 1 else "1f1b", sharding="fsdp" if sharded else "zero1",
+            micro_batch=int(row["micro_batch_sequences"]), accumulate=int(row["accumulation"]), recompute=again,
+        )  # fmt: skip
+        hidden = row["overlaps_exchange_1f1b"] == "1"
+        software = MEGATRON_CORE._replace(
+            sends_once=row["dispatcher"] != "A2A", hides_exchange=hidden, block_host_seconds=HOST_SECONDS
+        )
+        kinds = row["recomputed"].split("+")
+        seconds = iteration_seconds(
+            model, machine, plan, software, lambda work, plan, machine, kinds=kinds: _again(work, kinds)
+        )
+        useful = plan.global_batch * _flops(model) / plan.gpus
+
+        def predict(constants: Constants, seconds=seconds, useful: float = useful) -> float:  # type: ignore[no-untyped-def]
+            return float(useful / seconds(constants) / 1e12)
+
+        name = (
+            f"{model.sequence} tokens, {row['dispatcher']}{', overlap' if hidden else ''}, tp {tp} cp {plan.cp} pp {pp}"
+            f" ep {plan.ep} dp {plan.dp}, recomputed {row['recomputed']}"
+        )
+        yield Row("moe_training", name, row["model"], float(row["tflops_per_gpu"]), predict)
+
+
+def _flops(model: DecoderConfig) -> float:
+    """FLOPs of a sample as Megatron counts them."""
+    width, heads = model.width, model.heads * model.head_width
+    attention = width * (2 * heads + 2 * model.kv * model.head_width) + model.sequence * heads
+    mixture = 3 * width * model.layers[0].hidden * model.experts_per_token + width * model.experts
+    return 6.0 * model.sequence * (model.depth * (attention + mixture) + width * model.vocabulary)
+
+
+def _again(work: Workload, kinds: list[str]) -> Workload:
+    """Operators that run a second time in the backward pass where Megatron recomputes parts of a block: norms, the
+    activations of experts, or the whole mixture."""
+
+    def runs_again(op: Op) -> bool:
+        norm = "norm" in kinds and op.kind == "norm"
+        activation = "act" in kinds and op.kind == "activation"
+        return norm or activation or ("moe" in kinds and _is_of_mixture(op))
+
+    parts = [
+        part
+        if part.block is None
+        else replace(part, backward=(*filter(runs_again, part.forward), *part.backward))
+        for part in work.parts
+    ]
+    return replace(work, parts=tuple(parts))
+
+
+def _h800() -> Machine:
+    """An H100 whose links are cut to 200 GB/s in one direction."""
+    return replace(load_machine("h100"), name="h800", link_bytes_per_second=200e9)
+
+
+def exchanges() -> Iterator[Row]:
+    """GB/s of DeepEP's kernels for training, dispatch in fp8 and combine in bf16, by its count: what goes through the
+    bottleneck that it names, with what a device or node sends to itself. Kernels of low latency are left out."""
+    for row in read("moe_deepep"):
+        if row["kernel"] == "low latency" or row["gpu"] == "SM100":
+            continue
+        machine = _h800() if row["gpu"] == "H800" else load_machine("h100")
+        size, k = int(row["ep"]), int(row["experts_per_token"])
+        nodes = size // machine.devices_per_node
+        # Each node is a group of experts, of which a token visits four at most.
+        reach = min(1.0, int(row["groups_per_token"] or nodes) / nodes)
+        for name, element in (("dispatch", 1.0), ("combine", 2.0)):
+            token = int(row["tokens_per_gpu"]) * int(row["hidden"]) * element
+
+            def predict(
+                constants: Constants, machine=machine, size=size, k=k, nodes=nodes, reach=reach, token=token,
+            ) -> float:  # type: ignore[no-untyped-def]  # fmt: skip
+                rates: Rates = rates_of(machine, Plan(precision="O2"), constants)
+                group = group_of(rates, size, 1)
+                through = distinct_places((nodes if nodes > 1 else size) * reach, k)
+                return float(token * through / exchange_seconds(group, token * k, k, reach) / 1e9)
+
+            words = f"{row['version']}, {row['gpu']}, {size} devices, {name}"
+            yield Row("moe_exchange", words, row["gpu"], float(row[f"{name}_gb_per_s"]), predict)
+
+
+def serving() -> Iterator[Row]:
+    """Tokens per second of one stream of Qwen3-235B-A22B on eight devices, weights in four bits (Tutel)."""
+    machines = {"A100": "a100-80g", "MI300": "mi300x"}
+    for row in read("moe_serving"):
+        if row["model"] != "Qwen3-235B-A22B":
+            continue
+        tp = int(row["gpus"])
+        serving = Serving(batch=1, prompt=512, generated=128, tp=tp, weight_bytes=0.5625)
+        machine = load_machine(machines[row["gpu"]])
+
+        def predict(constants: Constants, machine=machine, serving=serving) -> float:  # type: ignore[no-untyped-def]
+            decoded = predict_inference(decoder("qwen3-235b-a22b"), machine, serving)
+            return 1.0 / decoded.decode_seconds_per_token
+
+        yield Row("moe_serving", f"{row['gpu']} × {tp}", row["gpu"], float(row["tokens_per_second"]), predict)

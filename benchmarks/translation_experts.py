@@ -1,24 +1,29 @@
-"""Dense, sparse and hard-gated translators between 26 languages, at equal FLOPs of a token and at equal parameters.
+"""Dense, sparse and hard-gated translators at equal FLOPs of a token, at equal parameters, and depth for width.
 
     python benchmarks/translation_experts.py --runs runs/experts --output translation_experts.json
+    python benchmarks/translation_experts.py --data names --runs runs/names --output names.json
 
-| model | perceptrons | what it shares with `dense` |
-|---|---|---|
-| dense | one of 512 features | |
-| sparse | 4 experts of 512, a learned router sends a token to one | FLOPs but for the router; more parameters |
-| families | the same, the target language's family chooses (`FAMILIES`) | FLOPs; parameters of sparse |
-| dealt | the same, languages are dealt to experts without regard to families | FLOPs; parameters of sparse |
-| wide | one of 2,048 features | parameters of sparse; more FLOPs |
+| model | blocks | perceptrons | what it shares with `dense` |
+|---|---|---|---|
+| dense | 4 | one | |
+| sparse | 4 | 4 experts as wide, a learned router sends a token to one | FLOPs but for the router; more parameters |
+| families | 4 | the same, the target language's family chooses | FLOPs; parameters of sparse |
+| dealt | 4 | the same, languages are dealt to experts without regard to families | FLOPs; parameters of sparse |
+| wide | 4 | one, four times as wide | parameters of sparse; more FLOPs |
+| deep | 8 | one | twice the FLOPs in its blocks |
 
-All train on the same samples in the same order, with as many steps. Quality is that of names that were held out in all
-languages. Training speed is the median of the run's logs; decoding speed is measured at the end, all models in turn, so
-that a busy machine slows all alike. A run in --runs that is complete is not made again.
+Half of the blocks encode, half decode. `numbers` are those below 1,000 in digits, whose words in 8 languages are right
+or wrong; `names` are those of CLDR in 26 languages, which are hard to guess. All models train on the same samples in
+the same order, with as many steps. Quality is that of numbers or names that were held out in all languages. Speeds are
+measured at the end, all models in turn, so that a busy machine slows all alike. A run in --runs that is complete is not
+made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -27,12 +32,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.build import build
 from penstock.config.decoding import Decoding
 from penstock.config.load import load
 from penstock.config.model import stacks, title
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
-from penstock.data.text.names import LANGUAGES
+from penstock.data.text.build import Row
+from penstock.data.text.embedded import DIGITS, numbers
+from penstock.data.text.names import names
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.models import create
@@ -46,89 +54,154 @@ from penstock.tasks.translation import PrepareTranslation
 from penstock.train import train
 from penstock.train.metrics import read_metrics
 
-CODES = tuple(sorted(LANGUAGES))
-FAMILIES = {
+NUMBERS = {"Semitic": "ar he", "Germanic": "de en", "Romance": "fr pt", "others": "id tr"}
+NAMES = {
     "Indo-European and Malagasy": "af en fr mg",
     "Bantu": "ki lg ln nd rn sn sw xh zu",
     "Afro-Asiatic": "am ha om so ti",
     "other Niger-Congo and Nilotic": "ak bm ee ff ig luo wo yo",
 }
 """Languages that share an expert."""
-OF_FAMILY = tuple(
-    next(i for i, each in enumerate(FAMILIES.values()) if code in each.split()) for code in CODES
-)
-DEALT = tuple(place % len(FAMILIES) for place in range(len(CODES)))
-_SPARSE: dict[str, Any] = {"experts": 4, "experts_per_token": 1, "mlp_width": 512}
-
-
-def _gated(expert_of: tuple[int, ...]) -> dict[str, Any]:
-    return {**_SPARSE, "router": "given", "labels": len(CODES), "expert_of": list(expert_of)}
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {"experts": 0, "experts_per_token": 1, "mlp_width": 512},
-    "sparse": _SPARSE,
-    "families": _gated(OF_FAMILY),
-    "dealt": _gated(DEALT),
-    "wide": {"experts": 0, "experts_per_token": 1, "mlp_width": 2048},
+SIZES = {
+    "numbers": {"width": 64, "heads": 2, "narrow": 128},
+    "names": {"width": 128, "heads": 4, "narrow": 512},
 }
-"""Changes of both sides of `marian-moe-tiny`."""
-TEXTS, TOKENS = 128, 16
+"""Sizes of the models for each kind of data; `narrow` is the width of the narrowest perceptron."""
+EVALUATED = 320
+"""Held-out rows that are translated at the end of a run."""
+DIGITS_OF_NUMBERS = 3
+LONGEST = 64
+"""Tokens of a target; a token is a byte."""
+MODELS = ("dense", "sparse", "families", "dealt", "wide", "deep")
+TEXTS, TOKENS = 64, 24
 """Texts that are decoded at once, and tokens of each."""
 
 
-def settings(name: str, seed: int, steps: int, output: Path) -> RunConfig:
+def families_of(data: str) -> dict[str, str]:
+    """Languages by the family that they are counted to."""
+    return NUMBERS if data == "numbers" else NAMES
+
+
+def languages_of(data: str) -> tuple[str, ...]:
+    """All languages, in the order of their labels."""
+    return tuple(sorted(code for codes in families_of(data).values() for code in codes.split()))
+
+
+def stack_changes(name: str, data: str) -> dict[str, Any]:
+    """Changes of both sides of `marian-moe-tiny` that make a model of it."""
+    sizes, families, codes = SIZES[data], families_of(data), languages_of(data)
+    dense = {"experts": 0, "experts_per_token": 1, "mlp_width": sizes["narrow"]}
+    sparse = {**dense, "experts": len(families)}
+    given = {**sparse, "router": "given", "labels": len(codes)}
+    own: dict[str, dict[str, Any]] = {
+        "dense": dense,
+        "sparse": sparse,
+        "families": {
+            **given,
+            "expert_of": [
+                next(n for n, each in enumerate(families.values()) if code in each.split()) for code in codes
+            ],
+        },
+        "dealt": {**given, "expert_of": [place % len(families) for place in range(len(codes))]},
+        "wide": {**dense, "mlp_width": len(families) * sizes["narrow"]},
+        "deep": {**dense, "depth": 4},
+    }
+    return {"width": sizes["width"], "heads": sizes["heads"], "depth": 2, **own[name]}
+
+
+def write_rows(data: str, folder: Path) -> Path:
+    """The rows of the data as tables, of which that of held-out ones has `EVALUATED`, evenly taken."""
+    languages = languages_of(data)
+    content = (
+        numbers("translation", (DIGITS, *languages)) if data == "numbers" else names("translation", languages)
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, part in zip(("train", "val"), content.parts):
+        rows = [row for row in part if isinstance(row, Row) and len(row.texts[1].encode()) < LONGEST]
+        if data == "numbers":
+            rows = [row for row in rows if len(row.texts[0].rpartition(" ")[2]) <= DIGITS_OF_NUMBERS]
+        if split == "val":
+            rows = random.Random(0).sample(rows, min(EVALUATED, len(rows)))
+        lines = ["\t".join((*row.texts, row.label or "")) for row in rows]
+        (folder / f"{split}.tsv").write_text(
+            "\n".join(["source\ttarget\tlanguage", *lines]), encoding="utf-8"
+        )
+    return folder
+
+
+def settings(name: str, data: str, rows: Path, seed: int, steps: int, output: Path) -> RunConfig:
     """The run of a model."""
     sides = {
         f"model.{side}.{field}": value
         for side in ("encoder", "decoder")
-        for field, value in MODELS[name].items()
+        for field, value in stack_changes(name, data).items()
     }
-    more = {"model": "marian-moe-tiny", "seed": seed, "recipe.steps": steps, "output": str(output)}
+    more = {
+        "model": "marian-moe-tiny", "model.decoder_sequence": LONGEST, "seed": seed, "recipe.steps": steps,
+        "recipe.lr": 3e-3, "data.source": f"pairs:{rows}", "data.columns": ["source", "target", "language"],
+        "output": str(output),
+    }  # fmt: skip
     return load_run(overrides={**more, **sides})
 
 
-def trained(name: str, seed: int, steps: int, output: Path) -> dict[str, Any]:
-    """What a run reached, and how fast; made or continued if it is not complete."""
+def trained(config: RunConfig) -> dict[str, Any]:
+    """What a run reached; made or continued if it is not complete."""
+    output = Path(config.output)
     file = output / "metrics.jsonl"
     if not (file.exists() and any(record["event"] == "summary" for record in read_metrics(file))):
-        train(settings(name, seed, steps, output))
-    records = read_metrics(file)
-    last = [record for record in records if record["event"] == "evaluation"][-1]
-    rates = [record["tokens_per_second"] for record in records if record["event"] == "steps"]
-    found = {name: last[name] for name in ("chrf", "exact_match", "loss")}
-    found |= {"unseen": last["samples"], "training_tokens_per_second": statistics.median(rates)}
+        train(config)
+    last = [record for record in read_metrics(file) if record["event"] == "evaluation"][-1]
+    reached = {name: last[name] for name in ("chrf", "exact_match", "loss")} | {"unseen": last["samples"]}
     if (output / "experts").is_dir():
-        found["largest_over_mean_load"] = [imbalance(row) for row in read_loads(output).totals]
-    return found
+        reached["largest_over_mean_load"] = [imbalance(row) for row in read_loads(output).totals]
+    return reached
 
 
-def opened(output: Path) -> tuple[Any, Prompts]:
-    """The model of a run, and sources that it translates."""
-    config = load(RunConfig, file=output / "run.toml")
-    model: Any = create(config.model)
-    load_weights(model, str(output / "export"))
-    task = Translation()
-    source = task.open(config.data, config.model, "val")
-    tokenizer = tokenizer_of(source)
-    prepare = PrepareTranslation(tokenizer, 0.0, labelled=config.model.graph.labelled)
-    inputs = prepare(first_samples(source, TEXTS), torch.device("cpu")).inputs
-    routes = inputs[7] if config.model.graph.routed else None
-    return model.eval(), Prompts.translating(inputs[0], inputs[2], tokenizer.start, routes=routes)
+class Contestant:
+    """A trained model whose speeds are measured."""
+
+    def __init__(self, output: Path) -> None:
+        config = load(RunConfig, file=output / "run.toml")
+        task, none = Translation(), torch.device("cpu")
+        rows = {split: task.open(config.data, config.model, split) for split in ("train", "val")}
+        tokenizer = tokenizer_of(rows["val"])
+        prepare = PrepareTranslation(tokenizer, 0.0, labelled=config.model.graph.labelled)
+        self.batch = prepare(first_samples(rows["train"], config.plan.micro_batch), none)
+        self.built = build(config.model, config.plan, recipe=config.recipe, loss=task)
+        self.model: Any = create(config.model)
+        load_weights(self.model, str(output / "export"))
+        self.model.eval()
+        inputs = prepare(first_samples(rows["val"], TEXTS), none).inputs
+        routes = inputs[7] if config.model.graph.routed else None
+        self.prompts = Prompts.translating(inputs[0], inputs[2], tokenizer.start, routes=routes)
+
+    def step(self) -> float:
+        """Tokens of a training step."""
+        self.built.step([self.batch])
+        return self.batch.tokens
+
+    def decode(self) -> float:
+        """Tokens that are made for `TEXTS` texts, whatever they say."""
+        sample(self.model, self.prompts, Decoding(max_tokens=TOKENS, ignore_end=True), ends=())
+        return TEXTS * TOKENS
 
 
-def decoding_rates(runs: dict[str, Path], rounds: int = 7) -> dict[str, float]:
-    """Tokens per second of each model, the median of rounds in which all take turns."""
-    models = {name: opened(output) for name, output in runs.items()}
-    decoding = Decoding(max_tokens=TOKENS, ignore_end=True)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+def speeds(contestants: dict[str, Contestant], rounds: int = 15) -> dict[str, dict[str, float]]:
+    """Tokens per second of each model in training and in decoding: medians of rounds in which all take turns."""
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {"training": [], "decoding": []} for name in contestants
+    }
     for turn in range(rounds + 1):
-        for name, (model, prompts) in models.items():
-            begun = time.perf_counter()
-            sample(model, prompts, decoding, ends=())
-            if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - begun)
-    return {name: TEXTS * TOKENS / statistics.median(each) for name, each in seconds.items()}
+        for name, one in contestants.items():
+            for kind, work in (("training", one.step), ("decoding", one.decode)):
+                begun = time.perf_counter()
+                tokens = work()
+                if turn:  # the first one warms up
+                    seconds[name][kind].append((time.perf_counter() - begun) / tokens)
+    return {
+        name: {f"{kind}_tokens_per_second": 1.0 / statistics.median(each) for kind, each in kinds.items()}
+        for name, kinds in seconds.items()
+    }
 
 
 def summary(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -152,33 +225,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--data", choices=tuple(SIZES), default="numbers")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    rows = write_rows(options.data, options.runs / "rows")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in MODELS}
     for seed in range(options.seeds):
         for name in MODELS:  # in turn, so that a machine that grows slower does so for all
-            found = trained(name, seed, options.steps, options.runs / f"{name}-{seed}")
-            results[name].append(found)
-            print(name, seed, json.dumps(found), flush=True)
+            config = settings(name, options.data, rows, seed, options.steps, options.runs / f"{name}-{seed}")
+            results[name].append(trained(config))
+            print(name, seed, json.dumps(results[name][-1]), flush=True)
     first = {name: options.runs / f"{name}-0" for name in MODELS}
-    rates = decoding_rates(first)
+    measured = speeds({name: Contestant(output) for name, output in first.items()})
     models = {}
     for name, output in first.items():
-        config = load(RunConfig, file=output / "run.toml").model
-        work = totals(config)
-        tokens = sum(config.graph.lengths)
+        config = load(RunConfig, file=output / "run.toml")
+        work = totals(config.model)
         models[name] = {
-            "model": title(config),
-            "experts": stacks(config)[0].experts,
+            "model": title(config.model),
+            "experts": stacks(config.model)[0].experts,
             "parameters": work.parameters,
-            "flops_per_token": work.model_flops / tokens,
-            "decoding_tokens_per_second": rates[name],
+            "flops_per_token": work.model_flops / sum(config.model.graph.lengths),
+            **measured[name],
         }
     data = {
-        "seeds": options.seeds, "steps": options.steps, "families": FAMILIES, "models": models,
-        "summary": summary(results), "runs": results, "environment": environment(),
+        "data": options.data, "seeds": options.seeds, "steps": options.steps, "families": families_of(options.data),
+        "models": models, "summary": summary(results), "runs": results, "environment": environment(),
     }  # fmt: skip
     options.output.write_text(json.dumps(data, indent=1) + "\n")
     print(json.dumps({"models": models, "summary": data["summary"]}, indent=1))

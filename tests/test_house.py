@@ -428,21 +428,21 @@ LINES = {
     "(modules)": 1580,
     "boundary": 1590,
     "checkpoint": 1980,
-    "cli": 3710,
+    "cli": 3720,
     "compress": 1540,
-    "config": 4950,
+    "config": 4990,
     "data": 6640,
     "decode": 2580,
     "doctor": 450,
     "export": 780,
-    "infer": 1040,
+    "infer": 1090,
     "kernels": 3260,
-    "ladder": 5370,
+    "ladder": 5380,
     "launch": 1550,
-    "models": 6740,
+    "models": 6760,
     "optim": 1730,
-    "parallel": 3550,
-    "planner": 6040,
+    "parallel": 3810,
+    "planner": 6170,
     "precision": 5450,
     "probe": 1040,
     "products": 790,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 73_300
+    assert sum(LINES.values()) <= 73_800
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -161,6 +161,9 @@ INFERENCE: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
     ),
     "heads_split_over_tensor_parallel": ("tp=5", "gpt2", {}, "12 attention heads"),
     "every_stack_is_cut_into_stages": ("pp=13", "gpt2", {}, "a stack of the model has 12"),
+    "experts_are_split_over_ranks": ("dp=2 ep=3", None, {}, "use an ep of"),
+    "hosts_answer_at_any_time": ("dp=2 pp=2 ep=2", None, {}, "could wait for ever"),
+    "every_rank_hosts_experts": ("dp=16 ep=16", "mixtral-8x7b", {}, "the model has 8; use at most that"),
 }
 
 

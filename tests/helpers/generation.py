@@ -32,6 +32,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "first_norm": False,
     },
     "mixtral": {"kv_heads": 2, "experts": 4, "experts_per_token": 2, "shared_experts": 1},
+    "pair": {"experts": 2, "experts_per_token": 1},
     "sigmoid": {
         "experts": 4,
         "experts_per_token": 2,

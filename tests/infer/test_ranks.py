@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.families import small
 from helpers.generation import Letters, tiny
 from helpers.rank_pool import pool
 from penstock.cli import main
@@ -23,8 +24,10 @@ from penstock.errors import ConfigError
 from penstock.infer.encode import Embedder
 from penstock.infer.generator import Generator
 from penstock.infer.load import loaded
+from penstock.models import create
 from penstock.models.convert import save_pretrained
-from penstock.parallel import dims_of
+from penstock.parallel import ALONE, dims_of
+from penstock.parallel.hosts import attend, rounds_of
 from penstock.products.stored import Stored
 from penstock.serve.led import Led
 
@@ -86,14 +89,92 @@ def test_all_go_together() -> None:
     _same("pp=2 tp=2", ["llama", "t5-tiny"], [*FEW, "groups"])
 
 
-def _too_many_stages() -> str:
+def test_hosted_experts_make_the_same_texts_in_every_way() -> None:
+    _same("dp=2 ep=2", ["mixtral", "nllb-moe-tiny"], list(WAYS))
+    _same("dp=2 ep=2", ["sigmoid"], list(FEW))
+    _same("tp=2 ep=2", ["mixtral", "nllb-moe-tiny"], [*FEW, "guessed"])
+    _same("dp=2 tp=2 ep=4", ["mixtral"], list(FEW))
+    _same("dp=4 ep=2", ["mixtral"], list(FEW))  # one rank of a group has no text
+
+
+def _logits(line: str) -> list[torch.Tensor]:
+    """Logits of texts of several lengths on each rank, and of none on the last, by experts on all of them."""
+    plan = Plan.parse(line)
+    dims = dims_of(plan, "cpu") if plan.gpus > 1 else ALONE
+    found = loaded(tiny("mixtral", words=WORDS), plan, weights="plain", tokenizer=None, dims=dims)
+    rows = ROWS if dims.alone else ROWS[dims.data_rank : dims.data_rank + 1]
+    with torch.inference_mode():
+        made = [found.model(torch.tensor([row])) for row in rows]
+        # As parts of one batch, of which padding is behind each text.
+        longest = max(map(len, rows), default=0)
+        padded = [[*row, *[0] * (longest - len(row))] for row in rows]
+        made += [found.model(torch.tensor(padded))[i, : len(row)] for i, row in enumerate(rows)]
+        attend(found.model)
+    return made
+
+
+@pytest.mark.parametrize("line", ["dp=2 ep=2", "dp=4 ep=4"])
+def test_logits_do_not_depend_on_who_hosts_experts(line: str) -> None:
+    expected = _logits("baseline")
+    for rank, made in enumerate(pool(Plan.parse(line).gpus).run(_logits, line)):
+        assert len(made) == 2 * (rank < len(ROWS))
+        for one, place in zip(made, (rank, len(ROWS) + rank)):
+            torch.testing.assert_close(one, expected[place], rtol=1e-10, atol=1e-10)
+
+
+def _counted() -> tuple[int, list[int], list[int]]:
+    """Parameters of experts on this rank, and all ranks' visits; the same after more ranks have had texts."""
+    made = Generator(tiny("mixtral"), Plan(dp=2, ep=2), ends=())
+    made.generate(ROWS[:1], max_tokens=4)
+    rounds = rounds_of(made.model)
+    assert rounds is not None
+    once = [int(hosts.visits.sum()) for hosts in rounds.hosts]
+    made.generate(ROWS[:2], max_tokens=4)
+    held = sum(expert.flat.numel() for hosts in rounds.hosts for expert in hosts.experts.values())
+    return held, once, [int(hosts.visits.sum()) for hosts in rounds.hosts]
+
+
+def test_each_rank_holds_its_experts_and_visits_are_counted() -> None:
+    model = tiny("mixtral")
+    whole = sum(p.numel() for name, p in model.named_parameters() if name.split(".")[-2] in ("up", "down"))
+    shared = sum(p.numel() for name, p in model.named_parameters() if ".shared." in name)
+    # Two experts for each token of a prompt, and for each new one but the last.
+    once, twice = [2 * (3 + 3)] * 2, [2 * (3 + 3 + 3 + 3 + 5 + 3)] * 2
+    assert pool(2).run(_counted) == [((whole - shared) // 2, once, twice)] * 2
+
+
+def _embedded(line: str, count: int) -> torch.Tensor:
+    config: Any = small("bert-tiny", experts=4, experts_per_token=2, balance=0.0)
+    torch.manual_seed(0)
+    model = create(config, dtype=torch.float64)
+    rows = [[(3 * n + k) % 13 for k in range(2 + n)] for n in range(count)]
+    with Embedder(model, Plan.parse(line), batch=2) as made:  # type: ignore[arg-type]
+        return made.embed(rows)
+
+
+@pytest.mark.parametrize(("line", "count"), [("dp=2", 5), ("dp=2 ep=2", 5), ("dp=2 ep=2", 1)])
+def test_texts_are_embedded_by_experts_on_all_ranks(line: str, count: int) -> None:
+    expected = _embedded("baseline", count)
+    for found in pool(2).run(_embedded, line, count):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def _refused(line: str, name: str) -> str:
     with pytest.raises(ConfigError) as refused:
-        Generator(tiny("gpt"), Plan(pp=4))
+        Generator(tiny(name), Plan.parse(line))
     return str(refused.value)
 
 
-def test_a_stage_has_a_block() -> None:
-    assert "a stack of the model has 2; use at most that" in pool(4).run(_too_many_stages)[0]
+@pytest.mark.parametrize(
+    ("line", "name", "said"),
+    [
+        ("pp=4", "gpt", "a stack of the model has 2; use at most that"),
+        ("dp=4 ep=4", "gpt", "the model has none; use plan.ep=1"),
+        ("dp=4 ep=4", "pair", "the model has 2; use at most that"),
+    ],
+)
+def test_ranks_without_a_part_are_refused(line: str, name: str, said: str) -> None:
+    assert said in pool(4).run(_refused, line, name)[0]
 
 
 def _unseeded() -> list[tuple[int, ...]]:
@@ -232,7 +313,8 @@ def test_of_several_ranks_one_reads_and_one_prints(folder: Path) -> None:
         ("cp=2", "plan.cp=2 splits the tokens of a text"),
         ("tp=2 sp=true", "use plan.sp=false"),
         ("dp=2 sharding=fsdp", "use plan.sharding=ddp"),
-        ("dp=2 ep=2", "use plan.ep=1"),
+        ("dp=2 pp=2 ep=2", "could wait for ever"),
+        ("dp=2 ep=2 compile=whole", "the ranks of plan.ep=2"),
     ],
 )
 def test_what_ranks_cannot_do_is_told(line: str, said: str) -> None:
@@ -240,9 +322,9 @@ def test_what_ranks_cannot_do_is_told(line: str, said: str) -> None:
         Generator(tiny("gpt"), Plan.parse(line))
 
 
-def test_vectors_are_made_on_one_device() -> None:
-    with pytest.raises(ConfigError, match="Only text is generated on several devices"):
-        Embedder(tiny("gpt"), Plan(dp=2))  # type: ignore[arg-type]
+def test_layers_are_split_for_generation_alone() -> None:
+    with pytest.raises(ConfigError, match="only to generate text"):
+        Embedder(tiny("gpt"), Plan(tp=2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

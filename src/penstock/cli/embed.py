@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,11 +22,18 @@ def embed(
 ) -> None:
     """Turn texts into vectors of length 1, each a JSON list on a line of its own.
 
-    TEXTS come from the command line, from --file, or from what is piped in, one a line.
+    TEXTS come from the command line, from --file, or from what is piped in, one a line. With --plan, each of several
+    processes does its part, and one prints.
     """
-    model, given = config.named("embed"), words(texts, file)
     from penstock.infer.encode import Embedder
+    from penstock.infer.ranks import require_ranks, told
+    from penstock.parallel import launched
 
-    found = Embedder(model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device)
-    for vector in found.embed(given).tolist():
+    model, plan = config.named("embed"), config.as_plan
+    require_ranks(plan, launched(), weights=config.weights)
+    main = launched() == 1 or os.environ["RANK"] == "0"
+    given = words(texts, file) if main else []
+    with Embedder(model, plan, weights=config.weights, batch=config.batch, device=config.device) as found:
+        vectors = found.embed(told(given, found.dims)).tolist()
+    for vector in vectors if main else ():
         print(json.dumps([round(number, 7) for number in vector]))

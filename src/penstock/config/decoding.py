@@ -143,11 +143,26 @@ class InferConfig(Checked, where=""):
     """cpu, cuda or cuda:N."""
     batch: Count = 32
     """Texts that are computed together."""
+    plan: str = ""
+    """The work of several devices, each with a process of its own (`penstock launch --procs N -- generate …`): `dp=2`
+    splits the texts, and `dp=2 ep=2` the experts too. To generate, `tp=2` splits each layer, `pp=2` gives each device
+    half of the blocks, and `compile=whole` compiles the step that generates the next tokens."""
 
     @property
     def as_plan(self) -> Plan:
         """The Plan that these settings say."""
-        return Plan() if self.dtype == "fp32" else Plan(precision="O3", dtype=self.dtype)
+        plan = Plan.parse(self.plan)
+        return plan if self.dtype == "fp32" else replace(plan, precision="O3", dtype=self.dtype)
+
+    def _problems(self) -> Iterator[str]:
+        try:
+            types = Plan.named(self.plan) & {"precision", "dtype"}
+            Plan.parse(self.plan)
+        except ConfigError as wrong:
+            yield from wrong.problems
+            return
+        if types and self.dtype != "fp32":
+            yield f"dtype={self.dtype} and the plan's {' and '.join(sorted(types))} both say the type; keep one."
 
     def named(self, verb: str) -> str:
         """The model. Raises ConfigError without one."""
@@ -171,26 +186,6 @@ class GenerateConfig(InferConfig, where=""):
     shortlist: str | None = None
     """A file of token numbers: nothing else is generated but what ends a text, and the output is computed for these
     alone."""
-    plan: str = ""
-    """The work of several devices, each with a process of its own (`penstock launch --procs N -- generate …`): `tp=2`
-    splits each layer, `pp=2` gives each device half of the blocks, `dp=2` splits the texts. Also, `compile=whole`
-    compiles the step that generates the next tokens."""
-
-    @property
-    def as_plan(self) -> Plan:
-        """The Plan that these settings say."""
-        plan = Plan.parse(self.plan)
-        return plan if self.dtype == "fp32" else replace(plan, precision="O3", dtype=self.dtype)
-
-    def _problems(self) -> Iterator[str]:
-        try:
-            types = Plan.named(self.plan) & {"precision", "dtype"}
-            Plan.parse(self.plan)
-        except ConfigError as wrong:
-            yield from wrong.problems
-            return
-        if types and self.dtype != "fp32":
-            yield f"dtype={self.dtype} and the plan's {' and '.join(sorted(types))} both say the type; keep one."
 
 
 @dataclass(frozen=True, kw_only=True)

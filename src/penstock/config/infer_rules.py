@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from penstock.config.convert import word
 from penstock.config.decoding import Weights
 from penstock.config.formats import PRODUCTS, Products
-from penstock.config.layout_rules import heads_split_over_tensor_parallel
+from penstock.config.layout_rules import experts_are_split_over_ranks, heads_split_over_tensor_parallel
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.config.rule import Rules
@@ -15,7 +15,6 @@ from penstock.config.rule import Rules
 _FOR_TRAINING = {
     "cp": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp",
     "sp": "splits tokens between split layers, and they are made one at a time; use plan.sp=false",
-    "ep": "sends tokens to experts, which generation cannot do yet; use plan.ep=1, and plan.tp to split each expert",
     "sharding": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers",
 }
 
@@ -24,8 +23,8 @@ INFER_RULES = Rules()
 
 @INFER_RULES.of("infer")
 def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
-    """In inference `tp` and `pp` split the model, and `dp` the texts; `cp`, `sp`, `ep` and `sharding` are for training
-    alone."""
+    """In inference `tp` and `pp` split the model, `ep` its experts, and `dp` the texts; `cp`, `sp` and `sharding` are
+    for training alone."""
     for name, why in _FOR_TRAINING.items():
         if (value := getattr(plan, name)) != getattr(Plan(), name):
             yield f"plan.{name}={word(value)} {why}."
@@ -33,11 +32,11 @@ def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _a_compiled_step_is_on_one_device(plan: Plan) -> Iterator[str]:
-    """`compile` goes with neither `tp` nor `pp` where text is generated."""
-    if plan.compile != "none" and (plan.tp > 1 or plan.pp > 1):
-        degrees = " and ".join(
-            f"plan.{name}={getattr(plan, name)}" for name in ("tp", "pp") if getattr(plan, name) > 1
-        )
+    """`compile` goes with neither `tp`, `pp` nor `ep` where text is generated."""
+    degrees = " and ".join(
+        f"plan.{name}={getattr(plan, name)}" for name in ("tp", "pp", "ep") if getattr(plan, name) > 1
+    )
+    if plan.compile != "none" and degrees:
         yield (
             f"plan.compile={plan.compile} makes one graph of a step, within which the ranks of {degrees} exchange "
             "results; leave one of them out."
@@ -66,6 +65,38 @@ def _a_shortlist_takes_whole_rows(plan: Plan, shortlist: bool) -> Iterator[str]:
 
 
 INFER_RULES.of("infer")(heads_split_over_tensor_parallel)
+INFER_RULES.of("infer")(experts_are_split_over_ranks)
+
+
+@INFER_RULES.of("infer")
+def _hosts_answer_at_any_time(plan: Plan) -> Iterator[str]:
+    """In inference `ep` goes without `pp`."""
+    if plan.ep > 1 and plan.pp > 1:
+        yield (
+            f"plan.ep={plan.ep} lets ranks wait for each other's tokens, and so does plan.pp={plan.pp}: together they "
+            "could wait for ever where ranks have other texts. Use plan.pp=1, and plan.tp to split what is left."
+        )
+
+
+@INFER_RULES.of("infer")
+def _every_rank_hosts_experts(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """In inference `ep` is at most the model's experts, and whoever chooses experts by a whole sample has it on one
+    rank."""
+    if plan.ep == 1:
+        return
+    mixed = [run.stack for run in model.graph.runs if any(layer.mixture for layer in run.stack.layers)]
+    if not mixed:
+        yield f"plan.ep={plan.ep} hosts experts on several ranks, but the model has none; use plan.ep=1."
+    for stack in mixed:
+        if stack.experts < plan.ep:
+            yield (
+                f"plan.ep={plan.ep} leaves ranks without an expert: the model has {stack.experts}; use at most that."
+            )
+        if stack.chooses_by_sample and plan.tp > 1:
+            yield (
+                f"This model's experts are chosen by looking at all tokens of a sample, of which with "
+                f"plan.ep={plan.ep} each rank of plan.tp={plan.tp} has a part; use plan.tp=1, and plan.dp for texts."
+            )
 
 
 @INFER_RULES.of("infer")

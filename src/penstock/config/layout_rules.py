@@ -133,7 +133,7 @@ def _virtual_stages_interleave(plan: Plan) -> Iterator[str]:
 
 
 @LAYOUT_RULES.of("degrees")
-def _experts_are_split_over_ranks(plan: Plan) -> Iterator[str]:
+def experts_are_split_over_ranks(plan: Plan) -> Iterator[str]:
     """`ep` divides the ranks of a pipeline stage, `dp` times `cp` times `tp`."""
     ranks = plan.dp * plan.cp * plan.tp
     if ranks % plan.ep:

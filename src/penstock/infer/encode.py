@@ -7,9 +7,10 @@ attention. Results come in the order of the texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -22,9 +23,12 @@ from penstock.config.graph import TokenInput
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
+from penstock.infer.ranks import everyones, own, together
 from penstock.infer.text import needed
 from penstock.models.anatomy import set_switch
 from penstock.models.model import Model
+from penstock.parallel import ALONE, ParallelDims, local_device
+from penstock.parallel.hosts import attend
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -38,10 +42,13 @@ _MOST_BYTES = 256 << 20
 class _Texts:
     """An encoder, its tokenizer, and batches by length: the base of all that reads texts here."""
 
-    def __init__(self, found: Loaded, batch: int, run: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, found: Loaded, batch: int, run: Callable[..., Tensor], dims: ParallelDims = ALONE
+    ) -> None:
         """`run` is the model, or what of it is to be run."""
         assert isinstance(found.model, Model)
         self.model, self.tokenizer, self.batch, self.run = found.model, found.tokenizer, batch, run
+        self.dims = dims
         set_switch(self.model, "padding", "remove")
 
     def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
@@ -67,11 +74,18 @@ class _Texts:
     def compute(
         self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """`finish` of the model's outputs and the lengths, for all rows in their order."""
+        """`finish` of the model's outputs and the lengths, for all rows in their order. Ranks split the rows."""
         if not rows:
             raise ConfigError("There are no texts; give at least one.")
         if any(not ids for ids, _ in rows):
             raise ConfigError("A text has no tokens; write something.")
+        here = self._computed(rows[own(len(rows), self.dims)], finish)
+        attend(self.model)
+        return torch.cat([part.to(here.device) for part in everyones([here], self.dims) if len(part)])
+
+    def _computed(
+        self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
         device = next(self.model.parameters()).device
         found: Tensor | None = None
@@ -92,14 +106,16 @@ class _Texts:
                 part = finish(outputs, lengths.to(device))
             found = part.new_empty(len(rows), *part.shape[1:]) if found is None else found
             found[torch.tensor(some, device=device)] = part
-        assert found is not None
-        return found
+        return torch.empty(0, device=device) if found is None else found
 
 
 class Embedder:
     """Vectors of texts, by an encoder: one of ours, or a folder of transformers with BERT.
 
     A text's vector is the mean of its tokens' features, or its first token's where the folder's `1_Pooling` says so.
+
+    With `dp` in the Plan, as many ranks make the same calls, split the texts and get all vectors; with `ep`, each hosts
+    some experts of a mixture. They are those that `penstock.Generator` would use, and end with `with` as there.
     """
 
     def __init__(
@@ -112,13 +128,35 @@ class Embedder:
         batch: int = 32,
         device: torch.device | str = "cpu",
     ) -> None:
-        found = loaded(
-            model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, careful=True
-        )
-        if found.model.graph.vision or found.model.graph.writer is not None:
-            raise ConfigError(f"A {type(found.model).__name__} gives no vectors of texts; give an encoder.")
-        self._texts = _Texts(found, batch, found.model.features)
-        self.first = found.pooled_first
+        """Raises ConfigError for a model that is no encoder, and for a Plan with `tp`, `pp` or `cp`."""
+        plan = plan or Plan()
+        self.dims = ALONE
+        with ExitStack() as joining:
+            if plan.gpus > 1 and plan.gpus == plan.dp:
+                device = local_device(torch.device(device))
+                self.dims = joining.enter_context(together(plan, device, weights=weights))
+            found = loaded(
+                model,
+                plan,
+                weights=weights,
+                tokenizer=tokenizer,
+                device=device,
+                dims=self.dims,
+                careful=True,
+            )
+            if found.model.graph.vision or found.model.graph.writer is not None:
+                raise ConfigError(
+                    f"A {type(found.model).__name__} gives no vectors of texts; give an encoder."
+                )
+            self._texts = _Texts(found, batch, found.model.features, self.dims)
+            self.first = found.pooled_first
+            self._joined = joining.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._joined.__exit__(*problem)
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, normalize: bool = True) -> Tensor:
         """Vectors (texts, D) in fp32 on the model's device; of length 1 unless `normalize` is false."""

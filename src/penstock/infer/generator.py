@@ -29,6 +29,7 @@ from penstock.infer.ranks import everyones, own, together, told
 from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
 from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
+from penstock.parallel.hosts import attend
 from penstock.products.shortlist import read_shortlist
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ class Generator:
     `draft` is a smaller model with the same vocabulary, for `speculate`.
 
     With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see
-    `penstock.infer.ranks`. They are those of the process group that is there, or those that `penstock launch` or
-    torchrun started, which meet once more when `with` ends.
+    `penstock.infer.ranks`. With `ep`, each hosts some experts of a mixture: see `penstock.parallel.hosts`. Ranks are
+    those of the process group that is there, or those that `penstock launch` or torchrun started, which meet once more
+    when `with` ends.
 
     Raises ConfigError for a model that does not generate or a Plan that ranks cannot generate by, and what opening a
     folder raises.
@@ -109,7 +111,7 @@ class Generator:
                 )
             self._draft: Generating | None = None
             if draft is not None:
-                drafting = self._open(draft, plan, weights, None)
+                drafting = self._open(draft, plan, weights, None, beside=self.model)
                 small = drafting.model
                 same = type(small) is type(self.model)
                 if not same or small.config.vocabulary != self.model.config.vocabulary:
@@ -133,6 +135,7 @@ class Generator:
         weights: Weights,
         tokenizer: Tokenizer | None,
         shortlist: Sequence[int] = (),
+        beside: Model | None = None,
     ) -> Loaded:
         found = loaded(
             model,
@@ -142,6 +145,7 @@ class Generator:
             device=self.device,
             dims=self.dims,
             shortlist=shortlist,
+            beside=beside,
         )
         if not found.model.graph.generates:
             raise ConfigError(
@@ -184,6 +188,7 @@ class Generator:
             return self._generated(rows[some], routes[some], own_seeds, decoding)
 
         found = in_parts(stages_of(self.model), generated, len(rows), self.dims) if rows else []
+        attend(self.model)
         return everyones(found, self.dims)
 
     @torch.inference_mode()
@@ -243,6 +248,7 @@ class Generator:
                 if piece := text.add(tokens):
                     yield piece
             finished = finished or text.stopped
+        attend(self.model)
         if piece := text.end():
             yield piece
 

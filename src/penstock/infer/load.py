@@ -28,6 +28,7 @@ from penstock.models.convert.hub import local_weights
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS
+from penstock.parallel.hosts import host_experts, rounds_of
 from penstock.parallel.tensor import line_of, split_layers
 from penstock.products.convert import store_linears, suited
 from penstock.products.shortlist import shorten
@@ -66,20 +67,22 @@ def loaded(
     dims: ParallelDims = ALONE,
     careful: bool = False,
     shortlist: Sequence[int] = (),
+    beside: nn.Module | None = None,
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
     changed in place. Of several ranks, `dims` is this one's place: each reads the whole model on the host, and its
     device gets this rank's part. `careful` is as `store_linears` takes it. Of a model that generates,
-    tokens that are neither on the `shortlist`, if there is one, nor end a text have no logits.
+    tokens that are neither on the `shortlist`, if there is one, nor end a text have no logits. `beside` is another
+    model that is served together with this one, as in `penstock.parallel.hosts.host_experts`.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
     opening a folder raises.
     """
     if plan.gpus != dims.size:
         raise ConfigError(
-            f"Only text is generated on several devices; this runs on one, but the plan asks for {plan.gpus}. Leave "
-            "dp, tp, pp and cp out."
+            f"Layers are split over devices only to generate text, and texts to generate and to embed; the plan asks "
+            f"for {plan.gpus} devices. Leave tp, pp and cp out, and to classify dp too."
         )
     form: Weights | Products = weights
     if weights == "auto" and plan.products != "plain":
@@ -102,7 +105,7 @@ def loaded(
     if plan.precision != "O0":
         module = module.to(wanted)
     if not dims.alone:
-        _share_out(module, dims, alike=said is not None)
+        _share_out(module, dims, torch.device(device), alike=said is not None, beside=beside)
     module = module.to(device)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
         set_switch(module, "attention", "auto" if plan.attention == "sdpa" else plan.attention)
@@ -128,22 +131,27 @@ def loaded(
     )
 
 
-def _share_out(module: nn.Module, dims: ParallelDims, *, alike: bool) -> None:
+def _share_out(
+    module: nn.Module, dims: ParallelDims, device: torch.device, *, alike: bool, beside: nn.Module | None
+) -> None:
     """Leave this rank its part of the weights: those of rank 0, where ranks may have others (not `alike`). A model that
     is sharded already stays as it is.
     """
     split, cut_up = line_of(module) is not None, stages_of(module) is not None
-    if sharded(module) or (split and dims.tp == 1) or (cut_up and dims.pp == 1):
+    hosted = rounds_of(module) is not None
+    if sharded(module) or (split and dims.tp == 1) or (cut_up and dims.pp == 1) or (hosted and dims.ep == 1):
         raise ConfigError(
             "Ranks shard the model's weights otherwise than the plan asks for; give the folder of its export."
         )
-    if split or cut_up:
+    if split or cut_up or hosted:
         return
-    for names in () if alike else (("pp",), LOSS):
+    for names in () if alike else (("pp",), ("tp",), LOSS):
         if dims.degree(*names) > 1:
             broadcast(module, dims, names)
+    if dims.ep > 1:
+        host_experts(module, dims, device, beside=beside)
     if dims.tp > 1:
-        split_layers(module, Plan(tp=dims.tp), dims, alike=alike)
+        split_layers(module, Plan(tp=dims.tp), dims, alike=True)
     if dims.pp > 1:
         cut(module, dims)
 

@@ -1,5 +1,5 @@
-"""Ranks that generate together: those of `tp` split each layer, those of `pp` have some blocks each, and those of `dp`
-split the texts of a call.
+"""Ranks that generate together: those of `tp` split each layer, those of `pp` have some blocks each, those of `dp`
+split the texts of a call, and those of `ep` host some experts each, for the texts of all.
 
 Every rank makes the same calls, with the same prompts and settings, and is given all texts. Ranks that share a model
 out take the same steps. What they choose tokens by is the same on all of them to the bit, for sums over ranks, gathered
@@ -23,7 +23,7 @@ from penstock.parallel import ParallelDims, joined, launched
 from penstock.parallel.dims import DATA
 
 T = TypeVar("T")
-_DEGREES = ("dp", "tp", "pp")
+_DEGREES = ("dp", "tp", "pp", "ep")
 
 
 def require_ranks(plan: Plan, size: int, **more: Any) -> None:

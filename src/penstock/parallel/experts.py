@@ -33,15 +33,19 @@ from penstock.shards import EXPERT
 class Visits:
     """Experts are whole, and tokens travel to the rank that holds them. See `Exchange`."""
 
-    def __init__(self, group: distributed.ProcessGroup, line: Line | None = None) -> None:
+    line: Line | None = None
+    """The ranks that have the same samples, and whether their tokens are split already."""
+    splits_tokens = False
+    _flat: Line | None = None
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
         self.group = group
         """The ranks that hold all experts together."""
-        self.line = line
-        """The ranks that have the same samples, and whether their tokens are split already."""
-        self.splits_tokens = line is not None
-        self._flat = None if line is None else line.sibling()
-        if self._flat is not None:
-            self._flat.dim = 0
+
+    def split_over(self, line: Line) -> None:
+        """Let each rank of `line` route a part of the tokens that all of them have."""
+        self.line, self.splits_tokens, self._flat = line, True, line.sibling()
+        self._flat.dim = 0
 
     def __deepcopy__(self, memo: Any) -> Visits:
         return self  # a copy of a model belongs to the same group

@@ -211,7 +211,7 @@ class _Splitter:
             # Of a part of the tokens, or of a part of what experts make of all.
             self._sees_a_part(role.router)
         if isinstance(mixture.exchange, Visits):
-            mixture.exchange = Visits(mixture.exchange.group, line)
+            mixture.exchange.split_over(line)
             return
         mixture.exchange = Slices(line)
         self._split(role.up, {"weight": 1, "bias": 1}, pieces=len(role.up.fused), kind=Part)

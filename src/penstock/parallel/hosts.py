@@ -1,0 +1,253 @@
+"""Experts over ranks while a model serves: any rank may have tokens, at any block, or none at all.
+
+Neighbours form a group of `ep` ranks. Each hosts some experts, and an expert may have several replicas. A training step
+visits every mixture on all ranks at the same time. Ranks that generate have other texts, of other lengths, or none. So
+exchanges go in rounds, in which all ranks of a group take part:
+
+1. Every rank reports the mixture that it stands at, and how many of its tokens visit each expert.
+2. The round is for the first mixture that anyone stands at. Ranks further on send nothing, and come again.
+3. Tokens travel to hosts of their experts, and results back.
+
+A rank that has made its own texts reports so, and hosts its experts until all ranks have. A rank that lags behind so
+catches up with the others, and from then on their tokens share a round: as many exchanges as in a training step.
+
+Note: what a placement changes. The tokens that visit an expert have one order, by rank and then by place, and are
+multiplied `ROWS` at a time. A replica gets whole products. So every product has the same factors wherever it is
+computed: on ranks of one kind, a placement changes no bit of any result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+
+from penstock.kernels.padding import put_rows
+from penstock.models.experts import Compute, MixtureOfExperts, mixtures_of
+from penstock.models.perceptron import activate
+from penstock.parallel.dims import ParallelDims
+from penstock.parallel.experts import Visits
+from penstock.shards import EXPERT
+
+ROWS = 64
+"""Most rows of one product: few enough that replicas can share the visits of one expert."""
+_DONE = 1 << 40
+"""Reported by a rank that has no tokens left, in place of the number of a mixture."""
+_OWN = "penstock_rounds"
+"""Attribute of a model whose experts are hosted."""
+
+Slots = tuple[tuple[int, ...], ...]
+"""The experts that each rank of a group hosts, slot by slot."""
+
+
+class Expert:
+    """One expert's weights, one after the other in one piece of memory."""
+
+    def __init__(self, flat: Tensor, shapes: Sequence[torch.Size]) -> None:
+        """`flat` (n,) holds weights of these shapes: of up (R, D) and down (D, H), and their biases, if there are any.
+        An empty shape stands for a bias that is not there."""
+        self.flat = flat
+        ends = [0, *np.cumsum([math.prod(shape) if shape else 0 for shape in shapes]).tolist()]
+        self.parts = [
+            flat[begin:end].view(shape) if shape else None
+            for (begin, end), shape in zip(pairwise(ends), shapes, strict=True)
+        ]
+
+    def __call__(self, x: Tensor, mixture: MixtureOfExperts) -> Tensor:
+        """x (n, D) to the same."""
+        up, up_bias, down, down_bias = self.parts
+        assert up is not None
+        assert down is not None
+        hidden = x @ up.t() if up_bias is None else x @ up.t() + up_bias
+        made = activate(hidden, mixture.activation) @ down.t()
+        return made if down_bias is None else made + down_bias
+
+
+class Rounds:
+    """The exchanges of one group of ranks, for all models that they serve together."""
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.group = group
+        self.index, self.count = distributed.get_rank(group), distributed.get_world_size(group)
+        self.hosts: list[Hosts] = []
+        """One for each mixture, in the order in which a pass visits them."""
+
+    def visit(self, rows: Tensor, loads: Tensor, hosts: Hosts) -> Tensor:
+        """The results of rows (V, D), sorted by expert, of which `loads` (E,) visit each."""
+        while True:
+            made = self._round(hosts.number, rows, loads)
+            if made is not None:
+                return made
+
+    def attend(self) -> None:
+        """Host experts until no rank has tokens left."""
+        none = torch.zeros(0, dtype=torch.int64)
+        while self._round(_DONE, none, none) is None:
+            pass
+
+    def _round(self, number: int, rows: Tensor, loads: Tensor) -> Tensor | None:
+        """The results of this rank's rows, if the round was for the mixture that it stands at: of none, if all ranks
+        are done."""
+        # Mixtures may differ in their number of experts.
+        most = max(len(one.visits) for one in self.hosts)
+        report = torch.zeros(1 + most, dtype=torch.int64)
+        report[0] = number
+        report[1 : 1 + len(loads)] = loads
+        reports = [torch.empty_like(report) for _ in range(self.count)]
+        distributed.all_gather(reports, report, group=self.group)
+        table = torch.stack(reports).numpy()
+        first = int(table[:, 0].min())
+        if first == _DONE:
+            return rows
+        hosts = self.hosts[first]
+        counts = table[:, 1 : 1 + len(hosts.visits)] * (table[:, :1] == first)
+        hosts.visits += counts.sum(0)
+        rows = rows if first == number else hosts.no_rows
+        made = hosts.exchanged(rows, counts)
+        return made if first == number else None
+
+
+class Hosts(Visits):
+    """One mixture's experts on the ranks that host them. See `penstock.models.experts.Exchange`."""
+
+    def __init__(self, mixture: MixtureOfExperts, rounds: Rounds, slots: Slots, device: torch.device) -> None:
+        """Takes this rank's experts out of a mixture that holds all; the others' memory is freed."""
+        super().__init__(rounds.group)
+        self.rounds, self.number = rounds, len(rounds.hosts)
+        rounds.hosts.append(self)
+        self.mixture = mixture
+        weights = [each for one in mixture.linears for each in (one.weight, one.bias)]
+        self.shapes = [torch.Size(()) if each is None else each.shape[1:] for each in weights]
+        self.no_rows = mixture.up.weight.new_empty(0, mixture.up.in_features, device=device)
+        self.visits = np.zeros(mixture.experts, np.int64)
+        """(E,), visits of all ranks' tokens so far; those of padding between prompts count too."""
+        self.experts = {
+            expert: Expert(
+                torch.cat([each.detach()[expert].flatten() for each in weights if each is not None]).to(
+                    device
+                ),
+                self.shapes,
+            )
+            for expert in slots[rounds.index]
+        }
+        """The experts that this rank hosts."""
+        self.place(slots)
+        for linear in mixture.linears:
+            for name, each in list(linear.named_parameters(recurse=False)):
+                setattr(linear, name, nn.Parameter(each.new_empty(0, *each.shape[1:]), requires_grad=False))
+
+    def place(self, slots: Slots) -> None:
+        """Route by this placement from now on. This rank must hold its experts; others that it holds are let go of."""
+        self.slots = slots
+        self.experts = {expert: self.experts[expert] for expert in slots[self.rounds.index]}
+        holders: list[list[int]] = [[] for _ in self.visits]
+        for rank, held in enumerate(slots):
+            for expert in held:
+                holders[expert].append(rank)
+        self._home = np.array([ranks[0] for ranks in holders], np.int64)
+        self._several = {expert: ranks for expert, ranks in enumerate(holders) if len(ranks) > 1}
+
+    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+        return self.rounds.visit(rows, loads, self)
+
+    def hosting(self, counts: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The host of each product, and the number of the first product of each expert, (E + 1,). The visits of rank r
+        to expert e are `counts`[r, e]. Products of an expert with several hosts go to the one with the fewest rows."""
+        totals = counts.sum(0)
+        products = -(-totals // ROWS)
+        first = np.concatenate([[0], products.cumsum()])
+        host = self._home.repeat(products)
+        if self._several:
+            alone = totals.copy()
+            alone[list(self._several)] = 0
+            load = np.bincount(self._home, alone, self.rounds.count)
+            for expert, ranks in self._several.items():
+                left = int(totals[expert])
+                for product in range(first[expert], first[expert + 1]):
+                    host[product] = best = min(ranks, key=load.__getitem__)
+                    load[best] += min(left, ROWS)
+                    left -= ROWS
+        return host, first
+
+    def exchanged(self, rows: Tensor, counts: np.ndarray[Any, Any]) -> Tensor:
+        """The results of this rank's rows (V, D), sorted by expert, in a round with `counts` (ranks, E)."""
+        here, ranks = self.rounds.index, self.rounds.count
+        host, first = self.hosting(counts)
+        totals = counts.sum(0)
+        # All rows of the round, by expert, then by the rank that has them.
+        expert = np.arange(len(totals)).repeat(totals)
+        rank = np.tile(np.arange(ranks), len(totals)).repeat(counts.T.ravel())
+        place = np.arange(len(expert)) - (totals.cumsum() - totals).repeat(totals)
+        product = first[expert] + place // ROWS
+        row_host = host[product]
+        goes = row_host[rank == here]
+        order = torch.from_numpy(goes.argsort(kind="stable")).to(rows.device)
+        sent = np.bincount(goes, minlength=ranks).tolist()
+        mine = row_host == here
+        arrival = torch.from_numpy(rank[mine].argsort(kind="stable")).to(rows.device)
+        came = np.bincount(rank[mine], minlength=ranks).tolist()
+        arrived = self._sent(rows.index_select(0, order), came, sent)
+        made = self._products(put_rows(arrived, arrival, len(arrival)), expert[mine], product[mine])
+        return put_rows(self._sent(made.index_select(0, arrival), sent, came), order, len(order))
+
+    def _sent(self, rows: Tensor, came: list[int], sent: list[int]) -> Tensor:
+        """Rows that come from other ranks for those that are sent to them."""
+        arrived = rows.new_empty(sum(came), rows.shape[1])
+        distributed.all_to_all_single(arrived, rows.to(arrived.dtype), came, sent, group=self.group)
+        return arrived
+
+    def _products(self, rows: Tensor, expert: np.ndarray[Any, Any], product: np.ndarray[Any, Any]) -> Tensor:
+        """The outputs of this rank's experts for rows, in the order of their products."""
+        ends = [0, *(np.flatnonzero(np.diff(product)) + 1).tolist(), len(product)] if len(product) else [0]
+        made = [
+            self.experts[int(expert[begin])](rows[begin:end], self.mixture) for begin, end in pairwise(ends)
+        ]
+        return torch.cat(made) if made else rows
+
+
+def even_slots(experts: int, ranks: int) -> Slots:
+    """As many consecutive experts on each rank, or one fewer."""
+    bounds = [experts * rank // ranks for rank in range(ranks + 1)]
+    return tuple(tuple(range(begin, end)) for begin, end in pairwise(bounds))
+
+
+def host_experts(
+    model: nn.Module,
+    dims: ParallelDims,
+    device: torch.device,
+    *,
+    slots: Sequence[Slots] = (),
+    beside: nn.Module | None = None,
+) -> None:
+    """Let the ranks of `dims` host the experts of a model, in place, for inference alone. All ranks have the same
+    weights before; afterwards those of experts lie on the hosts, on `device`, and in no parameter.
+
+    `slots` are the experts of each rank, for each mixture; none: as many on each. A model `beside` is served together
+    with this one, such as the one that it drafts for: their exchanges go in the same rounds.
+    """
+    assert dims.expert_mesh is not None
+    rounds = None if beside is None else rounds_of(beside)
+    rounds = rounds or Rounds(dims.expert_mesh[EXPERT].get_group())
+    mixtures = mixtures_of(model)
+    for number, mixture in enumerate(mixtures):
+        placed = slots[number] if slots else even_slots(mixture.experts, rounds.count)
+        mixture.exchange = Hosts(mixture, rounds, placed, device)
+    model.__dict__[_OWN] = rounds
+
+
+def rounds_of(model: nn.Module) -> Rounds | None:
+    """The rounds of a model whose experts are hosted by several ranks."""
+    found: Rounds | None = model.__dict__.get(_OWN)
+    return found
+
+
+def attend(model: nn.Module) -> None:
+    """Once a rank has made its own texts: host experts for the other ranks until all are done."""
+    rounds = rounds_of(model)
+    if rounds is not None:
+        rounds.attend()

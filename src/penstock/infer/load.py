@@ -28,7 +28,7 @@ from penstock.models.convert.hub import local_weights
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS
-from penstock.parallel.hosts import host_experts, rounds_of
+from penstock.parallel.hosts import Slots, host_experts, rounds_of
 from penstock.parallel.tensor import line_of, split_layers
 from penstock.products.convert import store_linears, suited
 from penstock.products.shortlist import shorten
@@ -68,13 +68,15 @@ def loaded(
     careful: bool = False,
     shortlist: Sequence[int] = (),
     beside: nn.Module | None = None,
+    slots: Sequence[Slots] = (),
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
     changed in place. Of several ranks, `dims` is this one's place: each reads the whole model on the host, and its
     device gets this rank's part. `careful` is as `store_linears` takes it. Of a model that generates,
     tokens that are neither on the `shortlist`, if there is one, nor end a text have no logits. `beside` is another
-    model that is served together with this one, as in `penstock.parallel.hosts.host_experts`.
+    model that is served together with this one, and `slots` say which experts each rank hosts, as in
+    `penstock.parallel.hosts.host_experts`.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
     opening a folder raises.
@@ -105,7 +107,7 @@ def loaded(
     if plan.precision != "O0":
         module = module.to(wanted)
     if not dims.alone:
-        _share_out(module, dims, torch.device(device), alike=said is not None, beside=beside)
+        _share_out(module, dims, torch.device(device), alike=said is not None, beside=beside, slots=slots)
     module = module.to(device)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
         set_switch(module, "attention", "auto" if plan.attention == "sdpa" else plan.attention)
@@ -132,7 +134,13 @@ def loaded(
 
 
 def _share_out(
-    module: nn.Module, dims: ParallelDims, device: torch.device, *, alike: bool, beside: nn.Module | None
+    module: nn.Module,
+    dims: ParallelDims,
+    device: torch.device,
+    *,
+    alike: bool,
+    beside: nn.Module | None,
+    slots: Sequence[Slots],
 ) -> None:
     """Leave this rank its part of the weights: those of rank 0, where ranks may have others (not `alike`). A model that
     is sharded already stays as it is.
@@ -149,7 +157,7 @@ def _share_out(
         if dims.degree(*names) > 1:
             broadcast(module, dims, names)
     if dims.ep > 1:
-        host_experts(module, dims, device, beside=beside)
+        host_experts(module, dims, device, slots=slots, beside=beside)
     if dims.tp > 1:
         split_layers(module, Plan(tp=dims.tp), dims, alike=True)
     if dims.pp > 1:

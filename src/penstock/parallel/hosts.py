@@ -76,6 +76,10 @@ class Rounds:
         self.index, self.count = distributed.get_rank(group), distributed.get_world_size(group)
         self.hosts: list[Hosts] = []
         """One for each mixture, in the order in which a pass visits them."""
+        self.state = 0
+        """A number that other ranks get to know with the next round."""
+        self.states = np.zeros(self.count, np.int64)
+        """The numbers of all ranks, as of the last round: the same on all."""
 
     def visit(self, rows: Tensor, loads: Tensor, hosts: Hosts) -> Tensor:
         """The results of rows (V, D), sorted by expert, of which `loads` (E,) visit each."""
@@ -95,17 +99,17 @@ class Rounds:
         are done."""
         # Mixtures may differ in their number of experts.
         most = max(len(one.visits) for one in self.hosts)
-        report = torch.zeros(1 + most, dtype=torch.int64)
-        report[0] = number
-        report[1 : 1 + len(loads)] = loads
+        report = torch.zeros(2 + most, dtype=torch.int64)
+        report[0], report[1] = number, self.state
+        report[2 : 2 + len(loads)] = loads
         reports = [torch.empty_like(report) for _ in range(self.count)]
         distributed.all_gather(reports, report, group=self.group)
         table = torch.stack(reports).numpy()
-        first = int(table[:, 0].min())
+        first, self.states = int(table[:, 0].min()), table[:, 1]
         if first == _DONE:
             return rows
         hosts = self.hosts[first]
-        counts = table[:, 1 : 1 + len(hosts.visits)] * (table[:, :1] == first)
+        counts = table[:, 2 : 2 + len(hosts.visits)] * (table[:, :1] == first)
         hosts.visits += counts.sum(0)
         rows = rows if first == number else hosts.no_rows
         made = hosts.exchanged(rows, counts)
@@ -136,6 +140,7 @@ class Hosts(Visits):
             for expert in slots[rounds.index]
         }
         """The experts that this rank hosts."""
+        self.expert_bytes = sum(map(math.prod, filter(None, self.shapes))) * self.no_rows.element_size()
         self.place(slots)
         for linear in mixture.linears:
             for name, each in list(linear.named_parameters(recurse=False)):

@@ -77,6 +77,8 @@ class Backend:
         self.settings, self.opener, self.stall_seconds = settings, opener, stall_seconds
         self.room = settings["slots"] + settings["waiting"]
         self.about: dict[str, Any] = {}
+        self.experts: dict[str, Any] = {}
+        """How hosted experts stand, as of `penstock.serve.balance.Balance.state`; empty where there are none."""
         self.ready = asyncio.Event()
         self.restarts = -1
         self._tickets: dict[int, Ticket] = {}
@@ -199,6 +201,7 @@ class Backend:
                 self._send(ticket)
         for number, tokens, finished in message.get("made", ()):
             self._tell(number, Event(tuple(tokens), finished), last=bool(finished))
+        self.experts = message.get("experts", self.experts)
         if "vectors" in message:
             number, vectors = message["vectors"]
             self._tell(number, Event(vectors=vectors), last=True)

@@ -1,9 +1,9 @@
-"""An engine on several ranks that split each layer: one leads, and the others take the same steps.
+"""An engine on several ranks that split each layer, or host experts: one leads, and the others take the same steps.
 
 The leader is the worker of `penstock serve`. It starts the others as processes of its own, which open the same model,
 each with its part. Before a step it tells them which requests were admitted and which slots were freed since the last
-one. Tokens are not told, for all ranks choose the same: see `penstock.infer.ranks`. If one process ends, all end, and
-the server starts a new worker.
+one. Ranks that split layers all choose the same tokens: see `penstock.infer.ranks`. Ranks that host experts have texts
+of their own, and report their tokens after each step. If one process ends, all end, and the server starts a new worker.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.config.plan import Plan
-from penstock.decode.engine import Engine, Made, Request
+from penstock.decode.engine import Engine, Finished, Made, Request
 from penstock.errors import EnvironmentProblem, ExitCode
+from penstock.infer.encode import Embedder
 from penstock.infer.ranks import together, told
 from penstock.parallel import ParallelDims, local_device
+from penstock.parallel.dims import DATA
+from penstock.parallel.hosts import attend, rounds_of
+from penstock.parallel.moving import Mover
+from penstock.serve.balance import Balance
 from penstock.serve.link import packed
 
 _OPENER = "penstock.serve.worker:opened"
@@ -37,18 +43,24 @@ _FOREVER = 1e8
 """Seconds that ranks wait for the next step: a server may have nothing to do for long."""
 _LAST_WORDS = 3.0
 """Seconds in which the leader may say itself why it ends, once another rank has."""
+_ENDS: tuple[Finished, ...] = ("", "stop", "length")
 _HELD = ExitStack()
 """The group of ranks, which lives as long as this process."""
 
 
 class Led:
     """An engine on several ranks, for the worker on the first: each step passes on to the others what was admitted and
-    released.
+    released. Ranks of `dp` each have slots of their own, with an engine of their own; those of `tp` have the same.
     """
 
-    def __init__(self, engine: Engine, dims: ParallelDims) -> None:
-        self.engine, self.dims = engine, dims
-        self._news: list[Request | int] = []
+    def __init__(self, engine: Engine, dims: ParallelDims, balance: Balance | None = None) -> None:
+        """`balance`, on the leader alone, says when experts that ranks host move."""
+        self.engine, self.dims, self.balance = engine, dims, balance
+        self._news: list[tuple[int, Request | int]] = []
+        self._texts = [[False] * engine.slots for _ in range(dims.data_world)]
+        self.rounds = rounds_of(engine.model)
+        self.mover = None if self.rounds is None else Mover(self.rounds)
+        self._reported: Any = None
 
     @property
     def context(self) -> int:
@@ -59,21 +71,79 @@ class Led:
         self.engine.require(request)
 
     def admit(self, request: Request) -> int | None:
+        """As the engine's. Slots are numbered through all ranks; the one with the fewest texts gets the next."""
         decoding = request.decoding
         if decoding.draws and decoding.seed is None:
             seed = random.SystemRandom().randrange(1 << 31)
             request = replace(request, decoding=replace(decoding, seed=seed))
-        self._news.append(request)
-        return self.engine.admit(request)
+        rank = min(range(len(self._texts)), key=lambda one: sum(self._texts[one]))
+        if all(self._texts[rank]):
+            return None
+        slot = self._texts[rank].index(False)
+        if rank == self.dims.data_rank and self.engine.admit(request) is None:
+            return None
+        self._texts[rank][slot] = True
+        self._news.append((rank, request))
+        return rank * self.engine.slots + slot
 
     def release(self, slot: int) -> None:
-        self._news.append(slot)
-        self.engine.release(slot)
+        rank, own = divmod(slot, self.engine.slots)
+        self._texts[rank][own] = False
+        self._news.append((rank, own))
+        if rank == self.dims.data_rank:
+            self.engine.release(own)
 
     def step(self, chunk: int | None = None) -> Sequence[Made]:
-        told((self._news, chunk), self.dims)
+        orders: list[tuple[Any, ...]] = []
+        if self.balance is not None and self.mover is not None:
+            orders = self.balance.orders(self.visits, self.mover.pieces, self.mover.complete())
+        told((self._news, chunk, orders), self.dims)
         self._news = []
-        return self.engine.step(chunk)
+        return self._step(chunk, orders)
+
+    def visits(self) -> list[list[int]]:
+        """How often tokens of all ranks have visited each expert, for each mixture."""
+        return [] if self.rounds is None else [hosts.visits.tolist() for hosts in self.rounds.hosts]
+
+    def experts_news(self) -> dict[str, Any] | None:
+        """How hosted experts stand, if that has changed since the last call; on the leader."""
+        balance = self.balance
+        if balance is None or balance.record is None:
+            return None
+        mark = (balance.record, balance.moves, balance.given_up)
+        if mark == self._reported:
+            return None
+        self._reported = mark
+        return balance.state()
+
+    def _step(self, chunk: int | None, orders: Sequence[tuple[Any, ...]]) -> list[Made]:
+        """One step of this rank's engine, and what all have made."""
+        if self.mover is not None:
+            for order, *more in orders:
+                if order == "begin":
+                    self.mover.begin(*more)
+                elif order == "switch":
+                    self.mover.switch()
+                else:
+                    self.mover.give_up()
+            self.mover.step()
+        with torch.inference_mode():
+            made = self.engine.step(chunk)
+            attend(self.engine.model)
+        return made if self.dims.data_world == 1 else self._all(made)
+
+    def _all(self, made: Sequence[Made]) -> list[Made]:
+        """The results of all ranks' engines: at most one token in each slot."""
+        here = torch.full((self.engine.slots, 2), -1, dtype=torch.int64)
+        for slot, tokens, finished in made:
+            here[slot] = torch.tensor([tokens[0] if tokens else -1, _ENDS.index(finished)])
+        every = [torch.empty_like(here) for _ in range(self.dims.data_world)]
+        distributed.all_gather(every, here, group=self.dims.group(*DATA))
+        return [
+            Made(slot, (token,) if token >= 0 else (), _ENDS[end])
+            for slot, (token, end) in enumerate(torch.cat(every).tolist())
+            if end >= 0
+        ]
 
     def dismiss(self) -> None:
         """Let the others end, if this one leads."""
@@ -90,30 +160,68 @@ class Led:
                 return
             if news is None:
                 return
-            for each in news[0]:
+            admitted, chunk, orders = news
+            for rank, each in admitted:
+                if rank != self.dims.data_rank:
+                    continue
                 if isinstance(each, int):
                     self.engine.release(each)
                 else:
                     self.engine.admit(each)
-            self.engine.step(news[1])
+            self._step(chunk, orders)
+
+
+class LedVectors:
+    """An embedder on several ranks, for the worker on the first: each call passes texts on to the others."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self.embedder, self.dims = embedder, embedder.dims
+
+    def __call__(self, rows: list[list[int]]) -> list[list[float]]:
+        return self.embedder.embed(told(rows, self.dims)).tolist()
+
+    def dismiss(self) -> None:
+        """Let the others end, if this one leads."""
+        if self.dims.main:
+            told(None, self.dims)
+
+    def follow(self) -> None:
+        """Do what the leader does until it ends."""
+        nothing: Any = None
+        while True:
+            try:
+                rows = told(nothing, self.dims)
+            except RuntimeError:  # it has gone without a word
+                return
+            if rows is None:
+                return
+            self.embedder.embed(rows)
 
 
 def join(settings: dict[str, Any]) -> tuple[ParallelDims, torch.device]:
-    """This rank's place among `settings["tp"]`, and its device. The leader, which is no rank yet, starts the others.
+    """This rank's place among those of the settings' degrees, and its device. The leader, which is no rank yet, starts
+    the others.
 
     Raises EnvironmentProblem where there are too few GPUs.
     """
-    device, count = torch.device(settings["device"]), settings["tp"]
+    plan = plan_of(settings)
+    device, count = torch.device(settings["device"]), plan.gpus
     if device.type == "cuda" and torch.cuda.device_count() < count:
         raise EnvironmentProblem(
-            f"tp is {count}, but this machine has {torch.cuda.device_count()} GPUs; use a smaller tp."
+            f"tp and ep take {count} GPUs, but this machine has {torch.cuda.device_count()}; use smaller ones."
         )
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
     if _FOLLOWS not in os.environ:
         _start(settings, count)
     device = local_device(device)
-    return _HELD.enter_context(together(Plan(tp=count), device, timeout=_FOREVER)), device
+    return _HELD.enter_context(together(plan, device, timeout=_FOREVER)), device
+
+
+def plan_of(settings: dict[str, Any]) -> Plan:
+    """The degrees of the settings: `ep` ranks, of which `tp` have the same texts."""
+    tp, ep = settings["tp"], settings["ep"]
+    return Plan(tp=tp, dp=max(1, ep // tp), ep=ep)
 
 
 def _start(settings: dict[str, Any], count: int) -> None:

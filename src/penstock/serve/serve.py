@@ -123,4 +123,5 @@ def _settings(config: ServeConfig, folder: Path) -> dict[str, Any]:
         "model": str(folder), "dtype": config.dtype, "weights": config.weights, "device": config.device,
         "slots": config.slots, "waiting": config.waiting, "context": config.context, "cache": config.cache,
         "tokens": config.tokens, "chunk": config.chunk, "tp": config.tp, "compile": config.compile,
+        "ep": config.ep, "loads": config.loads, "spare_experts": config.spare_experts, "rebalance": config.rebalance,
     }  # fmt: skip

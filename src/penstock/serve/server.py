@@ -86,7 +86,9 @@ class Service:
         routes = [
             Route(path, self._guarded(name, work), methods=["POST"]) for path, (name, work) in posts.items()
         ]
-        gets = {"/health": self.health, "/v1/models": self.models, "/metrics": self.report}
+        gets = {
+            "/health": self.health, "/v1/models": self.models, "/metrics": self.report, "/v1/experts": self.experts,
+        }  # fmt: skip
         routes += [
             Route(path, self._guarded(path.strip("/"), work), methods=["GET"]) for path, work in gets.items()
         ]
@@ -226,12 +228,24 @@ class Service:
         one = {"id": self.name, "object": "model", "owned_by": "penstock", "context": about.get("context")}
         return JSONResponse({"object": "list", "data": [one]})
 
+    async def experts(self, request: Request) -> Response:
+        """The record of experts' loads while the model serves, as `penstock experts` reads it."""
+        record = self.backend.experts.get("record")
+        if record is None:
+            raise Fault(404, "There are no loads yet of experts that several devices host; serve with --ep.")
+        return JSONResponse(record)
+
     async def report(self, request: Request) -> Response:
         """The counters, for Prometheus."""
         gauges = {
             "open_requests": float(self.backend.open), "worker_restarts": float(max(0, self.backend.restarts)),
             "worker_ready": float(self.backend.ready.is_set()), "room_requests": float(self.backend.room),
         }  # fmt: skip
+        if experts := self.backend.experts:
+            gauges |= {
+                "expert_load": experts["load"], "expert_moves": float(experts["moves"]),
+                "expert_moves_given_up": float(experts["given_up"]),
+            }  # fmt: skip
         return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
     async def _made(self, request: Request, wanted: Asked, kind: str) -> Response:

@@ -121,6 +121,16 @@ class ServeConfig(Checked):
     """Requests that may wait for a slot; more are refused with 429."""
     tp: Annotated[int, Range(1, 64)] = 1
     """Devices of this machine that split each layer among them, with a process each."""
+    ep: Annotated[int, Range(1, 256)] = 1
+    """Devices of this machine that host the experts of a mixture, with a process each: a multiple of `tp`, which share
+    texts; else each has texts of its own."""
+    loads: FilledText | None = None
+    """Record of experts' loads by which `ep` devices host them from the start: a run's output folder, or what `penstock
+    experts RUN --json` printed. Without one, as many on each."""
+    spare_experts: Natural = 0
+    """Replicas of experts in each mixture, besides one of each."""
+    rebalance: Natural = 0
+    """Steps after which experts may move to other devices, by the loads since the last time; 0: they stay."""
     context: Count | None = None
     """Tokens of a text, prompt and new ones; by default as many as the model has positions."""
     cache: Literal["slots", "paged"] = "paged"
@@ -144,8 +154,20 @@ class ServeConfig(Checked):
     """A worker that makes no token for so long, while it has requests, is replaced."""
 
     def _problems(self) -> Iterator[str]:
-        if self.tp > 1 and self.device.startswith("cuda:"):
-            yield f"device is {quoted(self.device)}, but tp={self.tp} takes a GPU for each process; use device=cuda."
+        if max(self.tp, self.ep) > 1 and self.device.startswith("cuda:"):
+            degree = f"tp={self.tp}" if self.ep == 1 else f"ep={self.ep}"
+            yield f"device is {quoted(self.device)}, but {degree} takes a GPU for each process; use device=cuda."
+        if self.ep % self.tp and self.ep > 1:
+            yield f"ep={self.ep} devices host experts, and tp={self.tp} of them share texts; make ep a multiple of tp."
+        if self.ep > self.tp and self.tokens is not None:
+            yield (
+                f"tokens is of one cache, but with ep={self.ep} devices have a cache each, which holds what their "
+                "slots need; leave it out."
+            )
+        for name, unset in (("loads", None), ("spare_experts", 0), ("rebalance", 0)):
+            if self.ep == 1 and getattr(self, name) != unset:
+                yield f"{name} is for experts on several devices; set ep to 2 or more, or leave it out."
         if self.compile != "none" and self.cache == "paged":
             yield f"compile={self.compile} makes a graph of a cache whose columns lie together; use cache=slots."
-        yield from inference_problems(Plan(tp=self.tp, compile=self.compile), weights=self.weights, prefix="")
+        plan = Plan(tp=self.tp, dp=max(1, self.ep // self.tp), ep=self.ep, compile=self.compile)
+        yield from inference_problems(plan, weights=self.weights, prefix="")

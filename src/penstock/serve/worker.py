@@ -10,15 +10,21 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, PenstockError
 from penstock.serve.link import Closed, Link
 from penstock.serve.scheduler import Job, Limits, Scheduler
+
+if TYPE_CHECKING:
+    from penstock.config.model import ModelConfig
+    from penstock.serve.balance import Slots as Hosted
 
 
 class Slots(Protocol):
@@ -46,7 +52,9 @@ class Opened(NamedTuple):
     """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source), `labels`
     (which choose experts) and `labels_in_prompts`."""
     ranks: Any = None
-    """The engine, where several ranks split its layers: see `penstock.serve.led`."""
+    """The engine, where several ranks split its layers or host experts: see `penstock.serve.led`."""
+    experts: Callable[[], dict[str, Any] | None] | None = None
+    """News of hosted experts since the last call, as of `Balance.state`; None where there are none."""
 
 
 class Worker:
@@ -120,6 +128,8 @@ class Worker:
                 self._drop(number)
         if made:
             self.link.send({"made": made})
+        if self.opened.experts is not None and (state := self.opened.experts()) is not None:
+            self.link.send({"experts": state})
 
 
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
@@ -131,11 +141,15 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     from penstock.infer.encode import Embedder
     from penstock.infer.load import loaded
     from penstock.models.convert import model_in
+    from penstock.models.experts import MixtureOfExperts
     from penstock.parallel import ALONE
-    from penstock.serve.led import Led, join
+    from penstock.parallel.hosts import rounds_of
+    from penstock.serve.balance import Balance
+    from penstock.serve.led import Led, LedVectors, join, plan_of
 
     where, device = settings["model"], settings["device"]
-    plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=settings["tp"])
+    degrees = plan_of(settings)
+    plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=degrees.tp, dp=degrees.dp, ep=degrees.ep)
     config = model_in(where)
     about = {
         "writes": config is None or config.graph.writer is not None,
@@ -148,27 +162,47 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
                 f"compile={settings['compile']} is for steps that make tokens, and this model makes vectors; leave it "
                 "out."
             )
+        if plan.gpus > 1:
+            device = join(settings)[1]
         embedder = Embedder(where, plan, weights=settings["weights"], device=device)
+        vectors = LedVectors(embedder)
         return Opened(
             None,
-            lambda rows: embedder.embed(rows).tolist(),
+            vectors,
             Request,
             about | {"context": config.graph.runs[0].most, "never": []},
+            None if embedder.dims.alone else vectors,
         )
     dims = ALONE
-    if plan.tp > 1:
+    if plan.gpus > 1:
         dims, device = join(settings)
-    found = loaded(where, plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims)
+    hosted = _hosted(settings, config) if plan.ep > 1 else ()
+    found = loaded(
+        where, plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims, slots=hosted
+    )
+    own, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
+    if dims.data_world > 1:  # any texts that get slots of one device find room in its cache
+        most = found.model.graph.written[-1].most + 1
+        tokens = own * limits.blocks(min(settings["context"] or most, most))
     engine = Engine(
-        found.model, slots=limits.slots, context=settings["context"], cache=settings["cache"],
-        tokens=settings["tokens"], block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
+        found.model, slots=own, context=settings["context"], cache=settings["cache"],
+        tokens=tokens, block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
         compiled=None if settings["compile"] == "none" else Compiled(found.model),
     )  # fmt: skip
     if settings["compile"] != "none":
         engine.warm()
     remembered = found.model.graph.remembered
     source = remembered[0].most if remembered else 0
-    led = None if dims.alone else Led(engine, dims)
+    rounds, balance = rounds_of(found.model), None
+    if rounds is not None and dims.main:
+        names = [n for n, one in found.model.named_modules() if isinstance(one, MixtureOfExperts)]
+        balance = Balance(
+            settings["rebalance"],
+            [hosts.slots for hosts in rounds.hosts],
+            time.monotonic,
+            layers=tuple(names),
+        )
+    led = None if dims.alone else Led(engine, dims, balance)
     return Opened(
         led or engine,
         None,
@@ -178,7 +212,24 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             "labels": list(found.labels.names), "labels_in_prompts": found.labels.in_prompts,
         },
         led,
+        None if balance is None or led is None else led.experts_news,
     )  # fmt: skip
+
+
+def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted]:
+    """The experts of each rank, for each mixture, as the settings say; none where each hosts as many."""
+    from penstock.planner.loads import LoadRecord, read_loads
+    from penstock.serve.balance import slots_by
+
+    if config is None or (settings["loads"] is None and not settings["spare_experts"]):
+        return []
+    experts = [run.stack.experts for run in config.graph.runs for layer in run.stack.layers if layer.mixture]
+    if settings["loads"] is not None:
+        record = read_loads(Path(settings["loads"]))
+    else:
+        names = tuple(map(str, range(len(experts))))
+        record = LoadRecord(names, (), tuple(((1,) * count,) for count in experts))
+    return slots_by(record, experts, settings["ep"], settings["spare_experts"])
 
 
 def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:

@@ -1,0 +1,156 @@
+"""Experts that move to other ranks while these serve.
+
+A move changes the placement of one mixture. Weights of experts that come to a rank travel in pieces, one of each source
+in a step, by threads beside the steps and over a group of their own. Until all ranks switch, at the same step, tokens
+go to the old places. What has arrived is reported along with each round of exchanges, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, distributed
+
+from penstock.parallel.hosts import Expert, Hosts, Rounds, Slots
+
+log = logging.getLogger(__name__)
+PIECE_BYTES = 1 << 18
+"""Bytes of weights that a rank sends in a step: so few that the step takes hardly longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One expert that goes from a rank that hosts it to one that is to."""
+
+    expert: int
+    source: int
+    target: int
+
+
+def transfers_of(before: Slots, after: Slots) -> list[Transfer]:
+    """All that must be sent for another placement, in one order on all ranks; sources take turns among replicas."""
+    found: list[Transfer] = []
+    busy = [0] * len(before)
+    for target, (now, then) in enumerate(zip(after, before, strict=True)):
+        for expert in sorted(set(now) - set(then)):
+            holders = [rank for rank, held in enumerate(before) if expert in held]
+            source = min(holders, key=busy.__getitem__)
+            busy[source] += 1
+            found.append(Transfer(expert, source, target))
+    return found
+
+
+@dataclass(eq=False)
+class _Under:
+    """A move under way, as one rank sees it."""
+
+    hosts: Hosts
+    after: Slots
+    transfers: list[Transfer]
+    permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+    """Weights of experts that have come whole."""
+    pieces: int = 0
+    """Pieces that have come."""
+    given_up: bool = False
+
+
+class Mover:
+    """This rank's part in moves, of which there is one at a time. All ranks call the same methods at the same steps."""
+
+    def __init__(self, rounds: Rounds, piece_bytes: int = PIECE_BYTES) -> None:
+        self.rounds, self.piece_bytes = rounds, piece_bytes
+        ranks = distributed.get_process_group_ranks(rounds.group)
+        self._group = distributed.new_group(ranks, backend="gloo")
+        self._under: _Under | None = None
+        self._count = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a move is under way."""
+        return self._under is not None
+
+    @property
+    def pieces(self) -> int:
+        """Pieces that have come to all ranks, as the last round reported them."""
+        return int(self.rounds.states.sum())
+
+    def begin(self, number: int, after: Slots) -> None:
+        """Begin to move experts of mixture `number` to another placement."""
+        assert self._under is None
+        hosts = self.rounds.hosts[number]
+        self._under = under = _Under(hosts, after, transfers_of(hosts.slots, after))
+        self._count += 1
+        self.rounds.state, self.rounds.states = 0, self.rounds.states * 0
+        here = self.rounds.index
+        if any(here in (one.source, one.target) for one in under.transfers):
+            threading.Thread(target=self._transfer, args=(under, self._count), daemon=True).start()
+
+    def step(self) -> None:
+        """Let one more piece of this rank's experts go."""
+        if self._under is not None:
+            self._under.permits.release()
+
+    def complete(self) -> bool:
+        """Whether all ranks have what comes to them, by the last round; the same on all ranks."""
+        if self._under is None:
+            return False
+        size, step = self._sizes(self._under)
+        return self.pieces == len(self._under.transfers) * -(-size // step)
+
+    def switch(self) -> None:
+        """Route tokens by the new placement from now on."""
+        under, here = self._under, self.rounds.index
+        assert under is not None
+        for one in under.transfers:
+            if one.target == here:
+                under.hosts.experts[one.expert] = Expert(under.arrived[one.expert], under.hosts.shapes)
+        under.hosts.place(under.after)
+        self._under = None
+
+    def give_up(self) -> None:
+        """Leave experts where they are, and forget what has come of the move."""
+        if self._under is not None:
+            self._under.given_up = True
+            self._under.permits.release()
+        self._under = None
+
+    def _sizes(self, under: _Under) -> tuple[int, int]:
+        """Elements of an expert, and of one piece."""
+        each = under.hosts.no_rows.element_size()
+        return under.hosts.expert_bytes // each, max(1, self.piece_bytes // each)
+
+    def _transfer(self, under: _Under, move: int) -> None:
+        """Send and receive this rank's part, in the order of all transfers: no two ranks wait for each other."""
+        like = under.hosts.no_rows
+        size, step = self._sizes(under)
+        try:
+            for number, one in enumerate(under.transfers):
+                # Pieces of a move that was given up may still come: those of another have other tags.
+                tag = move * 4096 + number
+                if one.source == self.rounds.index:
+                    weights = under.hosts.experts[one.expert].flat
+                    for begin in range(0, size, step):
+                        self._send(weights[begin : begin + step], one, tag, under)
+                elif one.target == self.rounds.index:
+                    weights = like.new_empty(size)
+                    for begin in range(0, size, step):
+                        piece = torch.empty(min(step, size - begin), dtype=like.dtype)
+                        distributed.recv(piece, group=self._group, group_src=one.source, tag=tag)
+                        weights[begin : begin + step] = piece
+                        under.pieces += 1
+                        if not under.given_up:
+                            self.rounds.state = under.pieces
+                    under.arrived[one.expert] = weights
+                if under.given_up:
+                    return
+        except RuntimeError as problem:
+            log.warning("Experts cannot be sent to another rank: %s", problem)
+
+    def _send(self, piece: Tensor, one: Transfer, tag: int, under: _Under) -> None:
+        under.permits.acquire()
+        if not under.given_up:
+            distributed.send(piece.cpu(), group=self._group, group_dst=one.target, tag=tag)

@@ -1,0 +1,142 @@
+"""When experts move while a model serves, and where to: host logic, without tensors.
+
+Loads are looked at in windows of some steps. Each look makes, one mixture after the other, a placement from the loads
+since the look before it that changes few slots, and starts a move where that makes the busiest rank less busy by enough
+to be worth it. A move that makes no progress is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.planner.loads import LoadRecord
+from penstock.planner.placement import Placement, Room, place
+
+log = logging.getLogger(__name__)
+Slots = tuple[tuple[int, ...], ...]
+GAIN = 0.05
+"""By how much a move must lower the largest load of a rank over the mean."""
+_LOOK = 256
+"""Steps between two looks where experts stay: loads are reported all the same."""
+_SHARE = 20
+"""In a move one in so many slots of a mixture may change, and two at least: an exchange."""
+
+
+def placed(slots: Slots) -> Placement:
+    """A placement whose replicas have even shares."""
+    count: dict[int, int] = {}
+    for held in slots:
+        for expert in held:
+            count[expert] = count.get(expert, 0) + 1
+    return Placement(slots, tuple(tuple(1 / count[expert] for expert in held) for held in slots))
+
+
+def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int) -> list[Slots]:
+    """The experts of each rank, for each mixture, by a record of loads, with `spare` replicas besides one of each
+    expert. `experts` are how many each mixture has. Raises ConfigError for a record of another model."""
+    found = [len(row) for row in record.totals]
+    if found != list(experts):
+        raise ConfigError(
+            f"The record of loads has mixtures of {found} experts, but the model has {list(experts)}; give a record of "
+            "this model."
+        )
+    made_from, _ = record.history()
+    return [place(loads, Room(gpus=ranks, slots=len(loads) + spare)).devices for loads in made_from]
+
+
+@dataclass(slots=True)
+class Balance:
+    """The leader's part in moves: what it orders at the beginning of each step."""
+
+    every: int
+    """Steps from one look at the loads to the next; 0: experts stay."""
+    slots: list[Slots]
+    """The experts of each rank, for each mixture."""
+    clock: Callable[[], float]
+    patience: float = 30.0
+    """Seconds without progress after which a move is given up."""
+    moves: int = 0
+    """Moves that were made."""
+    given_up: int = 0
+    layers: tuple[str, ...] = ()
+    """Names of the mixtures; none: their numbers."""
+    figures: tuple[float, ...] = ()
+    """The largest load of a rank over the mean, of each mixture, between the last two looks."""
+    record: LoadRecord | None = None
+    """Visits up to the last look, a window for each look."""
+    _all_steps: int = 0
+    _waiting: Sequence[int] = ()
+    """Mixtures that this look has still to see."""
+    _number: int | None = None
+    """The mixture whose experts move."""
+    _after: Slots = ()
+    _steps: int = 0
+    _pieces: int = -1
+    _since: float = 0.0
+
+    def orders(
+        self, visits: Callable[[], Sequence[Sequence[int]]], pieces: int, complete: bool
+    ) -> list[tuple[Any, ...]]:
+        """Orders for all ranks before a step: `("begin", mixture, slots)`, `("switch",)` or `("give up",)`. `visits`
+        gives how often each expert of each mixture has been visited so far; `pieces` have come of the move that is
+        under way, which may be `complete`."""
+        self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
+        if self._number is not None:
+            return self._go_on(pieces, complete)
+        if self._steps >= (self.every or _LOOK) and not self._waiting:
+            self._look(visits())
+        if not self._waiting:
+            return []
+        # One mixture in each step, for a placement takes time.
+        number, *self._waiting = self._waiting
+        assert self.record is not None
+        return self._begin(number, self.record.windows[-1].counts[number])
+
+    def _look(self, visits: Sequence[Sequence[int]]) -> None:
+        layers = self.layers or tuple(map(str, range(len(visits))))
+        windows = self.record.windows if self.record is not None else ()
+        counts = tuple((tuple(row),) for row in visits)
+        now = LoadRecord(layers, (), counts, windows)
+        self.figures = tuple(placed(slots).figure(row) for slots, row in zip(self.slots, now.last))
+        self.record, self._steps = now.closed(self._all_steps), 0
+        self._waiting = list(range(len(visits))) if self.every else []
+
+    def state(self) -> dict[str, Any]:
+        """How it stands, as plain values: `record` (as `LoadRecord.to_dict`), `load` (the largest of `figures`),
+        `moves` and `given_up`."""
+        return {
+            "record": None if self.record is None else self.record.to_dict(),
+            "load": max(self.figures, default=1.0), "moves": self.moves, "given_up": self.given_up,
+        }  # fmt: skip
+
+    def _begin(self, number: int, loads: Sequence[int]) -> list[tuple[Any, ...]]:
+        now = self.slots[number]
+        before, count = placed(now), sum(map(len, now))
+        room = Room(gpus=len(now), slots=count)
+        found = place(loads, room, before=before, moves=max(2, count // _SHARE))
+        if before.figure(loads) - found.figure(loads) < GAIN:
+            return []
+        self._number, self._after, self._pieces, self._since = number, found.devices, -1, self.clock()
+        return [("begin", number, found.devices)]
+
+    def _go_on(self, pieces: int, complete: bool) -> list[tuple[Any, ...]]:
+        assert self._number is not None
+        if complete:
+            self.slots[self._number] = self._after
+            self.moves, self._number = self.moves + 1, None
+            return [("switch",)]
+        now = self.clock()
+        if pieces != self._pieces:
+            self._pieces, self._since = pieces, now
+        elif now - self._since > self.patience:
+            log.warning(
+                "Experts of mixture %d did not move for %.0f s, after %d pieces of their weights: the move is given "
+                "up, and they stay where they are.", self._number, now - self._since, pieces,
+            )  # fmt: skip
+            self.given_up, self._number = self.given_up + 1, None
+            return [("give up",)]
+        return []

@@ -435,11 +435,11 @@ LINES = {
     "decode": 2580,
     "doctor": 450,
     "export": 780,
-    "infer": 1100,
+    "infer": 1130,
     "kernels": 3260,
     "ladder": 5380,
     "launch": 1550,
-    "models": 6760,
+    "models": 6880,
     "optim": 1730,
     "parallel": 3970,
     "planner": 6170,
@@ -448,7 +448,7 @@ LINES = {
     "products": 790,
     "report": 1440,
     "schedules": 1040,
-    "serve": 3140,
+    "serve": 3150,
     "step": 690,
     "tasks": 2020,
     "train": 2890,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 74_300
+    assert sum(LINES.values()) <= 74_500
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

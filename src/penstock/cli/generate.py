@@ -53,8 +53,12 @@ def generate(
         weights=config.weights,
         draft=config.draft,
         shortlist=() if config.shortlist is None else config.shortlist,
+        only=() if config.label is None else (config.label,),
         device=config.device,
     ) as made:
+        if main and made.bytes < made.whole_bytes:
+            sizes = f"{made.bytes / 1e6:,.1f} MB of weights, of {made.whole_bytes / 1e6:,.1f} MB"
+            print(f"Only the experts of label {config.label} are loaded: {sizes}.", file=sys.stderr)
         texts = told(texts, made.dims)
         if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
             for piece in made.stream(texts[0], decoding, label=config.label):

@@ -83,12 +83,13 @@ class Generator:
         ends: Sequence[int] | None = None,
         draft: str | Path | Model | None = None,
         shortlist: Sequence[int] | str | Path = (),
+        only: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         """`start` is the token that an encoder–decoder's decoder begins with, `ends` are those that end a text; none:
         as the folder of the model says, or its tokenizer. With a `shortlist`, token numbers or a file of them, nothing
         else is generated but what ends a text, and the output's product is taken over these alone. Of several ranks,
-        `cuda` is the GPU of each."""
+        `cuda` is the GPU of each. `only` are labels of texts: the experts that they choose are read, and no others."""
         plan, self.device = plan or Plan(), torch.device(device)
         self.dims = ALONE
         with ExitStack() as joining:
@@ -98,7 +99,9 @@ class Generator:
                 self.dims = joining.enter_context(ranks)
             listed = read_shortlist(shortlist) if isinstance(shortlist, str | Path) else tuple(shortlist)
             listed = (*listed, *(ends or ())) if listed else ()
-            found = self._open(model, plan, weights, tokenizer, listed)
+            found = self._open(model, plan, weights, tokenizer, listed, only=only)
+            self.whole_bytes, self.bytes = found.whole_bytes, found.bytes
+            """Bytes of the weights in the model's folder, and of those that were read of it."""
             self.model: Generating = found.model
             self.tokenizer = found.tokenizer
             self.start = found.start if start is None else start
@@ -111,7 +114,7 @@ class Generator:
                 )
             self._draft: Generating | None = None
             if draft is not None:
-                drafting = self._open(draft, plan, weights, None, beside=self.model)
+                drafting = self._open(draft, plan, weights, None, beside=self.model, only=only)
                 small = drafting.model
                 same = type(small) is type(self.model)
                 if not same or small.config.vocabulary != self.model.config.vocabulary:
@@ -136,6 +139,7 @@ class Generator:
         tokenizer: Tokenizer | None,
         shortlist: Sequence[int] = (),
         beside: Model | None = None,
+        only: Sequence[str] = (),
     ) -> Loaded:
         found = loaded(
             model,
@@ -146,6 +150,7 @@ class Generator:
             dims=self.dims,
             shortlist=shortlist,
             beside=beside,
+            only=only,
         )
         if not found.model.graph.generates:
             raise ConfigError(

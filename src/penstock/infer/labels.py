@@ -37,9 +37,16 @@ class TextLabels:
             )
         return [self._number(*pair) if self.names else None for pair in zip(prompts, each, strict=True)]
 
+    def among(self, only: Sequence[str]) -> list[int]:
+        """The numbers of some labels, in ascending order. Raises ConfigError for those that are unknown, and of a model
+        whose experts no label chooses."""
+        return sorted({number for number in self.numbers([()] * len(only), list(only)) if number is not None})
+
     def _number(self, prompt: str | Sequence[int], label: str | None) -> int:
         if label is None and self.in_prompts and isinstance(prompt, str):
             label = label_of(prompt)
+        if label is None and len(self.names) == 1:
+            return 0
         if label in self.names:
             return self.names.index(label)
         known = ", ".join(self.names)

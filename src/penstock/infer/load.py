@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,9 @@ from penstock.errors import ConfigError
 from penstock.infer.labels import TextLabels, labels_of
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.files import first_token, read_json, said_in
+from penstock.models.convert.files import described, first_token, read_json, said_in
 from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import read_config
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS
@@ -53,6 +54,11 @@ class Loaded:
     """Names of a classifier's classes."""
     labels: TextLabels
     """Labels by which experts are given."""
+    whole_bytes: int = 0
+    """Bytes of all weights in the model's folder, in the type that it computes in; 0 of a model that was open
+    already."""
+    bytes: int = 0
+    """Bytes of the weights that were read of it, before they were split or stored in another form."""
     pooled_first: bool = False
     """Whether an embedding is the first token's features."""
 
@@ -69,6 +75,7 @@ def loaded(
     shortlist: Sequence[int] = (),
     beside: nn.Module | None = None,
     slots: Sequence[Slots] = (),
+    only: Sequence[str] = (),
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
@@ -76,7 +83,8 @@ def loaded(
     device gets this rank's part. `careful` is as `store_linears` takes it. Of a model that generates,
     tokens that are neither on the `shortlist`, if there is one, nor end a text have no logits. `beside` is another
     model that is served together with this one, and `slots` say which experts each rank hosts, as in
-    `penstock.parallel.hosts.host_experts`.
+    `penstock.parallel.hosts.host_experts`. Of a model at a path whose experts labels choose, those of the labels `only`
+    are read, if there are any.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
     opening a folder raises.
@@ -90,16 +98,29 @@ def loaded(
     if weights == "auto" and plan.products != "plain":
         form = plan.products
     said: dict[str, Any] | None = None
-    first = False
+    first, kept = False, None
+    whole = 0
     if isinstance(model, nn.Module):
+        if only:
+            raise ConfigError(
+                "The model is open already, with all its experts; give the folder of its export, of which only some "
+                "labels' experts are to be read."
+            )
         module = model
     else:
         folder = local_weights(model)
-        module = from_pretrained(folder)
         said, first = said_in(folder), _pooled_first(folder)
+        numbers: list[int] = []
+        if only:
+            every = labels_of(read_config(folder).graph, said)
+            numbers = every.among(only)
+            kept = replace(every, names=tuple(every.names[number] for number in numbers))
+        module = from_pretrained(folder, labels=numbers)
+        whole = sum(each.numel() for each in described(folder).values() if each.is_floating_point())
         if tokenizer is None:
             tokenizer = found_in(folder)
     module = module.eval()
+    elements = sum(each.numel() for each in module.parameters())
     if not dims.alone:
         config: Any = module.config
         require_inference(plan, config, weights=weights, shortlist=bool(shortlist))
@@ -129,7 +150,9 @@ def loaded(
         ends=ends,
         never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
-        labels=labels_of(graph, said),
+        labels=labels_of(graph, said) if kept is None else kept,
+        whole_bytes=whole * next(module.parameters()).element_size(),
+        bytes=elements * next(module.parameters()).element_size(),
     )
 
 

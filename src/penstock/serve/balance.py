@@ -58,7 +58,8 @@ class Balance:
     """The experts of each rank, for each mixture."""
     clock: Callable[[], float]
     patience: float = 30.0
-    """Seconds without progress after which a move is given up."""
+    """Seconds without progress after which a move is given up. A step counts as a tenth of it at most, for a server
+    may have nothing to do for long."""
     moves: int = 0
     """Moves that were made."""
     given_up: int = 0
@@ -76,7 +77,8 @@ class Balance:
     _after: Slots = ()
     _steps: int = 0
     _pieces: int = -1
-    _since: float = 0.0
+    _stalled: float = 0.0
+    _last: float = 0.0
 
     def orders(
         self, visits: Callable[[], Sequence[Sequence[int]]], pieces: int, complete: bool
@@ -120,7 +122,7 @@ class Balance:
         found = place(loads, room, before=before, moves=max(2, count // _SHARE))
         if before.figure(loads) - found.figure(loads) < GAIN:
             return []
-        self._number, self._after, self._pieces, self._since = number, found.devices, -1, self.clock()
+        self._number, self._after, self._pieces, self._last = number, found.devices, -1, self.clock()
         return [("begin", number, found.devices)]
 
     def _go_on(self, pieces: int, complete: bool) -> list[tuple[Any, ...]]:
@@ -130,12 +132,14 @@ class Balance:
             self.moves, self._number = self.moves + 1, None
             return [("switch",)]
         now = self.clock()
+        self._stalled += min(now - self._last, self.patience / 10)
+        self._last = now
         if pieces != self._pieces:
-            self._pieces, self._since = pieces, now
-        elif now - self._since > self.patience:
+            self._pieces, self._stalled = pieces, 0.0
+        elif self._stalled > self.patience:
             log.warning(
                 "Experts of mixture %d did not move for %.0f s, after %d pieces of their weights: the move is given "
-                "up, and they stay where they are.", self._number, now - self._since, pieces,
+                "up, and they stay where they are.", self._number, self._stalled, pieces,
             )  # fmt: skip
             self.given_up, self._number = self.given_up + 1, None
             return [("give up",)]

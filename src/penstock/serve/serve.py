@@ -124,4 +124,5 @@ def _settings(config: ServeConfig, folder: Path) -> dict[str, Any]:
         "slots": config.slots, "waiting": config.waiting, "context": config.context, "cache": config.cache,
         "tokens": config.tokens, "chunk": config.chunk, "tp": config.tp, "compile": config.compile,
         "ep": config.ep, "loads": config.loads, "spare_experts": config.spare_experts, "rebalance": config.rebalance,
+        "labels": list(config.labels),
     }  # fmt: skip

@@ -129,6 +129,8 @@ class ServeConfig(Checked):
     experts RUN --json` printed. Without one, as many on each."""
     spare_experts: Natural = 0
     """Replicas of experts in each mixture, besides one of each."""
+    labels: tuple[str, ...] = ()
+    """Labels of texts whose experts alone are loaded, of a model whose router is `given`; none: all."""
     rebalance: Natural = 0
     """Steps after which experts may move to other devices, by the loads since the last time; 0: they stay."""
     context: Count | None = None

@@ -178,7 +178,14 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         dims, device = join(settings)
     hosted = _hosted(settings, config) if plan.ep > 1 else ()
     found = loaded(
-        where, plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims, slots=hosted
+        where,
+        plan,
+        weights=settings["weights"],
+        tokenizer=None,
+        device=device,
+        dims=dims,
+        slots=hosted,
+        only=settings["labels"],
     )
     own, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
     if dims.data_world > 1:  # any texts that get slots of one device find room in its cache

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,14 +22,27 @@ _CONFIG = Bounds(bytes=1 << 24, values=1 << 20)
 """Names of classes make up nearly all of a large one."""
 _BROKEN = "cannot be read as safetensors"
 _REMEDY = "Fetch or write it again."
+NO_ROWS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
-def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of a folder that holds one or an index of several, on the CPU.
+def read_state_dict(path: str | Path, rows: Mapping[str, Sequence[int]] = NO_ROWS) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, or of a folder that holds one or an index of several, on the CPU. Of those
+    that `rows` names, these rows alone are read.
 
     Raises ConfigError when there is none, CheckpointError when one is broken.
     """
-    return {name: tensor for file in _headers(Path(path)) for name, tensor in load_file(file).items()}
+    if not rows:
+        return {name: tensor for file in _headers(Path(path)) for name, tensor in load_file(file).items()}
+    state = {}
+    for file, header in _headers(Path(path)).items():
+        with safe_open(file, framework="pt") as opened:
+            for name in header:
+                if name in rows:
+                    part = opened.get_slice(name)
+                    state[name] = torch.cat([part[row : row + 1] for row in rows[name]])
+                else:
+                    state[name] = opened.get_tensor(name)
+    return state
 
 
 def described(path: str | Path) -> dict[str, Tensor]:

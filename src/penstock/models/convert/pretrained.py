@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from penstock.config.model import FAMILIES, ModelConfig, TextConfig, ViTConfig
 from penstock.errors import ConfigError
 from penstock.leftovers import replace_file
 from penstock.models.convert.files import described, read_json
+from penstock.models.convert.gated import gated, read_gated
 from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
@@ -98,10 +99,15 @@ def require_theirs(config: ModelConfig) -> None:
 
 
 def from_pretrained(
-    folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    folder: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    labels: Sequence[int] = (),
 ) -> Model:
     """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
-    `penstock.models.convert.libraries`, wrote.
+    `penstock.models.convert.libraries`, wrote. With `labels`, numbers of those that choose its experts, the others'
+    experts are not read: see `penstock.models.convert.gated`.
 
     Raises ConfigError for another family, CheckpointError for broken files.
     """
@@ -109,6 +115,10 @@ def from_pretrained(
     config = read_config(folder)
     held = sum(tensor.numel() for tensor in described(folder).values())
     require_as_large(config, held, str(folder / "config.json"))
+    if labels:
+        model = Model(gated(config, labels), device=device, dtype=dtype)
+        load_weights(model, read_gated(folder, config, labels))
+        return model
     model = Model(config, device=device, dtype=dtype)
     load_weights(model, folder)
     return model

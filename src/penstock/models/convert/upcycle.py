@@ -25,9 +25,7 @@ class Upcycling:
 
 
 _NAMES = [one.name for one in fields(Stack)]
-_OF_MIXTURES = {
-    name: getattr(Stack, name) for name in _NAMES[_NAMES.index("experts") : _NAMES.index("unequal")]
-}
+DENSE = {name: getattr(Stack, name) for name in _NAMES[_NAMES.index("experts") : _NAMES.index("unequal")]}
 """Settings that say nothing of a dense stack, with their defaults."""
 
 
@@ -36,7 +34,7 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
 
     def dense(stack: Stack) -> Stack:
         layers = tuple(replace(layer, mixture=False) for layer in stack.unequal)
-        return replace(stack, unequal=layers, **_OF_MIXTURES)
+        return replace(stack, unequal=layers, **DENSE)
 
     return with_stacks(config, dense)
 

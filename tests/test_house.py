@@ -428,7 +428,7 @@ LINES = {
     "(modules)": 1580,
     "boundary": 1590,
     "checkpoint": 1980,
-    "cli": 3720,
+    "cli": 3730,
     "compress": 1540,
     "config": 4990,
     "data": 6640,
@@ -442,13 +442,13 @@ LINES = {
     "models": 6880,
     "optim": 1730,
     "parallel": 3970,
-    "planner": 6170,
+    "planner": 6180,
     "precision": 5450,
     "probe": 1040,
     "products": 790,
     "report": 1440,
     "schedules": 1040,
-    "serve": 3150,
+    "serve": 3210,
     "step": 690,
     "tasks": 2020,
     "train": 2890,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 74_500
+    assert sum(LINES.values()) <= 74_600
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

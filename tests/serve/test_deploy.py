@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from penstock.cli.deploy_files import files_for
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.errors import ConfigError, ExitCode
+from penstock.planner.loads import LoadRecord
 from penstock.planner.serve import Passes, Serving, StepCosts, predict_inference, predicted_costs
 from penstock.serve.deploy import Layout, explore
 from penstock.serve.settings import DeployConfig
@@ -84,6 +86,47 @@ def test_fp8_is_offered_by_machines_that_have_it_and_told_to_servers() -> None:
     split = files_for(asked, load_machine("h100"), replace(best, tp=2))
     assert "penstock.sh" not in split, "whose ranks would round apart"
     assert "vllm.sh" in split
+
+
+def test_experts_are_placed_by_their_loads_and_the_busiest_device_is_predicted(tmp_path: Path) -> None:
+    model = PRESETS["mixtral-8x7b"]
+    loads = (600, 90, 80, 70, 60, 50, 40, 30)
+    names = tuple(f"decoder.blocks.{n}.mlp" for n in range(32))
+    record = LoadRecord(names, (), ((loads,),) * 32)
+    (tmp_path / "loads.json").write_text(record.to_json())
+    asked: dict[str, Any] = {"gpus": "4", "types": ("bf16",), "count": 60}
+    requests = "rate=2 in=512 out=64"
+
+    def split(**more: str) -> dict[int, Layout]:
+        layouts = found(model, requests, "h100", **asked, **more).layouts  # type: ignore[attr-defined]
+        return {one.spare: one for one in layouts if (one.tp, one.type) == (4, "bf16")}
+
+    even, by = split(), split(loads=str(tmp_path / "loads.json"))
+    assert list(even) == [0]
+    assert even[0].uneven == 1.0
+    (spare,) = set(by) - {0}
+    # One of four devices has the expert with 600 of 1,020 visits, and another expert at least.
+    assert by[0].uneven == pytest.approx(630 * 4 / 1020)
+    assert 1.0 <= by[spare].uneven <= 1.05
+    assert 0 < spare <= 8
+    times = {
+        name: one.served.per_token.p50 for name, one in (("even", even[0]), ("0", by[0]), ("+", by[spare]))
+    }
+    assert times["even"] < times["0"]
+    assert times["+"] < times["0"]
+    expert = 3 * 4096 * 14336
+    more = by[spare].memory_bytes - by[0].memory_bytes
+    assert by[spare].slots == by[0].slots
+    assert more == pytest.approx(spare * 32 * expert * 2 / 4, rel=0.05)
+    config = DeployConfig(model=model, machine="h100", weights="folder", loads="runs/moe")
+    command = files_for(config, load_machine("h100"), by[spare])["penstock.sh"]
+    assert f"--tp 4 --ep 4 --loads runs/moe --spare_experts {spare}" in command
+    with pytest.raises(ConfigError, match="the model has none; leave loads out"):
+        found(LLAMA, requests, loads=str(tmp_path / "loads.json"))
+    other = LoadRecord(("a",), (), (((1, 1),),))
+    (tmp_path / "loads.json").write_text(other.to_json())
+    with pytest.raises(ConfigError, match=r"mixtures of \[2\] experts"):
+        split(loads=str(tmp_path / "loads.json"))
 
 
 def test_nothing_in_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from penstock.config.formats import FORMATS, Dtype
 from penstock.config.machine import Machine
 from penstock.config.model import stacks, title
 from penstock.planner.serve import generates
-from penstock.serve.deploy import Layout
+from penstock.serve.deploy import Layout, experts_of
 from penstock.serve.scheduler import Limits
 from penstock.serve.settings import DeployConfig
 
@@ -29,7 +29,7 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     split = layout.tp == 1 or (generates(asked.model) and whole and layout.type != "fp8")
     if asked.weights is not None and layout.pp == 1 and split and layout.type in SERVED:
         found["penstock.sh"] = _script(
-            "Penstock, one server for each replica", penstock(model, machine, layout)
+            "Penstock, one server for each replica", penstock(asked, model, machine, layout)
         )
     decoder = generates(asked.model) and not asked.model.graph.remembered
     if decoder and machine.device == "cuda" and layout.type in SERVED:
@@ -37,15 +37,20 @@ def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str
     return found
 
 
-def penstock(model: str, machine: Machine, layout: Layout) -> list[str]:
+def penstock(asked: DeployConfig, model: str, machine: Machine, layout: Layout) -> list[str]:
     """The command of our own server, for one replica."""
-    options = {
+    options: dict[str, object] = {
         "device": machine.device, "dtype": _computed(layout),
         "slots": layout.slots, "context": layout.context,
         "tokens": min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
     }  # fmt: skip
     if layout.tp > 1:
         options["tp"] = layout.tp
+        experts = experts_of(asked.model) if asked.model is not None else []
+        if experts and min(experts) % layout.tp == 0:
+            options["ep"] = layout.tp
+            options |= {} if asked.loads is None else {"loads": asked.loads}
+            options |= {"spare_experts": layout.spare} if layout.spare else {}
     if layout.type == "fp8":
         options["weights"] = "fp8"
     return ["penstock", "serve", model, *_words(options, "--{}")]

@@ -41,7 +41,7 @@ def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Seq
             "--measure sends prompts to be continued, and an encoder makes vectors; leave it out."
         )
     vocabulary: int = getattr(asked.model, "vocabulary", 2)
-    with started(penstock(asked.weights, machine, layout)[1:]) as port:
+    with started(penstock(asked, asked.weights, machine, layout)[1:]) as port:
         client = Client(host="127.0.0.1", port=port, vocabulary=vocabulary)
         return asyncio.run(compare(client, arrivals, limits_of(layout)))
 

@@ -48,6 +48,11 @@ def show(
         f"{_cost(best, asked.price)} per million tokens.",
         soft_wrap=True,
     )
+    if asked.loads is not None:
+        console.print(
+            f"experts: by {asked.loads}, the busiest device of a replica has {best.uneven:.2f} times the mean.",
+            soft_wrap=True,
+        )
     for name in files:
         console.print(f"written: {asked.output}/{name}", soft_wrap=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.config import rules
-from penstock.config.convert import Count, Positive, check_fields
+from penstock.config.convert import Count, Natural, Positive, check_fields
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
@@ -48,6 +48,10 @@ class Serving:
     ep: Count = 1
     """Expert parallel degree: into how many parts the `tp` devices of a stage split a mixture's experts. Each
     expert is then split over tp / ep of them and not over all: with ep=1 over all, with ep=tp it is whole on one."""
+    uneven: Positive = 1.0
+    """The largest load of a device over the mean, in visits to the experts that the devices hold; 1 or more."""
+    spare: Natural = 0
+    """Replicas of experts in each mixture, besides one of each."""
     weight_bytes: Positive = 2.0
     """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
     cache_bytes: Positive = 2.0
@@ -116,10 +120,12 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
 def weights_bytes(model: ModelConfig, serving: Serving) -> float:
     """Bytes of the weights on one device."""
     every = totals(model)
+    mixtures = [(part, part.block.stack.experts) for part in every.blocks if part.block and part.experts]
+    spare = sum(part.count * part.experts * serving.spare / experts for part, experts in mixtures)
     if not serving.fp8:
-        return every.parameters * serving.weight_bytes / serving.gpus
+        return (every.parameters + spare) * serving.weight_bytes / serving.gpus
     inside = sum(part.count * part.learned for part in every.blocks)
-    return (2.0 * (every.parameters - inside) + inside) / serving.gpus
+    return (2.0 * (every.parameters - inside) + inside + spare) / serving.gpus
 
 
 def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
@@ -192,7 +198,7 @@ class Passes:
         rates, serving = self.rates, self.serving
         return Terms(
             samples, serving.tp, ep=serving.ep, stream=rates.compute, product=rates.compute, fused=True, whole=True,
-            host=rates.cpu, serving=True, cache=serving.cache_bytes, cached=max(0, cached),
+            host=rates.cpu, serving=True, cache=serving.cache_bytes, cached=max(0, cached), uneven=serving.uneven,
             fp8=serving.fp8, rowwise=serving.fp8, weight=0.0 if serving.fp8 else serving.weight_bytes,
         )  # fmt: skip
 

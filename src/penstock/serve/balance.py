@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.planner.loads import LoadRecord
-from penstock.planner.placement import Placement, Room, place
+from penstock.planner.loads import LoadRecord, imbalance
+from penstock.planner.placement import Placement, Room, place, slots_needed
 
 log = logging.getLogger(__name__)
 Slots = tuple[tuple[int, ...], ...]
@@ -37,15 +37,32 @@ def placed(slots: Slots) -> Placement:
 
 def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int) -> list[Slots]:
     """The experts of each rank, for each mixture, by a record of loads, with `spare` replicas besides one of each
-    expert. `experts` are how many each mixture has. Raises ConfigError for a record of another model."""
-    found = [len(row) for row in record.totals]
-    if found != list(experts):
+    expert. `experts` are how many each mixture has. Raises ConfigError for a record of another model, and for more
+    replicas than ranks have room for."""
+    recorded = [len(row) for row in record.totals]
+    if recorded != list(experts):
         raise ConfigError(
-            f"The record of loads has mixtures of {found} experts, but the model has {list(experts)}; give a record of "
-            "this model."
+            f"The record of loads has mixtures of {recorded} experts, but the model has {list(experts)}; give a record "
+            "of this model."
         )
     made_from, _ = record.history()
     return [place(loads, Room(gpus=ranks, slots=len(loads) + spare)).devices for loads in made_from]
+
+
+def unevenness_of(record: LoadRecord, slots: Sequence[Slots]) -> float:
+    """The largest load of a rank over the mean one, the mean over mixtures, in the last window of a record: later than
+    what `slots_by` places by, where the record has several."""
+    made_from, later = record.history()
+    loads = made_from if later is None else later
+    return sum(placed(one).figure(row) for one, row in zip(slots, loads)) / max(1, len(slots))
+
+
+def spare_for(record: LoadRecord, ranks: int, target: float = 1.05) -> int:
+    """The fewest replicas besides one of each expert with which the most uneven mixture has a largest load of at most
+    `target` times the mean; 0 where no number of them does."""
+    made_from, _ = record.history()
+    loads = max(made_from, key=imbalance)
+    return (slots_needed(loads, Room(gpus=ranks), target) or len(loads)) - len(loads)
 
 
 @dataclass(slots=True)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from penstock.config.formats import BYTES, HALVES, Dtype
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.errors import ConfigError
+from penstock.planner.loads import LoadRecord, read_loads
 from penstock.planner.serve import (
     WORKSPACE_BYTES,
     Serving,
@@ -23,6 +26,7 @@ from penstock.planner.serve import (
     predicted_costs,
     weights_bytes,
 )
+from penstock.serve.balance import slots_by, spare_for, unevenness_of
 from penstock.serve.scheduler import Limits
 from penstock.serve.settings import DeployConfig, WeightType
 from penstock.serve.simulate import simulate
@@ -56,6 +60,10 @@ class Layout:
     served: Served | None = None
     """None where the model does not fit."""
     costs: StepCosts | None = None
+    spare: int = 0
+    """Replicas of experts in each mixture, besides one of each."""
+    uneven: float = 1.0
+    """The largest load of a device over the mean, in visits to experts."""
     why: str = ""
     """Why it is not the choice; empty for the choice itself."""
 
@@ -74,7 +82,8 @@ class Layout:
         """The layout's name in a sentence."""
         split = " ".join(f"{name}={value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1)
         copies = f"{self.replicas} replicas" if self.replicas > 1 else "one replica"
-        return f"{self.type} on {copies}{f' of {split}' if split else ''}, {self.slots} slots"
+        spare = f", {self.spare} spare experts" if self.spare else ""
+        return f"{self.type} on {copies}{f' of {split}' if split else ''}{spare}, {self.slots} slots"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +130,42 @@ def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], a
     chosen = types_of(asked.types, machine)
     offered = [kind for kind in CHANGES if kind not in chosen and generates(model)]
     offered = [kind for kind in offered if kind != "fp8" or kind in machine.peak_flops]
+    experts = experts_of(model)
+    if asked.loads is not None and not experts:
+        raise ConfigError("loads are of mixtures of experts, and the model has none; leave loads out.")
+    record = None if asked.loads is None else read_loads(Path(asked.loads))
     tried: list[Layout] = []
+    ways: dict[int, list[_Hosting]] = {}
     for kind in (*chosen, *offered):
         for tp, pp in _degrees(model, machine, max(asked.devices), kind):
-            tried += _replicas(model, machine, arrivals, asked, (kind, tp, pp), context)
+            if tp not in ways:
+                ways[tp] = _hostings(model, record, _serving(model, machine, kind, tp, pp).ep)
+            for way in ways[tp]:
+                tried += _replicas(model, machine, arrivals, asked, (kind, tp, pp), context, way)
     return _judged(tried, chosen, asked)
+
+
+class _Hosting(NamedTuple):
+    """One way to place experts on the devices that split them."""
+
+    spare: int = 0
+    uneven: float = 1.0
+
+
+def experts_of(model: ModelConfig) -> list[int]:
+    """The number of experts of each mixture, in their order in the model."""
+    return [run.stack.experts for run in model.graph.runs for layer in run.stack.layers if layer.mixture]
+
+
+def _hostings(model: ModelConfig, record: LoadRecord | None, ep: int) -> list[_Hosting]:
+    """Placements of a record's experts on `ep` devices: one of each, and as many replicas as make loads even."""
+    if record is None:
+        return [_Hosting()]
+    found = []
+    for spare in sorted({0, spare_for(record, ep) if ep > 1 else 0}):
+        slots = slots_by(record, experts_of(model), ep, spare)
+        found.append(_Hosting(spare, unevenness_of(record, slots)))
+    return found
 
 
 def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: Dtype) -> Iterator[tuple[int, int]]:
@@ -162,19 +202,19 @@ def _room(model: ModelConfig, machine: Machine, serving: Serving) -> float:
 
 def _replicas(
     model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], asked: DeployConfig,
-    how: tuple[Dtype, int, int], context: int,
+    how: tuple[Dtype, int, int], context: int, way: _Hosting,
 ) -> Iterator[Layout]:  # fmt: skip
     """One layout with more and more replicas, until it is in time."""
     kind, tp, pp = how
     counts = sorted({gpus // (tp * pp) for gpus in asked.devices if gpus % (tp * pp) == 0})
     if not counts:
         return
-    serving = _serving(model, machine, kind, tp, pp)
+    serving = replace(_serving(model, machine, kind, tp, pp), spare=way.spare, uneven=way.uneven)
     each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
     held = int(min(1 << 30, room / each if each else 1 << 30)) if room > 0 else 0
     plain = Layout(
         type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=max(0, held), context=context,
-        memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES,
+        memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=way.spare, uneven=way.uneven,
     )  # fmt: skip
     if held < Limits(context=context).blocks(context):
         needs = plain.memory_bytes + each * context

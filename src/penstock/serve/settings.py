@@ -42,6 +42,10 @@ class DeployConfig(Checked):
     types: tuple[WeightType, ...] = ("auto",)
     """Types of weights to choose from; `auto` is half precision on a GPU and fp32 on a CPU. int8, fp8 and int4
     change results, so they are chosen only if named."""
+    loads: FilledText | None = None
+    """Record of experts' loads, of a mixture: a run's output folder, or what `penstock experts RUN --json` printed. By
+    it experts are placed, with and without replicas, and the busiest device is predicted. Without one, experts are
+    taken to be visited evenly."""
     price: NotNegative | None = None
     """Price of one device hour: gives the cost of a million tokens."""
     count: Annotated[int, Range(10, 1_000_000)] | None = None

@@ -227,10 +227,11 @@ def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted
     """The experts of each rank, for each mixture, as the settings say; none where each hosts as many."""
     from penstock.planner.loads import LoadRecord, read_loads
     from penstock.serve.balance import slots_by
+    from penstock.serve.deploy import experts_of
 
     if config is None or (settings["loads"] is None and not settings["spare_experts"]):
         return []
-    experts = [run.stack.experts for run in config.graph.runs for layer in run.stack.layers if layer.mixture]
+    experts = experts_of(config)
     if settings["loads"] is not None:
         record = read_loads(Path(settings["loads"]))
     else:

@@ -14,6 +14,7 @@ from penstock.config.decoding import Weights
 from penstock.config.formats import Products
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
+from penstock.config.quantise import StoredFormat
 from penstock.config.rules import require_inference
 from penstock.data.text.open import found_in
 from penstock.decode.stages import cut, stages_of
@@ -25,13 +26,15 @@ from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import described, first_token, read_json, said_in
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.pretrained import read_config
+from penstock.models.convert.pretrained import read_config, rounded_weights
+from penstock.models.rounded import RoundedWeight, plain_state
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS
 from penstock.parallel.hosts import Slots, host_experts, rounds_of
 from penstock.parallel.tensor import line_of, split_layers
 from penstock.products.convert import store_linears, suited
+from penstock.products.rounded import store_rounded
 from penstock.products.shortlist import shorten
 
 if TYPE_CHECKING:
@@ -78,13 +81,13 @@ def loaded(
     only: Sequence[str] = (),
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
-    their weights as `weights` says. A module that is given is left as it is where nothing has to be changed, else
-    changed in place. Of several ranks, `dims` is this one's place: each reads the whole model on the host, and its
-    device gets this rank's part. `careful` is as `store_linears` takes it. Of a model that generates,
-    tokens that are neither on the `shortlist`, if there is one, nor end a text have no logits. `beside` is another
-    model that is served together with this one, and `slots` say which experts each rank hosts, as in
-    `penstock.parallel.hosts.host_experts`. Of a model at a path whose experts labels choose, those of the labels `only`
-    are read, if there are any.
+    their weights as `weights` says; with `auto` those of a quantised model multiply as its folder says. A module that
+    is given is left as it is where nothing has to be changed, else changed in place. Of several ranks, `dims` is this
+    one's place: each reads the whole model on the host, and its device gets this rank's part. `careful` is as
+    `store_linears` takes it. Of a model that generates, tokens that are neither on the `shortlist`, if there is one,
+    nor end a text have no logits. `beside` is another model that is served together with this one, and `slots` say
+    which experts each rank hosts, as in `penstock.parallel.hosts.host_experts`. Of a model at a path whose experts
+    labels choose, those of the labels `only` are read, if there are any.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
     opening a folder raises.
@@ -98,8 +101,8 @@ def loaded(
     if weights == "auto" and plan.products != "plain":
         form = plan.products
     said: dict[str, Any] | None = None
-    first, kept = False, None
-    whole = 0
+    first, kept, whole = False, None, 0
+    rounded = dict[str, tuple[StoredFormat, RoundedWeight]]()
     if isinstance(model, nn.Module):
         if only:
             raise ConfigError(
@@ -110,13 +113,20 @@ def loaded(
     else:
         folder = local_weights(model)
         said, first = said_in(folder), _pooled_first(folder)
+        rounded = rounded_weights(folder) if form == "auto" else {}
         numbers: list[int] = []
         if only:
+            if rounded:
+                raise ConfigError(
+                    "The folder's linear layers are quantised, of which all labels' experts are read together; leave "
+                    "the labels out, or give weights=plain."
+                )
             every = labels_of(read_config(folder).graph, said)
             numbers = every.among(only)
             kept = replace(every, names=tuple(every.names[number] for number in numbers))
         module = from_pretrained(folder, labels=numbers)
-        whole = sum(each.numel() for each in described(folder).values() if each.is_floating_point())
+        held = plain_state(described(folder)).values()
+        whole = sum(each.numel() for each in held if each.is_floating_point())
         if tokenizer is None:
             tokenizer = found_in(folder)
     module = module.eval()
@@ -137,6 +147,13 @@ def loaded(
     start, ends = _marks(said, tokenizer)
     if shortlist:
         shorten(module, (*shortlist, *ends))
+    if rounded:
+        if dims.tp * dims.pp > 1:
+            raise ConfigError(
+                "The folder has linear layers in few bits, which ranks cannot split; give weights=plain to compute "
+                "with their values, or leave tp and pp out."
+            )
+        store_rounded(module, rounded)
     module = store_linears(module, suited(module, form, own=own), careful=careful)
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
     never |= set(said.get("suppress_tokens") or ())

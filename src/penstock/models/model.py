@@ -185,12 +185,12 @@ class Model(Switched):
         """See `Context.shares`, of the tokens x (B, N, D) of a run."""
         if cut is not None:
             tokens = cut.tokens(run).count
-            counts = self._counts(run, given, tokens)
+            counts = self.counts(run, given, tokens)
             return cut.balance(run, x.new_full(x.shape[:1], tokens) if counts is None else counts)
-        counts = self._counts(run, given, x.shape[1])
+        counts = self.counts(run, given, x.shape[1])
         return None if counts is None else shares_of(counts, x.shape[1])
 
-    def _counts(self, run: Run, given: dict[str, Any], length: int) -> Tensor | None:
+    def counts(self, run: Run, given: dict[str, Any], length: int) -> Tensor | None:
         """How many first tokens of each sample of a run count in the balance of its experts, (B,): those that are no
         padding. Of a causal run these are those up to the last target, for those after it change no loss; all of them
         where the model is given no targets.

@@ -10,12 +10,16 @@ from torch.nn import functional as F
 
 from penstock.config.formats import FORMATS
 from penstock.cpu import this_cpu
+from penstock.models.rounded import RoundedWeight, round_groups, round_rows
 from penstock.products.stored import Stored
 
 _GROUP = FORMATS["int4"].group
 """Inputs that share a scale in `int4`."""
 _FEW = 16
 """Rows of inputs up to which products with `int8_weights` read them as they are."""
+
+_BEYOND = 64
+"""Bytes of memory behind weights in int8."""
 
 
 class Int8(Stored):
@@ -68,12 +72,13 @@ class Int8Twice(Int8):
 class Int8Weights(Stored):
     """Weights in int8, products in bf16."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, rounded: RoundedWeight | None = None) -> None:
         super().__init__(linear)
-        weight = linear.weight.detach().float()
-        scales = _scales(weight)
-        self.weight = (weight / scales[:, None]).round().to(torch.int8)
-        self.scales = scales.to(torch.bfloat16)
+        rounded = round_rows(linear.weight) if rounded is None else rounded
+        # The kernel reads beyond the last number, where a file that is mapped ends.
+        numbers = F.pad(rounded.numbers.flatten(), (0, _BEYOND))
+        self.weight = numbers[: rounded.numbers.numel()].view_as(rounded.numbers)
+        self.scales = rounded.scales[:, 0].to(torch.bfloat16)
 
     def product(self, x: Tensor) -> Tensor:
         half = x.to(torch.bfloat16)
@@ -88,16 +93,14 @@ class Int8Weights(Stored):
 class Int4(Stored):
     """Weights in 4 bits, in groups."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, rounded: RoundedWeight | None = None) -> None:
         super().__init__(linear)
-        groups = linear.weight.detach().float().unflatten(1, (-1, _GROUP))  # type: ignore[no-untyped-call]
-        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        scales = ((high - low) / 15).clamp(min=1e-6)
-        numbers = ((groups - low) / scales).round().clamp(0, 15).to(torch.int32).flatten(1)
-        self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        rounded = round_groups(linear.weight) if rounded is None else rounded
+        assert rounded.offsets is not None
+        self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rounded.numbers.to(torch.int32), 1)
         # The kernel reads a number n as (n − 8) · scale + offset.
-        told = torch.cat([scales, low + 8 * scales], dim=-1)
-        self.scales = told.transpose(0, 1).contiguous().to(self.dtype)
+        scales = torch.stack([rounded.scales, rounded.offsets + 8 * rounded.scales], dim=-1)
+        self.scales = scales.transpose(0, 1).contiguous().to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(

@@ -25,6 +25,7 @@ from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copie
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.lora import without_adapters
 from penstock.models.model import Model, renamed
+from penstock.models.rounded import plain_state
 from penstock.planner.describe import totals
 
 log = logging.getLogger(__name__)
@@ -121,10 +122,11 @@ def fitted(
     model_type: Any = None,
     upcycling: Upcycling | None = None,
 ) -> tuple[dict[str, Tensor], Loaded]:
-    """`given` in the names and shapes of `model`, if all of it fits. Meta tensors do as well as real ones,
-    and the model may be on the meta device. `model_type` is what the config.json beside the weights says. Raises
-    ConfigError as `load_weights`.
+    """`given` in the names and shapes of `model`, if all of it fits; of weights in few bits the values. Meta tensors do
+    as well as real ones, and the model may be on the meta device. `model_type` is what the config.json beside the
+    weights says. Raises ConfigError as `load_weights`.
     """
+    given = plain_state(given)
     mixed = isinstance(model, Model) and any(run.stack.experts for run in model.graph.runs)
     if not mixed:
         return _fitted(model, given, new_head, model_type)

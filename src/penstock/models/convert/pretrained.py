@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from penstock.boundary.files import shown
+from penstock.boundary.files import quoted, shown
 from penstock.config.load import from_dict, to_dict
 from penstock.config.model import FAMILIES, ModelConfig, TextConfig, ViTConfig
-from penstock.errors import ConfigError
+from penstock.config.quantise import StoredFormat
+from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
-from penstock.models.convert.files import described, read_json
+from penstock.models.convert.files import described, read_json, read_state_dict, said_in
 from penstock.models.convert.gated import gated, read_gated
 from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.hub import local_weights
@@ -27,6 +28,7 @@ from penstock.models.convert.text import text_pending
 from penstock.models.convert.text_config import read_text_config, write_text_config
 from penstock.models.convert.vit import require_representable, to_hf, unrepresentable
 from penstock.models.model import Model
+from penstock.models.rounded import RoundedWeight, plain_state, rounded_in
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
 GIVE = (
@@ -34,6 +36,14 @@ GIVE = (
 )
 _OWN = "penstock_"
 """The beginning of the model types of our own, which goes before the family."""
+_CARRIED = {
+    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "bad_words_ids", "suppress_tokens",
+    "id2label", "label2id", "labels", "labels_in_prompts",
+}  # fmt: skip
+"""Entries of config.json that say how a model is used, whatever it is stored like."""
+_POOLING = "1_Pooling/config.json"
+_BESIDE = (".json", ".txt", ".spm", ".model")
+"""Ends of the names of files that are copied beside a model's weights."""
 
 
 def save_pretrained(
@@ -54,20 +64,98 @@ def save_pretrained(
     files are written too, those of a tokenizer; what its config.json holds, such as the numbers of special tokens, goes
     into the model's.
     """
-    folder, config = Path(folder), cast(Any, model).config
+    config = cast(Any, model).config
     others = [*beside.iterdir()] if beside is not None and beside.is_dir() else []
     more: dict[str, Any] = {}
     for file in (file for file in others if file.name == "config.json"):
         more |= read_json(file)
     values, tensors = _in_their_form(config, model.state_dict() if weights is None else weights, more)
+    files = {file.name: file for file in others if file.name != "config.json"}
+    _write_folder(Path(folder), values, tensors, files, shard_bytes)
+
+
+def _write_folder(
+    folder: Path,
+    values: dict[str, Any],
+    tensors: list[Pending],
+    files: Mapping[str, Path],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write weights, the config.json of these values, and copies of files under these names."""
     text = json.dumps(values, indent=2) + "\n"
 
     def what_goes_with_them() -> None:
-        for file in (file for file in others if file.name != "config.json"):
-            replace_file(folder / file.name, partial(shutil.copyfile, file))
+        for name, file in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            replace_file(folder / name, partial(shutil.copyfile, file))
         replace_file(folder / "config.json", lambda path: path.write_text(text))
 
     write_model(folder, tensors, shard_bytes=shard_bytes, before_read=what_goes_with_them)
+
+
+def save_rounded(
+    model: nn.Module,
+    folder: str | Path,
+    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
+    *,
+    source: Path,
+    said: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model in Penstock's own names with the weights of some linears in few bits: by the name of each, the
+    format by which it multiplies, and its weight. config.json says the formats (`quantised`), and `said` beside them.
+
+    What the folder `source` says of special tokens, labels and classes, and its tokenizer, go with it.
+    """
+    config, state = cast(Any, model).config, dict(model.state_dict())
+    state = {name: tensor for name, tensor in state.items() if name not in config.graph.tied}
+    for name, (_, weight) in rounded.items():
+        state |= {key: part.contiguous() for key, part in weight.stored(name).items()}
+    more = {key: value for key, value in said_in(source).items() if key in _CARRIED}
+    formats = {name: form for name, (form, _) in rounded.items()}
+    values = _own_form(config) | more | {"quantised": {"formats": formats, **(said or {})}}
+    _write_folder(Path(folder), values, pending(state), files_beside(source))
+
+
+def files_beside(folder: Path) -> dict[str, Path]:
+    """The files of a model's folder that are neither weights nor config.json, by their names in it: a tokenizer's, and
+    how texts are pooled."""
+    if not folder.is_dir():
+        return {}
+    every = [*folder.iterdir(), folder / _POOLING]
+    return {
+        file.relative_to(folder).as_posix(): file
+        for file in every
+        if file.is_file() and file.name.endswith(_BESIDE) and file != folder / "config.json"
+        and not file.name.endswith(".safetensors.index.json")
+    }  # fmt: skip
+
+
+def rounded_weights(folder: str | Path) -> dict[str, tuple[StoredFormat, RoundedWeight]]:
+    """By the names of linears that a folder holds in few bits, the format by which each multiplies, and its weight;
+    none for a model that was not quantised.
+
+    Raises CheckpointError where config.json and the weights contradict each other.
+    """
+    folder = local_weights(folder)
+    file = folder / "config.json"
+    values = read_json(file).get("quantised") if file.is_file() else None
+    if values is None:
+        return {}
+    formats = values.get("formats") if isinstance(values, dict) else None
+    weights = rounded_in(read_state_dict(folder))
+    if not isinstance(formats, dict) or formats.keys() != weights.keys():
+        raise CheckpointError(
+            f"{file} names other linear layers under quantised.formats than the weights beside it have in few bits. "
+            "Fetch or write the folder again."
+        )
+    for name, form in formats.items():
+        bits = 8 if weights[name].offsets is None else 4
+        if form not in get_args(StoredFormat) or (form == "int4") != (bits == 4):
+            raise CheckpointError(
+                f"{file} says that {name} multiplies in {quoted(str(form))}, but its weight has {bits} bits. "
+                "Fetch or write the folder again."
+            )
+    return {name: (formats[name], weight) for name, weight in weights.items()}
 
 
 def _in_their_form(
@@ -84,8 +172,13 @@ def _in_their_form(
             read_text_config(values)  # a number of the padding may be another than theirs must be
             return values, text_pending(state, config)
     state = {name: tensor for name, tensor in state.items() if name not in config.graph.tied}
+    return _own_form(config) | more, pending(state)
+
+
+def _own_form(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model in our own names."""
     own = f"{_OWN}{config.family}"
-    return {"model_type": own, "architectures": [own], "penstock": to_dict(config), **more}, pending(state)
+    return {"model_type": own, "architectures": [own], "penstock": to_dict(config)}
 
 
 def require_theirs(config: ModelConfig) -> None:
@@ -113,7 +206,7 @@ def from_pretrained(
     """
     folder = local_weights(folder)
     config = read_config(folder)
-    held = sum(tensor.numel() for tensor in described(folder).values())
+    held = sum(tensor.numel() for tensor in plain_state(described(folder)).values())
     require_as_large(config, held, str(folder / "config.json"))
     if labels:
         model = Model(gated(config, labels), device=device, dtype=dtype)

@@ -1,0 +1,141 @@
+"""Weights of linears in 8 or 4 bits, as a folder holds them: whole numbers, and scales that make values of them.
+
+    value[n, k] = numbers[n, k] · scales[n, g] + offsets[n, g],    g = ⌊k · G / K⌋
+
+Shapes: N outputs, K inputs, G groups of inputs that share a scale; weights of experts have a dimension of these before.
+
+A linear NAME is stored as `NAME.weight`, int8 (N, K), or of 4 bits uint8 (N, K/2), the first of two numbers in the low
+half of a byte; `NAME.weight_scale` and of 4 bits `NAME.weight_offset`, fp32 (N, G); and, where one scale for all of its
+inputs was measured, `NAME.input_scale`, fp32. Without offsets numbers are from −127 to 127, else from 0 to 15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.config.formats import FORMATS
+from penstock.errors import CheckpointError
+
+MOST = 127
+"""The largest number of int8 that is used; −128 would have no opposite."""
+_SCALE, _OFFSET, _INPUT = ".weight_scale", ".weight_offset", ".input_scale"
+_LEAST = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWeight:
+    """The weight of one linear in few bits."""
+
+    numbers: Tensor
+    """int8 (…, N, K)."""
+    scales: Tensor
+    """fp32 (…, N, G)."""
+    offsets: Tensor | None = None
+    """fp32 (…, N, G) of weights in 4 bits."""
+    input_scale: Tensor | None = None
+    """fp32 scalar: the value of 1 in inputs of 8 bits; None where each row of inputs has a scale of its own."""
+
+    def values(self) -> Tensor:
+        """The weight that the numbers stand for, fp32 (…, N, K)."""
+        groups = _grouped(self.numbers.float(), self.scales) * self.scales[..., None]
+        return (groups if self.offsets is None else groups + self.offsets[..., None]).flatten(-2)
+
+    def part(self, number: int) -> RoundedWeight:
+        """The weight of one expert of several."""
+        offsets = None if self.offsets is None else self.offsets[number]
+        return RoundedWeight(self.numbers[number], self.scales[number], offsets, self.input_scale)
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """The tensors that a folder holds for the linear of this name."""
+        numbers = self.numbers
+        if self.offsets is not None:
+            pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
+            numbers = pairs[..., 0] | (pairs[..., 1] << 4)
+        parts = {_SCALE: self.scales, _OFFSET: self.offsets, _INPUT: self.input_scale}
+        return {
+            f"{name}.weight": numbers,
+            **{name + end: part for end, part in parts.items() if part is not None},
+        }
+
+
+def _grouped(weight: Tensor, scales: Tensor) -> Tensor:
+    """A matrix (…, N, K) by groups of inputs, (…, N, G, K/G)."""
+    return weight.unflatten(-1, (scales.shape[-1], -1))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def nearest(weight: Tensor, scales: Tensor, offsets: Tensor | None = None) -> RoundedWeight:
+    """A weight (…, N, K) as the nearest numbers that these scales have."""
+    groups = _grouped(weight.detach().float(), scales)
+    low, high = (-MOST, MOST) if offsets is None else (0, 15)
+    moved = groups if offsets is None else groups - offsets[..., None]
+    numbers = (moved / scales[..., None]).round().clamp(low, high).to(torch.int8).flatten(-2)
+    return RoundedWeight(numbers, scales, offsets)
+
+
+def round_rows(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
+    """A weight (…, N, K) in int8 with a scale for each output; `clip`, (…, N) or one for all, is the share of its
+    largest magnitude that 127 stands for."""
+    largest = weight.detach().float().abs().amax(-1) * clip
+    return nearest(weight, (largest.clamp(min=_LEAST) / MOST)[..., None])
+
+
+def round_groups(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
+    """A weight (…, N, K) in 4 bits with a scale and an offset for each group of inputs; `clip`, (…, N, G) or one for
+    all, is the share of a group's range that the 16 numbers cover."""
+    groups = weight.detach().float().unflatten(-1, (-1, FORMATS["int4"].group))  # type: ignore[no-untyped-call]
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) * clip / 15).clamp(min=1e-6)
+    return nearest(weight, scales, (low + high - 15 * scales) / 2)
+
+
+def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
+    """The weights in few bits that a state dict holds, by the names of their linears; meta tensors do as well.
+
+    Raises CheckpointError where the tensors of one do not go together.
+    """
+    found = {}
+    for name in (key.removesuffix(_SCALE) for key in state if key.endswith(_SCALE)):
+        numbers, scales = state.get(f"{name}.weight"), state[name + _SCALE]
+        offsets, one = state.get(name + _OFFSET), state.get(name + _INPUT)
+        whole = torch.int8 if offsets is None else torch.uint8
+        if numbers is None or numbers.dtype != whole or numbers.ndim < 2:
+            raise CheckpointError(f"{name}.weight is no {whole} matrix, as its scales want. {_REMEDY}")
+        inputs = numbers.shape[-1] * (1 if offsets is None else 2)
+        fits = scales.shape[:-1] == numbers.shape[:-1] and scales.shape[-1] and inputs % scales.shape[-1] == 0
+        if (
+            not fits
+            or (offsets is not None and offsets.shape != scales.shape)
+            or (one is not None and one.ndim)
+        ):
+            raise CheckpointError(
+                f"{name}{_SCALE} is {tuple(scales.shape)}, which does not go with numbers of "
+                f"{tuple(numbers.shape)} or with the other scales. {_REMEDY}"
+            )
+        if any(not part.is_floating_point() for part in (scales, offsets, one) if part is not None):
+            raise CheckpointError(f"{name} has scales that are no floating-point numbers. {_REMEDY}")
+        if offsets is not None:
+            numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(-2).to(torch.int8)
+        found[name] = RoundedWeight(
+            numbers,
+            scales.float(),
+            None if offsets is None else offsets.float(),
+            None if one is None else one.float(),
+        )
+    return found
+
+
+_REMEDY = "Fetch or write the folder again."
+
+
+def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict with values in fp32 in place of weights in few bits. Raises as `rounded_in`."""
+    found = dict(state)
+    for name, weight in rounded_in(state).items():
+        for end in (_SCALE, _OFFSET, _INPUT):
+            found.pop(name + end, None)
+        found[f"{name}.weight"] = weight.values()
+    return found

@@ -1,0 +1,153 @@
+"""Linear layers that multiply as a folder says that was quantised: from its own numbers and scales.
+
+Inputs x (M, K) become q = clamp(round(x / s)) of 8 bits, from −128 to 127, where s is the layer's or each row's own
+(max|x| / 127). Products are exact sums of whole numbers on every CPU:
+
+    y[m, n] = s[m] · scale[n] · Σ_k q[m, k] · numbers[n, k] + bias[n]
+
+With VNNI torch's fused operation rounds, multiplies and scales in one kernel: of 768 × 3,072 weights and 128 rows on
+one core of an AMD EPYC it takes 1.8 ms, and 2.8 with a scale for each row; packed bf16 takes 7.0, packed fp32 9.8.
+Without VNNI its pairs of products overflow 16 bits, so numbers are multiplied in fp32, in parts whose sums are exact
+there, which gains no time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.config.quantise import StoredFormat
+from penstock.cpu import this_cpu
+from penstock.errors import CheckpointError, ConfigError
+from penstock.models.experts import ExpertLinear
+from penstock.models.rounded import MOST, RoundedWeight
+from penstock.products.convert import device_problem
+from penstock.products.integers import Int4, Int8Weights
+from penstock.products.stored import Stored
+
+_EXACT = 1024
+"""Products of two numbers of 8 bits whose sum is exact in fp32, in any order: below 2²⁴."""
+_LEAST = 1e-12
+
+
+class RoundedInt8(Stored):
+    """Weights and inputs in int8, of a folder's numbers."""
+
+    wide = True
+
+    def __init__(self, linear: nn.Linear, rounded: RoundedWeight) -> None:
+        super().__init__(linear)
+        self.static = None if rounded.input_scale is None else float(rounded.input_scale)
+        self.numbers, self.scales = rounded.numbers, rounded.scales[:, 0].contiguous()
+        self.bias = None if self.bias is None else self.bias.float()
+        self.packed = _packed(self.numbers, self.scales, self.bias if self.static else None)
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.static is not None:
+            return self.called(x.float()).to(x.dtype)
+        sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=_LEAST)
+        found = self.called(x.float() * (MOST / sizes))
+        sizes = sizes / MOST
+        found = found * sizes if self.bias is None else torch.addcmul(self.bias, found, sizes)
+        return found.to(x.dtype)
+
+    def kernel(self, x: Tensor) -> Tensor:
+        scale = 1.0 if self.static is None else self.static
+        if self.packed is not None:
+            return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(  # type: ignore[no-any-return]
+                x.contiguous(), scale, 128, self.packed
+            )
+        found = self.sums(in_8_bits(x, scale)) * (self.scales * scale)
+        return found if self.bias is None or self.static is None else found + self.bias
+
+    def sums(self, q: Tensor) -> Tensor:
+        """Inputs of whole numbers (M, K) by the weights' numbers, (M, N): exact before they are fp32. The reference."""
+        parts = zip(torch.split(q.float(), _EXACT, 1), torch.split(self.numbers, _EXACT, 1))
+        total = sum(F.linear(rows, numbers.float()).double() for rows, numbers in parts)
+        assert isinstance(total, Tensor)
+        return total.float()
+
+
+def in_8_bits(x: Tensor, scale: float) -> Tensor:
+    """Inputs as whole numbers from −128 to 127, in the type of x."""
+    return (x * (1.0 / scale)).round().clamp(-128, 127)
+
+
+def _packed(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> object | None:
+    """The weights as the fused operation takes them; None where its sums are not exact."""
+    if not this_cpu().vnni:
+        return None
+    with warnings.catch_warnings():
+        # torch will take its quantised tensors out one day; the kernel that takes this one is its fastest so far.
+        warnings.simplefilter("ignore", UserWarning)
+        zeros = torch.zeros(len(scales), dtype=torch.int64)
+        weight = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(weight, bias)  # type: ignore[no-any-return]
+
+
+class RoundedExperts(nn.Module):
+    """An `ExpertLinear` whose experts each multiply in a form of their own."""
+
+    def __init__(self, linear: ExpertLinear, form: StoredFormat, rounded: RoundedWeight) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = None
+        self.experts = nn.ModuleList()
+        for number in range(len(rounded.numbers)):
+            bias = None if linear.bias is None else linear.bias[number]
+            self.experts.append(_stored(_stand_in(linear, bias), form, rounded.part(number)))
+
+    def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+        """See `ExpertLinear`."""
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([one(rows) for one, rows in zip(self.experts, torch.split(x, counts))])
+
+
+def _stand_in(linear: ExpertLinear, bias: Tensor | None) -> nn.Linear:
+    """A linear of one expert's sizes with its bias, whose weight nobody reads."""
+    one = nn.Linear(
+        linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype
+    )
+    one.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+    return one
+
+
+_FORMS: dict[StoredFormat, type[RoundedInt8 | Int8Weights | Int4]] = {
+    "int8": RoundedInt8, "int8_weights": Int8Weights, "int4": Int4,
+}  # fmt: skip
+
+
+def _stored(linear: nn.Linear, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:
+    return _FORMS[form](linear, rounded)
+
+
+def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:
+    """The module that takes the place of a linear, or of one of experts, and multiplies in a form."""
+    if isinstance(module, ExpertLinear):
+        return RoundedExperts(module, form, rounded)
+    assert isinstance(module, nn.Linear)
+    return _stored(module, form, rounded)
+
+
+def store_rounded(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]]) -> None:
+    """Let the named linears of a model multiply in their formats, in place.
+
+    Raises ConfigError where the model is on a device that does not multiply so, and CheckpointError for a linear that
+    the model does not have, or of another shape.
+    """
+    device, modules = next(model.parameters()).device, dict(model.named_modules())
+    for name, (form, weight) in rounded.items():
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear | ExpertLinear) or module.weight.shape != weight.numbers.shape:
+            raise CheckpointError(
+                f"The folder has {name} in {form}, of shape {tuple(weight.numbers.shape)}, but the model has no such "
+                "linear layer. Fetch or write the folder again."
+            )
+        if problem := device_problem(device, form, serving=True):
+            raise ConfigError(f"The folder has linear layers in {form}: {problem} Or give weights=plain.")
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, stored_form(module, form, weight))

@@ -116,10 +116,10 @@ def loaded(
         rounded = rounded_weights(folder) if form == "auto" else {}
         numbers: list[int] = []
         if only:
-            if rounded:
+            if rounded_weights(folder):
                 raise ConfigError(
                     "The folder's linear layers are quantised, of which all labels' experts are read together; leave "
-                    "the labels out, or give weights=plain."
+                    "the labels out."
                 )
             every = labels_of(read_config(folder).graph, said)
             numbers = every.among(only)

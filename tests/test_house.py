@@ -429,17 +429,17 @@ LINES = {
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3730,
-    "compress": 1540,
+    "compress": 2470,
     "config": 5040,
     "data": 6640,
     "decode": 2580,
     "doctor": 450,
     "export": 780,
-    "infer": 1160,
+    "infer": 1150,
     "kernels": 3260,
     "ladder": 5380,
     "launch": 1550,
-    "models": 7120,
+    "models": 7110,
     "optim": 1730,
     "parallel": 3970,
     "planner": 6180,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 75_000
+    assert sum(LINES.values()) <= 75_900
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

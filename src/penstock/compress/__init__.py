@@ -1,1 +1,1 @@
-"""Compression: smaller models out of trained ones, step by step, each measured beside its prediction."""
+"""Smaller models: pruning, students of a teacher, and numbers in few bits."""

@@ -1,0 +1,231 @@
+"""Calibration: the inputs of a model's linears on real data, and the ends of the scales that they are rounded by.
+
+Shapes: T tokens that are no padding, K features, B samples, N tokens of a sample with padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.quantise import Limit
+from penstock.errors import ConfigError, NumericError
+from penstock.models.anatomy import anatomy_of
+from penstock.models.experts import ExpertLinear, MixtureOfExperts
+from penstock.models.model import Model
+from penstock.models.roles import Attention
+from penstock.models.rounded import MOST
+
+Batches = Iterable[tuple[Any, ...]]
+"""Arguments of a model's forward pass, a batch at a time."""
+See = Callable[[str, Tensor], None]
+"""A function that is given the name of a linear and its inputs (T, K)."""
+BINS = 2048
+PERCENTILE = 0.9999
+"""Share of magnitudes that lie within the limit `percentile`."""
+_LEVELS = MOST + 1
+_LEAST = 1e-12
+
+
+class InputRecord:
+    """The inputs of one linear: a histogram of their magnitudes, and the largest one of each feature."""
+
+    def __init__(self, features: int) -> None:
+        self.largest = torch.zeros(features)
+        """The largest magnitude of each feature, (K,)."""
+        self.counts = torch.zeros(BINS, dtype=torch.float64)
+        """Magnitudes in each of `BINS` equal bins from zero to `end`."""
+        self.end = 0.0
+        self.rows = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count inputs (T, K). Raises NumericError where one is not finite."""
+        if not len(x):
+            return
+        sizes = x.detach().abs().float()
+        most = sizes.amax(0)
+        top = float(most.max())
+        if not math.isfinite(top):
+            raise NumericError(
+                "Inputs of a linear layer are not finite in calibration; check the weights and the data."
+            )
+        torch.maximum(self.largest, most.cpu(), out=self.largest)
+        self._widen(top)
+        self.counts += torch.histc(sizes.flatten(), BINS, 0.0, self.end).double().cpu()
+        self.rows += len(x)
+
+    def _widen(self, top: float) -> None:
+        """Double the range of the bins until it holds a magnitude: pairs of bins become one."""
+        self.end = self.end or max(top, _LEAST)
+        while top > self.end:
+            pairs = self.counts.view(-1, 2).sum(1)
+            self.counts = torch.cat([pairs, torch.zeros_like(pairs)])
+            self.end *= 2
+
+    def limit(self, how: Limit) -> float:
+        """The magnitude that 127 stands for; larger inputs are cut to it."""
+        top = float(self.largest.max())
+        if how == "absmax" or top <= _LEAST:
+            return max(top, _LEAST)
+        if how == "percentile":
+            shares = self.counts.cumsum(0) / self.counts.sum()
+            return min(top, (int((shares < PERCENTILE).sum()) + 1) * self.end / BINS)
+        ends = torch.linspace(0.1, 1.0, 91, dtype=torch.float64) * top
+        losses = [(self._error if how == "mse" else self._divergence)(float(end)) for end in ends]
+        return float(ends[min(range(len(losses)), key=losses.__getitem__)])
+
+    def _error(self, end: float) -> float:
+        """Summed squares of what rounding with this end changes, taking each magnitude for the middle of its bin."""
+        middles = (torch.arange(BINS, dtype=torch.float64) + 0.5) * self.end / BINS
+        rounded = (middles * (MOST / end)).round().clamp(max=MOST) * (end / MOST)
+        return float((self.counts * (middles - rounded).square()).sum())
+
+    def _divergence(self, end: float) -> float:
+        """Relative entropy of the magnitudes and of what 128 levels up to this end leave of them (Migacz, "8-bit
+        Inference with TensorRT", GTC 2017). The first bin, of zeros, is left out."""
+        used = max(_LEVELS, min(BINS, math.ceil(end / self.end * BINS)))
+        kept = self.counts[1:used].clone()
+        levels = torch.arange(1, used) * _LEVELS // used
+        present = (kept > 0).double()
+        sums = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, levels, kept)
+        many = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, levels, present)
+        spread = (sums / many.clamp(min=1))[levels] * present
+        kept[-1] += self.counts[used:].sum()
+        kept, spread = kept / kept.sum().clamp(min=1), spread / spread.sum().clamp(min=1)
+        here = kept > 0
+        return float((kept[here] * (kept[here] / spread[here].clamp(min=1e-9)).log()).sum())
+
+
+def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tensor | None]:
+    """Which tokens (B, N) of each run of a model are no padding in a batch; None where none is. Those of a run that
+    writes end with its last target, where the arguments have targets."""
+    if not isinstance(model, Model):
+        return {}
+    given, masks = model.given(arguments, {}), dict[str, Tensor | None]()
+    for run in model.graph.runs:
+        values = given[model.graph.input_of(run).name]
+        counts = model.counts(run, given, values.shape[1])
+        places = torch.arange(values.shape[1], device=values.device)
+        masks[run.name] = None if counts is None else places < counts[:, None]
+    return masks
+
+
+def _runs_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """By the name of each linear the run whose tokens it reads: its own, or of keys of cross attention the memory's."""
+    if not isinstance(model, Model):
+        return {}
+    reads = {name: name.partition(".")[0] for name in names}
+    for part in anatomy_of(model).parts(Attention):
+        memories = model.graph.run(part.name.partition(".")[0]).memories
+        if part.cross and len(memories) == 1:
+            reads |= {linear.name: memories[0] for linear in part.projections[1:]}
+    return reads
+
+
+class Enough(Exception):
+    """Ends a forward pass whose rest is of no use."""
+
+
+class _InputRows:
+    """Gives `see` the inputs of linears without padding.
+
+    Visits to experts do not say whose they are. So the inputs of a mixture are zeros where there is padding, which no
+    other token sees, and visits of zeros are left out.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str], see: See) -> None:
+        self.see = see
+        self.modules = {name: model.get_submodule(name) for name in names}
+        self.mixtures = {
+            name: one for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)
+        }
+        self.reads = _runs_of(model, [*self.modules, *self.mixtures])
+        self.masks: Mapping[str, Tensor | None] = {}
+        self.visits: dict[str, Tensor] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, passes of the model are seen."""
+        visited = {f"{name}.up": one.up for name, one in self.mixtures.items()}
+        hooks = [
+            *((one, self._blank, name) for name, one in self.mixtures.items()),
+            *((one, self._keep_visits, name) for name, one in visited.items()),
+            *((one, self._rows, name) for name, one in self.modules.items()),
+        ]
+        handles = [one.register_forward_pre_hook(_named(hook, name)) for one, hook, name in hooks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mask(self, name: str, x: Tensor) -> Tensor | None:
+        mask = self.masks.get(self.reads.get(name, ""))
+        return mask if mask is not None and x.shape[:2] == mask.shape else None
+
+    def _blank(self, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        mask = self._mask(name, given[0])
+        return given if mask is None else (given[0].masked_fill(~mask[..., None], 0.0), *given[1:])
+
+    def _keep_visits(self, name: str, given: tuple[Any, ...]) -> None:
+        self.visits[name.removesuffix(".up")] = (given[0] != 0).any(1)
+
+    def _rows(self, name: str, given: tuple[Any, ...]) -> None:
+        x, mask = given[0], self._mask(name, given[0])
+        if isinstance(self.modules[name], ExpertLinear):
+            mask = self.visits[name.rpartition(".")[0]]
+        self.see(name, x.flatten(0, -2) if mask is None else x[mask])
+
+
+def _named(hook: Callable[[str, tuple[Any, ...]], Any], name: str) -> Callable[..., Any]:
+    return lambda _, given: hook(name, given)
+
+
+@torch.no_grad()
+def watch(
+    model: nn.Module, batches: Batches, names: Iterable[str], see: See, *, last: nn.Module | None = None
+) -> int:
+    """Run a model in evaluation mode on batches, and give `see` the inputs of the named linears, without padding. Each
+    pass ends after the module `last`, if there is one. Returns how many batches there were.
+
+    Raises ConfigError where there is no batch.
+    """
+    rows = _InputRows(model, names, see)
+
+    def stop(*_: Any) -> None:
+        raise Enough
+
+    end = None if last is None else last.register_forward_hook(stop)
+    training, count = model.training, 0
+    model.eval()
+    try:
+        with rows.watched():
+            for arguments in batches:
+                count += 1
+                rows.masks = real_tokens(model, arguments)
+                with suppress(Enough):
+                    model(*arguments)
+    finally:
+        model.train(training)
+        if end is not None:
+            end.remove()
+    if not count:
+        raise ConfigError("There is no data to calibrate with; give at least one batch.")
+    return count
+
+
+def record(model: nn.Module, batches: Batches, names: Iterable[str]) -> dict[str, InputRecord]:
+    """Statistics of the inputs of the named linears on batches, by name. Raises as `watch`, and NumericError where
+    inputs are not finite."""
+    records: dict[str, InputRecord] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear | ExpertLinear)
+        records[name] = InputRecord(module.in_features)
+    watch(model, batches, records, lambda name, x: records[name].add(x))
+    return records

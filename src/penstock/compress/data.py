@@ -1,0 +1,72 @@
+"""The data that compression runs a model on, by the task that the model does: batches to calibrate with, and a score in
+points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from penstock.compress.calibrate import Batches
+from penstock.config.run import DataConfig, TaskName
+from penstock.data import Loader
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import read_config
+from penstock.tasks import task_of
+from penstock.train.evaluate import evaluate
+
+_SHARES = ("exact_match", "top1", "spearman", "accuracy", "recall_at_1")
+"""Metrics that are shares, of which the first that a task has is its score."""
+_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class QuantiseData:
+    """The data that a model is run on while it is quantised."""
+
+    batches: Callable[[], Batches]
+    """Makes the batches to calibrate with, as arguments of the model: the same ones each time."""
+    score: Callable[[nn.Module], float] | None = None
+    """Evaluates a model, in points: higher is better."""
+
+
+def task_data(
+    model: str | Path, data: DataConfig, *, task: TaskName = "auto", samples: int = 256, batch: int = _BATCH
+) -> QuantiseData:
+    """Batches of `samples` samples of the training split, and the score of the whole validation split, for the model in
+    a folder.
+
+    Points are 100 times the share of samples that are right. Where a task counts no such share, they are −100 times the
+    mean loss in nats: then a point is 1 % of perplexity.
+
+    Raises ConfigError for a task or data that do not fit the model, and DataError for data that cannot be read.
+    """
+    folder = local_weights(model)
+    config = read_config(folder)
+    chosen = task_of(config, task, init_from=str(folder))
+    train, validation = (chosen.open(data, config, split) for split in ("train", "val"))
+    config = chosen.fit(config, train)
+    size = min(batch, samples, len(train))
+
+    def batches() -> Iterator[tuple[Any, ...]]:
+        with Loader(train, chosen.prepare(train, config), batch=size, workers=data.workers) as loader:
+            for one in islice(loader, -(-samples // size)):
+                yield chosen.inputs(one)
+
+    def score(module: nn.Module) -> float:
+        prepare = chosen.prepare(validation, config)
+        with Loader(validation, prepare, batch=batch, workers=data.workers, endless=False) as loader:
+            return points(evaluate(chosen, module, loader).metrics)
+
+    return QuantiseData(batches, score)
+
+
+def points(metrics: Any) -> float:
+    """The score of an evaluation, see `task_data`."""
+    share = next((metrics[name] for name in _SHARES if name in metrics), None)
+    return float(-100 * metrics["loss"] if share is None else 100 * share)

@@ -1,0 +1,100 @@
+"""GPTQ: weights are rounded column by column, and each rounding's error is made up for by the columns that are not
+rounded yet (Frantar et al., "GPTQ", ICLR 2023, Algorithm 1).
+
+Of a linear with weight W (N, K) and inputs X (T, K), the change of the outputs, ‖X Wᵀ − X Qᵀ‖², has the Hessian
+H = 2 Xᵀ X for each row. With U the upper Cholesky factor of H⁻¹, rounding column k leaves the error
+e = (w_k − q_k) / U_kk, and columns j > k lose e · U_kj.
+
+A model goes block by block: a block's Hessians are made of what the blocks before it, rounded already, give. Each block
+takes one pass over the data that ends behind it, so that nothing but one block's Hessians is in memory beside the
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from penstock.compress.calibrate import Batches, watch
+from penstock.config.formats import FORMATS
+from penstock.config.quantise import StoredFormat
+from penstock.models.anatomy import anatomy_of
+from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
+
+_COLUMNS = 128
+"""Columns whose errors are passed on together (B in the paper)."""
+DAMPING = 0.01
+"""Share of the mean of H's diagonal that is added to it."""
+
+
+@torch.no_grad()
+def round_by_blocks(
+    model: nn.Module, batches: Callable[[], Batches], formats: Mapping[str, StoredFormat]
+) -> dict[str, RoundedWeight]:
+    """The weights of the named linears, each in its format. The model has the rounded values afterwards.
+
+    Raises as `watch`.
+    """
+    rounded: dict[str, RoundedWeight] = {}
+    for block in anatomy_of(model).blocks:
+        names = [name for name in formats if name.startswith(f"{block}.")]
+        hessians: dict[str, Tensor] = {}
+
+        def add(name: str, x: Tensor, sums: dict[str, Tensor] = hessians) -> None:
+            x = x.float()
+            if name in sums:
+                sums[name].addmm_(x.t(), x)
+            else:
+                sums[name] = x.t() @ x
+
+        if names:
+            watch(model, batches(), names, add, last=model.get_submodule(block))
+        for name in names:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            rounded[name] = gptq(linear.weight, hessians.pop(name), formats[name])
+            linear.weight.copy_(rounded[name].values())
+    return rounded
+
+
+@torch.no_grad()
+def gptq(weight: Tensor, hessian: Tensor, form: StoredFormat) -> RoundedWeight:
+    """A weight (N, K) rounded for inputs with the given Xᵀ X (K, K), which is used up."""
+    weight = weight.detach().float().clone()
+    upper = _inverse_factor(weight, hessian)
+    group, grids = FORMATS["int4"].group, list[RoundedWeight]()
+    if form != "int4":
+        group, grids = weight.shape[1], [round_rows(weight)]
+    numbers = torch.empty_like(weight, dtype=torch.int8)
+    for begin in range(0, weight.shape[1], _COLUMNS):
+        end = min(begin + _COLUMNS, weight.shape[1])
+        errors = torch.zeros(len(weight), end - begin)
+        for column in range(begin, end):
+            if form == "int4" and column % group == 0:
+                # A group's scale is that of its weights as they are by now.
+                grids.append(round_groups(weight[:, column : column + group]))
+            values = weight[:, column : column + 1]
+            one = nearest(values, grids[-1].scales, grids[-1].offsets)
+            numbers[:, column] = one.numbers[:, 0]
+            error = (values - one.values()) / upper[column, column]
+            weight[:, column:end] -= error * upper[column, column:end]
+            errors[:, column - begin] = error[:, 0]
+        weight[:, end:] -= errors @ upper[begin:end, end:]
+    scales = torch.cat([grid.scales for grid in grids], dim=1)
+    offsets = [grid.offsets for grid in grids if grid.offsets is not None]
+    return RoundedWeight(numbers, scales, torch.cat(offsets, dim=1) if offsets else None)
+
+
+def _inverse_factor(weight: Tensor, hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor of the damped Hessian's inverse, in the place of the Hessian. Columns of the weight
+    whose inputs were always zero become zero: they change no output."""
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1.0
+    weight[:, dead] = 0.0
+    diagonal += DAMPING * diagonal.mean()
+    torch.linalg.cholesky(hessian, out=hessian)
+    torch.cholesky_inverse(hessian, out=hessian)
+    return torch.linalg.cholesky(hessian, upper=True, out=hessian)  # type: ignore[no-any-return]

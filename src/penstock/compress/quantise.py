@@ -1,0 +1,300 @@
+"""Quantisation after training: the linears of a model's blocks in 8 or 4 bits, in a folder that opens like any other.
+
+Embeddings, norms, routers, heads and residual sums stay as they are. Experts of mixtures are rounded with a scale for
+each output of each expert.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.compress.calibrate import InputRecord, record, watch
+from penstock.compress.control import NOISE, Controlled, keep_within, seconds_of
+from penstock.compress.data import QuantiseData
+from penstock.compress.gptq import round_by_blocks
+from penstock.compress.smooth import norm_readers, smooth
+from penstock.config.formats import FORMATS, PRODUCTS
+from penstock.config.load import to_dict
+from penstock.config.quantise import QuantiseOptions, StoredFormat
+from penstock.errors import ConfigError
+from penstock.models.anatomy import anatomy_of
+from penstock.models.convert import from_pretrained, save_pretrained
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import rounded_weights, save_rounded
+from penstock.models.experts import ExpertLinear
+from penstock.models.roles import Experts
+from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
+from penstock.products.convert import STORED, left_out, suited
+from penstock.products.rounded import stored_form
+
+_log = logging.getLogger(__name__)
+_CLIPS = tuple(share / 100 for share in range(100, 58, -2))
+"""Ends of scales that `mse` tries, as shares of the largest magnitude."""
+_HARM_BATCHES = 4
+"""Batches by which the harm of rounding one layer is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """The result of quantising a model."""
+
+    formats: Mapping[str, StoredFormat]
+    """The format of each linear layer that is rounded, by name; none where the model was left as it was."""
+    kept: Mapping[str, str]
+    """Why each other linear layer is as it was, by name."""
+    before: float | None = None
+    """Score of the model before, in points; None where nothing scores it."""
+    after: float | None = None
+    bytes_before: int = 0
+    """Bytes of all weights in fp32."""
+    bytes_after: int = 0
+    smoothed: Mapping[str, float] = field(default_factory=dict)
+    """By the name of each norm that was smoothed, how much less its largest feature stands out from its median one."""
+
+    @property
+    def lost(self) -> float | None:
+        """Points of accuracy that were lost."""
+        return None if self.before is None or self.after is None else self.before - self.after
+
+
+def quantise_folder(
+    source: str | Path, target: str | Path, options: QuantiseOptions, data: QuantiseData | None = None
+) -> Quantised:
+    """Quantise the model in the folder `source` into the folder `target`, which `generate`, `serve`, `classify`,
+    `embed` and `from_pretrained` open; the latter gives the values of rounded weights.
+
+    With `options.drop`, a model that loses more whatever is kept is written as it was; `kept` says why.
+
+    Raises ConfigError for options that need data, or a score, where there is none; for a model that has nothing to
+    round or was rounded before; and what opening the folder raises.
+    """
+    folder = local_weights(source)
+    if rounded_weights(folder):
+        raise ConfigError(f"The model in {folder} was quantised before; give the one that it was made of.")
+    if options.calibrates and data is None:
+        raise ConfigError("quantise.smooth, inputs=static and weights=gptq run the model on data; name some.")
+    if options.drop is not None and (data is None or data.score is None):
+        raise ConfigError("quantise.drop needs a score; give data with a validation split, or leave it out.")
+    model = from_pretrained(folder).eval()
+    work = _Work(model, options, data)
+    result = work.run()
+    if not result.formats:
+        save_pretrained(from_pretrained(folder), target, beside=folder)
+        return result
+    said = {
+        "options": to_dict(options), "kept": dict(result.kept), "before": result.before, "after": result.after,
+    }  # fmt: skip
+    chosen = {name: (form, work.rounded[name]) for name, form in result.formats.items()}
+    save_rounded(work.model, target, chosen, source=folder, said=said)
+    return result
+
+
+def candidates(
+    model: nn.Module, form: StoredFormat
+) -> tuple[dict[str, nn.Linear | ExpertLinear], dict[str, str]]:
+    """The linears of a model that a format is for, by name, experts among them; and why each other is not."""
+    anatomy, row = anatomy_of(model), PRODUCTS[form]
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kept = dict(left_out(linears, anatomy, row))
+    chosen: dict[str, nn.Linear | ExpertLinear] = {
+        name: module for name, module in linears.items() if name not in kept
+    }
+    for part in anatomy.parts(Experts):
+        for role in (part.up, part.gate, part.down):
+            module = None if role is None else model.get_submodule(role.name)
+            if role is None or not isinstance(module, ExpertLinear):
+                continue
+            if module.in_features % row.multiple[0] or module.out_features % row.multiple[1]:
+                kept[role.name] = f"{module.in_features} × {module.out_features} do not suit {form}"
+            else:
+                chosen[role.name] = module
+    return chosen, kept
+
+
+class _Work:
+    """One model on its way to few bits."""
+
+    def __init__(self, model: nn.Module, options: QuantiseOptions, data: QuantiseData | None) -> None:
+        self.model, self.options, self.data = model, options, data
+        self.linears, self.kept = candidates(model, options.format)
+        if not self.linears:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.kept.items())[:5])
+            raise ConfigError(f"No linear layer of the model can be stored in {options.format} ({reasons}).")
+        self.rounded: dict[str, RoundedWeight] = {}
+        self.forms: dict[str, nn.Module] = {}
+
+    def run(self) -> Quantised:
+        options, model = self.options, self.model
+        before = None if self.data is None or self.data.score is None else self.data.score(model)
+        whole = sum(tensor.numel() for tensor in model.parameters()) * 4
+        records = self._record()
+        gains = smooth(model, records, options.smooth) if options.smooth else {}
+        if options.inputs == "static" and gains:  # what smoothed norms give has other histograms
+            records = self._record()
+        self._round(records)
+        for name, module in self.linears.items():
+            self.forms[name] = stored_form(module, options.format, self.rounded[name])
+        chosen = self._worth()
+        after = before
+        if options.drop is not None and chosen:
+            controlled = self._control(chosen, before)
+            chosen, after = list(controlled.rounded), controlled.after
+            self.kept |= controlled.reasons
+        elif before is not None:
+            after = self._score(chosen)
+        saved = sum(_saved(self.linears[name], self.rounded[name]) for name in chosen)
+        for name, reason in self.kept.items():
+            _log.info("%s stays as it is: %s.", name, reason)
+        return Quantised(
+            formats={name: options.format for name in self.linears if name in chosen}, kept=self.kept, before=before,
+            after=after, bytes_before=whole, bytes_after=whole - saved, smoothed=gains,
+        )  # fmt: skip
+
+    def _record(self) -> dict[str, InputRecord]:
+        if not self.options.smooth and self.options.inputs == "token":
+            return {}
+        assert self.data is not None
+        read = (
+            [name for one in norm_readers(self.model) for name in one.linears] if self.options.smooth else []
+        )
+        # Experts that no token visits say nothing of what their norm gives, and the router sees all of it.
+        return record(self.model, self.data.batches(), dict.fromkeys([*self.linears, *read]))
+
+    def _round(self, records: Mapping[str, InputRecord]) -> None:
+        options = self.options
+        by_gptq = {name: one for name, one in self.linears.items() if isinstance(one, nn.Linear)}
+        if options.weights == "gptq":
+            assert self.data is not None
+            # Layers that stay as they are keep these.
+            before = {name: one.weight.detach().clone() for name, one in by_gptq.items()}
+            self.rounded |= round_by_blocks(
+                self.model, self.data.batches, dict.fromkeys(by_gptq, options.format)
+            )
+            with torch.no_grad():
+                for name, one in by_gptq.items():
+                    one.weight.copy_(before[name])
+        for name, module in self.linears.items():
+            if name not in self.rounded:
+                least = options.weights != "absmax"
+                self.rounded[name] = round_weight(module.weight, options.format, least=least)
+            if options.inputs == "static":
+                scale = torch.tensor(records[name].limit(options.limit) / MOST)
+                self.rounded[name] = replace(self.rounded[name], input_scale=scale)
+
+    # -- choosing
+
+    def _worth(self) -> list[str]:
+        """The layers that are faster here in their format, or all where speed is not asked for."""
+        if not self.options.speed:
+            return list(self.linears)
+        assert self.data is not None
+        rows: dict[str, int] = {}
+
+        def count(name: str, x: Tensor) -> None:
+            rows.setdefault(name, len(x))
+
+        watch(self.model, islice(self.data.batches(), 1), self.linears, count)
+        slower: dict[tuple[Any, ...], str] = {}
+        for name, module in self.linears.items():
+            if not isinstance(module, nn.Linear):
+                continue
+            shape = (rows.get(name, 1), module.in_features, module.out_features)
+            if shape not in slower:
+                slower[shape] = _slower(_as_opened(module), self.forms[name], shape, self.options.format)
+            if slower[shape]:
+                self.kept[name] = slower[shape]
+        return [name for name in self.linears if name not in self.kept]
+
+    def _control(self, chosen: list[str], before: float | None) -> Controlled:
+        assert self.options.drop is not None
+        assert before is not None
+        assert self.data is not None
+        given = list(islice(self.data.batches(), _HARM_BATCHES))
+        plain = self._features(given)
+
+        def harm(name: str) -> float:
+            with self.swapped([name]):
+                found = self._features(given)
+            return sum(
+                float((one - other).square().sum() / other.square().sum()) for one, other in zip(found, plain)
+            )
+
+        return keep_within(chosen, self._score, self.options.drop, harm, before=before)
+
+    def _features(self, batches: list[tuple[Any, ...]]) -> list[Tensor]:
+        """The outputs of the last block for batches."""
+        found: list[Tensor] = []
+        block = anatomy_of(self.model).block_modules(self.model)[-1]
+        handle = block.register_forward_hook(lambda *given: found.append(given[2].detach().clone()))
+        try:
+            watch(self.model, batches, (), lambda *_: None, last=block)
+        finally:
+            handle.remove()
+        return found
+
+    def _score(self, chosen: Collection[str]) -> float:
+        assert self.data is not None
+        assert self.data.score is not None
+        with self.swapped(chosen), torch.no_grad():
+            return self.data.score(self.model)
+
+    @contextmanager
+    def swapped(self, chosen: Collection[str]) -> Iterator[None]:
+        """Inside, the named layers multiply in their format."""
+        for name in chosen:
+            self._set(name, self.forms[name])
+        try:
+            yield
+        finally:
+            for name in chosen:
+                self._set(name, self.linears[name])
+
+    def _set(self, name: str, module: nn.Module) -> None:
+        parent, _, own = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), own, module)
+
+
+def round_weight(weight: Tensor, form: StoredFormat, *, least: bool = False) -> RoundedWeight:
+    """A weight in a format by the largest magnitude of each scale; with `least`, by the end of each scale with which
+    the squared error is least."""
+    if form == "int4":
+        groups, sides = round_groups, (*weight.shape[:-1], weight.shape[-1] // FORMATS["int4"].group)
+    else:
+        groups, sides = round_rows, weight.shape[:-1]
+    if not least:
+        return groups(weight)
+    plain, best, lowest = weight.detach().float(), torch.ones(sides), torch.full(sides, torch.inf)
+    for clip in _CLIPS:
+        errors = (groups(weight, clip).values() - plain).square().view(*sides, -1).sum(-1)
+        best, lowest = torch.where(errors < lowest, clip, best), torch.minimum(errors, lowest)
+    return groups(weight, best)
+
+
+def _as_opened(linear: nn.Linear) -> nn.Module:
+    """A linear that multiplies as it does where its folder is opened for inference."""
+    form = suited(linear, "auto", own=True)
+    return linear if form == "plain" else STORED[form](linear)
+
+
+def _slower(own: nn.Module, form: nn.Module, shape: tuple[int, int, int], name: str) -> str:
+    rows, inputs, _ = shape
+    plain, rounded = seconds_of((own, form), rows, inputs)
+    if rounded <= plain * (1 + NOISE):
+        return ""
+    return f"{name} takes {rounded / plain:.2f} times as long here for {rows} rows"
+
+
+def _saved(module: nn.Linear | ExpertLinear, weight: RoundedWeight) -> int:
+    """Bytes that a weight takes less than in fp32."""
+    return module.weight.numel() * 4 - sum(
+        part.numel() * part.element_size() for part in weight.stored("").values()
+    )

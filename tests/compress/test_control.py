@@ -1,0 +1,66 @@
+"""Accuracy control on made-up scores: the fewest layers stay, and the bound holds or nothing is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.compress.control import Controlled, keep_within, seconds_of
+
+NAMES = [f"layer{number}" for number in range(10)]
+
+
+def controlled(
+    harm: dict[str, float], drop: float, *, misleading: bool = False
+) -> tuple[Controlled, list[int]]:
+    """Layers whose harms add up, of which control sees the order, or one that misleads."""
+    asked: list[int] = []
+
+    def score(chosen: Collection[str]) -> float:
+        asked.append(len(chosen))
+        return 90.0 - sum(harm.get(name, 0.0) for name in chosen)
+
+    def seen(name: str) -> float:
+        return -NAMES.index(name) if misleading else harm.get(name, 0.0)
+
+    return keep_within(NAMES, score, drop, seen, before=90.0), asked
+
+
+def test_where_all_may_be_rounded_one_evaluation_says_so() -> None:
+    found, asked = controlled({"layer3": 0.1}, 0.5)
+    assert found.rounded == set(NAMES)
+    assert not found.reasons
+    assert found.after == pytest.approx(89.9)
+    assert asked == [10]
+
+
+def test_the_most_harmful_stay_and_no_others() -> None:
+    found, asked = controlled({"layer3": 4.0, "layer7": 0.4, "layer1": 0.05}, 0.5)
+    assert found.rounded == set(NAMES) - {"layer3"}
+    assert set(found.reasons) == {"layer3"}
+    assert "lose more than 0.5 points" in found.reasons["layer3"]
+    assert found.lost == pytest.approx(0.45)
+    assert found.evaluations == len(asked) <= 6
+
+
+def test_a_wrong_order_is_made_up_for() -> None:
+    found, _ = controlled({"layer8": 5.0}, 0.5, misleading=True)
+    assert found.rounded == set(NAMES) - {"layer8"}
+
+
+def test_where_every_layer_hurts_the_model_stays_as_it_was() -> None:
+    found, _ = controlled(dict.fromkeys(NAMES, 1.0), 0.5)
+    assert not found.rounded
+    assert set(found.reasons) == set(NAMES)
+    assert (found.lost, found.after) == (0.0, 90.0)
+
+
+def test_the_slower_way_takes_more_seconds() -> None:
+    one, many = seconds_of(
+        (nn.Linear(64, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))), 64, 64
+    )
+    assert 0 < one < many
+    assert not torch.is_inference_mode_enabled()

@@ -1,0 +1,102 @@
+"""GPTQ: outputs change less than by rounding to the nearest number, in the memory of a model and two blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.families import ENROLLED, batches
+from penstock.compress.gptq import DAMPING, gptq, round_by_blocks
+from penstock.compress.quantise import candidates
+from penstock.config.model import PRESETS
+from penstock.config.quantise import StoredFormat
+from penstock.ladder.tensor_memory import TensorMemory
+from penstock.models import create
+from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
+
+
+def _reference(weight: Tensor, hessian: Tensor, grid: RoundedWeight) -> Tensor:
+    """Optimal Brain Quantisation in the order of the columns, each with the inverse of what is left (equations 2 and 3
+    of the paper), in fp64."""
+    left, values = weight.double().clone(), torch.empty_like(weight)
+    wide = hessian.double()
+    inverse = torch.linalg.inv(wide + DAMPING * wide.diagonal().mean() * torch.eye(len(wide)))
+    for column in range(weight.shape[1]):
+        one = nearest(left[:, :1].float(), grid.scales).values()
+        values[:, column] = one[:, 0]
+        error = (left[:, :1] - one.double()) / inverse[0, 0]
+        left = (left - error * inverse[:1])[:, 1:]
+        inverse = (inverse - inverse[:, :1] @ inverse[:1] / inverse[0, 0])[1:, 1:]
+    return values
+
+
+def test_columns_make_up_for_each_other_as_the_paper_says() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 160), torch.randn(400, 160) @ torch.randn(160, 160)
+    x[:, 7] = 0.0
+    hessian = x.t() @ x
+    found = gptq(weight, hessian.clone(), "int8")
+    kept = hessian.clone()
+    kept[7, 7] = 1.0  # an input that is always zero
+    bare = weight.clone()
+    bare[:, 7] = 0.0
+    expected = _reference(bare, kept, round_rows(bare))
+    assert float((found.values() != expected).float().mean()) < 0.01, "but for rounding in fp32"
+
+    def change(one: RoundedWeight) -> float:
+        return float(((one.values() - weight) @ x.t()).square().mean())
+
+    assert change(found) < 0.6 * change(round_rows(weight))
+    assert change(gptq(weight, hessian.clone(), "int4")) < 0.6 * change(round_groups(weight))
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_a_model_is_rounded_block_by_block(name: str, form: StoredFormat) -> None:
+    sizes: dict[str, Any] = {"width": 32, "mlp_width": 64}
+    config: Any = ENROLLED[name].config
+    if name == "gpt":
+        config = replace(config, **sizes)
+    else:
+        sides = {side: replace(getattr(config, side), **sizes) for side in ("encoder", "decoder")}
+        config = replace(config, **sides)
+    torch.manual_seed(0)
+    model = create(config).eval()
+    given = [batches(config, step, 16)[:-1] for step in range(4)]
+    with torch.no_grad():
+        expected = model(*given[0])
+        names = dict.fromkeys(candidates(model, form)[0], form)
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        rounded = round_by_blocks(model, lambda: given, names)
+        found = model(*given[0])
+        assert rounded.keys() == names.keys()
+        for linear, one in rounded.items():
+            assert torch.equal(model.get_submodule(linear).weight, one.values())
+        model.load_state_dict(state)
+        for linear in names:
+            weight: Any = model.get_submodule(linear).weight
+            weight.copy_((round_groups if form == "int4" else round_rows)(weight).values())
+        plain = model(*given[0])
+    assert float((found - expected).square().mean()) < float((plain - expected).square().mean())
+
+
+def test_the_peak_of_memory_is_the_model_and_two_blocks() -> None:
+    config = replace(
+        PRESETS["llama-tiny"], width=128, depth=6, heads=4, kv_heads=None, mlp_width=344, vocabulary=64
+    )
+    torch.manual_seed(0)
+    model = create(config).eval()
+    given = [(torch.randint(0, 64, (2, 16)),) for _ in range(3)]
+    names: dict[str, StoredFormat] = dict.fromkeys(candidates(model, "int8")[0], "int8")
+    held = [*model.parameters(), *model.buffers()]
+    block = sum(tensor.numel() * 4 for tensor in model.decoder.blocks[0].parameters())
+    counter = TensorMemory(held, [tensor for one in given for tensor in one])
+    whole = counter.bytes
+    with counter:
+        round_by_blocks(model, lambda: given, names)
+    stored = sum(tensor.numel() for tensor in (model.get_submodule(name).weight for name in names))
+    assert counter.peak <= whole + stored + 2 * block + 100_000, "the rounded weights are the result"

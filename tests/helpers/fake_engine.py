@@ -65,8 +65,13 @@ class Fake:
         self.texts[slot] = None
 
 
+def scores(ids: list[int], top: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Each token is as likely as its number says; the likeliest are the smallest."""
+    return [-one / 100 for one in ids[1:]], [[(n, -n / 100) for n in range(97, 97 + top)] for _ in ids[1:]]
+
+
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The fake; the folder's name says how many milliseconds a step takes."""
     seconds = int(settings["model"].rpartition("-")[2]) / 1e3
     about = {"writes": True, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY, "never": []}
-    return Opened(Fake(limits.slots, seconds), None, Asked, about)
+    return Opened(Fake(limits.slots, seconds), None, Asked, about, scores)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.infer.text import Stream
@@ -69,18 +71,87 @@ class Text:
         return None if self._tokenizer is None else Stream(self._tokenizer, self._stop)
 
 
+@dataclass(slots=True)
+class Whole:
+    """One text with what it follows."""
+
+    prompt: list[int]
+    ids: list[int]
+    text: str
+    finished: str
+    scores: list[Any] | None = None
+    """Of prompt and text together, as `penstock.infer.score.Scores`."""
+
+    @property
+    def mean(self) -> float:
+        """Mean log-probability of the text's own tokens."""
+        logs = self.scores[0][len(self.prompt) - 1 :] if self.scores and self.ids else [0.0]
+        return sum(logs) / len(logs)
+
+
+def likeliest(texts: Sequence[Whole], wanted: Asked) -> list[Whole]:
+    """The `choices` likeliest of each prompt's texts, in the order in which they were made."""
+    found: list[Whole] = []
+    size = wanted.best_of if wanted.most != 0 else 1
+    for start in range(0, len(texts), size):
+        group = texts[start : start + size]
+        kept = sorted(range(len(group)), key=lambda n: -group[n].mean)[: wanted.choices]
+        found += [group[n] for n in (sorted(kept) if wanted.scored else range(len(group)))]
+    return found
+
+
 def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
     """How many tokens were read and made."""
     read, made = sum(map(len, prompts)), sum(len(one.ids) for one in texts)
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
-def choice(place: int, one: Text, kind: str) -> dict[str, Any]:
-    """A whole text."""
-    shared = {"index": place, "finish_reason": one.finished, "logprobs": None}
+def choice(place: int, one: Whole, kind: str, wanted: Asked, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A whole text; behind its prompt, and with log-probabilities, where these are wanted."""
+    prompt = tokenizer.decode(one.prompt) if tokenizer is not None else ""
+    logs = None
+    if wanted.logprobs is not None and one.scores is not None:
+        logs = _logs(one, prompt, chats=kind.startswith("chat"), echo=wanted.echo, tokenizer=tokenizer)
+    shared = {"index": place, "finish_reason": one.finished, "logprobs": logs}
     if kind.startswith("chat"):
         return shared | {"message": {"role": "assistant", "content": one.text}}
-    return shared | {"text": one.text, "token_ids": one.ids}
+    text, ids = (prompt + one.text, [*one.prompt, *one.ids]) if wanted.echo else (one.text, one.ids)
+    return shared | {"text": text, "token_ids": ids}
+
+
+def _logs(one: Whole, prompt: str, *, chats: bool, echo: bool, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Log-probabilities in the form of the route. Nothing comes before a first token, so that it has none."""
+    assert one.scores is not None
+
+    def word(number: int) -> str:
+        return str(number) if tokenizer is None else tokenizer.decode([number])
+
+    ids = [*one.prompt, *one.ids]
+    logs, tops = [None, *one.scores[0]], [[], *one.scores[1]]
+    first = 0 if echo else len(one.prompt)
+    if chats:
+
+        def told(number: int, log: float) -> dict[str, Any]:
+            text = word(number)
+            return {"token": text, "logprob": log, "bytes": list(text.encode())}
+
+        content = [
+            told(ids[at], logs[at] or 0.0) | {"top_logprobs": [told(n, log) for n, log in tops[at]]}
+            for at in range(first, len(ids))
+        ]
+        return {"content": content}
+    words = [word(number) for number in ids[first:]]
+    begin = 0 if echo else len(prompt)
+    best: list[dict[str, float] | None] = []
+    for at in range(first, len(ids)):
+        row: dict[str, float] = {}
+        for number, log in tops[at]:  # two tokens may be spelled alike, of which the likelier comes first
+            row.setdefault(word(number), log)
+        best.append(row if at else None)
+    return {
+        "tokens": words, "token_logprobs": logs[first:], "top_logprobs": best,
+        "text_offset": [begin, *(begin + end for end in itertools.accumulate(map(len, words)))][: len(words)],
+    }  # fmt: skip
 
 
 def delta(place: int, more: dict[str, str], finished: str | None) -> dict[str, Any]:

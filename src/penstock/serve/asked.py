@@ -23,6 +23,8 @@ from penstock.errors import ConfigError
 
 MOST_CHOICES = 16
 """Texts for one prompt."""
+MOST_LIKELIEST = 20
+"""Likeliest tokens in each place."""
 MOST_PROMPTS = 256
 """Prompts, or texts to embed or translate, of one request."""
 DECODING = {
@@ -47,8 +49,8 @@ _SHARED = frozenset(
     }
 )
 _KEYS = {
-    "completions": _SHARED | {"prompt", "return_token_ids"},
-    "chat": _SHARED | {"messages", "max_completion_tokens"},
+    "completions": _SHARED | {"prompt", "return_token_ids", "logprobs", "echo", "best_of"},
+    "chat": _SHARED | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"},
     "translate": frozenset({"model", "text", "max_tokens", "label", *DECODING, *_CALLER}),
     "embeddings": frozenset({"model", "input", "encoding_format", *_CALLER}),
 }
@@ -72,8 +74,19 @@ class Asked:
     """Whether a stream ends with the number of tokens."""
     marked: bool = False
     """Whether prompts spell special tokens, as chat templates do."""
+    logprobs: int | None = None
+    """Likeliest tokens in each place that are told beside each token's own log-probability; None: neither."""
+    echo: bool = False
+    """Whether a text begins with its prompt."""
+    best_of: int = 1
+    """Texts of which the `choices` likeliest are told."""
     token_ids: bool = False
     """Whether a stream tells every token by its number as soon as it comes, even where it makes no whole character."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether texts are scored once they are there."""
+        return self.logprobs is not None or self.best_of > self.choices
 
 
 def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
@@ -97,7 +110,13 @@ def completion(body: Mapping[str, Any]) -> Asked:
         or not all(isinstance(one, str) or _numbers(one) for one in prompt)
     ):
         raise ConfigError("prompt must be a text, token numbers, or a list of either.")
-    return _asked(body, [one if isinstance(one, str) else tuple(one) for one in prompt], temperature=1.0)
+    asked = _asked(body, [one if isinstance(one, str) else tuple(one) for one in prompt], temperature=1.0)
+    return _scored(replace(
+        asked,
+        logprobs=_field(body, "logprobs", Annotated[int, Range(0, MOST_LIKELIEST)], None),
+        echo=_field(body, "echo", bool, False),
+        best_of=_field(body, "best_of", Annotated[int, Range(1, MOST_CHOICES)], asked.choices),
+    ))  # fmt: skip
 
 
 def chat(body: Mapping[str, Any], template: Template | None) -> Asked:
@@ -115,7 +134,28 @@ def chat(body: Mapping[str, Any], template: Template | None) -> Asked:
     given = dict(body)
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
-    return replace(_asked(given, [template.text(messages)], temperature=1.0), marked=True)
+    asked = replace(_asked(given, [template.text(messages)], temperature=1.0), marked=True)
+    top = _field(body, "top_logprobs", Annotated[int, Range(0, MOST_LIKELIEST)], None)
+    if not _field(body, "logprobs", bool, False):
+        if top is not None:
+            raise ConfigError("top_logprobs is for logprobs=true; give both or neither.")
+        return asked
+    return _scored(replace(asked, logprobs=top or 0))
+
+
+def _scored(asked: Asked) -> Asked:
+    """The same request. Raises ConfigError for settings that contradict each other."""
+    if asked.best_of < asked.choices:
+        raise ConfigError(f"best_of is {asked.best_of}, fewer than the {asked.choices} texts of n.")
+    given = {
+        "logprobs": asked.logprobs is not None,
+        "echo": asked.echo,
+        "best_of": asked.best_of > asked.choices,
+    }
+    if asked.stream and any(given.values()):
+        named = " and ".join(name for name, there in given.items() if there)
+        raise ConfigError(f"{named} cannot be streamed; leave stream out.")
+    return asked
 
 
 def translation(body: Mapping[str, Any]) -> Asked:
@@ -167,11 +207,15 @@ def _asked(body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *,
         raise ConfigError("label must be a text, or a list with one for each prompt.")
     from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are told at once
     options = _field(body, "stream_options", dict, {})
+    choices = _field(body, "n", Annotated[int, Range(1, MOST_CHOICES)], 1)
     return Asked(
         prompts=tuple(prompts),
         decoding=decoding,
-        most=_field(body, "max_tokens", Annotated[int, Range(1, 1 << 24)], None),
-        choices=_field(body, "n", Annotated[int, Range(1, MOST_CHOICES)], 1),
+        most=_field(
+            body, "max_tokens", Annotated[int, Range(0 if body.get("echo") is True else 1, 1 << 24)], None
+        ),
+        choices=choices,
+        best_of=choices,
         stop=tuple(stop),
         label=label,
         stream=_field(body, "stream", bool, False),

@@ -45,6 +45,8 @@ class Event(NamedTuple):
     again: bool = False
     """Whether all tokens so far are void, because another worker makes them again."""
     vectors: list[list[float]] | None = None
+    scores: list[Any] | None = None
+    """A text's `penstock.infer.score.Scores`, as lists."""
 
 
 class Ticket:
@@ -63,7 +65,7 @@ class Ticket:
                 if isinstance(event, PenstockError):
                     raise event
                 yield event
-                if event.finished or event.vectors is not None:
+                if event.finished or event.vectors is not None or event.scores is not None:
                     return
         finally:
             self._backend.forget(self)
@@ -205,6 +207,9 @@ class Backend:
         if "vectors" in message:
             number, vectors = message["vectors"]
             self._tell(number, Event(vectors=vectors), last=True)
+        if "scores" in message:
+            number, scores = message["scores"]
+            self._tell(number, Event(scores=scores), last=True)
         if "failed" in message:
             number, words = message["failed"]
             self._tell(number, Refused(words), last=True)

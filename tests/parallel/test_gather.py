@@ -20,8 +20,9 @@ from penstock.config.run import Recipe
 from penstock.models import create
 from penstock.parallel import dims_of
 from penstock.products.convert import convert_linears
+from penstock.products.eight_bits import Fp8Linear, Int8Linear, RoundedLinear
 from penstock.products.fp8 import fp8_linear
-from penstock.products.fp8_linear import Fp8Linear
+from penstock.products.int8 import int8_linear
 
 SCALED = replace(TINY, layer_scale=0.5)
 RECIPE = Recipe(lr=1e-3, clip_norm=None, eps=1e-6)
@@ -168,20 +169,20 @@ def test_what_is_gathered_in_half_is_what_autocast_would_have_made() -> None:
         assert (weights, losses) == (0.0, 0.0), line
 
 
-def _through_bf16(layer: Fp8Linear, x: Tensor) -> Tensor:
-    if not torch.is_autocast_enabled("cpu"):
-        return nn.functional.linear(x, layer.weight, layer.bias)
+def _through_bf16(layer: RoundedLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
     weight, bias = (None if p is None else p.bfloat16() for p in (layer.weight, layer.bias))
     assert weight is not None
-    return fp8_linear(x, weight, bias, scaling=layer.scaling, emulate=True)
+    if isinstance(layer, Fp8Linear):
+        return fp8_linear(x, weight, bias, scaling=layer.scaling, emulate=True)
+    return int8_linear(x, weight, bias, weights_too=layer.products == "int8_all")
 
 
-def _fp8(products: Products) -> tuple[set[torch.dtype], float, float]:
+def _in_eight_bits(products: Products) -> tuple[set[torch.dtype], float, float]:
     def model() -> nn.Module:
         torch.manual_seed(1)
         made = create(TINY)
-        convert_linears(made, products, emulate=True)
-        assert sum(isinstance(module, Fp8Linear) for module in made.modules()) == 8
+        convert_linears(made, products, emulate="fp8" in products)
+        assert sum(isinstance(module, RoundedLinear) for module in made.modules()) == 8
         return made
 
     plan = Plan.parse("dp=2 sharding=fsdp micro_batch=2 precision=O1")
@@ -189,16 +190,16 @@ def _fp8(products: Products) -> tuple[set[torch.dtype], float, float]:
     types = _types(model(), plan, images(0, 2))
     got = trained(model(), plan, steps=10, recipe=RECIPE, batches=_twice)
     exact = trained(model(), alone, steps=10, recipe=RECIPE)
-    Fp8Linear.forward = _through_bf16  # type: ignore[method-assign]
+    Fp8Linear.multiplied = Int8Linear.multiplied = _through_bf16  # type: ignore[assignment, method-assign]
     one = trained(model(), alone, steps=10, recipe=RECIPE)
     worst = max(float((got.weights[name] - value).abs().max()) for name, value in one.weights.items())
     apart = max(abs(a - b) for a, b in zip(got.losses, exact.losses, strict=True))
     return {dtype for name, dtype in types.items() if "fc1" in name or "qkv" in name}, worst, apart
 
 
-@pytest.mark.parametrize("products", ["fp8", "fp8_tensorwise"])
-def test_weights_on_their_way_to_fp8_are_gathered_in_half(products: Products) -> None:
-    types, through_bf16, directly = spawn(_fp8, 2, products)[0]
+@pytest.mark.parametrize("products", ["fp8", "fp8_tensorwise", "int8_all"])
+def test_weights_on_their_way_to_eight_bits_are_gathered_in_half(products: Products) -> None:
+    types, through_bf16, directly = spawn(_in_eight_bits, 2, products)[0]
     assert types == {torch.bfloat16}
     assert through_bf16 == 0.0
     assert directly < 0.02

@@ -222,6 +222,7 @@ def test_what_is_split_can_be_traced(line: str) -> None:
         "precision=O3 optimizer=contiguous",
         "precision=O2 optimizer=fused schedule=zero_bubble",
         "precision=O1 tp=2 sp=true",
+        "precision=O1 products=int8",
         "precision=O2 optimizer=fused dtype=fp16 tp=2",
         "precision=O3 optimizer=contiguous tp=2 schedule=zero_bubble",
     ],

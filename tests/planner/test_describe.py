@@ -130,7 +130,7 @@ def test_flops_do_not_depend_on_the_plan(name: str) -> None:
     expected = 3 * totals(model).model_flops
     for line in (
         "attention=plain", "attention=sdpa token_order=batch_second", "precision=O1", "precision=O2 compile=blocks",
-        "precision=O1 products=fp8_tensorwise", "recompute=full",
+        "precision=O1 products=fp8_tensorwise", "precision=O1 products=int8", "recompute=full",
     ):  # fmt: skip
         work = describe(model, Plan.parse(f"micro_batch=3 {line}"))
         assert work.model_flops == pytest.approx(expected), line
@@ -204,6 +204,11 @@ def test_casts_are_operators_too() -> None:
     assert "norm1.cast" in shards
     assert "cast.weights" not in shards
     assert "mlp.up.quantize" in names("precision=O1 products=fp8_tensorwise")
+    integers = names("precision=O1 products=int8")
+    assert {"mlp.up.quantize", "mlp.up.scale", "norm1.cast"} <= integers
+    assert len([name for name in integers if "cast." in name]) == len(shards & {"cast.weights"}) + 2, (
+        "the ends' alone"
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -146,14 +146,14 @@ def test_fp8_multiplies_and_casts_once_each() -> None:
     assert isinstance(model, DecoderConfig)
     plain, eight = at(model), at(model, products="fp8_tensorwise")
     rates = rates_of(H100, replace(HALF, products="fp8_tensorwise"))
-    assert rates.fp8 is not None
+    assert rates.narrow is not None
     rows, d = model.sequence, model.width
     saved = cast = 0.0
     for n, k in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)):
         for one in ((rows, n, k), (rows, k, n), (n, k, rows)):
             over_rows = one == (n, k, rows)
             half = rates.products.seconds(*one, over_rows=over_rows)
-            saved += half - rates.fp8.seconds(*one, over_rows=over_rows)
+            saved += half - rates.narrow.seconds(*one, over_rows=over_rows)
         # Inputs forward and gradients backward: read for their largest number, read again, and written in a byte.
         cast += (rows * k + rows * n) * 5.0 / rates.memory + 2 * rates.kernel_seconds
     assert plain.seconds["gemm"] - eight.seconds["gemm"] == pytest.approx(model.depth * saved, rel=1e-6)

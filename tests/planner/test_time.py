@@ -102,14 +102,14 @@ def test_fp8_products_gain_what_their_casts_leave() -> None:
 
 def test_fp8_multiplies_what_the_runtime_converts() -> None:
     h100, plan = load_machine("h100"), Plan.parse(FP8)
-    even = Op("addmm", "gemm", m=8192, n=8192, k=8192, read=2.0**29, written=2.0**28, fp8=True)
+    even = Op("addmm", "gemm", m=8192, n=8192, k=8192, read=2.0**29, written=2.0**28, narrow=True)
     # Sums over tokens, of which any number will do.
     backward = even._replace(forward=False, k=8193, weights=8192 * 8192)
     for op, faster in (
         (even, True),
         (backward, True),
         (even._replace(n=8200), False),
-        (even._replace(fp8=False), False),
+        (even._replace(narrow=False), False),
     ):
         half, eight = (
             _seconds(_work(op), h100, one)["gemm"] for one in (plan, replace(plan, products="fp8_tensorwise"))
@@ -119,7 +119,7 @@ def test_fp8_multiplies_what_the_runtime_converts() -> None:
     products = {
         op.name
         for _, op in describe(preset("vit-b16"), Plan.parse(FP8 + " products=fp8_tensorwise")).operators()
-        if op.fp8 and op.forward
+        if op.narrow and op.forward
     }
     assert products == {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}
 

@@ -107,8 +107,8 @@ def test_what_fp8_never_was_is_refused() -> None:
         Plan.parse("fp8=columns")
     with pytest.raises(ConfigError, match="products is given twice"):
         Plan.parse("fp8=true products=fp8")
-    with pytest.raises(ConfigError, match="products is 'int8', but must be one of"):
-        properties_of("O1", products="int8")
+    with pytest.raises(ConfigError, match="products is 'int4', but must be one of"):
+        properties_of("O1", products="int4")
 
 
 def test_lists_that_mean_nothing_are_refused() -> None:

@@ -19,7 +19,7 @@ from penstock.infer.generator import Generator
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.products.convert import STORED, _stored, store_linears
-from penstock.products.fp8_linear import Fp8
+from penstock.products.eight_bits import Fp8
 from penstock.products.stored import Stored
 
 ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12, "fp8": 0.05}

@@ -61,7 +61,7 @@ MODEL = ViTConfig(
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Eight steps of 2 × 16 samples."""
-    peaks = {"fp32": 1e11, "fp32_medium": 1e11, "bf16": 1e11, "fp16": 1e11}
+    peaks = dict.fromkeys(("fp32", "fp32_medium", "bf16", "fp16", "int8"), 1e11)
     machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
     return RunConfig(
         model=MODEL,
@@ -122,6 +122,7 @@ PLANS = [
     "precision=O3 optimizer=contiguous",
     "precision=O1 dtype=fp16 optimizer=fused",
     "precision=O3 dtype=fp16 optimizer=contiguous",
+    "precision=O1 optimizer=fused products=int8_all",
 ]
 
 

@@ -61,7 +61,7 @@ def level_of(word: str) -> str:
     return f" {said}" if (said := _LEVELS_OF.get(word.lower())) else ""
 
 
-Products = Literal["plain", "packed", "fp8", "fp8_tensorwise", "int8", "int8_weights", "int4"]
+Products = Literal["plain", "packed", "fp8", "fp8_tensorwise", "int8", "int8_all", "int8_weights", "int4"]
 Scales = Literal["none", "tensorwise", "rowwise", "groups"]
 
 
@@ -73,32 +73,50 @@ class Product:
     """The format of its weights while it multiplies; None where it is the model's own, and results do not change."""
     scales: Scales = "none"
     """The numbers that share a scale: a whole tensor, each row of what a product sums over, or each group of a row."""
-    devices: tuple[str, ...]
-    """Kinds of devices that multiply so."""
+    devices: tuple[str, ...] = ()
+    """Kinds of devices that multiply so in inference. Then no row of inputs changes the results of another."""
     capability: tuple[int, int] = (0, 0)
     """The compute capability of the first NVIDIA GPUs that do."""
     multiple: tuple[int, int] = (1, 1)
     """Inputs and outputs of a layer must be multiples of these; a layer whose are not multiplies otherwise."""
     linears: Literal["all", "blocks"] = "all"
     """Which linear layers multiply so: all that are one by role, or those inside the blocks except for routers."""
-    trains: bool = False
-    """Whether the backward pass multiplies so too, and weights keep their values beside it."""
-    serves: bool = True
-    """Whether a trained model can be stored so. Then no row of inputs changes the results of another."""
+    trains: tuple[str, ...] = ()
+    """Kinds of devices that multiply so in training, where weights keep their values beside it."""
+    passes: tuple[Literal["forward", "input", "weight"], ...] = ()
+    """The products of a linear layer in training that are in this format: outputs, gradients of inputs and of weights.
+    The others are in the compute type."""
+    kept: Dtype | None = None
+    """The format in which inputs stay for the backward pass; None is the compute type."""
+    splits: bool = False
+    """Whether ranks that split a layer may each round their own part."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether a trained model can be stored so."""
+        return bool(self.devices)
 
 
+_ALL: tuple[Literal["forward", "input", "weight"], ...] = ("forward", "input", "weight")
 PRODUCTS: dict[Products, Product] = {
-    "plain": Product(weights=None, devices=("cpu", "cuda"), trains=True),
+    "plain": Product(weights=None, devices=("cpu", "cuda"), trains=("cpu", "cuda"), splits=True),
     "packed": Product(weights=None, devices=("cpu",)),
     "fp8": Product(
         weights="fp8", scales="rowwise", devices=("cuda",), capability=(9, 0), multiple=(16, 16), linears="blocks",
-        trains=True,
+        trains=("cuda",), passes=_ALL,
     ),
     "fp8_tensorwise": Product(
-        weights="fp8", scales="tensorwise", devices=("cuda",), capability=(8, 9), multiple=(16, 16), linears="blocks",
-        trains=True, serves=False,
+        weights="fp8", scales="tensorwise", capability=(8, 9), multiple=(16, 16), linears="blocks", trains=("cuda",),
+        passes=_ALL, kept="fp8",
     ),
-    "int8": Product(weights="int8", scales="rowwise", devices=("cpu",)),
+    "int8": Product(
+        weights="int8", scales="rowwise", devices=("cpu",), capability=(8, 0), trains=("cpu", "cuda"),
+        passes=("forward", "input"), kept="int8", splits=True,
+    ),
+    "int8_all": Product(
+        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=_ALL, kept="int8",
+        splits=True,
+    ),
     "int8_weights": Product(weights="int8", scales="rowwise", devices=("cpu",)),
     "int4": Product(weights="int4", scales="groups", devices=("cpu",), multiple=(32, 16)),
 }  # fmt: skip

@@ -274,10 +274,14 @@ def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
         )
     row = PRODUCTS[plan.products]
     if row.trains and row.weights is not None and row.weights not in machine.peak_flops:
-        yield (
-            f"plan.products={plan.products} needs a GPU with {row.weights} units (compute capability "
-            f"{row.capability[0]}.{row.capability[1]} or newer), and machine {machine.name} has none; leave it out."
-        )
+        units = f"a GPU with {row.weights} units (compute capability {row.capability[0]}.{row.capability[1]} or newer)"
+        lacks = f"needs {units}, and machine {machine.name} has none; leave it out"
+        if machine.device in row.trains and "cpu" in row.trains:
+            lacks = (
+                f"needs the rate of {row.weights} products, which machine {machine.name} does not give; measure it "
+                "with penstock probe, or leave products out"
+            )
+        yield f"plan.products={plan.products} {lacks}."
     if plan.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
         yield (
             f"plan.matmul={plan.matmul} asks for TF32, which machine {machine.name} does not have; "

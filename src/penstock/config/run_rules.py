@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.config.convert import word
+from penstock.config.formats import PRODUCTS
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
@@ -65,8 +66,9 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with `products=plain` alone, and neither `tp` nor `ep` with `master=remainder`."""
-    if plan.tp > 1 and plan.products != "plain":
+    """In training, `tp` goes with `products=plain`, `int8` and `int8_all` alone, and neither `tp` nor `ep` with
+    `master=remainder`."""
+    if plan.tp > 1 and not PRODUCTS[plan.products].splits:
         yield f"plan.products={plan.products} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
     for name in ("tp", "ep"):
         value = getattr(plan, name)

@@ -318,6 +318,16 @@ for _rung in (
         title="fp8 products",
         why="Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
         apply=plan(products="fp8_tensorwise"),
+        choice="products",
+    ),
+    Rung(
+        name="int8",
+        place=755,
+        title="int8 products",
+        why="Products in the blocks run at twice the rate of bf16 where there are units for int8 (VNNI on a CPU), and "
+        "inputs are kept in half the bytes. Rounding costs some of it, most where it is not compiled.",
+        apply=plan(products="int8_all"),
+        choice="products",
     ),
     _batch(2, 800),
     _batch(4, 810),

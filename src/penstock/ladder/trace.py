@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Op(
             name, kind, self.forward, batch, m, n, k,
             4.0 * sum(tensor.numel() for tensor in read), 4.0 * made, batch * m * k if kind == "attention" else made,
-            weights=m * n if learns else 0, fp8=kind == "gemm" and frozenset(sides) in self._linears,
+            weights=m * n if learns else 0, narrow=kind == "gemm" and frozenset(sides) in self._linears,
             module="attention" if kind in ("bmm", "attention") else "", in_place=_in_place(func, kwargs),
         )  # fmt: skip
 
@@ -152,8 +152,8 @@ def _in_place(func: Any, kwargs: dict[str, Any] | None) -> bool:
 
 
 def _sizes_of_linears(model: nn.Module) -> set[frozenset[int]]:
-    """Both sides of the weights that fp8 multiplies: of linears in blocks other than routers; none of a model whose
-    blocks are not known."""
+    """Both sides of the weights that are multiplied in 8 bits: of linears in blocks other than routers; none of a model
+    whose blocks are not known."""
     try:
         anatomy = anatomy_of(model)
     except ConfigError:

@@ -24,7 +24,7 @@ from penstock.parallel.parts import split_from
 from penstock.precision.forward import precision_on
 from penstock.precision.lists import fp32_modules_of
 from penstock.precision.settings import precision_of
-from penstock.products.fp8_linear import Fp8Linear
+from penstock.products.eight_bits import RoundedLinear
 
 _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -63,7 +63,7 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
 
     O1: what only matrix products read, which autocast would cast, in half precision; everything else in fp32. O2: norms
     in fp32, everything else in half precision. Values are the same to the bit as if all were gathered in fp32 and cast
-    later, except that weights in fp8 are rounded to bf16 first.
+    later, except that weights in fp8 or int8 are rounded to bf16 first.
     """
     numerics = numerics_of(plan)
     if not numerics.by_lists:
@@ -101,12 +101,12 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
 
 
 def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
-    """Whether half precision is all that is taken of this parameter, by autocast or fp8, and for one use only.
+    """Whether half precision is all that is taken of this parameter, by autocast or 8 bits, and for one use only.
 
     `linear`: the model's anatomy calls the module a linear.
     """
-    if isinstance(module, Fp8Linear):
-        # Rounded to fp8 from bf16, which is fp32's eight leading bits where fp8 has four, at half the traffic.
+    if isinstance(module, RoundedLinear):
+        # Rounded from bf16, which is fp32's eight leading bits where fp8 has four and int8 seven, at half the traffic.
         return True
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith(("proj_weight", "in_proj_bias"))

@@ -190,7 +190,9 @@ def _attend(
         _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values, cross=cross)
     if computed < rows:
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
-    to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention")
+    # A fused kernel keeps its outputs itself.
+    beside = computed * a * c if t.form == "fused" else 0.0
+    to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention", beside=beside)
 
 
 def _kept_by_head_norms(
@@ -311,7 +313,8 @@ def _mlp(
         to.move(activation, size, (2 * c, c), (3 * c, 2 * c), kind="activation", kept=kept, group="mlp")
     else:
         # ReLU keeps its outputs, which the next product keeps anyway.
-        kept = 0.0 if stack.mlp == "relu" and not stack.hidden_dropout else (1 + gated) * size * c
+        stays = stack.mlp == "relu" and not stack.hidden_dropout and t.kept == c
+        kept = 0.0 if stays else (1 + gated) * size * c
         to.move(activation, size, (c, c), (2 * c, c), kind="activation", kept=kept, group="mlp")
         if gated:
             to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")

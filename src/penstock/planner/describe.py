@@ -44,7 +44,7 @@ def describe(
     product = BYTES[numerics.compute]
     terms = Terms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
-        numerics.gathered == "fp32" and product == 2, numerics.products != "plain", numerics.products == "fp8",
+        numerics.gathered == "fp32" and product == 2, numerics.products,
         attention_form(plan, model, device, avx512), plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
@@ -183,7 +183,7 @@ def _stem(to: Lister, images: PatchInput, run: Run) -> None:
         features = images.stem_widths(d)[-1]
         to.move("stem.tokens", rows * features, (c, c), kind="copy")
     to.gemm(
-        "stem.proj", rows, d, features, bias=True, first=images.stem == "patchify", group="stem", fp8=False,
+        "stem.proj", rows, d, features, bias=True, first=images.stem == "patchify", group="stem", narrow=False,
         kept=rows * features * c,
     )  # fmt: skip
     if stack.positions == "learned":
@@ -210,7 +210,7 @@ def _convolutions(to: Lister, images: PatchInput, width: int, pixels: int) -> No
         area = t.samples * side * side
         to.gemm(
             f"stem.conv{i}", area, wider, 9 * channels, first=i == 0, kind="conv", source=4 * area * channels,
-            kept=2.0 * pixels if t.casts and i == 0 else 0.0, group="stem", fp8=False,
+            kept=2.0 * pixels if t.casts and i == 0 else 0.0, group="stem", narrow=False,
         )  # fmt: skip
         wide = area * wider
         to.move(
@@ -249,7 +249,7 @@ def _words(to: Lister, head: WordHead, run: Run, rows: float) -> None:
         # The head of masked language models: a dense layer, its activation and a norm.
         size = rows * d
         with to.inside("head"):
-            to.gemm("head.dense", rows, d, d, bias=last.bias, fp8=False, group="output")
+            to.gemm("head.dense", rows, d, d, bias=last.bias, narrow=False, group="output")
             to.move(
                 "head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output"
             )
@@ -267,7 +267,7 @@ def _words(to: Lister, head: WordHead, run: Run, rows: float) -> None:
     in_place = t.tp == 1 and not t.whole and t.software.loss == "penstock"
     with to.inside("head"):
         to.gemm(
-            "head", rows, columns, d, bias=biased, fp8=False, group="output",
+            "head", rows, columns, d, bias=biased, narrow=False, group="output",
             kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,
         )  # fmt: skip
     with to.inside("loss"):
@@ -324,7 +324,7 @@ def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     """The dense layer over a sample's vector, and the classes."""
     samples, stack, c = to.terms.samples, run.stack, to.terms.product
     d, tanh = stack.width, head.before == "tanh"
-    to.gemm("pooler", samples, d, d, bias=tanh or stack.bias, fp8=False, group="output")
+    to.gemm("pooler", samples, d, d, bias=tanh or stack.bias, narrow=False, group="output")
     size = samples * d
     to.move("pooler.activation", size, (c, c), kind="activation", group="output", kept=size * c)
     if not tanh:
@@ -332,7 +332,7 @@ def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     if head.dropout:
         to.dropout("pooler.dropout", size, c, "output")
     with to.inside("head"):
-        to.gemm("head", samples, head.classes, d, bias=True, group="output", fp8=False)
+        to.gemm("head", samples, head.classes, d, bias=True, group="output", narrow=False)
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
@@ -403,4 +403,4 @@ def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     if head.norm_first:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
     with to.inside("head"):
-        to.gemm("head", t.samples, head.classes, d, bias=True, group="output", fp8=False)
+        to.gemm("head", t.samples, head.classes, d, bias=True, group="output", narrow=False)

@@ -92,11 +92,11 @@ def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
     return (
         op._replace(
             name=f"{op.name}.lora_A", n=rank, read=(op.m * op.k + rank * op.k) * each, written=inner * each, kept=0.0,
-            given=0.0, weights=int(rank * op.k), tensors=1, fp8=False, pieces=(),
+            given=0.0, weights=int(rank * op.k), tensors=1, narrow=False, pieces=(),
         ),
         op._replace(
             name=f"{op.name}.lora_B", k=rank, read=(inner + rank * op.n) * each, written=outer * each,
-            kept=inner * each, given=0.0, weights=int(rank * op.n), tensors=1, fp8=False, pieces=(),
+            kept=inner * each, given=0.0, weights=int(rank * op.n), tensors=1, narrow=False, pieces=(),
         ),
         Op(f"{op.name}.lora_sum", "pointwise", read=3 * outer * each, written=2 * outer * each, launches=2,
            module=op.module),

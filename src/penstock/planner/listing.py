@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from penstock.config.formats import BYTES, PRODUCTS, Products
+from penstock.config.machine import ProductForm
 from penstock.config.stack import Stack
 from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part
 from penstock.planner.shapes import Block
@@ -16,6 +18,10 @@ from penstock.planner.software import PENSTOCK, Software
 
 RMS_KERNELS = 8
 """Operators of which torch composes an RMSNorm where it has no kernel for it: on a CPU, and before its 2.9 on a GPU."""
+
+ROUNDING_BYTES = 36.0
+"""Bytes that single kernels move for each number that they round to int8, besides reading it and writing the result: to
+fp32 (4), its magnitude (8), the largest (4), scaled (8), rounded (8), and read for the last time (4)."""
 
 Form = Literal["plain", "fused", "math"]
 Bytes = tuple[float, float]
@@ -36,9 +42,8 @@ class Terms(NamedTuple):
     """Bytes of an element that goes into a matrix product."""
     casts: bool = False
     """Whether autocast makes a copy of each weight in the type of products."""
-    fp8: bool = False
-    rowwise: bool = False
-    """Whether fp8 numbers have a scale for each row of a product's sum."""
+    products: Products = "plain"
+    """How linear layers of blocks multiply."""
     form: Form = "fused"
     fused: bool = False
     """Whether neighbouring pointwise operators are one kernel."""
@@ -81,6 +86,12 @@ class Terms(NamedTuple):
         return self.tp if self.sp else 1
 
     @property
+    def kept(self) -> float:
+        """Bytes of an element of a linear layer's input that stays for the backward pass."""
+        row = PRODUCTS[self.products]
+        return BYTES[row.kept] if row.kept else self.product
+
+    @property
     def statistic(self) -> float:
         """Bytes of a norm's or softmax's statistic of a row: fp32 on a GPU."""
         return self.stream if self.host else 4.0
@@ -105,7 +116,8 @@ class Lister:
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Let products that are listed inside compute in fp32 at every precision."""
-        outer, self.terms = self.terms, self.terms._replace(product=4.0, casts=False, fp8=False, exact=True)
+        plain = self.terms._replace(product=4.0, casts=False, products="plain", exact=True)
+        outer, self.terms = self.terms, plain
         yield
         self.terms = outer
 
@@ -141,30 +153,38 @@ class Lister:
     def gemm(
         self, name: str, rows: float, n: int, k: int, *, batch: int = 1, bias: bool = False, first: bool = False,
         learned: int | None = None, tensors: int | None = None, kept: float | None = None, group: str = "inputs",
-        fp8: bool | None = None, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
-        pieces: tuple[int, ...] = (),
+        narrow: bool = True, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
+        pieces: tuple[int, ...] = (), beside: float = 0.0,
     ) -> None:  # fmt: skip
         """`batch` products of rows (rows, k) with weights (k, n): and of the output's gradient with both of them.
 
         `first` says that nobody asks for the gradient of the rows, `source` how many numbers they are where a
         convolution reads each several times, `learned` how many weights are the model's own where not all are. `pieces`
-        are as in `Op`.
+        are as in `Op`. Without `narrow` it is not in the 8 bits of the Plan's `products`; `beside` is bytes of inputs
+        that stay besides those in 8 bits.
         """
         t = self.terms
         launched = batch if t.loops else 1
-        c, fp8 = t.product, t.fp8 if fp8 is None else fp8
-        size = 1.0 if fp8 else c
+        c, row = t.product, PRODUCTS[t.products if narrow else "plain"]
+        integers, eight = row.weights == "int8", bool(row.passes)
+        size, into_size, learn_size = (1.0 if one in row.passes else c for one in get_args(ProductForm)[:3])
         inputs = batch * (rows * k if source is None else source)
         outputs, weights = batch * rows * n, batch * n * k
         biases = batch * n if bias else 0
         own = weights + biases if learned is None else learned
         if kept is None:
             # Sequence parallelism keeps the device's rows and gathers the others again.
-            kept = inputs * c / (t.spread if group == "inputs" else 1)
+            each = t.kept if narrow else c
+            kept = (
+                inputs * each + beside * (each != c) + 4.0 * batch * rows * integers
+            )  # and a scale for each row
+            kept /= t.spread if group == "inputs" else 1
         count = (1 + bool(biases) if tensors is None else tensors) if own else 0
-        if fp8:
+        if integers:
+            self._round(name, inputs, weights, outputs, row.passes)
+        elif eight:
             self._quantize(name, inputs, weights, outputs)
-        if t.casts:
+        if t.casts and not integers:
             cast = own or weights  # what is tied to an embedding is cast here alone
             launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
             self.add(
@@ -173,31 +193,46 @@ class Lister:
                 Op("cast.gradients", "copy", False, read=2.0 * cast, written=4.0 * cast, launches=launches),
             )  # fmt: skip
         ahead = Op(
-            name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c, outputs * c,
-            kept=kept, group=group, weights=own, tensors=count, fp8=fp8, pieces=pieces, exact=t.exact,
-            launches=launched,
+            name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c,
+            outputs * (4.0 if integers else c), kept=kept, group=group, weights=own, tensors=count, narrow=eight,
+            pieces=pieces, exact=t.exact, launches=launched,
         )  # fmt: skip
-        moved = (outputs + weights) * size, inputs * c
         into = Op(
-            f"{name}.input", kind, False, batch, rows, k, n, *moved, fp8=fp8, exact=t.exact, launches=launched
-        )
-        moved = (outputs + inputs) * size, weights * c
+            f"{name}.input", kind, False, batch, rows, k, n, (outputs + weights) * into_size,
+            inputs * (4.0 if integers else c), narrow="input" in row.passes, exact=t.exact, launches=launched,
+        )  # fmt: skip
         learn = Op(
-            f"{name}.weight",
-            kind,
-            False,
-            batch,
-            n,
-            k,
-            rows,
-            *moved,
-            weights=weights,
-            fp8=fp8,
-            exact=t.exact,
-            launches=launched,
-        )
+            f"{name}.weight", kind, False, batch, n, k, rows, (outputs + inputs) * learn_size,
+            weights * (4.0 if integers and "weight" in row.passes else c), weights=weights,
+            narrow="weight" in row.passes, exact=t.exact, launches=launched,
+        )  # fmt: skip
         add = Op(f"{name}.bias", "reduce", False, read=outputs * c, written=biases * c, weights=biases)
         self.add(ahead, *[into] * (not first), learn, *[add] * bool(biases))
+
+    def _round(
+        self, name: str, inputs: float, weights: float, outputs: float, passes: tuple[ProductForm, ...]
+    ) -> None:
+        """Operators that int8 adds beside each product: inputs and weights are rounded, and sums scaled; in the
+        backward pass weights again, and the outputs' gradients once for each product in int8, else scaled. Fused ones
+        read twice, for the largest element and to round; a CPU's single ones work on pieces that stay in its cache."""
+        t = self.terms
+        c, weight = t.product, 4.0 if t.casts else t.product
+        gradients = outputs * (1 + ("weight" in passes))
+        reads, writes = (2.0 if t.fused else 1.0), 1.0 + ROUNDING_BYTES * (not t.fused and not t.host)
+        ahead, behind = inputs + (0.0 if t.serving else weights), gradients + weights
+        self.add(
+            Op(f"{name}.quantize", "quantize", read=reads * (inputs * c + (ahead - inputs) * weight),
+               written=writes * ahead, elements=0.0 if t.fused else ahead),
+            Op(f"{name}.quantize", "quantize", False, read=reads * (gradients * c + weights * weight),
+               written=writes * behind, elements=0.0 if t.fused else behind, launches=1 + ("weight" in passes)),
+        )  # fmt: skip
+        own = 0.0 if "weight" in passes else (outputs + inputs) * (2 * c)
+        moved = 4.0 + c if t.fused else 12.0 + 8.0 + c
+        self.add(
+            Op(f"{name}.scale", "copy", read=outputs * moved / 2, written=outputs * moved / 2),
+            Op(f"{name}.scale", "copy", False, read=(inputs * moved + weights * 8.0 + own) / 2,
+               written=(inputs * moved + weights * 8.0 + own) / 2, launches=2),
+        )  # fmt: skip
 
     def _quantize(self, name: str, inputs: float, weights: float, outputs: float) -> None:
         """Operators that fp8 adds beside each product. It reads inputs, and in the backward pass the outputs'
@@ -205,7 +240,7 @@ class Lister:
         weights in every pass, and in the backward pass they transpose weights, inputs and gradients, whose long side
         must be that of the sum; fused ones cast weights when these are updated, and write transposed copies along."""
         t = self.terms
-        if t.rowwise:
+        if PRODUCTS[t.products].scales == "rowwise":
             # Each factor is cast for each product, along its sum; a served model's weights once for all. What lies in
             # rows of the sum is read once, what lies across them twice.
             ahead, across = inputs + (0.0 if t.serving else weights), weights + outputs + inputs

@@ -65,8 +65,8 @@ class Op(NamedTuple):
     tensors: int = 0
     """Tensors that these parameters are in."""
     launches: int = 1
-    fp8: bool = False
-    """Whether a product multiplies in fp8."""
+    narrow: bool = False
+    """Whether a product multiplies in the 8 bits of the Plan's `products`."""
     causal: bool = False
     window: int = 0
     """Keys that a query may see at most; 0 is all."""

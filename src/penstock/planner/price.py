@@ -18,7 +18,7 @@ from __future__ import annotations
 from penstock.config.machine import ProductForm
 from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.operators import MATRIX, Op
-from penstock.planner.products import VECTOR
+from penstock.planner.products import VECTOR, Products
 from penstock.planner.rates import Rates
 
 ROWS, COLUMNS = 128, 64
@@ -39,7 +39,7 @@ def seconds(op: Op, rates: Rates) -> float:
     if rates.cpu:
         return _host_seconds(op, rates)
     if op.kind in MATRIX:
-        by = rates.exact if op.exact else rates.fp8 if op.fp8 and rates.fp8 else rates.products
+        by = _products(op, rates)
         if op.module == "experts" and op.launches > 1:
             each = by.seconds(op.m, op.n, op.k, form=op.form, over_rows=op.over_rows)
             moved = (op.read + op.written) / rates.memory
@@ -53,6 +53,12 @@ def seconds(op: Op, rates: Rates) -> float:
     if op.kind == "attention":
         return fused_seconds(op, rates) + rates.kernel_seconds
     return (op.read + op.written) / rates.memory + op.launches * rates.kernel_seconds
+
+
+def _products(op: Op, rates: Rates) -> Products:
+    if op.exact:
+        return rates.exact
+    return rates.narrow if op.narrow and rates.narrow else rates.products
 
 
 def collective_seconds(op: Op, rates: Rates, size: int, stride: int) -> float:
@@ -116,8 +122,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             return share * op.flops / measured + moved
         ragged = op.kind == "gemm" and op.form == "forward" and op.n % VECTOR
         form: ProductForm = "ragged" if ragged else op.form
-        products = rates.exact if op.exact else rates.products
-        return share * products.seconds(op.m, op.n, op.k, op.batch, form=form) + moved
+        return share * _products(op, rates).seconds(op.m, op.n, op.k, op.batch, form=form) + moved
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.
@@ -128,7 +133,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             return flops / measured
         rate = rates.products.rate(op.m, op.n, op.k) * (1.0 if rates.compute == 4 else CPU_HALF_FUSED_SHARE)
         return max(flops / rate, moved)
-    if op.kind in ("norm", "softmax", "activation", "dropout", "torch_dropout"):
+    if op.kind in ("norm", "softmax", "activation", "dropout", "torch_dropout", "quantize"):
         name = "gelu" if op.kind == "activation" else op.kind
         element = rates.kernel(f"{name}{backward}", op.row or USUAL_ROW)
         return moved + op.elements / element if element else moved

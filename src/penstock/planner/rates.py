@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.formats import BYTES
+from penstock.config.formats import BYTES, PRODUCTS
 from penstock.config.machine import Machine, ProductForm
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
@@ -39,12 +39,13 @@ class Rates:
     """FLOP/s of the type that linear layers compute in, from the datasheet: the base of MFU."""
     peak_name: str
     products: Products
-    """Matrix products in the type that the plan computes in outside fp8."""
-    fp8: Products | None
+    """Matrix products in the type that the plan computes in outside 8 bits."""
+    narrow: Products | None
+    """Those in the 8 bits of the plan's `products`; None where these are plain."""
     exact: Products
     """Matrix products in fp32, whatever the plan computes in: those of routers."""
     product_rate: float
-    """FLOP/s of large products outside fp8."""
+    """FLOP/s of large products outside 8 bits."""
     attention: float
     """FLOP/s of the products of fused attention's forward pass."""
     attention_backward: float
@@ -86,7 +87,7 @@ class Rates:
 
 
 def product_type(numerics: Numerics, machine: Machine) -> str:
-    """The key of `machine.peak_flops` that products outside fp8 layers run under."""
+    """The key of `machine.peak_flops` that products outside layers in 8 bits run under."""
     if numerics.factors != "tf32":
         return numerics.compute
     wish = "tf32" if machine.device == "cuda" else "fp32_medium"
@@ -104,9 +105,9 @@ def rates_of(
 def _rates(
     machine: Machine, numerics: Numerics, attention: str, constants: Constants, launch_blocking: bool
 ) -> Rates:
-    cpu, fp8 = machine.device == "cpu", numerics.products != "plain"
+    cpu, narrow = machine.device == "cpu", PRODUCTS[numerics.products].weights
     type_ = product_type(numerics, machine)
-    peak_name = "fp8" if fp8 else type_
+    peak_name = narrow or type_
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
     multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
@@ -120,7 +121,7 @@ def _rates(
     return Rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
         products=_products(machine, type_, constants, multiprocessors, memory),
-        fp8=_products(machine, "fp8", constants, multiprocessors, memory) if fp8 else None,
+        narrow=_products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
         exponentials=exponentials, memory=memory,
@@ -159,6 +160,7 @@ def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samp
     types = {
         "attention": type_, "bmm": type_, "gelu": numerics.compute, "softmax": numerics.compute,
         "dropout": numerics.compute, "torch_dropout": numerics.compute, "norm": numerics.residual,
+        "quantize": numerics.compute,
     }  # fmt: skip
     found: dict[str, Samples] = {}
     for s in machine.kernels:

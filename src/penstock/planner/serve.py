@@ -199,7 +199,7 @@ class Passes:
         return Terms(
             samples, serving.tp, ep=serving.ep, stream=rates.compute, product=rates.compute, fused=True, whole=True,
             host=rates.cpu, serving=True, cache=serving.cache_bytes, cached=max(0, cached), uneven=serving.uneven,
-            fp8=serving.fp8, rowwise=serving.fp8, weight=0.0 if serving.fp8 else serving.weight_bytes,
+            products="fp8" if serving.fp8 else "plain", weight=0.0 if serving.fp8 else serving.weight_bytes,
         )  # fmt: skip
 
     def _ends(self, samples: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from penstock.config.formats import BYTES, PRODUCTS
+from penstock.config.formats import BYTES, PRODUCTS, Product
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import MATRIX, Op, Part, Workload
@@ -45,7 +45,9 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
             if compiled:
                 ops = _merged(ops)
             if numerics.products != "plain":
-                ops = [*_quantized(ops), *[op._replace(fp8=_is_fp8(op)) for op in ops]]
+                row = PRODUCTS[numerics.products]
+                ops = [op._replace(narrow=_is_narrow(op, row)) for op in ops]
+                ops = [*_quantized(ops), *ops]
             passes.append(tuple(ops))
         parts.append(replace(part, forward=passes[0], backward=passes[1]))
     kept = work.kept_bytes
@@ -93,17 +95,17 @@ def _merged(operators: Iterable[Op]) -> list[Op]:
     return merged
 
 
-def _is_fp8(op: Op) -> bool:
-    """Whether a product runs in fp8 where the plan says so: of a linear in a block, both of whose sizes fit."""
+def _is_narrow(op: Op, row: Product) -> bool:
+    """Whether a product runs in 8 bits where the plan says so: of a linear in a block, both of whose sizes fit."""
     sizes = (op.m, op.n) if op.over_rows else (op.n, op.k)
-    return op.fp8 and not any(size % PRODUCTS["fp8"].multiple[0] for size in sizes)
+    return op.narrow and op.form in row.passes and not any(size % row.multiple[0] for size in sizes)
 
 
 def _quantized(operators: Iterable[Op]) -> list[Op]:
-    """Operators that fp8 adds beside each product, as `describe` lists them for its own."""
+    """Operators that 8 bits add beside each product, as `describe` lists them for its own."""
     added = []
     for op in operators:
-        if not _is_fp8(op):
+        if not op.narrow:
             continue
         rows, weights = op.m * op.k, op.n * op.k
         if op.over_rows:

@@ -19,6 +19,7 @@ from penstock.config.plan import Matmul
 from penstock.kernels.dropout import dropout
 from penstock.matmul import matmul_precision
 from penstock.probe.rates import seconds
+from penstock.products.int8 import rounded
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,12 @@ class _Kernels:
         }
         for name, (over, call) in calls.items():
             yield KernelSample(name=name, per_second=over.numel() / self.seconds(call), dtype=self.name)
+        yield KernelSample(
+            name="quantize", per_second=x.numel() / self.seconds(lambda: rounded(x)), dtype=self.name
+        )
+        with torch.random.fork_rng(devices=[]):  # noise is drawn from the generator of the program
+            rate = x.numel() / self.seconds(lambda: rounded(x, noisy=True))
+        yield KernelSample(name="quantize_backward", per_second=rate, dtype=self.name)
         for rows, length in _SCORES:
             scores = self.random(rows, length)
             for name, call in _softmax(scores).items():

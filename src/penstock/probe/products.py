@@ -19,6 +19,7 @@ from penstock.matmul import matmul_precision
 from penstock.probe import load
 from penstock.probe.rates import agreed, seconds
 from penstock.products.fp8 import E4M3, scaled_product
+from penstock.products.int8 import integer_product
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class _Kind:
     operands: Callable[[Shape, torch.device, torch.Generator], tuple[Any, ...]]
     product: Callable[..., torch.Tensor]
     matmul: Matmul = "highest"
-    trains: bool = True
-    """Whether gradients are computed in it."""
+    gradients: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
+    """(m, k) @ (k, n) as the backward pass computes it."""
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def _kinds(device: torch.device) -> list[_Kind]:
     if device.type == "cpu" or _has_tensor_cores(device):
         kinds.append(_Kind("bf16", _float_operands(torch.bfloat16), F.linear))
     kinds.append(_Kind("fp16", _float_operands(torch.float16), F.linear))
-    kinds.append(_Kind("int8", _int8_operands, torch._int_mm, trains=False))
+    kinds.append(_Kind("int8", _int8_operands, integer_product, gradients=integer_product))
     if device.type == "cuda":
         kinds.append(_Kind("fp8", _fp8_operands, partial(scaled_product, fast=True)))
     return kinds
@@ -147,7 +148,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
                     _gemm_sample(kind, shape, device, generator, budget)
                     for shape in (_FIRST_SHAPE, *(shapes[name] for name in asked))
                 ]
-                if device.type == "cpu" and kind.trains:
+                if device.type == "cpu":
                     gradients = [*_gradient_samples(kind, _FIRST_SHAPE, generator, budget)]
                     each = agreed(1.0 / min(sample.flops_per_second for sample in gradients))
                     for name in asked:
@@ -170,11 +171,12 @@ def _gradient_samples(
     cpu = torch.device("cpu")
     x, weight = kind.operands(shape, cpu, generator)
     m, n, k = shape
+    weight = weight.view(n, k) if weight.is_contiguous() else weight.t()  # some products take it transposed
     gradient = kind.operands((m, k, n), cpu, generator)[0]
     flops = 2.0 * m * n * k
-    taken = seconds(lambda: gradient @ weight, cpu, budget)
+    taken = seconds(lambda: kind.gradients(gradient, weight), cpu, budget)
     yield GemmSample(dtype=kind.name, m=m, n=k, k=n, flops_per_second=flops / taken, form="input")
-    taken = seconds(lambda: gradient.t() @ x, cpu, budget)
+    taken = seconds(lambda: kind.gradients(gradient.t(), x), cpu, budget)
     yield GemmSample(dtype=kind.name, m=n, n=k, k=m, flops_per_second=flops / taken, form="weight")
 
 

@@ -23,13 +23,15 @@ from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import Anatomy, anatomy_of
 from penstock.models.roles import Attention, Experts, Linear, Perceptron
-from penstock.products.fp8_linear import Fp8, Fp8Linear
+from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedLinear
 from penstock.products.integers import Int4, Int8, Int8Twice, Int8Weights
 from penstock.products.shortlist import Shortlist
 from penstock.products.stored import Bf16, OneDnn, Stored
 
 _log = logging.getLogger(__name__)
-TRAINED: dict[Products, type[nn.Linear]] = {"plain": nn.Linear, "fp8": Fp8Linear, "fp8_tensorwise": Fp8Linear}
+TRAINED: dict[Products, type[nn.Linear]] = {
+    "plain": nn.Linear, "fp8": Fp8Linear, "fp8_tensorwise": Fp8Linear, "int8": Int8Linear, "int8_all": Int8Linear,
+}  # fmt: skip
 """Classes of linear layers in training."""
 STORED: dict[Products, type[Stored]] = {
     "packed": OneDnn, "fp8": Fp8, "int8": Int8, "int8_weights": Int8Weights, "int4": Int4,
@@ -40,9 +42,10 @@ STORED: dict[Products, type[Stored]] = {
 def device_problem(device: torch.device | str, products: Products, *, serving: bool = False) -> str | None:
     """Why a device cannot multiply in this form, as a sentence with the remedy; None if it can."""
     device, row = torch.device(device), PRODUCTS[products]
-    if device.type in row.devices and not any(row.capability):
+    able = row.devices if serving else row.trains
+    if device.type in able and (device.type != "cuda" or not any(row.capability)):
         return None
-    if "cuda" not in row.devices:
+    if "cuda" not in able:
         return f"{products} is for a CPU, but the model is on {device}; choose plain, or fp8 on a GPU that has it."
     remedy = "choose plain, or on a CPU int8"
     if not serving:
@@ -50,6 +53,7 @@ def device_problem(device: torch.device | str, products: Products, *, serving: b
         remedy = f"choose products=plain, or study the rounding with {study}"
     needed = f"{products} needs a GPU of compute capability {row.capability[0]}.{row.capability[1]} or newer"
     if device.type != "cuda":
+        needed = f"{needed}, or a CPU" if "cpu" in able else needed
         return f"{needed}, and the model is on {device.type}; move it to such a GPU first, or {remedy}."
     if torch.version.hip is not None:
         return f"{products} is built for NVIDIA's formats and not tested on AMD's GPUs; {remedy}."
@@ -59,7 +63,9 @@ def device_problem(device: torch.device | str, products: Products, *, serving: b
     others = (
         f" {name} needs {other.capability[0]}.{other.capability[1]} only;"
         for name, other in PRODUCTS.items()
-        if other.weights == row.weights and other.capability <= capability and (other.serves or not serving)
+        if other.weights == row.weights
+        and other.capability <= capability
+        and "cuda" in (other.devices if serving else other.trains)
     )
     name = torch.cuda.get_device_name(device)
     return f"{needed}, and {name} has {capability[0]}.{capability[1]};{''.join(others)} {remedy}."
@@ -74,7 +80,7 @@ def left_out(linears: Mapping[str, nn.Linear], anatomy: Anatomy, row: Product) -
             yield name, "outside the blocks"
         elif name in routers:
             yield name, "a router, whose choice of experts rounding would change"
-        elif type(module) not in (nn.Linear, Fp8Linear):
+        elif type(module) is not nn.Linear and not isinstance(module, RoundedLinear):
             kind = type(module)
             yield name, f"a {kind.__module__}.{kind.__qualname__}, which computes in its own way"
         elif not _fits(module, row):
@@ -94,9 +100,10 @@ def convert_linears(
     qualified names of the other linear layers, each with the reason.
 
     What comes before and after the blocks (stem, embeddings, head) stays as it is: the first and last layers are the
-    most sensitive and a small part of the work. So do layers whose sides are no multiples of 16. Weights stay what they
-    are and so do state dicts; `products="plain"` undoes it. Convert before compiling and sharding. `device` is where
-    the model will run, by default where its weights are. `emulate` computes the same numbers slowly, on any device.
+    most sensitive and a small part of the work. In fp8 so do layers whose sides are no multiples of 16. Weights stay
+    what they are and so do state dicts; `products="plain"` undoes it. Convert before compiling and sharding. `device`
+    is where the model will run, by default where its weights are. `emulate` computes the same numbers slowly, on any
+    device.
 
     Raises:
         ConfigError: the device does not multiply so, or no layer can be converted.
@@ -127,15 +134,15 @@ def convert_linears(
         _restore(linears[name])
     for name in chosen:
         linears[name].__class__ = TRAINED[products]
-        linears[name].__dict__.update(scaling=row.scales, emulate=emulate)
+        linears[name].__dict__.update(products=products, emulate=emulate)
     _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), kept or "none")
     return kept
 
 
 def _restore(module: nn.Module) -> None:
-    if type(module) is Fp8Linear:
+    if isinstance(module, RoundedLinear):
         module.__class__ = nn.Linear  # type: ignore[assignment]
-        del module.__dict__["scaling"], module.__dict__["emulate"]
+        del module.__dict__["products"], module.__dict__["emulate"]
 
 
 @torch.no_grad()
@@ -152,10 +159,13 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
         return model
     row, first = PRODUCTS[products], next(model.parameters())
     if not row.serves:
-        raise ConfigError(
-            f"weights={products} has one scale for all rows of inputs, which would let a text change with its "
-            "neighbours; choose weights=fp8."
+        why = "says how gradients are made, of which there are none"
+        if row.scales == "tensorwise":
+            why = "has one scale for all rows of inputs, which would let a text change with its neighbours"
+        able = " or ".join(
+            n for n, other in PRODUCTS.items() if other.weights == row.weights and other.serves
         )
+        raise ConfigError(f"weights={products} {why}; choose weights={able}.")
     if problem := device_problem(first.device, products, serving=True):
         raise ConfigError(f"weights={products}: {problem}")
     if first.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Converting a model's linear layers to fp8, and back."""
+"""Converting a model's linear layers to products in 8 bits, and back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import Model
 from penstock.products.convert import STORED, TRAINED, convert_linears, device_problem
-from penstock.products.fp8_linear import Fp8Linear
+from penstock.products.eight_bits import Fp8Linear
 
 TINY = ViTConfig(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_width=64, classes=16)
-FP8: list[Products] = [name for name in TRAINED if name != "plain"]
+ROUNDED: list[Products] = [name for name in TRAINED if name != "plain"]
 BLOCK = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 
 
@@ -68,7 +68,7 @@ def test_converting_again_changes_the_scaling() -> None:
     convert_linears(model, "fp8_tensorwise", emulate=True)
     convert_linears(model, "fp8", emulate=True)
     assert {m.scaling for m in model.modules() if isinstance(m, Fp8Linear)} == {"rowwise"}
-    assert "fp8=rowwise, emulated" in repr(model)
+    assert "products=fp8, emulated" in repr(model)
 
 
 def test_sides_that_the_units_cannot_take_are_kept_and_named() -> None:
@@ -99,13 +99,14 @@ def test_what_cannot_be_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch
     ):
         convert_linears(model, "fp8")
     wrong: Any = "columnwise"
-    with pytest.raises(ConfigError, match="choose one of plain, fp8, fp8_tensorwise"):
+    with pytest.raises(ConfigError, match="choose one of plain, fp8, fp8_tensorwise, int8, int8_all"):
         convert_linears(model, wrong, emulate=True)
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
 
     capability = (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    assert device_problem("cuda", "int8_all") is None
     problem = device_problem("cuda", "fp8_tensorwise")
     assert problem is not None
     assert "compute capability 8.9 or newer, and NVIDIA A100 has 8.0" in problem
@@ -129,13 +130,13 @@ def test_fp16_is_refused() -> None:
         model.get_submodule("encoder.blocks.0.mlp.up")(torch.randn(2, 32))
 
 
-@pytest.mark.parametrize("products", FP8)
+@pytest.mark.parametrize("products", ROUNDED)
 def test_gradients_reach_fp32_weights(images: Tensor, products: Products) -> None:
-    """Against the bf16 model: the same directions, within what fp8 rounds."""
+    """Against the bf16 model: the same directions, within what 8 bits round."""
     model = Model(TINY)
     gradients = []
-    for fp8 in (False, True):
-        if fp8:
+    for rounds in (False, True):
+        if rounds:
             convert_linears(model, products, emulate=True)
         model.zero_grad()
         run(model, images).float().square().mean().backward()
@@ -146,12 +147,13 @@ def test_gradients_reach_fp32_weights(images: Tensor, products: Products) -> Non
         assert float(torch.cosine_similarity(found.flatten(), plain.flatten(), 0)) > 0.97, name
 
 
-def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
+@pytest.mark.parametrize("products", ["fp8_tensorwise", "int8", "int8_all"])
+def test_checkpointing_and_compilation_give_the_same(images: Tensor, products: Products) -> None:
     results = []
     for how in ("plain", "checkpoint", "compile"):
         torch.manual_seed(0)
         model = Model(TINY)
-        convert_linears(model, "fp8_tensorwise", emulate=True)
+        convert_linears(model, products, emulate=products == "fp8_tensorwise")
         block: Any = model.encoder.blocks[0]
         if how == "checkpoint":
             original = block.forward
@@ -162,9 +164,12 @@ def test_checkpointing_and_compilation_give_the_same(images: Tensor) -> None:
             block.compile(fullgraph=True, backend="aot_eager")
         run(model, images).float().square().mean().backward()
         results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for other in results[1:]:
+    for how, other in zip(("checkpoint", "compile"), results[1:]):
         for found, plain in zip(other, results[0], strict=True):
-            torch.testing.assert_close(found, plain)
+            if products == "int8_all" and how == "compile":  # which draws noise in another order
+                assert float((found - plain).norm() / plain.norm()) < 0.05
+            else:
+                torch.testing.assert_close(found, plain)
 
 
 def test_no_rows_are_no_trouble() -> None:
@@ -179,19 +184,19 @@ def test_copies_and_pickles() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         layer: Any = other.get_submodule("encoder.blocks.1.mlp.down")
         assert type(layer) is Fp8Linear
-        assert layer.scaling == "rowwise"
+        assert (layer.products, layer.scaling) == ("fp8", "rowwise")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("products", FP8)
+@pytest.mark.parametrize("products", ROUNDED)
 def test_a_vit_trains_on_a_gpu(products: Products, compiled: bool) -> None:
-    """As in bf16, within what fp8 rounds."""
+    """As in bf16, within what 8 bits round."""
     last, first = {}, 0.0
-    for fp8 in (False, True):
+    for rounds in (False, True):
         torch.manual_seed(0)
         model = Model(TINY).cuda()
-        if fp8:
+        if rounds:
             convert_linears(model, products)
         for block in model.encoder.blocks:
             if compiled:
@@ -205,8 +210,8 @@ def test_a_vit_trains_on_a_gpu(products: Products, compiled: bool) -> None:
             loss.backward()
             optimizer.step()
             first = loss.item() if step == 0 else first
-        last[fp8] = loss.item()
-        assert last[fp8] < 0.7 * first
+        last[rounds] = loss.item()
+        assert last[rounds] < 0.7 * first
     assert last[True] == pytest.approx(last[False], rel=0.1)
 
 

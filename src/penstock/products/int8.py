@@ -1,0 +1,200 @@
+"""int8 matrix products of training: the rounding by rows, exact integer sums, and a linear layer's three products.
+
+Shapes: M rows (tokens), K features in, N features out. x: (M, K), weight: (N, K), y: (M, N).
+
+    y = x weightᵀ          summed over K    x and weight as int8, with a scale s_x for each row and s_w for each output
+    dx = dy weight         summed over N    the same weight; s_w goes into dy before that is rounded by rows
+    dweight = dyᵀ x        summed over M    the same x; s_x goes into dy, which is rounded by columns, or stays in bf16
+
+So weight and x are each rounded once and kept in 8 bits, and a row with an outlier changes no other row. Numbers are
+symmetric, −127 to 127. Gradients are rounded stochastically, up or down with the probability that keeps the mean
+(Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, section 3). The gradient of weights is a sum
+over thousands of rows, where rounding hurts most: in bf16 it is that of SwitchBack (Wortsman et al., "Stable and
+low-precision training for large-scale vision-language models", NeurIPS 2023, section 2.2), which however has one scale
+for all of a weight.
+
+The sums are exact on every CPU. Those of `torch._int_mm` are where there is VNNI. Without, oneDNN adds pairs of
+products of whole bytes in 16 bits, which saturate: there the second factor is split into halves and remainders, whose
+pairs fit, and multiplied twice. So results do not depend on the processor, and int8 does not pay on such a one.
+
+Measured on one core of an AMD EPYC with VNNI (`benchmarks/int8_products.py`): `_int_mm` takes half of bf16's time in
+each of the three products, however its factors are laid out. oneDNN's quantised linear is as fast with laid-out weights
+for bytes without a sign, a thousand times slower for signed ones, and laying weights out takes as long as a product of
+500 rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.cpu import this_cpu
+
+LEVELS = 127
+"""The largest magnitude of a number."""
+_LEAST = 2.0**-100
+"""The largest magnitude that a scale is made for is at least this, so that scales and their inverses are normal fp32
+numbers."""
+_PIECE = 1 << 15
+"""Elements that are rounded at a time on a CPU, which then stay in its cache from one operation to the next."""
+_ALIGNED = 8
+"""Multiple that a GPU's product wants of all sides; and more than 16 rows."""
+
+
+def rounded(
+    x: Tensor, dim: int = 1, *, factor: Tensor | None = None, noisy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """int8 numbers of `x` · `factor`, with one scale for each slice along `dim`: (M, K) int8, and the value of 1 in
+    fp32, (M, 1) for dim 1 and (1, K) for dim 0. To nearest even, or stochastically if `noisy`.
+
+    x: (M, K); factor: fp32 that broadcasts to it from one of the two sides. A row that is not finite has a scale that
+    is not finite either.
+    """
+    noise = torch.ops.penstock.noise(x) if noisy else None
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        wide = _scaled(x, factor)
+        sizes = _sizes(wide, dim)
+        return _numbers(wide, sizes, noise), sizes / LEVELS
+    rows = max(1, _PIECE // x.shape[1])
+    pieces = [slice(start, start + rows) for start in range(0, len(x), rows)]
+    by_piece = [factor if factor is None or len(factor) == 1 else factor[piece] for piece in pieces]
+    numbers = torch.empty(x.shape, dtype=torch.int8)
+    sizes = torch.full((1, x.shape[1]), _LEAST) if dim == 0 else torch.empty(len(x), 1)
+    if dim == 0:
+        for piece, by in zip(pieces, by_piece):
+            sizes = torch.maximum(sizes, _sizes(_scaled(x[piece], by), 0))
+    for piece, by in zip(pieces, by_piece):
+        wide = _scaled(x[piece], by)
+        if dim == 1:
+            sizes[piece] = _sizes(wide, 1)
+        own = sizes if dim == 0 else sizes[piece]
+        numbers[piece] = _numbers(wide, own, None if noise is None else noise[piece])
+    return numbers, sizes / LEVELS
+
+
+def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x.float() if factor is None else x.float() * factor
+
+
+def _sizes(wide: Tensor, dim: int) -> Tensor:
+    return wide.abs().amax(dim, keepdim=True).clamp(min=_LEAST)
+
+
+def _numbers(wide: Tensor, sizes: Tensor, noise: Tensor | None) -> Tensor:
+    numbers = wide * (LEVELS / sizes)
+    if noise is not None:  # from −127.5/256 to 127.5/256: what is whole stays, and nothing leaves the levels
+        numbers = numbers + (noise.float() * 2.0**-8 + 2.0**-9)
+    return numbers.round().to(torch.int8)
+
+
+torch.library.define("penstock::noise", "(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+@torch.library.impl("penstock::noise", "CompositeExplicitAutograd")
+def _noise(x: Tensor) -> Tensor:
+    """Uniform int8 numbers in the shape of `x`, eight out of each that torch's generator draws."""
+    drawn = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(-(1 << 63), None)
+    return drawn.view(torch.int8)[: x.numel()].view(x.shape)
+
+
+@torch.library.register_fake("penstock::noise")  # type: ignore[untyped-decorator]
+def _noise_shape(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.int8)
+
+
+def integer_product(a: Tensor, b: Tensor, *, emulate: bool = False) -> Tensor:
+    """a @ b of int8 matrices (M, K) and (K, N), exact: (M, N) int32; with `emulate` in fp64, in which sums are exact
+    too, on any device."""
+    if emulate:
+        return (a.double() @ b.double()).to(torch.int32)
+    if a.device.type == "cuda":
+        (m, k), n = a.shape, b.shape[1]
+        # cuBLAS multiplies int8 where both factors' sums lie in rows.
+        a = _padded(a, -m % _ALIGNED if m > 16 else 24 - m, -k % _ALIGNED)
+        b = _padded(b.t(), -n % _ALIGNED, -k % _ALIGNED)
+        return torch._int_mm(a, b.t())[:m, :n]
+    if this_cpu().vnni:
+        return torch._int_mm(a, b)
+    return torch._int_mm(a, b >> 1) * 2 + torch._int_mm(a, b & 1)
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """`x` in row-major order, with rows and columns of zeros, which add nothing to a sum."""
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x.contiguous()
+
+
+def int8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weights_too: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    emulate: bool = False,
+) -> Tensor:
+    """`F.linear` with products in int8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
+
+    Gradients have the types of `x`, `weight` and `bias`. `weights_too` makes those of weights in int8 as well, instead
+    of in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be differentiated twice.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    function: Any = _Int8
+    y: Tensor = function.apply(flat, weight, bias, dtype, weights_too, emulate)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def scale_sums(
+    sums: Tensor, columns: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Sums (M, N) times the scales of columns (1, N), then of rows (M, 1), and a bias (N,): (M, N) in `dtype`."""
+    wide = sums * columns
+    wide = wide * rows if bias is None else torch.addcmul(bias.float(), wide, rows)
+    return wide.to(dtype)
+
+
+class _Int8(torch.autograd.Function):
+    """The three products; see the top of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        weights_too: bool,
+        emulate: bool,
+    ) -> Tensor:
+        ctx.types = (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
+        ctx.weights_too, ctx.emulate = weights_too, emulate
+        rows, row_scales = rounded(x)
+        outputs, output_scales = rounded(weight)
+        # Of the weight the parameter itself: where it is sharded, nothing of it stays behind.
+        ctx.save_for_backward(rows, row_scales, weight)
+        sums = integer_product(rows, outputs.t(), emulate=emulate)
+        return scale_sums(sums, output_scales.t(), row_scales, bias, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows, row_scales, weight = ctx.saved_tensors
+        x_type, weight_type, bias_type, dtype = ctx.types
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            outputs, output_scales = rounded(weight)
+            gradients, scales = rounded(dy, factor=output_scales.t(), noisy=True)
+            dx = (integer_product(gradients, outputs, emulate=ctx.emulate) * scales).to(x_type)
+        if ctx.needs_input_grad[1] and ctx.weights_too:
+            gradients, scales = rounded(dy, 0, factor=row_scales, noisy=True)
+            sums = integer_product(gradients.t(), rows, emulate=ctx.emulate)
+            dweight = (sums * scales.t()).to(weight_type)
+        elif ctx.needs_input_grad[1]:
+            # Whole numbers up to 127 are exact in bf16.
+            dweight = ((dy * row_scales).to(dtype).t() @ rows.to(dtype)).to(weight_type)
+        if ctx.needs_input_grad[2]:
+            dbias = dy.sum(0, dtype=torch.float32).to(bias_type)
+        return dx, dweight, dbias, None, None, None

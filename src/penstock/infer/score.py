@@ -13,8 +13,8 @@ ROWS = 256
 """Rows of logits that are held at a time."""
 
 
-class Scores(NamedTuple):
-    """What a model says of a text of N tokens; nothing of the first, which follows none."""
+class TextScores(NamedTuple):
+    """Log-probabilities of a text of N tokens. The first has none, for it follows nothing."""
 
     logs: list[float]
     """(N − 1) natural logarithms of the probability of each token after those before it."""
@@ -42,10 +42,10 @@ class Scorer:
         self.most: int = graph.written[-1].most
 
     @torch.inference_mode()
-    def __call__(self, ids: list[int], top: int = 0) -> Scores:
+    def __call__(self, ids: list[int], top: int = 0) -> TextScores:
         """Scores of a text, with the `top` likeliest tokens in each place. Raises ConfigError for one that is longer
         than the model reads."""
-        scores = Scores([], [])
+        scores = TextScores([], [])
         if len(ids) < 2:
             return scores
         if len(ids) > self.most + 1:

@@ -80,7 +80,7 @@ class Whole:
     text: str
     finished: str
     scores: list[Any] | None = None
-    """Of prompt and text together, as `penstock.infer.score.Scores`."""
+    """Scores of prompt and text together, as `penstock.infer.score.TextScores`."""
 
     @property
     def mean(self) -> float:

@@ -46,7 +46,7 @@ class Event(NamedTuple):
     """Whether all tokens so far are void, because another worker makes them again."""
     vectors: list[list[float]] | None = None
     scores: list[Any] | None = None
-    """A text's `penstock.infer.score.Scores`, as lists."""
+    """A text's `penstock.infer.score.TextScores`, as lists."""
 
 
 class Ticket:

@@ -20,10 +20,8 @@ from typing import Any
 from penstock.report.record import environment
 from penstock.train.metrics import read_metrics
 
-JOBS = {
-    name: f"penstock train {name}"
-    for name in ("gpt-tiny", "marian-tiny", "vit-digits", "t5-tiny", "t5-moe-tiny")
-}
+JOBS = {name: f"penstock train {name}" for name in ("gpt-tiny", "marian-tiny", "t5-tiny", "t5-moe-tiny")}
+JOBS["vit-digits"] = "penstock train vit-digits --recipe.epochs 20"
 JOBS["vit-moe-digits"] = (
     f"{JOBS['vit-digits']} --model.experts 4 --model.expert_every 2 --model.router expert_choice"
 )

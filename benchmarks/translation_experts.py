@@ -226,18 +226,19 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--data", choices=tuple(SIZES), default="numbers")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="dense among them")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     rows = write_rows(options.data, options.runs / "rows")
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in MODELS}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.models}
     for seed in range(options.seeds):
-        for name in MODELS:  # in turn, so that a machine that grows slower does so for all
+        for name in options.models:  # in turn, so that a machine that grows slower does so for all
             config = settings(name, options.data, rows, seed, options.steps, options.runs / f"{name}-{seed}")
             results[name].append(trained(config))
             print(name, seed, json.dumps(results[name][-1]), flush=True)
-    first = {name: options.runs / f"{name}-0" for name in MODELS}
+    first = {name: options.runs / f"{name}-0" for name in options.models}
     measured = speeds({name: Contestant(output) for name, output in first.items()})
     models = {}
     for name, output in first.items():

@@ -428,8 +428,8 @@ LINES = {
     "(modules)": 1580,
     "boundary": 1590,
     "checkpoint": 1980,
-    "cli": 3730,
-    "compress": 2470,
+    "cli": 3740,
+    "compress": 2640,
     "config": 5070,
     "data": 6640,
     "decode": 2580,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 76_500
+    assert sum(LINES.values()) <= 76_700
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

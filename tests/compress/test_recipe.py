@@ -142,7 +142,7 @@ def test_a_target_is_forecast_and_then_measured(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "Nothing is asked for.*Known steps are prune, distil"),
+    ({}, "Nothing is asked for.*Known steps are prune, distil, trim"),
     ({"target": "1x"}, "above 1x"),
     ({"target": "fast"}, "a number such as 3x"),
     ({"steps": "quantise"}, "must be one of|prune"),
@@ -150,6 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"steps": "prune"}, "nothing is removed"),
     ({"steps": "distil,distil", "distil.steps": "3"}, "twice"),
     ({"prune.layers": "1"}, "below 1"),
+    ({"trim": "true"}, "trim needs one tokenizer.json"),
     ({"distil.steps": "3", "plan": "dp=2"}, "runs on one"),
     ({"distil.steps": "3", "plan": "compile=whole"}, "use compile=blocks"),
     ({"distil.steps": "3", "output": "."}, "in which the model itself is"),

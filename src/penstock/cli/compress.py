@@ -11,7 +11,13 @@ from penstock.config.compress import CompressConfig, load_compression
 from penstock.errors import ExitCode
 
 
-@configured(CompressConfig, positional="model", file=("--config", "--recipe"), loader=load_compression)
+@configured(
+    CompressConfig,
+    positional="model",
+    flags=("trim",),
+    file=("--config", "--recipe"),
+    loader=load_compression,
+)
 def compress(config: CompressConfig) -> int:
     """Prune MODEL and train it again beside the original, in the steps that the settings ask for.
 

@@ -17,8 +17,9 @@ from penstock.config.compress import CompressConfig
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, with_stacks
 from penstock.config.plan import AttentionBackend, Plan
-from penstock.config.run import RunConfig
+from penstock.config.run import DataConfig, RunConfig
 from penstock.data import Loader
+from penstock.data.text.open import found_in
 from penstock.errors import ConfigError
 from penstock.export.export import inputs_of
 from penstock.ladder.tensor_memory import TensorMemory
@@ -30,7 +31,7 @@ from penstock.models.model import Model
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass
 from penstock.probe import resolve_device
-from penstock.tasks import task_of
+from penstock.tasks import Task, task_of
 from penstock.train.evaluate import evaluate
 from penstock.train.prepare import machine_of
 
@@ -66,11 +67,17 @@ class Workbench:
         self.config = config
         self.device = resolve_device(config.device)
         self.model = read_config(folder)
-        self.task = task_of(self.model, config.task, init_from=str(folder))
+        self.task, self.data = self.task_for(folder)
         if len(self.model.graph.heads) != 1:
             raise ConfigError(
                 "Models with several heads, or none, cannot be compressed; use one with one head."
             )
+
+    def task_for(self, folder: Path) -> tuple[Task, DataConfig]:
+        """The task of the model in a folder, and the data, which the tokenizer in the folder reads."""
+        task = task_of(read_config(folder), self.config.task, init_from=str(folder))
+        data = self.config.data
+        return task, data if found_in(folder) is None else replace(data, tokenizer="auto")
 
     @cached_property
     def machine(self) -> Machine:
@@ -80,7 +87,7 @@ class Workbench:
     def batches(self, samples: int) -> list[Any]:
         """At least so many samples of the training data, shuffled, as evaluations take them."""
         size = min(samples, self.config.plan.micro_batch)
-        source = self.task.open(self.config.data, self.model, "train")
+        source = self.task.open(self.data, self.model, "train")
         prepare = self.task.prepare(source, self.task.fit(self.model, source))
         with Loader(source, prepare, batch=size, seed=self.config.seed, device=self.device) as loader:
             return [next(loader) for _ in range(-(-samples // size))]
@@ -98,15 +105,16 @@ class Workbench:
     def figures(self, folder: Path) -> FolderFigures:
         """Everything but the latency, which `latencies` measures of several models in turn."""
         model = self.open(folder)
-        source = self.task.open(self.config.data, self.model, "val")
-        prepare = self.task.prepare(source, self.task.fit(self.model, source))
+        task, data = self.task_for(folder)
+        source = task.open(data, model.config, "val")
+        prepare = task.prepare(source, task.fit(model.config, source))
         with (
             Loader(
                 source, prepare, batch=self.config.plan.micro_batch, device=self.device, endless=False
             ) as loader,
             torch.no_grad(),
         ):
-            found = evaluate(self.task, model, loader)
+            found = evaluate(task, model, loader)
         inputs = self._inputs(model)
         with torch.inference_mode(), TensorMemory(held=model.state_dict().values(), ignored=inputs) as memory:
             model(*inputs)
@@ -116,7 +124,7 @@ class Workbench:
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
             predicted_seconds=self.predicted(model.config), metrics=dict(found.metrics),
-            words=self.task.describe(found.metrics),
+            words=task.describe(found.metrics),
         )  # fmt: skip
 
     def predicted(self, model: ModelConfig) -> float:

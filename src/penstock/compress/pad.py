@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.compress.folders import save_beside
 from penstock.compress.prune import State, made_like, with_layers
-from penstock.compress.steps import save_beside
 from penstock.config.graph import Run
 from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError, NumericError

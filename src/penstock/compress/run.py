@@ -16,11 +16,12 @@ from typing import Any
 
 from penstock.boundary.files import write_text
 from penstock.boundary.trees import parse_json
+from penstock.compress.folders import StepCall
 from penstock.compress.measure import Workbench
 from penstock.compress.page import to_html
 from penstock.compress.search import SHARES, reach
-from penstock.compress.steps import STEPS, StepCall, distil_run
-from penstock.config.compress import CompressConfig, Prune, StepName
+from penstock.compress.steps import STEPS, distil_run
+from penstock.config.compress import AT_LAST, CompressConfig, Prune, StepName
 from penstock.config.load import dump_toml, to_dict
 from penstock.config.model import title
 from penstock.config.recipes import require_startable
@@ -127,7 +128,8 @@ def _calls(config: CompressConfig, prune: Prune) -> Iterator[tuple[StepName, Pru
             for share in [getattr(prune, name)]
         }
         for name in config.order:
-            yield name, replace(prune, **left)
+            if name not in AT_LAST or turn + 1 == config.rounds:
+                yield name, replace(prune, **left)
 
 
 def _record(config: CompressConfig, output: Path) -> Report:

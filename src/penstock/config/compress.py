@@ -27,7 +27,9 @@ from penstock.config.run import DataConfig, Recipe, RunConfig, TaskName
 Criterion = Literal["taylor", "activation", "magnitude"]
 LayerCriterion = Literal["loss", "activation", "even"]
 ExpertCriterion = Literal["error", "load"]
-StepName = Literal["prune", "distil"]
+StepName = Literal["prune", "distil", "trim"]
+AT_LAST: tuple[StepName, ...] = ("trim",)
+"""Steps after which the original can no longer teach: they come last, and in the last round alone."""
 Speedup = Annotated[str, Text(r"[0-9]+(\.[0-9]+)?x?", "a number such as 3x")]
 
 
@@ -106,6 +108,8 @@ class CompressConfig(Checked):
     features are removed alike."""
     prune: Prune = field(default_factory=Prune)
     distil: Distil = field(default_factory=Distil)
+    trim: bool = False
+    """Whether tokens that the training data do not use are removed at last, from the tokenizer too."""
     task: TaskName = "auto"
     """Task by which the model is scored, trained and evaluated; `auto` is that of the run, or of the model."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -130,7 +134,7 @@ class CompressConfig(Checked):
     def order(self) -> tuple[StepName, ...]:
         """The steps of one round."""
         asked: dict[StepName, bool] = {
-            "prune": self.prune.asked or self.target is not None, "distil": self.distil.asked,
+            "prune": self.prune.asked or self.target is not None, "distil": self.distil.asked, "trim": self.trim,
         }  # fmt: skip
         return self.steps or tuple(name for name, wanted in asked.items() if wanted)
 
@@ -146,6 +150,9 @@ class CompressConfig(Checked):
             yield "steps has prune, but nothing is removed; set prune.layers, prune.heads or prune.hidden to a share."
         if "distil" in self.steps and not self.distil.asked:
             yield "steps has distil, but it trains for no time; set distil.epochs or distil.steps."
+        late = [name in AT_LAST for name in self.order]
+        if late != sorted(late):
+            yield f"steps has {', '.join(AT_LAST)} before others, which need the original's vocabulary; put it last."
         if len(set(self.steps)) < len(self.steps):
             yield "steps names a step twice; use rounds to repeat all of them."
         if self.steps and self.target is not None and "prune" not in self.steps:

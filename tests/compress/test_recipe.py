@@ -80,7 +80,10 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
     assert "src=" not in page
     assert "encoder: layers 4 → 3" in page
 
-    # The same again does nothing, and another recipe does not go on from this one.
+    # The same again does nothing, also where the record is older than a setting; and another recipe does not go on.
+    record = json.loads((tmp_path / "out" / run.RECORD).read_text())
+    del record["settings"]["trim"]
+    (tmp_path / "out" / run.RECORD).write_text(json.dumps(record))
     said.clear()
     assert run.compress(config, said.append)["rows"] == report["rows"]
     assert all(words.endswith("done before") for words in said)

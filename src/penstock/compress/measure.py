@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from penstock.tasks import Task, task_of
 from penstock.train.evaluate import evaluate
 from penstock.train.prepare import machine_of
 
-ROUNDS, ROUND_SECONDS = 9, 0.1
+ROUNDS, ROUND_SECONDS = 15, 0.06
 """Rounds in which models take turns, and the least time of one in each."""
 
 
@@ -138,7 +137,8 @@ class Workbench:
         return predict_pass(with_stacks(model, without_chance), self.machine, plan)
 
     def latencies(self, models: Sequence[Model]) -> list[float]:
-        """Measured seconds of a pass of each model: they take turns in rounds, and the median of rounds counts."""
+        """Measured seconds of a pass of each model: the lower quartile of all passes, because other processes can only
+        lengthen them. Models take turns in rounds."""
         made = [(model, self._inputs(model)) for model in models]
         seconds: list[list[float]] = [[] for _ in made]
         with torch.inference_mode():
@@ -146,18 +146,13 @@ class Workbench:
                 model(*inputs)
             for _ in range(ROUNDS):
                 for (model, inputs), times in zip(made, seconds, strict=True):
-                    times.append(self._timed(model, inputs))
-        return [statistics.median(times) for times in seconds]
-
-    def _timed(self, model: Model, inputs: Sequence[Tensor]) -> float:
-        passes, started = 0, time.perf_counter()
-        while True:
-            model(*inputs)
-            passes += 1
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            if (spent := time.perf_counter() - started) >= ROUND_SECONDS:
-                return spent / passes
+                    begun = time.perf_counter()
+                    while (started := time.perf_counter()) - begun < ROUND_SECONDS:
+                        model(*inputs)
+                        if self.device.type == "cuda":
+                            torch.cuda.synchronize()
+                        times.append(time.perf_counter() - started)
+        return [sorted(times)[len(times) // 4] for times in seconds]
 
     def drawn(self, model: ModelConfig) -> Model:
         """A model of these sizes with drawn weights, whose latency is that of any weights."""

@@ -22,7 +22,7 @@ from penstock.compress.page import to_html
 from penstock.compress.search import SHARES, reach
 from penstock.compress.steps import STEPS, distil_run
 from penstock.config.compress import AT_LAST, CompressConfig, Prune, StepName
-from penstock.config.load import dump_toml, to_dict
+from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.model import title
 from penstock.config.recipes import require_startable
 from penstock.errors import CheckpointError, ConfigError
@@ -139,8 +139,8 @@ def _record(config: CompressConfig, output: Path) -> Report:
     if not path.exists():
         return {"settings": settings, "environment": environment(), "rows": []}
     found: Report = parse_json(path.read_bytes(), f"{path} cannot be read: it", error=CheckpointError)
-    before = found.get("settings", {})
-    differ = [name for name, value in settings.items() if before.get(name) != json.loads(json.dumps(value))]
+    before = from_dict(CompressConfig, found.get("settings", {}), origin=str(path), error=CheckpointError)
+    differ = [name for name in settings if getattr(before, name) != getattr(config, name)]
     if differ:
         raise ConfigError(
             f"{output} holds a compression with other settings of {', '.join(differ)}; restore these to go on with it, "

@@ -41,7 +41,7 @@ class Rates:
     products: Products
     """Matrix products in the type that the plan computes in outside 8 bits."""
     narrow: Products | None
-    """Those in the 8 bits of the plan's `products`; None where these are plain."""
+    """Matrix products in the 8 bits of the plan's `products`; None where these are plain."""
     exact: Products
     """Matrix products in fp32, whatever the plan computes in: those of routers."""
     product_rate: float

@@ -29,7 +29,7 @@ from penstock.models.convert import save_pretrained
 from penstock.parallel import ALONE, dims_of
 from penstock.parallel.hosts import attend, rounds_of
 from penstock.products.stored import Stored
-from penstock.serve.led import Led
+from penstock.serve.led import Led, LedVectors
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 ENDS = (7, 8)
@@ -149,7 +149,17 @@ def _embedded(line: str, count: int) -> torch.Tensor:
     model = create(config, dtype=torch.float64)
     rows = [[(3 * n + k) % 13 for k in range(2 + n)] for n in range(count)]
     with Embedder(model, Plan.parse(line), batch=2) as made:  # type: ignore[arg-type]
-        return made.embed(rows)
+        if made.dims.alone or count == 1:
+            return made.embed(rows)
+        led = LedVectors(made)
+        if not made.dims.main:
+            led.follow()
+            return made.embed(rows)
+        vectors = [torch.tensor(led(rows)) for _ in range(2)]
+        led.dismiss()
+        assert torch.equal(*vectors)
+        torch.testing.assert_close(made.embed(rows), vectors[0])
+        return vectors[0]
 
 
 @pytest.mark.parametrize(("line", "count"), [("dp=2", 5), ("dp=2 ep=2", 5), ("dp=2 ep=2", 1)])
@@ -189,13 +199,13 @@ def test_ranks_draw_the_same_without_a_seed() -> None:
 
 
 def _drawn_text(line: str, stop: str) -> list[str]:
-    made = Generator(tiny("gpt"), Plan.parse(line), tokenizer=Letters(), ends=())
+    made = Generator(tiny("mixtral"), Plan.parse(line), tokenizer=Letters(), ends=())
     given: dict[str, Any] = {"max_tokens": 24, "temperature": 3.0, "seed": 1, "stop": (stop,)}
     texts = [each.text for each in made.generate(["AB", "C", "DE"], **given)]
     return [*texts, "".join(made.stream("AB", **given))]
 
 
-@pytest.mark.parametrize("line", ["tp=2", "dp=2"])
+@pytest.mark.parametrize("line", ["tp=2", "dp=2", "dp=2 ep=2"])
 def test_texts_before_a_stop_text_and_in_pieces_are_the_same(line: str) -> None:
     whole = _drawn_text("baseline", " ")[0]
     expected = _drawn_text("baseline", whole[5:7])
@@ -281,6 +291,19 @@ def _led(name: str, texts: int) -> list[list[int]]:
 def test_ranks_follow_the_one_that_serves(name: str) -> None:
     expected = _served(_engine(tiny(name, words=WORDS)), 5)
     assert pool(2).run(_led, name, 5) == [expected, []]
+
+
+def test_of_several_ranks_that_embed_one_prints(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    config: Any = small("bert-tiny", vocabulary=Bytes.size, experts=4, experts_per_token=2)
+    torch.manual_seed(0)
+    save_pretrained(create(config), tmp_path)
+    Bytes().save(tmp_path)
+    words = ["embed", str(tmp_path), "--plan", "dp=2 ep=2"]
+    (code, said), other = pool(2).run(_said, words, "ab\nc\ndef\n")
+    assert other == (code, "") == (0, "")
+    found = torch.tensor([json.loads(line) for line in said.splitlines()])
+    torch.testing.assert_close(found, Embedder(tmp_path).embed(["ab", "c", "def"]), rtol=1e-5, atol=1e-6)
 
 
 def _said(words: list[str], typed: str) -> tuple[int, str]:

@@ -99,12 +99,12 @@ class Rounds:
         are done."""
         # Mixtures may differ in their number of experts.
         most = max(len(one.visits) for one in self.hosts)
-        report = torch.zeros(2 + most, dtype=torch.int64)
+        report = torch.zeros(2 + most, dtype=torch.int64, device=self.hosts[0].no_rows.device)
         report[0], report[1] = number, self.state
         report[2 : 2 + len(loads)] = loads
         reports = [torch.empty_like(report) for _ in range(self.count)]
         distributed.all_gather(reports, report, group=self.group)
-        table = torch.stack(reports).numpy()
+        table = torch.stack(reports).cpu().numpy()  # on a GPU this waits
         first, self.states = int(table[:, 0].min()), table[:, 1]
         if first == _DONE:
             return rows

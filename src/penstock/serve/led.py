@@ -134,7 +134,7 @@ class Led:
 
     def _all(self, made: Sequence[Made]) -> list[Made]:
         """The results of all ranks' engines: at most one token in each slot."""
-        here = torch.full((self.engine.slots, 2), -1, dtype=torch.int64)
+        here = torch.full((self.engine.slots, 2), -1, dtype=torch.int64, device=self.engine.device)
         for slot, tokens, finished in made:
             here[slot] = torch.tensor([tokens[0] if tokens else -1, _ENDS.index(finished)])
         every = [torch.empty_like(here) for _ in range(self.dims.data_world)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from helpers.generation import served as engine_makes
 from helpers.generation import tiny
+from helpers.routed import routed
 from helpers.served import served
 from penstock.cli import main
 from penstock.config.decoding import Decoding
@@ -26,7 +26,6 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.infer.generator import Generator
 from penstock.infer.labels import TextLabels, labels_of
 from penstock.kernels.cross_entropy import IGNORED
-from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.models.model import Model
 from penstock.tasks.text import first_samples
@@ -35,26 +34,6 @@ from penstock.tasks.translation import Translation
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [1, 2, 3], [2, 9]]
 LABELS = ["0", "2", "1", "1", "0"]
 LANGUAGES = ("en", "sw", "yo")
-
-
-def routed(name: str) -> Model:
-    """A model of which labels 0 and 2 have expert 3, and label 1 has expert 1, with weights as `tiny` draws them."""
-    given: dict[str, Any] = {"experts": 4, "experts_per_token": 1, "router": "given", "labels": 3}
-    config: Any = tiny(name).config
-    given["expert_of"] = (3, 1, 3)
-    if name == "gpt":
-        config = replace(config, **given)
-    else:
-        config = replace(
-            config, encoder=replace(config.encoder, **given), decoder=replace(config.decoder, **given)
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = create(config, dtype=torch.float64)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.5)
-    return model.eval()
 
 
 def logits_after(model: Model, source: list[int], text: list[int], label: str) -> Tensor:

@@ -15,11 +15,15 @@ import torch
 from helpers.families import small
 from helpers.generation import Letters, tiny
 from helpers.rank_pool import pool
+from helpers.routed import routed
 from penstock.cli import main
+from penstock.compress.quantise import quantise_folder
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
+from penstock.config.quantise import QuantiseOptions
 from penstock.data.text.tokenizers import Bytes
 from penstock.decode.engine import Engine, Request
+from penstock.decode.speculate import Reading
 from penstock.errors import ConfigError
 from penstock.infer.encode import Embedder
 from penstock.infer.generator import Generator
@@ -109,6 +113,9 @@ def _logits(line: str) -> list[torch.Tensor]:
         longest = max(map(len, rows), default=0)
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
         made += [found.model(torch.tensor(padded))[i, : len(row)] for i, row in enumerate(rows)]
+        for row in rows:  # with a cache: the first token, then the others
+            reading = Reading(found.model, 16, ())
+            made.append(torch.cat([reading.read(part) for part in (row[:1], row[1:]) if part]))
         attend(found.model)
     return made
 
@@ -117,9 +124,36 @@ def _logits(line: str) -> list[torch.Tensor]:
 def test_logits_do_not_depend_on_who_hosts_experts(line: str) -> None:
     expected = _logits("baseline")
     for rank, made in enumerate(pool(Plan.parse(line).gpus).run(_logits, line)):
-        assert len(made) == 2 * (rank < len(ROWS))
-        for one, place in zip(made, (rank, len(ROWS) + rank)):
-            torch.testing.assert_close(one, expected[place], rtol=1e-10, atol=1e-10)
+        assert len(made) == 3 * (rank < len(ROWS))
+        for way, one in enumerate(made):
+            torch.testing.assert_close(one, expected[way * len(ROWS) + rank], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(one, made[0].view_as(one), rtol=1e-10, atol=1e-10)
+
+
+def _rounded(folder: str) -> str:
+    quantise_folder(folder, f"{folder}/small-{torch.distributed.get_rank()}", QuantiseOptions())
+    with pytest.raises(ConfigError) as refused:
+        Generator(f"{folder}/small-{torch.distributed.get_rank()}", Plan(dp=2, ep=2))
+    made = Generator(f"{folder}/small-{torch.distributed.get_rank()}", Plan(dp=2, ep=2), weights="plain")
+    assert len(made.generate(ROWS, max_tokens=2)) == len(ROWS)
+    return str(refused.value)
+
+
+def test_experts_in_few_bits_are_not_split(tmp_path: Path) -> None:
+    save_pretrained(tiny("mixtral", dtype=torch.float32), tmp_path)
+    assert all("leave tp, pp and ep out" in said for said in pool(2).run(_rounded, str(tmp_path)))
+
+
+def _by_label(line: str, label: list[str]) -> list[tuple[int, ...]]:
+    made = Generator(routed("gpt"), Plan.parse(line), ends=())
+    return [one.ids for one in made.generate(ROWS, label=label, max_tokens=7)]
+
+
+@pytest.mark.parametrize("line", ["dp=2 ep=2", "tp=2 ep=2"])
+def test_labels_choose_experts_on_all_ranks(line: str) -> None:
+    for label in (["0", "1", "2"], ["1", "1", "0"]):
+        expected = _by_label("baseline", label)
+        assert pool(2).run(_by_label, line, label) == [expected] * 2
 
 
 def _counted() -> tuple[int, list[int], list[int]]:

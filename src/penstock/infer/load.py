@@ -148,10 +148,10 @@ def loaded(
     if shortlist:
         shorten(module, (*shortlist, *ends))
     if rounded:
-        if dims.tp * dims.pp > 1:
+        if dims.tp * dims.pp * dims.ep > 1:
             raise ConfigError(
                 "The folder has linear layers in few bits, which ranks cannot split; give weights=plain to compute "
-                "with their values, or leave tp and pp out."
+                "with their values, or leave tp, pp and ep out."
             )
         store_rounded(module, rounded)
     module = store_linears(module, suited(module, form, own=own), careful=careful)

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from fp8_linear import SHAPES, SMOKE, Block, Shape
+from eight_bits import SHAPES, SMOKE, Block, Shape
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.trainable import require_vision

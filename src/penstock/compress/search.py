@@ -34,7 +34,7 @@ def reach(
     bench: Workbench, options: Prune, target: float, say: Callable[[str], None]
 ) -> tuple[Prune, list[TriedShares]]:
     """The least shares, all raised or lowered together, with which a model of these sizes is measured `target` times as
-    fast. A measurement that falls short corrects the forecasts that follow.
+    fast. Each measurement corrects the forecasts that follow, so that no more is removed than it takes.
 
     Raises ConfigError where no shares are forecast, or measured, to be fast enough.
     """
@@ -46,14 +46,12 @@ def reach(
         choice = _scaled(usual, MOST * part / PARTS)
         reached[choice] = before / bench.predicted(sized(bench.model, choice, multiple=multiple))
     original, tried, factor = bench.drawn(bench.model), list[TriedShares](), 1.0
+    fast_enough: list[Prune] = []
     while len(tried) < TRIES:
-        fast_enough = [choice for choice, speed in reached.items() if speed * factor >= target]
-        if not fast_enough:
-            raise ConfigError(
-                f"target is {target:g}x, but pruning up to {MOST:.0%} is forecast to give "
-                f"{factor * max(reached.values()):.2f}x on this machine; choose a lower target."
-            )
-        choice = fast_enough[0]
+        hopeful = [choice for choice, speed in reached.items() if speed * factor >= target]
+        if not hopeful or _shares(hopeful[0]) in [one.shares for one in tried]:
+            break
+        choice = hopeful[0]
         small = bench.drawn(sized(bench.model, choice, multiple=multiple))
         slow, fast = bench.latencies([original, small])
         tried.append(TriedShares(shares=_shares(choice), forecast=reached[choice], measured=slow / fast))
@@ -62,12 +60,16 @@ def reach(
             f"{reached[choice]:.2f}x, measured {slow / fast:.2f}x"
         )
         if slow / fast >= target:
-            return choice, tried
-        factor = min(factor * 0.99, slow / fast / reached[choice])
-    best = max(one.measured for one in tried)
+            fast_enough.append(choice)
+        elif fast_enough:
+            break
+        factor = slow / fast / reached[choice]
+    if fast_enough:
+        return fast_enough[-1], tried
+    best = max([factor * max(reached.values()), *(one.measured for one in tried)])
     raise ConfigError(
-        f"target is {target:g}x, but after {TRIES} measurements the fastest is {best:.2f}x; "
-        "choose a lower target, or remove other parts."
+        f"target is {target:g}x, but pruning up to {MOST:.0%} gives {best:.2f}x at most on this machine; choose a "
+        "lower target, or remove other parts."
     )
 
 

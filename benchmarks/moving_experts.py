@@ -1,12 +1,11 @@
-"""Steps of ranks that serve a mixture while its experts move, beside steps while they stay.
+"""Steps of ranks that serve a mixture while its experts move, beside the same steps while they stay.
 
     penstock launch --procs 2 -- benchmarks/moving_experts.py --output benchmarks/results/moving_experts_cpu.json
 
-Ranks generate texts without a pause. In turn experts stay for some steps, and then one after the other goes to another
-rank and back, in pieces, with a switch of all ranks whenever one has come. Of each step rank 0 takes the wall time, and
-the processor's own time of its process, which other work on the machine lengthens less. Where other work makes single
-steps long at any time, the kinds of steps are compared by their medians: those that begin a move, have pieces under
-way, or switch.
+Ranks generate the same texts again and again: in turn experts stay, and go two by two to other ranks and back, in
+pieces, with a switch of all ranks every twenty steps. A step has the same work in each round but for what other
+programs on the machine take, so its time is the least of all rounds. Rank 0 takes wall time, and the processor's own
+time of its process.
 """
 
 from __future__ import annotations
@@ -33,24 +32,23 @@ from penstock.report.record import environment
 from penstock.serve.balance import Balance
 from penstock.serve.led import Led
 
+EVERY, WARM = 20, 3
+"""Steps from one move to the next, and steps that are not timed."""
+
 
 class Shuttle(Balance):
-    """Orders a move whenever none is under way: two experts of a mixture change places, and later back."""
+    """Begins a move every so many steps, and switches as late as it can: two experts of a mixture change places."""
 
     moving = False
+    step = 0
     turn = 0
-    kind = "stay"
-    """The kind of the present step: `stay`, `begin`, `pieces` or `switch`."""
 
     def orders(self, visits: Any, pieces: int, complete: bool) -> list[tuple[Any, ...]]:
+        at, self.step = (self.step - WARM) % EVERY, self.step + 1
         if self._number is not None:
-            found = self._go_on(pieces, complete)
-            self.kind = "switch" if found else "pieces"
-            return found
-        if not self.moving:
-            self.kind = "stay"
+            return self._go_on(pieces, complete and at == EVERY - 2)
+        if not self.moving or at or self.step <= WARM:
             return []
-        self.kind = "begin"
         number = self.turn % len(self.slots)
         first, *between, last = (list(held) for held in self.slots[number])
         first[0], last[0] = last[0], first[0]
@@ -61,16 +59,37 @@ class Shuttle(Balance):
         return [("begin", number, after)]
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    """Median, highest hundredth and worst, in milliseconds, and the worst over the median."""
-    ordered = sorted(times)
-    median = statistics.median(times)
+def run(led: Led, shuttle: Shuttle, texts: int, steps: int, *, moving: bool) -> list[tuple[float, float]]:
+    """Wall time and own time of each step of a round, from the third on."""
+    shuttle.moving, shuttle.step = moving, 0
+    decoding = Decoding(max_tokens=steps + WARM + 1, ignore_end=True)
+    for number in range(texts):
+        assert (
+            led.admit(Request(ids=tuple(range(1 + number % 7, 9 + number % 7)), decoding=decoding))
+            is not None
+        )
+    taken = []
+    for step in range(WARM + steps):
+        begun, own = time.perf_counter(), time.process_time()
+        led.step()
+        if step >= WARM:
+            taken.append((time.perf_counter() - begun, time.process_time() - own))
+    for slot in range(texts):
+        led.release(slot)
+    return taken
+
+
+def summary(rounds: list[list[tuple[float, float]]], clock: int) -> dict[str, float]:
+    """The least time of each step over the rounds: median and worst in milliseconds, and their ratio; and the worst
+    step of any round over that median."""
+    least = [min(times[clock] for times in step) for step in zip(*rounds)]
+    median = statistics.median(least)
     return {
-        "steps": len(times),
         "median_ms": 1e3 * median,
-        "99_percent_ms": 1e3 * ordered[int(0.99 * (len(ordered) - 1))],
-        "worst_ms": 1e3 * ordered[-1],
-        "worst_over_median": ordered[-1] / median,
+        "worst_ms": 1e3 * max(least),
+        "worst_step": least.index(max(least)) % EVERY,
+        "worst_over_median": max(least) / median,
+        "worst_of_any_round_over_median": max(times[clock] for each in rounds for times in each) / median,
     }
 
 
@@ -79,54 +98,46 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--slots", type=int, default=8, help="texts of each rank")
-    parser.add_argument("--phase", type=int, default=100, help="steps until the other phase comes")
-    parser.add_argument("--phases", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=120, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--piece", type=int, default=1 << 18, help="bytes of a piece")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     ranks = launched()
     plan = Plan(dp=ranks, ep=ranks)
-    steps = asked.phase * asked.phases
+    room = asked.steps + 64
     sizes: dict[str, Any] = {
         "width": asked.width, "heads": 4, "kv_heads": 4, "head_features": None, "depth": 4,
-        "mlp_width": 4 * asked.width, "experts": asked.experts, "experts_per_token": 2, "sequence": steps + 64,
+        "mlp_width": 4 * asked.width, "experts": asked.experts, "experts_per_token": 2, "sequence": room,
     }  # fmt: skip
     base: Any = PRESETS["mixtral-tiny"]
     torch.manual_seed(0)
     model = create(replace(base, **sizes))
     with together(plan, torch.device("cpu")) as dims:
         found = loaded(model, plan, weights="auto", tokenizer=None, dims=dims)
-        engine = Engine(found.model, slots=asked.slots, context=steps + 64)
-        balance = None
-        led = Led(engine, dims)
+        led = Led(Engine(found.model, slots=asked.slots, context=room), dims)
         assert led.rounds is not None
         assert led.mover is not None
         led.mover.piece_bytes = asked.piece
         if dims.rank:
             led.follow()
             return
-        balance = led.balance = Shuttle(0, [hosts.slots for hosts in led.rounds.hosts], time.monotonic)
-        decoding = Decoding(max_tokens=steps + 20, ignore_end=True)
-        for number in range(asked.slots * ranks):
-            led.admit(Request(ids=tuple(range(1 + number % 7, 9 + number % 7)), decoding=decoding))
-        for _ in range(10):
-            led.step()
-        taken: dict[str, dict[str, list[float]]] = {
-            kind: {"wall": [], "process": []} for kind in ("stay", "begin", "pieces", "switch")
-        }
-        for step in range(steps):
-            balance.moving = bool(step // asked.phase % 2)
-            begun, own = time.perf_counter(), time.process_time()
-            led.step()
-            taken[balance.kind]["wall"].append(time.perf_counter() - begun)
-            taken[balance.kind]["process"].append(time.process_time() - own)
+        shuttle = led.balance = Shuttle(0, [hosts.slots for hosts in led.rounds.hosts], time.monotonic)
+        taken: dict[str, list[list[tuple[float, float]]]] = {"stay": [], "move": []}
+        run(led, shuttle, asked.slots * ranks, asked.steps, moving=False)
+        for turn in range(asked.rounds):
+            for kind in list(taken)[:: -1 if turn % 2 else 1]:
+                round_ = run(led, shuttle, asked.slots * ranks, asked.steps, moving=kind == "move")
+                taken[kind].append(round_)
         led.dismiss()
-        bytes_moved = led.rounds.hosts[0].expert_bytes
+        expert_bytes = led.rounds.hosts[0].expert_bytes
     result = {
         "environment": environment(), "ranks": ranks, "model": sizes, "piece_bytes": asked.piece,
-        "expert_bytes": bytes_moved, "moves": balance.moves, "given_up": balance.given_up,
-        "steps": {kind: {clock: summary(times) for clock, times in both.items()} for kind, both in taken.items()},
+        "expert_bytes": expert_bytes, "moves": shuttle.moves, "given_up": shuttle.given_up, "rounds": asked.rounds,
+        "steps": {
+            kind: {"wall": summary(rounds, 0), "process": summary(rounds, 1)} for kind, rounds in taken.items()
+        },
     }  # fmt: skip
     text = json.dumps(result, indent=1)
     print(text)

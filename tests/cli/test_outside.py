@@ -49,6 +49,8 @@ INPUTS = [
     "embed it once",
     "classify it once",
     "export it made",
+    "compress it --prune.layers 0.5",
+    "compress vit-digits --recipe it.toml",
 ]
 NO_INPUT = {"completion", "run", "probe", "doctor", "demo"}
 """Verbs that read no file that a user names; `run` reads its script as Python does, which may be a pipe."""

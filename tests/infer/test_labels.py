@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,9 @@ def test_an_export_translates_as_evaluation_did(export: Path, capsys: pytest.Cap
     other = made.generate("en>sw: Germany", label="yo", max_tokens=12)[0].text
     assert other != both[0]
     assert main([*words, "en>sw: Germany", "--label", "yo"]) == 0
-    assert capsys.readouterr().out == f"{other}\n"
+    said = capsys.readouterr()
+    assert said.out == f"{other}\n"
+    assert re.match(r"Only the experts of label yo are loaded: [\d.]+ MB of weights, of [\d.]+ MB", said.err)
     for more in (["en>de: Germany"], ["Germany"], ["en>sw: Germany", "--label", "de"]):
         assert main([*words, *more]) == 2
         assert "labels are en, sw, yo." in " ".join(capsys.readouterr().err.split())

@@ -62,6 +62,8 @@ def test_replicas_stand_on_ranks_by_their_loads() -> None:
     assert sorted(expert for held in slots for expert in held) == [0, 0, 1, 2, 3]
     with pytest.raises(ConfigError, match=r"mixtures of \[4\] experts, but the model has \[8\]"):
         slots_by(record, [8], 2, 0)
+    with pytest.raises(ConfigError, match="5 spare experts, but 2 devices have room for 4"):
+        slots_by(record, [4], 2, 5)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,9 @@ from penstock.parallel.dims import ParallelDims
 from penstock.parallel.experts import Visits
 from penstock.shards import EXPERT
 
-ROWS = 64
-"""Most rows of one product: few enough that replicas can share the visits of one expert."""
+ROWS = 128
+"""Most rows of one product: few enough that replicas can share an expert's visits. On a CPU 512 rows in four products
+took 1.13 to 1.16 times as long as in one, in eight up to 1.32 times."""
 _DONE = 1 << 40
 """Reported by a rank that has no tokens left, in place of the number of a mixture."""
 _OWN = "penstock_rounds"

@@ -45,6 +45,12 @@ def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int)
             f"The record of loads has mixtures of {recorded} experts, but the model has {list(experts)}; give a record "
             "of this model."
         )
+    least = min(experts, default=0)
+    if spare > least * (ranks - 1):
+        raise ConfigError(
+            f"There are {spare} spare experts, but {ranks} devices have room for {least * (ranks - 1)} besides one of "
+            f"each of {least}, for none holds an expert twice; use fewer."
+        )
     made_from, _ = record.history()
     return [place(loads, Room(gpus=ranks, slots=len(loads) + spare)).devices for loads in made_from]
 

@@ -173,7 +173,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
                 f"compile={settings['compile']} is for steps that make tokens, and this model makes vectors; leave it "
                 "out."
             )
-        if plan.gpus > 1:
+        if plan.gpus > 1 and plan.gpus == plan.dp:  # else the embedder refuses
             device = join(settings)[1]
         embedder = Embedder(where, plan, weights=settings["weights"], device=device)
         vectors = LedVectors(embedder)

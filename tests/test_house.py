@@ -448,7 +448,7 @@ LINES = {
     "products": 1190,
     "report": 1440,
     "schedules": 1040,
-    "serve": 3370,
+    "serve": 3380,
     "step": 690,
     "tasks": 2020,
     "train": 2890,

@@ -161,7 +161,8 @@ def test_a_balance_moves_what_is_worth_it_and_reports_what_stalls(caplog: pytest
     ((order, mixture, slots),) = balance.orders(visits, 0, complete=False)
     assert (order, mixture) == ("begin", 0)
     assert sorted(map(sorted, slots)) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
-    assert balance.figures == (1.7,)
+    assert balance.figures == [1.7]
+    assert balance.state() == {"visits": [[9, 8, 1, 2]], "until": 2, "load": 1.7, "moves": 0, "given_up": 0}
     assert balance.orders(visits, 1, complete=False) == []
     time[0] = 1000.0  # nothing was to do for long
     assert balance.orders(visits, 1, complete=False) == []

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 from penstock.errors import EnvironmentProblem, ExitCode, PenstockError
+from penstock.planner.loads import LoadRecord
 from penstock.serve.link import MOST_BYTES, packed
 from penstock.serve.scheduler import QueueFull
 
@@ -81,6 +82,8 @@ class Backend:
         self.about: dict[str, Any] = {}
         self.experts: dict[str, Any] = {}
         """How hosted experts stand, as of `penstock.serve.balance.Balance.state`; empty where there are none."""
+        self.loads: LoadRecord | None = None
+        """Visits to hosted experts since this worker started, a window for each look at them."""
         self.ready = asyncio.Event()
         self.restarts = -1
         self._tickets: dict[int, Ticket] = {}
@@ -198,12 +201,14 @@ class Backend:
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self.about = message["ready"]
+            self.loads = None  # a new worker counts from zero
             self.ready.set()
             for ticket in self._tickets.values():
                 self._send(ticket)
         for number, tokens, finished in message.get("made", ()):
             self._tell(number, Event(tuple(tokens), finished), last=bool(finished))
-        self.experts = message.get("experts", self.experts)
+        if "experts" in message:
+            self._count(message["experts"])
         if "vectors" in message:
             number, vectors = message["vectors"]
             self._tell(number, Event(vectors=vectors), last=True)
@@ -213,6 +218,15 @@ class Backend:
         if "failed" in message:
             number, words = message["failed"]
             self._tell(number, Refused(words), last=True)
+
+    def _count(self, experts: dict[str, Any]) -> None:
+        """Take news of hosted experts, and close a window of their loads where there was a look at them."""
+        self.experts, before = experts, self.loads
+        if before is None or before.windows[-1].until < experts["until"]:
+            counts = tuple((tuple(row),) for row in experts["visits"])
+            windows = () if before is None else before.windows
+            record = LoadRecord(tuple(self.about["mixtures"]), (), counts, windows)
+            self.loads = record.closed(experts["until"])
 
     def _tell(self, number: int, event: Event | PenstockError, *, last: bool) -> None:
         ticket = self._tickets.pop(number, None) if last else self._tickets.get(number)

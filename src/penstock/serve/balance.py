@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -86,13 +86,15 @@ class Balance:
     moves: int = 0
     """Moves that were made."""
     given_up: int = 0
-    layers: tuple[str, ...] = ()
-    """Names of the mixtures; none: their numbers."""
-    figures: tuple[float, ...] = ()
+    figures: list[float] = field(default_factory=list)
     """The largest load of a rank over the mean, of each mixture, between the last two looks."""
-    record: LoadRecord | None = None
-    """Visits up to the last look, a window for each look."""
+    looks: int = 0
+    visits: Sequence[Sequence[int]] = ()
+    """How often each expert of each mixture had been visited when loads were looked at last."""
+    until: int = 0
+    """Steps up to then."""
     _all_steps: int = 0
+    _window: Sequence[Sequence[int]] = ()
     _waiting: Sequence[int] = ()
     """Mixtures that this look has still to see."""
     _number: int | None = None
@@ -118,32 +120,32 @@ class Balance:
             return []
         # One mixture in each step, for a placement takes time.
         number, *self._waiting = self._waiting
-        assert self.record is not None
-        return self._begin(number, self.record.windows[-1].counts[number])
+        return self._begin(number, self._window[number])
 
     def _look(self, visits: Sequence[Sequence[int]]) -> None:
-        layers = self.layers or tuple(map(str, range(len(visits))))
-        windows = self.record.windows if self.record is not None else ()
-        counts = tuple((tuple(row),) for row in visits)
-        now = LoadRecord(layers, (), counts, windows)
-        self.figures = tuple(placed(slots).figure(row) for slots, row in zip(self.slots, now.last))
-        self.record, self._steps = now.closed(self._all_steps), 0
-        self._waiting = list(range(len(visits))) if self.every else []
+        before = self.visits or [[0] * len(row) for row in visits]
+        self._window = [[a - b for a, b in zip(row, then)] for row, then in zip(visits, before)]
+        self.visits, self.until, self._steps = visits, self._all_steps, 0
+        self.figures = self.figures or [1.0] * len(visits)
+        self.looks, self._waiting = self.looks + 1, list(range(len(visits)))
 
     def state(self) -> dict[str, Any]:
-        """How it stands, as plain values: `record` (as `LoadRecord.to_dict`), `load` (the largest of `figures`),
-        `moves` and `given_up`."""
+        """How it stands, as plain values: `visits` until the step `until`, the highest `load` of `figures`, `moves` and
+        `given_up`."""
         return {
-            "record": None if self.record is None else self.record.to_dict(),
-            "load": max(self.figures, default=1.0), "moves": self.moves, "given_up": self.given_up,
+            "visits": self.visits, "until": self.until, "load": max(self.figures, default=1.0),
+            "moves": self.moves, "given_up": self.given_up,
         }  # fmt: skip
 
     def _begin(self, number: int, loads: Sequence[int]) -> list[tuple[Any, ...]]:
         now = self.slots[number]
         before, count = placed(now), sum(map(len, now))
+        self.figures[number] = before.figure(loads)
+        if not self.every:
+            return []
         room = Room(gpus=len(now), slots=count)
         found = place(loads, room, before=before, moves=max(2, count // _SHARE))
-        if before.figure(loads) - found.figure(loads) < GAIN:
+        if self.figures[number] - found.figure(loads) < GAIN:
             return []
         self._number, self._after, self._pieces, self._last = number, found.devices, -1, self.clock()
         return [("begin", number, found.devices)]

@@ -108,9 +108,9 @@ class Led:
     def experts_news(self) -> dict[str, Any] | None:
         """How hosted experts stand, if that has changed since the last call; on the leader."""
         balance = self.balance
-        if balance is None or balance.record is None:
+        if balance is None or not balance.looks:
             return None
-        mark = (balance.record, balance.moves, balance.given_up)
+        mark = (balance.looks, balance.moves, balance.given_up)
         if mark == self._reported:
             return None
         self._reported = mark

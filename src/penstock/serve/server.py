@@ -230,10 +230,9 @@ class Service:
 
     async def experts(self, request: Request) -> Response:
         """The record of experts' loads while the model serves, as `penstock experts` reads it."""
-        record = self.backend.experts.get("record")
-        if record is None:
+        if self.backend.loads is None:
             raise Fault(404, "There are no loads yet of experts that several devices host; serve with --ep.")
-        return JSONResponse(record)
+        return JSONResponse(self.backend.loads.to_dict())
 
     async def report(self, request: Request) -> Response:
         """The counters, for Prometheus."""

@@ -50,7 +50,7 @@ class Opened(NamedTuple):
     """Makes what the engine takes of `ids`, `decoding` and `route`."""
     about: dict[str, Any]
     """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source), `labels`
-    (which choose experts) and `labels_in_prompts`."""
+    (which choose experts), `labels_in_prompts`, and `mixtures` (names of those whose experts several ranks host)."""
     scores: Any = None
     """Function of a text's token numbers, and how many of the likeliest are wanted in each place, to what
     `penstock.infer.score.Scorer` gives; None of a model that is no decoder, or on several devices."""
@@ -162,7 +162,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     degrees = plan_of(settings)
     plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=degrees.tp, dp=degrees.dp, ep=degrees.ep)
     config = model_in(where)
-    about = {
+    about: dict[str, Any] = {
         "writes": config is None or config.graph.writer is not None,
         "vocabulary": 0 if config is None else vocabulary_of(config),
         "source": 0,
@@ -213,13 +213,9 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     source = remembered[0].most if remembered else 0
     rounds, balance = rounds_of(found.model), None
     if rounds is not None and dims.main:
-        names = [n for n, one in found.model.named_modules() if isinstance(one, MixtureOfExperts)]
-        balance = Balance(
-            settings["rebalance"],
-            [hosts.slots for hosts in rounds.hosts],
-            time.monotonic,
-            layers=tuple(names),
-        )
+        balance = Balance(settings["rebalance"], [hosts.slots for hosts in rounds.hosts], time.monotonic)
+        names = [name for name, one in found.model.named_modules() if isinstance(one, MixtureOfExperts)]
+        about["mixtures"] = names
     led = None if dims.alone else Led(engine, dims, balance)
     decodes = dims.alone and found.model.graph.form == "causal tokens"
     return Opened(

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "decode": BASE | ASKED | {"kernels", "models", "parallel", "shards"},
     "infer": BASE | ASKED | {"data", "decode", "dtypes", "models", "parallel", "products"},
     "serve": BASE | ASKED | {"data", "decode", "infer", "models", "parallel"},
-    "export": BASE | ASKED | {"decode", "infer", "models"},
+    "export": BASE | ASKED | {"decode", "infer", "models", "products"},
     "tasks": BASE | {"data", "decode", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models", "shards"},
     "products": BASE | {"cpu", "dtypes", "models"},
@@ -430,22 +430,22 @@ LINES = {
     "checkpoint": 1980,
     "cli": 3740,
     "compress": 2640,
-    "config": 5070,
+    "config": 5090,
     "data": 6640,
     "decode": 2580,
     "doctor": 450,
-    "export": 780,
+    "export": 880,
     "infer": 1230,
     "kernels": 3260,
     "ladder": 5390,
     "launch": 1550,
-    "models": 7110,
+    "models": 7120,
     "optim": 1730,
     "parallel": 3970,
     "planner": 6220,
     "precision": 5450,
     "probe": 1050,
-    "products": 1190,
+    "products": 1200,
     "report": 1440,
     "schedules": 1040,
     "serve": 3380,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 76_700
+    assert sum(LINES.values()) <= 76_800
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

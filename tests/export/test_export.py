@@ -8,13 +8,17 @@ import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
 
 import penstock
 from penstock.cli import main
+from penstock.compress.data import QuantiseData
+from penstock.compress.pad import write_transformers
+from penstock.compress.quantise import quantise_folder
+from penstock.config.quantise import QuantiseOptions
 from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
@@ -22,6 +26,7 @@ from penstock.export import ExportForm, ExportType
 from penstock.export import export as module
 from penstock.export.export import export, exported, inputs_of, load_package
 from penstock.models.anatomy import set_switch
+from penstock.models.convert.pretrained import rounded_weights
 from penstock.train.prepare import write_beside
 
 ROOT = Path(__file__).parents[2]
@@ -271,3 +276,73 @@ def test_forms_that_a_model_does_not_have_are_refused(
 def test_the_page_has_a_row_for_each_form() -> None:
     page = (ROOT / "docs" / "how-to" / "export.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w[\w-]+)` \|", page, re.MULTILINE)) == set(get_args(ExportForm))
+
+
+def quantised(name: str, where: Path, **options: Any) -> Path:
+    """A small quantised model of a family, calibrated with drawn inputs."""
+    whole = folder(name, where)
+    model = penstock.from_pretrained(whole)
+    given = [tuple(inputs_of(model, *sizes).values()) for sizes in ((4, 20, 12), (3, 30, 7))]
+    quantise_folder(
+        whole, where / "few bits", QuantiseOptions(format="int8", **options), QuantiseData(lambda: given)
+    )
+    return where / "few bits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inputs", ["token", "static"])
+def test_onnx_runtime_classifies_as_a_quantised_model_does(
+    inputs: Literal["token", "static"], tmp_path: Path
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    where = quantised("vit-s16", tmp_path, inputs=inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, difference = export(where, tmp_path / "out", "onnx")
+    assert difference < 0.02
+    kinds = [node.op_type for node in onnx.load(str(path)).graph.node]
+    assert kinds.count("QuantizeLinear") == 8
+    assert kinds.count("DequantizeLinear") == 16
+    model = penstock.Classifier(where).model
+    images = inputs_of(model, 1000, 0, 0)["images"]
+    found = onnxruntime.InferenceSession(str(path)).run(None, {"images": images.numpy()})[0]
+    with torch.inference_mode():
+        same = model(images).argmax(1) == torch.from_numpy(found).argmax(1)
+    assert float(same.float().mean()) >= 0.999
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "marian-tiny"])
+def test_transformers_opens_the_values_of_a_quantised_model(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    where = quantised(name, tmp_path)
+    path, difference = write_transformers(where, tmp_path / "out")
+    assert difference == 0.0
+    assert not rounded_weights(path)
+    kind = transformers.AutoModelForMaskedLM if name == "bert-tiny" else transformers.AutoModelForSeq2SeqLM
+    theirs = kind.from_pretrained(path).eval()
+    model = penstock.from_pretrained(where).eval()
+    given = torch.randint(4, 200, (2, 9))
+    ours = (
+        (given, torch.tensor([9, 9])) if name == "bert-tiny" else (given, given[:, :5], torch.tensor([9, 9]))
+    )
+    asked = (
+        {"input_ids": given}
+        if name == "bert-tiny"
+        else {"input_ids": given, "decoder_input_ids": given[:, :5]}
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(theirs(**asked).logits, model(*ours), rtol=1e-4, atol=1e-4)
+    assert json.loads((path / "config.json").read_text())["eos_token_id"] == Bytes.end
+    assert (path / "tokenizer.json").is_file()
+
+
+def test_ctranslate2_takes_the_numbers_of_a_quantised_model(tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    where = quantised("gpt-tiny", tmp_path)
+    _, exact = export(where, tmp_path / "values", "ctranslate2")
+    path, difference = export(where, tmp_path / "out", "ctranslate2", "int8")
+    assert exact < 1e-5
+    assert difference < module.CLOSE["int8"]
+    assert len(in_ctranslate2(path, 1)) == len(PROMPTS)

@@ -29,7 +29,8 @@ def export(
         The folder to write to.
     to
         `onnx`: model.onnx, run in ONNX Runtime. `onnx-cache`: for generating, with keys and values passed in and out.
-        `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest.
+        `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest, and
+        weights of a quantised one are the values that they stand for.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
         `ctranslate2`: a folder of CTranslate2.
     type

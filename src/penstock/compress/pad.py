@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.compress.folders import save_beside
 from penstock.compress.prune import State, made_like, with_layers
 from penstock.config.graph import Run
 from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError, NumericError
 from penstock.export.export import inputs_of
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.pretrained import require_theirs
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import require_theirs, save_values
 from penstock.models.model import Model
 
 CLOSE = 1e-5
@@ -43,7 +43,7 @@ def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
         except ConfigError:
             written = padded(model, whole=whole)
     require_theirs(written.config)
-    save_beside(written, Path(source), target)
+    save_values(written, target, source=local_weights(source))
     inputs = inputs_of(model, 3, 11, 9).values()
     with torch.inference_mode():
         expected, found = model(*inputs), from_pretrained(target).eval()(*inputs)

@@ -1,6 +1,8 @@
 """A trained model in forms that other programs run: torch's exported program, that compiled by AOTInductor, ONNX with
 or without a cache, and CTranslate2's folder. Each is run once after it is written, and must give what the model gives.
 
+Of a quantised model ONNX has the same numbers and scales, the other forms the values that these stand for.
+
 Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. Without a
 cache a decoder gives logits of all its tokens.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,12 @@ from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate
 from penstock.export.onnx_cache import write_cached
 from penstock.export.onnx_file import packages, write_onnx
+from penstock.export.onnx_quantised import quantise_graph
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained, model_in
 from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import rounded_weights, save_values
+from penstock.products.rounded import store_rounded
 
 CLOSE: dict[ExportType, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
 """The most by which an output may differ from the model's, relative to its largest, by the type of weights."""
@@ -49,6 +55,7 @@ def export(
     if form != "ctranslate2" and kind != "fp32":
         raise ConfigError(f"Only --to ctranslate2 has weights in {kind}; leave --type out for {form}.")
     folder = local_weights(model)
+    rounded = rounded_weights(folder)
     config = model_in(folder)
     if config is not None and any(stack.experts for stack in stacks(config)):
         raise ConfigError(
@@ -56,7 +63,13 @@ def export(
             "Serve the folder with penstock serve."
         )
     if form == "ctranslate2":
-        found, expected = write_ctranslate(folder, target, kind, lambda module: inputs_of(module, *CHECKED))
+        with tempfile.TemporaryDirectory() as values:
+            if rounded:  # its converter reads transformers' format
+                save_values(from_pretrained(folder), values, source=folder)
+                folder = Path(values)
+            found, expected = write_ctranslate(
+                folder, target, kind, lambda module: inputs_of(module, *CHECKED)
+            )
         return target, _difference(found, expected, target, kind)
     module = from_pretrained(folder).eval()
     set_switch(module, "attention", "sdpa")
@@ -65,10 +78,15 @@ def export(
         path, found, expected = write_cached(module, target)
         return path, _difference(found, expected, path)
     wanted = inputs_of(module, *CHECKED)
+    small = form == "onnx" and bool(rounded)
+    if small:
+        store_rounded(module, rounded)
     with torch.inference_mode():
         expected = module(*wanted.values())
+    if small:
+        quantise_graph(module, rounded)
     path, found = _written(module, target, form, wanted)
-    return path, _difference(found.detach(), expected, path)
+    return path, _difference(found.detach(), expected, path, "int8" if small else kind)
 
 
 def load_package(path: str | Path) -> Any:

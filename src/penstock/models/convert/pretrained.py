@@ -42,7 +42,7 @@ _CARRIED = {
 }  # fmt: skip
 """Entries of config.json that say how a model is used, whatever it is stored like."""
 _POOLING = "1_Pooling/config.json"
-_BESIDE = (".json", ".txt", ".spm", ".model")
+_BESIDE = (".json", ".txt", ".spm", ".model", ".jinja")
 """Ends of the names of files that are copied beside a model's weights."""
 
 
@@ -110,10 +110,20 @@ def save_rounded(
     state = {name: tensor for name, tensor in state.items() if name not in config.graph.tied}
     for name, (_, weight) in rounded.items():
         state |= {key: part.contiguous() for key, part in weight.stored(name).items()}
-    more = {key: value for key, value in said_in(source).items() if key in _CARRIED}
     formats = {name: form for name, (form, _) in rounded.items()}
-    values = _own_form(config) | more | {"quantised": {"formats": formats, **(said or {})}}
+    values = _own_form(config) | _carried(source) | {"quantised": {"formats": formats, **(said or {})}}
     _write_folder(Path(folder), values, pending(state), files_beside(source))
+
+
+def save_values(model: nn.Module, folder: str | Path, *, source: Path) -> None:
+    """Write a model as `save_pretrained` does, and with it what the folder `source` of another form of it has beside
+    its weights, as `save_rounded` does."""
+    values, tensors = _in_their_form(cast(Any, model).config, model.state_dict(), _carried(source))
+    _write_folder(Path(folder), values, tensors, files_beside(source))
+
+
+def _carried(source: Path) -> dict[str, Any]:
+    return {key: value for key, value in said_in(source).items() if key in _CARRIED}
 
 
 def files_beside(folder: Path) -> dict[str, Path]:

@@ -118,7 +118,7 @@ def test_what_is_stored_is_what_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "whole" / "tokenizer_config.json").write_text("{}")
     said = json.loads((tmp_path / "whole" / "config.json").read_text())
     (tmp_path / "whole" / "config.json").write_text(json.dumps(said | {"eos_token_id": 3, "bos_token_id": 1}))
-    result = quantise_folder(tmp_path / "whole", tmp_path / "small", QuantiseOptions())
+    result = quantise_folder(tmp_path / "whole", tmp_path / "small", QuantiseOptions(format="int8"))
     assert (result.before, result.after, result.lost) == (None, None, None)
     values = json.loads((tmp_path / "small" / "config.json").read_text())
     assert values["quantised"]["formats"] == result.formats
@@ -158,13 +158,17 @@ def test_least_error_is_less_than_that_of_the_largest() -> None:
 
 def test_wrong_folders_and_options_are_refused_by_name(tmp_path: Path) -> None:
     made(wider("gpt"), tmp_path / "whole")
-    quantise_folder(tmp_path / "whole", tmp_path / "small", QuantiseOptions())
+    quantise_folder(tmp_path / "whole", tmp_path / "small", QuantiseOptions(format="int8"))
     with pytest.raises(ConfigError, match="was quantised before"):
-        quantise_folder(tmp_path / "small", tmp_path / "twice", QuantiseOptions())
+        quantise_folder(tmp_path / "small", tmp_path / "twice", QuantiseOptions(format="int8"))
     with pytest.raises(ConfigError, match="run the model on data"):
-        quantise_folder(tmp_path / "whole", tmp_path / "x", QuantiseOptions(smooth=0.5))
+        quantise_folder(tmp_path / "whole", tmp_path / "x", QuantiseOptions(format="int8", smooth=0.5))
     with pytest.raises(ConfigError, match=r"quantise\.drop needs a score"):
-        quantise_folder(tmp_path / "whole", tmp_path / "x", QuantiseOptions(drop=0.5), QuantiseData(list))
+        quantise_folder(
+            tmp_path / "whole", tmp_path / "x", QuantiseOptions(format="int8", drop=0.5), QuantiseData(list)
+        )
+    with pytest.raises(ConfigError, match="nothing is quantised"):
+        quantise_folder(tmp_path / "whole", tmp_path / "x", QuantiseOptions())
     with pytest.raises(ConfigError, match="int4 leaves inputs as they are"):
         QuantiseOptions(format="int4", inputs="static")
     made(replace(PRESETS["gpt-tiny"], width=24, heads=2, mlp_width=40, vocabulary=16), tmp_path / "narrow")
@@ -237,7 +241,7 @@ def test_outliers_collapse_a_scale_for_all_and_smoothing_recovers(tmp_path: Path
     assert before > 85
 
     def quantised(**options: Any) -> tuple[float, float]:
-        wanted = QuantiseOptions(inputs="static", limit="absmax", **options)
+        wanted = QuantiseOptions(format="int8", inputs="static", limit="absmax", **options)
         result = quantise_folder(tmp_path / "outliers", tmp_path / "small", wanted, data)
         model = opened(tmp_path / "small")
         assert result.after is not None
@@ -253,7 +257,7 @@ def test_outliers_collapse_a_scale_for_all_and_smoothing_recovers(tmp_path: Path
     # With a bound, what hurts stays; and where nothing is good enough, the model stays.
     result = quantise_folder(
         tmp_path / "outliers", tmp_path / "bound",
-        QuantiseOptions(inputs="static", limit="absmax", drop=0.2), data,
+        QuantiseOptions(format="int8", inputs="static", limit="absmax", drop=0.2), data,
     )  # fmt: skip
     assert result.lost is not None
     assert result.lost <= 0.2
@@ -271,7 +275,7 @@ def test_a_model_that_loses_too_much_whatever_stays_is_written_as_it_was(tmp_pat
 
     data = QuantiseData(lambda: [batches(model.config, 0, 2)[:1]], score)
     result = quantise_folder(
-        tmp_path / "whole", tmp_path / "same", QuantiseOptions(drop=0.5, smooth=0.5), data
+        tmp_path / "whole", tmp_path / "same", QuantiseOptions(format="int8", drop=0.5, smooth=0.5), data
     )
     assert not result.formats
     assert result.lost == 0.0
@@ -292,7 +296,9 @@ def test_layers_that_are_slower_stay_as_they_are(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("penstock.compress.quantise.seconds_of", seconds)
     data = QuantiseData(lambda: [(batches(config, 0, 3)[0],)])
-    result = quantise_folder(tmp_path / "whole", tmp_path / "small", QuantiseOptions(speed=True), data)
+    result = quantise_folder(
+        tmp_path / "whole", tmp_path / "small", QuantiseOptions(format="int8", speed=True), data
+    )
     slow = {name for name, reason in result.kept.items() if "1.50 times as long here for 18 rows" in reason}
     assert slow == {f"decoder.blocks.{number}.mlp.down" for number in (0, 1)}
     assert len(asked) == len(set(asked)) == 4

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import penstock
 from penstock.cli import main
 from penstock.compress import measure, run
 from penstock.config.compress import CompressConfig, Distil, Prune, load_compression
@@ -21,6 +22,7 @@ from penstock.config.recipes import load_run
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_state_dict
+from penstock.models.convert.pretrained import rounded_weights
 from penstock.train import train
 
 SMALL = {
@@ -148,7 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "Nothing is asked for.*Known steps are prune, distil, trim"),
     ({"target": "1x"}, "above 1x"),
     ({"target": "fast"}, "a number such as 3x"),
-    ({"steps": "quantise"}, "must be one of|prune"),
+    ({"steps": "fold"}, "must be 'prune', 'distil', 'trim' or 'quantise'"),
     ({"steps": "distil"}, "set distil.epochs"),
     ({"steps": "prune"}, "nothing is removed"),
     ({"steps": "distil,distil", "distil.steps": "3"}, "twice"),
@@ -180,3 +182,31 @@ def test_settings_come_from_the_run_then_the_recipe_then_the_options(teacher: Pa
     verb: Any = compress
     words = {"setting__recipe__lr": "2e-4", "config": recipe}
     assert verb.read((str(teacher),), words).recipe.lr == 2e-4
+
+
+def test_the_last_round_quantises_what_was_pruned_and_taught(teacher: Path, tmp_path: Path) -> None:
+    config = _config(
+        teacher,
+        tmp_path / "out",
+        rounds="2",
+        quantise="int8",
+        **{"quantise.drop": "100", "quantise.samples": "64"},
+    )
+    assert config.order == ("prune", "distil", "quantise")
+    report = run.compress(config)
+    rows = report["rows"]
+    assert [row["title"] for row in rows] == ["original", "prune", "distil", "prune", "distil", "quantise"]
+    formats = {form for form, _ in rounded_weights(tmp_path / "out" / "export").values()}
+    assert formats == {"int8"}
+    assert rows[-1]["notes"]["layers"] == 8, "four of each block"
+    assert rows[-1]["notes"]["points_lost"] <= 100
+    assert rows[-1]["parameters"] == rows[-2]["parameters"]
+    assert rows[-1]["bytes"] < 0.6 * rows[-2]["bytes"]
+    assert rows[-1]["memory_bytes"] < rows[-2]["memory_bytes"]
+    assert penstock.Classifier(tmp_path / "out" / "export").model is not None
+    for changes, words in (
+        ({"steps": "quantise,prune", "quantise": "int8"}, "put it last"),
+        ({"steps": "prune,quantise"}, "but no format"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            _config(teacher, tmp_path / "x", **changes)

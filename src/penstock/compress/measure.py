@@ -25,11 +25,12 @@ from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models import create
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.pretrained import read_config
+from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass
 from penstock.probe import resolve_device
+from penstock.products.rounded import store_rounded, stored_tensors
 from penstock.tasks import Task, task_of
 from penstock.train.evaluate import evaluate
 from penstock.train.prepare import machine_of
@@ -93,7 +94,9 @@ class Workbench:
 
     def open(self, folder: Path) -> Model:
         """The model in a folder, ready for inference."""
-        return self.ready(from_pretrained(folder))
+        model = self.ready(from_pretrained(folder))
+        store_rounded(model, rounded_weights(folder))
+        return model
 
     def ready(self, model: Model) -> Model:
         """A model in evaluation mode on the device, with the attention that inference uses there."""
@@ -115,11 +118,12 @@ class Workbench:
         ):
             found = evaluate(task, model, loader)
         inputs = self._inputs(model)
-        with torch.inference_mode(), TensorMemory(held=model.state_dict().values(), ignored=inputs) as memory:
+        held = [*model.state_dict().values(), *stored_tensors(model)]
+        with torch.inference_mode(), TensorMemory(held=held, ignored=inputs) as memory:
             model(*inputs)
         work = totals(model.config)
         return FolderFigures(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=sum(p.numel() for p in create(model.config, device="meta").parameters()),
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
             predicted_seconds=self.predicted(model.config), metrics=dict(found.metrics),

@@ -27,9 +27,9 @@ from penstock.config.load import to_dict
 from penstock.config.quantise import QuantiseOptions, StoredFormat
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
-from penstock.models.convert import from_pretrained, save_pretrained
+from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.pretrained import rounded_weights, save_rounded
+from penstock.models.convert.pretrained import rounded_weights, save_rounded, save_values
 from penstock.models.experts import ExpertLinear
 from penstock.models.roles import Experts
 from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
@@ -78,6 +78,10 @@ def quantise_folder(
     round or was rounded before; and what opening the folder raises.
     """
     folder = local_weights(source)
+    if options.format is None:
+        raise ConfigError(
+            "quantise.format says that nothing is quantised; set it to int8, int8_weights or int4."
+        )
     if rounded_weights(folder):
         raise ConfigError(f"The model in {folder} was quantised before; give the one that it was made of.")
     if options.calibrates and data is None:
@@ -88,7 +92,7 @@ def quantise_folder(
     work = _Work(model, options, data)
     result = work.run()
     if not result.formats:
-        save_pretrained(from_pretrained(folder), target, beside=folder)
+        save_values(from_pretrained(folder), target, source=folder)
         return result
     said = {
         "options": to_dict(options), "kept": dict(result.kept), "before": result.before, "after": result.after,
@@ -125,10 +129,12 @@ class _Work:
 
     def __init__(self, model: nn.Module, options: QuantiseOptions, data: QuantiseData | None) -> None:
         self.model, self.options, self.data = model, options, data
-        self.linears, self.kept = candidates(model, options.format)
+        assert options.format is not None
+        self.form: StoredFormat = options.format
+        self.linears, self.kept = candidates(model, self.form)
         if not self.linears:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.kept.items())[:5])
-            raise ConfigError(f"No linear layer of the model can be stored in {options.format} ({reasons}).")
+            raise ConfigError(f"No linear layer of the model can be stored in {self.form} ({reasons}).")
         self.rounded: dict[str, RoundedWeight] = {}
         self.forms: dict[str, nn.Module] = {}
 
@@ -142,7 +148,7 @@ class _Work:
             records = self._record()
         self._round(records)
         for name, module in self.linears.items():
-            self.forms[name] = stored_form(module, options.format, self.rounded[name])
+            self.forms[name] = stored_form(module, self.form, self.rounded[name])
         chosen = self._worth()
         after = before
         if options.drop is not None and chosen:
@@ -155,7 +161,7 @@ class _Work:
         for name, reason in self.kept.items():
             _log.info("%s stays as it is: %s.", name, reason)
         return Quantised(
-            formats={name: options.format for name in self.linears if name in chosen}, kept=self.kept, before=before,
+            formats={name: self.form for name in self.linears if name in chosen}, kept=self.kept, before=before,
             after=after, bytes_before=whole, bytes_after=whole - saved, smoothed=gains,
         )  # fmt: skip
 
@@ -176,16 +182,14 @@ class _Work:
             assert self.data is not None
             # Layers that stay as they are keep these.
             before = {name: one.weight.detach().clone() for name, one in by_gptq.items()}
-            self.rounded |= round_by_blocks(
-                self.model, self.data.batches, dict.fromkeys(by_gptq, options.format)
-            )
+            self.rounded |= round_by_blocks(self.model, self.data.batches, dict.fromkeys(by_gptq, self.form))
             with torch.no_grad():
                 for name, one in by_gptq.items():
                     one.weight.copy_(before[name])
         for name, module in self.linears.items():
             if name not in self.rounded:
                 least = options.weights != "absmax"
-                self.rounded[name] = round_weight(module.weight, options.format, least=least)
+                self.rounded[name] = round_weight(module.weight, self.form, least=least)
             if options.inputs == "static":
                 scale = torch.tensor(records[name].limit(options.limit) / MOST)
                 self.rounded[name] = replace(self.rounded[name], input_scale=scale)
@@ -209,7 +213,7 @@ class _Work:
                 continue
             shape = (rows.get(name, 1), module.in_features, module.out_features)
             if shape not in slower:
-                slower[shape] = _slower(_as_opened(module), self.forms[name], shape, self.options.format)
+                slower[shape] = _slower(_as_opened(module), self.forms[name], shape, self.form)
             if slower[shape]:
                 self.kept[name] = slower[shape]
         return [name for name in self.linears if name not in self.kept]

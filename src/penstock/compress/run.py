@@ -52,8 +52,8 @@ def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: 
         raise ConfigError("penstock compress needs a model: a run's folder, an export, or a name on the hub.")
     if not config.order:
         raise ConfigError(
-            "Nothing is asked for; set a share such as prune.layers, or target, or distil.epochs. Known steps are "
-            f"{', '.join(STEPS)}."
+            "Nothing is asked for; set a share such as prune.layers, or target, distil.epochs or quantise. Known steps "
+            f"are {', '.join(STEPS)}."
         )
     original = local_weights(config.model)
     read_config(original)  # refuses what is no model before anything is written

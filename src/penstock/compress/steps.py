@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.compress.cut import cuts, multiple_of
+from penstock.compress.data import task_data
 from penstock.compress.folders import StepCall, save_beside
 from penstock.compress.measure import Workbench
+from penstock.compress.quantise import quantise_folder
 from penstock.compress.vocabulary import trim_step
 from penstock.config.compress import CompressConfig, StepName
 from penstock.config.run import RunConfig
@@ -79,9 +81,19 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
     )
 
 
+def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
+    """Store linear layers in few bits, calibrated and scored with the data of the compression."""
+    config = bench.config
+    data = task_data(call.source, config.data, task=config.task, samples=config.quantise.samples)
+    shutil.rmtree(call.target, ignore_errors=True)
+    result = quantise_folder(call.source, call.target, config.quantise, data)
+    return {"layers": len(result.formats), "kept": dict(result.kept), "points_lost": result.lost}
+
+
 STEPS: dict[StepName, Callable[[Workbench, StepCall], dict[str, Any]]] = {
     "prune": prune_step,
     "distil": distil_step,
     "trim": trim_step,
+    "quantise": quantise_step,
 }
 """The steps by name. A new one is a row here, a name in `penstock.config.compress`, and a field of its settings."""

@@ -22,13 +22,14 @@ from penstock.config.convert import (
 )
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.plan import Plan
+from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig, Recipe, RunConfig, TaskName
 
 Criterion = Literal["taylor", "activation", "magnitude"]
 LayerCriterion = Literal["loss", "activation", "even"]
 ExpertCriterion = Literal["error", "load"]
-StepName = Literal["prune", "distil", "trim"]
-AT_LAST: tuple[StepName, ...] = ("trim",)
+StepName = Literal["prune", "distil", "trim", "quantise"]
+AT_LAST: tuple[StepName, ...] = ("trim", "quantise")
 """Steps after which the original can no longer teach: they come last, and in the last round alone."""
 Speedup = Annotated[str, Text(r"[0-9]+(\.[0-9]+)?x?", "a number such as 3x")]
 
@@ -101,13 +102,15 @@ class CompressConfig(Checked):
     steps: tuple[StepName, ...] = ()
     """Steps in their order; none: those that have settings, pruning first."""
     rounds: Count = 1
-    """How often the steps are repeated; each round removes an equal part of what is removed in all."""
+    """How often the steps are repeated; each round removes an equal part of what is removed in all, and the last alone
+    quantises."""
     target: Speedup | None = None
     """Speed to reach, as a multiple of the model's own, such as `3x`: the shares of `prune` are raised or lowered
     together until the planner's forecast and then a measurement meet it. Without shares, layers, heads and hidden
     features are removed alike."""
     prune: Prune = field(default_factory=Prune)
     distil: Distil = field(default_factory=Distil)
+    quantise: QuantiseOptions = field(default_factory=QuantiseOptions)
     trim: bool = False
     """Whether tokens that the training data do not use are removed at last, from the tokenizer too."""
     task: TaskName = "auto"
@@ -135,6 +138,7 @@ class CompressConfig(Checked):
         """The steps of one round."""
         asked: dict[StepName, bool] = {
             "prune": self.prune.asked or self.target is not None, "distil": self.distil.asked, "trim": self.trim,
+            "quantise": self.quantise.asked,
         }  # fmt: skip
         return self.steps or tuple(name for name, wanted in asked.items() if wanted)
 
@@ -150,6 +154,10 @@ class CompressConfig(Checked):
             yield "steps has prune, but nothing is removed; set prune.layers, prune.heads or prune.hidden to a share."
         if "distil" in self.steps and not self.distil.asked:
             yield "steps has distil, but it trains for no time; set distil.epochs or distil.steps."
+        if "quantise" in self.steps and not self.quantise.asked:
+            yield "steps has quantise, but no format; set quantise.format to int8, int8_weights or int4."
+        if "quantise" in self.steps[:-1]:
+            yield "steps has something behind quantise, whose model cannot be changed further; put it last."
         late = [name in AT_LAST for name in self.order]
         if late != sorted(late):
             yield f"steps has {', '.join(AT_LAST)} before others, which need the original's vocabulary; put it last."

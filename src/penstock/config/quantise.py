@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from penstock.config.convert import Checked, Count, NotNegative, Range
 
@@ -19,8 +19,12 @@ Limit = Literal["absmax", "percentile", "mse", "entropy"]
 class QuantiseOptions(Checked, where="quantise"):
     """How the linear layers of a trained model's blocks are stored, and how inputs are rounded before they multiply."""
 
-    format: StoredFormat = "int8"
-    """`int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller and multiply as before."""
+    SHORT_FIELD: ClassVar[str] = "format"
+    """The field that `--quantise TEXT` sets."""
+
+    format: StoredFormat | None = None
+    """`int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller and multiply as before. None: all stays
+    as it is."""
     weights: Rounding = "absmax"
     """How weights are rounded: to the nearest number, with the largest magnitude at the end of the scale (`absmax`) or
     the end where the squared error is least (`mse`); or so that outputs change least (`gptq`)."""
@@ -41,8 +45,13 @@ class QuantiseOptions(Checked, where="quantise"):
     """Samples of the data that calibration sees."""
 
     def _problems(self) -> Iterator[str]:
-        if self.format != "int8" and self.inputs == "static":
+        if self.format not in (None, "int8") and self.inputs == "static":
             yield f"quantise.inputs is static, but {self.format} leaves inputs as they are; leave quantise.inputs out."
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is quantised."""
+        return self.format is not None
 
     @property
     def calibrates(self) -> bool:

@@ -42,9 +42,18 @@ class RoundedInt8(Stored):
     def __init__(self, linear: nn.Linear, rounded: RoundedWeight) -> None:
         super().__init__(linear)
         self.static = None if rounded.input_scale is None else float(rounded.input_scale)
-        self.numbers, self.scales = rounded.numbers, rounded.scales[:, 0].contiguous()
+        self.scales = rounded.scales[:, 0].contiguous()
         self.bias = None if self.bias is None else self.bias.float()
-        self.packed = _packed(self.numbers, self.scales, self.bias if self.static else None)
+        self.packed = _packed(rounded.numbers, self.scales, self.bias if self.static else None)
+        self._numbers = rounded.numbers.clone() if self.packed is None else None
+
+    @property
+    def numbers(self) -> Tensor:
+        """The weight's numbers, int8 (N, K)."""
+        if self._numbers is not None:
+            return self._numbers
+        weight: Tensor = torch.ops.quantized.linear_unpack(self.packed)[0]
+        return weight.int_repr()
 
     def product(self, x: Tensor) -> Tensor:
         if self.static is not None:
@@ -151,3 +160,12 @@ def store_rounded(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, Ro
             raise ConfigError(f"The folder has linear layers in {form}: {problem} Or give weights=plain.")
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, stored_form(module, form, weight))
+
+
+def stored_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors of a model's layers that store their weights in another form, which no state dict has."""
+    layers = [module for module in model.modules() if isinstance(module, Stored)]
+    found = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    return found + [
+        layer.numbers for layer in layers if isinstance(layer, RoundedInt8) and layer.packed is not None
+    ]

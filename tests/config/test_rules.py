@@ -35,6 +35,7 @@ BROKEN = {
     "tokens_split_over_devices": ("cp=3", "gpt2", "h100", "1024 tokens"),
     "every_stage_has_a_block": ("pp=13", "gpt2", "h100", "leaves stages without a block"),
     "experts_split_evenly": ("ep=2 dp=2", "gpt2", "h100", "the model has none"),
+    "experts_are_there": ("experts=loop", "gpt2", "h100", "is for mixtures of experts"),
     "chunked_loss_is_over_words": ("loss=chunked", "vit-s16", "h100", "which this model's outputs are not"),
     "padding_is_left_out_of_encoders": (
         "padding=remove",

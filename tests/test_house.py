@@ -430,13 +430,13 @@ LINES = {
     "checkpoint": 1980,
     "cli": 3740,
     "compress": 2640,
-    "config": 5090,
+    "config": 5100,
     "data": 6640,
     "decode": 2580,
     "doctor": 450,
     "export": 880,
     "infer": 1230,
-    "kernels": 3260,
+    "kernels": 3280,
     "ladder": 5390,
     "launch": 1550,
     "models": 7120,
@@ -450,7 +450,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3380,
     "step": 690,
-    "tasks": 2020,
+    "tasks": 2070,
     "train": 2890,
 }
 
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 76_800
+    assert sum(LINES.values()) <= 76_900
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -179,6 +179,65 @@ def test_outputs_of_blocks_are_compared_at_the_same_depth(kind: str, tmp_path: P
         build(model, Plan(), recipe=recipe, loss=task)
 
 
+def _relations(model: Any, inputs: tuple[Any, ...], run: str) -> list[Tensor]:
+    """Queries, keys and values of the last block, (B, N, heads, K), by a hook on their projection."""
+    seen: list[Tensor] = []
+    attention: Any = model.get_submodule(f"{run}.blocks")[-1].attention
+    handle = attention.qkv.register_forward_hook(lambda _, __, output: seen.append(output))
+    model(*inputs)
+    handle.remove()
+    return [*seen[0].unflatten(-1, (-1, 3, attention.head_width)).unbind(3)]
+
+
+@pytest.mark.parametrize("kind", ["images", "next token", "sentences", "translation"])
+def test_relations_of_tokens_are_compared(kind: str, tmp_path: Path) -> None:
+    """With a teacher of twice the width and heads."""
+    model, task = KINDS[kind]
+    wide: Any = _wider(model)
+    if not isinstance(model, Seq2SeqConfig):
+        wide = replace(wide, heads=4)
+    torch.manual_seed(3)
+    save_pretrained(create(wide), tmp_path / "teacher")
+    recipe = Recipe(
+        teacher=str(tmp_path / "teacher"), teacher_weight=0.0, teacher_attention=3.0, clip_norm=None
+    )
+    built, batch = build(model, Plan(), recipe=recipe, loss=task), _batch(kind)
+    teacher, weights = from_pretrained(tmp_path / "teacher").eval(), list(built.model.parameters())
+    inputs = task.inputs(batch)
+    parts = []
+    for run in teacher.graph.runs:
+        lengths = {"sentences": 1, "translation": 2}.get(kind)
+        for own, other in zip(
+            _relations(built.model, inputs, run.name), _relations(teacher, inputs, run.name)
+        ):
+            total, rows = torch.zeros(()), 0
+            for sample in range(len(own)):
+                whole = own.shape[1]
+                count = int(inputs[lengths][sample]) if lengths is not None and not run.causal else whole
+                for row in range(count):
+                    seen = slice(0, row + 1 if run.causal else count)
+                    for head in range(2):
+                        logs = []
+                        for one in (own, other.detach()):
+                            x = one[sample].reshape(whole, 2, -1)[:, head]
+                            logs.append(torch.log_softmax(x[seen] @ x[row] / x.shape[1] ** 0.5, 0))
+                        total = total + (logs[1].exp() * (logs[1] - logs[0])).sum()
+                        rows += 1
+            parts.append(total / rows)
+    expected = task(built.model, batch) + 3.0 * torch.stack(parts).mean()
+    gradients = torch.autograd.grad(expected, weights, allow_unused=True)
+    loss = built.loss(built.model, batch)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected)
+    assert float(torch.stack(parts).detach().mean()) > 1e-4
+    for parameter, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ConfigError, match="compile=none"):
+        build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_computed_by_hand(kind: str, tmp_path: Path) -> None:
     model, task = KINDS[kind]

@@ -64,6 +64,7 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
         teacher=str(call.original),
         teacher_weight=asked.weight,
         teacher_hidden=asked.hidden,
+        teacher_attention=asked.attention,
         temperature=asked.temperature,
         eval_every_epochs=NEVER,
     )

@@ -84,6 +84,8 @@ class Distil(Checked, where="distil"):
     hidden: NotNegative = 0.0
     """Weight of the difference between the outputs of blocks and those of the original's at the same share of the
     depth; 0: none."""
+    attention: NotNegative = 0.0
+    """Weight of the divergence of self-attention relations in the last block; 0: none."""
     temperature: Positive = 2.0
     """Divisor of the logits of both before these are compared."""
 

@@ -74,7 +74,7 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
 def require_teachable(recipe: Recipe, plan: Plan) -> None:
     """Raise ConfigError where a Plan cannot train beside the recipe's teacher, or settings of one have no teacher."""
     if recipe.teacher is None:
-        usual, idle = Recipe(), ("teacher_weight", "teacher_hidden", "temperature")
+        usual, idle = Recipe(), ("teacher_weight", "teacher_hidden", "teacher_attention", "temperature")
         problems = [
             f"recipe.{name} is {getattr(recipe, name):g}, but there is no recipe.teacher to learn from; name one, or "
             f"leave {name} out."
@@ -88,9 +88,14 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
             for name in ("pp", "tp", "cp")
             if (degree := getattr(plan, name)) > 1
         ]
-        if recipe.teacher_hidden and plan.padding == "remove":
+        inside = [name for name in ("teacher_hidden", "teacher_attention") if getattr(recipe, name)]
+        if recipe.teacher_attention and plan.compile == "blocks":
             problems.append(
-                "recipe.teacher_hidden compares the features of each token, which plan.padding=remove puts together; "
+                "recipe.teacher_attention looks into blocks, which plan.compile=blocks closes; use compile=none."
+            )
+        if inside and plan.padding == "remove":
+            problems.append(
+                f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove puts together; "
                 "use padding=keep."
             )
         if plan.compile == "whole":

@@ -277,6 +277,9 @@ class Recipe(Checked, where="recipe"):
     teacher_hidden: NotNegative = 0.0
     """Weight of the squared difference between the outputs of the student's blocks and of the teacher's at the same
     share of the depth, relative to the teacher's squares (Jiao et al., EMNLP 2020, "TinyBERT", equation 8); 0: none."""
+    teacher_attention: NotNegative = 0.0
+    """Weight of the divergence of self-attention relations in the last block of each run, of queries, keys and values
+    (Wang et al., ACL 2021, "MiniLMv2"); the teacher may be wider. 0: none."""
     temperature: Positive = 2.0
     """Divisor of the logits of student and teacher before these are compared (Hinton et al., 2015): a higher one makes
     more of unlikely classes and words."""

@@ -153,6 +153,8 @@ class Attention(_Attending):
         super().__init__(sizes)
         self.causal, self.windowed = causal, layer.window > 0
         self.shared = layer.heads // layer.kv
+        self.looked: list[tuple[Tensor, Tensor, Tensor]] | None = None
+        """Where queries, keys and values are put, for one who looks at them; none: nowhere."""
         rows = (layer.heads + 2 * layer.kv) * sizes.head_width
         # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
         self.qkv = nn.Linear(sizes.width, rows, bias=sizes.qkv_bias, **where)
@@ -165,6 +167,8 @@ class Attention(_Attending):
         packed = self.qkv(x)
         packed = packed if context.real is None else context.real.put(packed)
         q, k, v = split_heads(packed, self.head_width, self.shared)
+        if self.looked is not None:
+            self.looked.append((q, k, v))
         q, k = self.normed(q, k, v)
         turn = context.near_rotation if self.windowed and context.near_rotation else context.rotation
         if turn is not None:

@@ -9,6 +9,7 @@ the tokens of a micro-batch. Evaluations are of the task alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,9 @@ from penstock.config.model import ModelConfig
 from penstock.config.recipes import require_alike
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
-from penstock.kernels.distil import Taught, divergences
+from penstock.kernels.distil import Taught, divergences, relation_divergence
 from penstock.models.anatomy import uncompiled
+from penstock.models.block import Attention
 from penstock.models.convert import from_pretrained
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
@@ -41,10 +43,17 @@ class Teacher:
     """
 
     def __init__(
-        self, model: Model, student: ModelConfig, *, share: float, temperature: float, hidden: float = 0.0
+        self,
+        model: Model,
+        student: ModelConfig,
+        *,
+        share: float,
+        temperature: float,
+        hidden: float = 0.0,
+        attention: float = 0.0,
     ) -> None:
         """`model` is changed in place."""
-        self.model, self.hidden = model, hidden
+        self.model, self.hidden, self.attention = model, hidden, attention
         self.share, self.temperature = share, temperature
         self.student = student.graph
         self.head: Vocabulary | None = None
@@ -55,18 +64,22 @@ class Teacher:
 
     def __call__(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
         """The student's loss of a batch, 0-d; differentiable by the student."""
-        if not self.hidden:
+        if not self.hidden and not self.attention:
             return self._outputs_loss(task, model, batch)
-        with _looking(self.model) as theirs, _looking(uncompiled(model)) as ours:
+        inside = self.attention > 0
+        with _looking(self.model, inside) as theirs, _looking(uncompiled(model), inside) as ours:
             loss = self._outputs_loss(task, model, batch)
             given = dict(zip(self.student.arguments, task.inputs(batch)))
-            parts = [
-                self._hidden_loss(
-                    ours[name], theirs[name], self.model.lengths_of(self.student.run(name), given)
-                )
-                for name in ours
-            ]
-        return loss + self.hidden * torch.stack(parts).mean()
+            hidden, attention = list[Tensor](), list[Tensor]()
+            for name, run in ours.items():
+                lengths = self.model.lengths_of(self.student.run(name), given)
+                if self.hidden:
+                    hidden.append(self._hidden_loss(run, theirs[name], lengths))
+                if self.attention:
+                    attention.append(_relations_loss(run, theirs[name], lengths))
+        for weight, parts in ((self.hidden, hidden), (self.attention, attention)):
+            loss = loss + weight * torch.stack(parts).mean() if parts else loss
+        return loss
 
     def _outputs_loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
         """The loss of the task and of the divergence between the outputs."""
@@ -122,17 +135,43 @@ class Teacher:
         return value
 
 
+def _relations_loss(ours: TokenStack, theirs: TokenStack, lengths: Tensor | None) -> Tensor:
+    """The mean divergence of the relations of queries, keys and values in the last blocks, 0-d."""
+    (mine,), (others,) = (_last_attention(run).looked or [] for run in (ours, theirs))
+    found = []
+    for own, other in zip(mine, others, strict=True):  # (·, ·, heads, K)
+        own, other = (x.transpose(0, 1) if ours.sequence_first else x for x in (own, other))
+        real = None
+        if lengths is not None:
+            real = torch.arange(own.shape[1], device=own.device) < lengths[:, None]
+        heads = math.gcd(own.shape[2], other.shape[2])
+        found.append(
+            relation_divergence(own.flatten(2), other.flatten(2), heads, real=real, causal=ours.causal)
+        )
+    return torch.stack(found).mean()
+
+
+def _last_attention(run: TokenStack) -> Attention:
+    attention = run.blocks[-1].attention
+    assert isinstance(attention, Attention)
+    return attention
+
+
 @contextmanager
-def _looking(model: nn.Module) -> Iterator[dict[str, TokenStack]]:
-    """Inside, each run of a model keeps the outputs of its blocks; given are the runs by name."""
+def _looking(model: nn.Module, attention: bool) -> Iterator[dict[str, TokenStack]]:
+    """Inside, each run of a model keeps the outputs of its blocks, and if asked what the last one's `attention` is made
+    of; given are the runs by name."""
     runs = {name: module for name, module in model.named_children() if isinstance(module, TokenStack)}
     for run in runs.values():
         run.outputs = []
+        if attention:
+            _last_attention(run).looked = []
     try:
         yield runs
     finally:
         for run in runs.values():
             run.outputs = None
+            _last_attention(run).looked = None
 
 
 class _Features(nn.Module):
@@ -174,6 +213,12 @@ def open_teacher(
         raise ConfigError(
             "recipe.teacher teaches words or classes, but this student gives numbers or features; leave it out."
         )
+    runs = [{run.name for run in graph.runs} for graph in (model.graph, student.graph)]
+    if recipe.teacher_attention and runs[0] != runs[1]:
+        raise ConfigError(
+            f"recipe.teacher_attention compares runs of one name, but {quoted(recipe.teacher)} has "
+            f"{', '.join(sorted(runs[0]))} and the student {', '.join(sorted(runs[1]))}; leave it out."
+        )
     if recipe.teacher_hidden:
         _require_alike_hidden(model.graph, student.graph, recipe.teacher)
     model = model.to(device=device, dtype=dtype)
@@ -183,6 +228,7 @@ def open_teacher(
         share=recipe.teacher_weight,
         temperature=recipe.temperature,
         hidden=recipe.teacher_hidden,
+        attention=recipe.teacher_attention,
     )
 
 

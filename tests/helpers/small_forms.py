@@ -150,7 +150,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     kept = []
     passed = iter(words[1:end])
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
-        text = "ctranslate2" in words
+        text = not {"ctranslate2", "transformers"}.isdisjoint(words)
         kept.append(str(folder / ("gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny"))))
         next(passed)
     if verb == "probe":

@@ -50,8 +50,8 @@ class FolderFigures:
     """Floating-point operations of a pass over `batch` samples."""
     memory_bytes: int
     """The most that tensors take in that pass, weights included."""
-    predicted_seconds: float
-    """Latency of that pass, by the planner."""
+    predicted_seconds: float | None
+    """Latency of that pass, by the planner; none of a quantised model, whose products it does not price."""
     metrics: dict[str, float]
     """The task's metrics of the validation data."""
     words: str
@@ -126,8 +126,8 @@ class Workbench:
             parameters=sum(p.numel() for p in create(model.config, device="meta").parameters()),
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
-            predicted_seconds=self.predicted(model.config), metrics=dict(found.metrics),
-            words=task.describe(found.metrics),
+            predicted_seconds=None if rounded_weights(folder) else self.predicted(model.config),
+            metrics=dict(found.metrics), words=task.describe(found.metrics),
         )  # fmt: skip
 
     def predicted(self, model: ModelConfig) -> float:

@@ -25,8 +25,8 @@ def table(report: Mapping[str, Any]) -> Section:
         speed, expected = _speeds(first, row)
         cells = [
             Cell(row["title"], words=True), Cell(f"{row['parameters']:,}"), Cell(f"{row['bytes'] / MB:.2f}"),
-            Cell(duration(row["seconds"], 3)), Cell(duration(row["predicted_seconds"], 3)), Cell(f"{speed:.2f}×"),
-            Cell(f"{expected:.2f}×"), Cell(f"{row['memory_bytes'] / MB:.2f}"), Cell(row["words"], words=True),
+            Cell(duration(row["seconds"], 3)), Cell(_seconds(row["predicted_seconds"])), Cell(f"{speed:.2f}×"),
+            Cell(_times(expected)), Cell(f"{row['memory_bytes'] / MB:.2f}"), Cell(row["words"], words=True),
         ]  # fmt: skip
         rows.append(("strong" if row is last else "", cells))
     return Section(title="After each step", columns=heads, rows=rows)
@@ -48,7 +48,7 @@ def cuts_table(report: Mapping[str, Any]) -> Section | None:
             speed, expected = _speeds(every[0], cut)
             cells = [
                 Cell(cut["words"], words=True), Cell(duration(cut["seconds"], 3)),
-                Cell(duration(cut["predicted_seconds"], 3)), Cell(f"{speed:.2f}×"), Cell(f"{expected:.2f}×"),
+                Cell(_seconds(cut["predicted_seconds"])), Cell(f"{speed:.2f}×"), Cell(_times(expected)),
             ]  # fmt: skip
             rows.append(("", cells))
     if not rows:
@@ -65,16 +65,17 @@ def to_html(report: Mapping[str, Any]) -> str:
     """The report as one page, without any outside request."""
     rows, first, last = report["rows"], report["rows"][0], report["rows"][-1]
     speed, expected = _speeds(first, last)
+    forecast = "" if expected is None else f", {expected:.2f}× predicted"
     tiles = [
-        Tile(value=f"{speed:.2f}×", words=f"the speed of the original, {expected:.2f}× predicted", lead=True),
+        Tile(value=f"{speed:.2f}×", words=f"the speed of the original{forecast}", lead=True),
         Tile(value=f"{last['bytes'] / first['bytes']:.0%}", words="of its bytes of weights"),
         Tile(value=last["words"], words=f"validation, from {first['words']}"),
     ]
     bars, level = [], 0.0
     for row in rows:
-        relative, forecast = _speeds(first, row)
+        relative, wanted = _speeds(first, row)
         state: Any = "baseline" if row is first else "kept"
-        bars.append(Bar(label=row["title"], state=state, value=relative, floor=level, predicted=forecast))
+        bars.append(Bar(label=row["title"], state=state, value=relative, floor=level, predicted=wanted))
         level = relative
     name = next(iter(first["metrics"]))
     points = [(row["seconds"] * 1e3, row["metrics"][name]) for row in rows]
@@ -101,6 +102,16 @@ def to_html(report: Mapping[str, Any]) -> str:
     return page("Compression", f"{first['folder']} in {len(rows) - 1} steps.", tiles, sections)
 
 
-def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float]:
-    """Measured and predicted speed relative to a first row."""
-    return first["seconds"] / row["seconds"], first["predicted_seconds"] / row["predicted_seconds"]
+def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float | None]:
+    """Measured and predicted speed relative to a first row; none where nothing is predicted."""
+    predicted = row["predicted_seconds"]
+    expected = first["predicted_seconds"] / predicted if predicted else None
+    return first["seconds"] / row["seconds"], expected
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else duration(value, 3)
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}×"

@@ -58,6 +58,11 @@ class FolderFigures:
     """The metrics for people."""
 
 
+def multiplies_in_int8(folder: Path) -> bool:
+    """Whether the linear layers of a quantised folder multiply in int8."""
+    return any(form == "int8" for form, _ in rounded_weights(folder).values())
+
+
 class Workbench:
     """The data, the task and the device by which all models of one compression are measured."""
 
@@ -126,18 +131,28 @@ class Workbench:
             parameters=sum(p.numel() for p in create(model.config, device="meta").parameters()),
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
-            predicted_seconds=None if rounded_weights(folder) else self.predicted(model.config),
+            predicted_seconds=self.predicted_of(folder, model.config),
             metrics=dict(found.metrics), words=task.describe(found.metrics),
         )  # fmt: skip
 
-    def predicted(self, model: ModelConfig) -> float:
-        """Predicted seconds of a pass."""
+    def predicted_of(self, folder: Path, model: ModelConfig) -> float | None:
+        """Predicted seconds of a pass of a folder's model; None where its products are quantised and their rate on the
+        machine is not known."""
+        if not rounded_weights(folder):
+            return self.predicted(model)
+        known = multiplies_in_int8(folder) and "int8" in self.machine.peak_flops
+        return self.predicted(model, int8=True) if known else None
+
+    def predicted(self, model: ModelConfig, *, int8: bool = False) -> float:
+        """Predicted seconds of a pass, with products in int8 where `int8` says so."""
 
         def without_chance(stack: Any) -> Any:
             return replace(stack, dropout=0.0, attention_dropout=None, mlp_dropout=None, drop_path=0.0)
 
         attention: AttentionBackend = "auto" if self.device.type == "cpu" else "sdpa"
         plan = Plan(micro_batch=self.config.batch, attention=attention)
+        if int8:
+            plan = replace(plan, precision="O1", products="int8")
         return predict_pass(with_stacks(model, without_chance), self.machine, plan)
 
     def latencies(self, models: Sequence[Model]) -> list[float]:

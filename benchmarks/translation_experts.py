@@ -187,17 +187,18 @@ class Contestant:
 
 
 def speeds(contestants: dict[str, Contestant], rounds: int = 15) -> dict[str, dict[str, float]]:
-    """Tokens per second of each model in training and in decoding: medians of rounds in which all take turns."""
+    """Tokens per second of processor time, of each model in training and in decoding: medians of rounds in which all
+    take turns."""
     seconds: dict[str, dict[str, list[float]]] = {
         name: {"training": [], "decoding": []} for name in contestants
     }
     for turn in range(rounds + 1):
         for name, one in contestants.items():
             for kind, work in (("training", one.step), ("decoding", one.decode)):
-                begun = time.perf_counter()
+                begun = time.process_time()
                 tokens = work()
                 if turn:  # the first one warms up
-                    seconds[name][kind].append((time.perf_counter() - begun) / tokens)
+                    seconds[name][kind].append((time.process_time() - begun) / tokens)
     return {
         name: {f"{kind}_tokens_per_second": 1.0 / statistics.median(each) for kind, each in kinds.items()}
         for name, kinds in seconds.items()

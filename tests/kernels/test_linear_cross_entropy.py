@@ -49,7 +49,7 @@ def test_padding_of_logits_changes_nothing(
     shapes, expected = [], list[Tensor]()
     for padded in (set[str](), {"cpu"}):
         monkeypatch.setattr(module, "_PADDED_ON", padded)
-        shapes.append(tuple(module._padded(inputs[1]).shape))
+        shapes.append(tuple(module.padded_entries(inputs[1]).shape))
         found = _run(inputs, targets, smoothing=smoothing, budget=budget)
         expected = expected if padded else found
     assert shapes == [(60, WIDTH), (64, WIDTH)]

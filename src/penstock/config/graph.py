@@ -303,6 +303,7 @@ class Graph:
             *(("targets", "rows") if text else ()),
             *(("smoothing", "past") if self.writer is not None else ()),
             *(("routes",) if self.labelled else ()),
+            *(("by_sample",) if self.words is not None else ()),
         )
 
     # -- sense

@@ -37,7 +37,7 @@ _PADDED_TO = 64
 _TAUGHT_ROWS = 4
 """A row beside a teacher's takes at most so many times the memory: the logits of both, at a temperature, and as
 probabilities."""
-_FP16_SCALE = 256.0
+FP16_SCALE = 256.0
 """Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
 by this factor."""
 
@@ -92,7 +92,7 @@ def plain_linear_cross_entropy(
     if share is None:
         columns = len(weight)
         if not torch.compiler.is_compiling():
-            weight, bias = _padded(weight), None if bias is None else _padded(bias)
+            weight, bias = padded_entries(weight), None if bias is None else padded_entries(bias)
         return cross_entropy(linear(x, weight, bias), targets, smoothing, columns)
     logits = linear(x, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -111,7 +111,7 @@ def plain_student_loss(
     return (1.0 - taught.share) * loss + taught.share * apart
 
 
-def _padded(entries: Tensor) -> Tensor:
+def padded_entries(entries: Tensor) -> Tensor:
     """Weights (V, D) or biases (V,) with zeros behind them, whose logits are 0 and so are their gradients."""
     size = len(entries)
     if entries.device.type not in _PADDED_ON or size % 8 == 0:
@@ -144,20 +144,28 @@ def in_chunks(
     taught_bias: Tensor | None = None,
     taught_share: float = 0.0,
     temperature: float = 1.0,
+    row_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise."""
+    """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise. With
+    `row_weights`, (R,), the gradients are those of the sum of the rows' losses times these."""
     with torch.autocast(x.device.type, enabled=False):
-        cast, offset = _padded(weight.to(dtype)), None if bias is None else _padded(bias.to(dtype))
+        cast, offset = (
+            padded_entries(weight.to(dtype)),
+            None if bias is None else padded_entries(bias.to(dtype)),
+        )
         share = Share(group, start, whole) if group else None
         taught: Taught | None = None
         if taught_x is not None and taught_weight is not None:
-            table, row = _padded(taught_weight), None if taught_bias is None else _padded(taught_bias)
+            table, row = (
+                padded_entries(taught_weight),
+                None if taught_bias is None else padded_entries(taught_bias),
+            )
             taught, budget = Taught(taught_x, table, row, taught_share, temperature), budget // _TAUGHT_ROWS
         step = rows_at_once(budget, len(x), len(weight), dtype)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
         sums = _Sums.of(x, cast, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
-        sums = sums._replace(share=share, columns=len(weight), taught=taught)
+        sums = sums._replace(share=share, columns=len(weight), taught=taught, row_weights=row_weights)
         for first in range(0, len(x), step):
             here = slice(first, first + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
@@ -177,7 +185,7 @@ def _shapes(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
     dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, group: str, start: int, whole: int,
     taught_x: Tensor | None = None, taught_weight: Tensor | None = None, taught_bias: Tensor | None = None,
-    taught_share: float = 0.0, temperature: float = 1.0,
+    taught_share: float = 0.0, temperature: float = 1.0, row_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     kept = _sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
     return (
@@ -205,6 +213,7 @@ class _Sums(NamedTuple):
     columns: int = 0
     """V, without padding."""
     taught: Taught | None = None
+    row_weights: Tensor | None = None
 
     @classmethod
     def of(
@@ -218,7 +227,7 @@ class _Sums(NamedTuple):
             weight=weight.new_zeros(weight.shape if to_weight else (0,), dtype=sum_type),
             bias=weight.new_zeros(weight.shape[:1] if to_bias else (0,), dtype=wide),
             smoothing=smoothing,
-            scale=_FP16_SCALE if dtype == torch.float16 else 1.0,
+            scale=FP16_SCALE if dtype == torch.float16 else 1.0,
         )
 
     def add(self, here: slice, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
@@ -251,6 +260,8 @@ class _Sums(NamedTuple):
             if self.taught is not None:
                 p.mul_(1.0 - w).add_(pull, alpha=w)
                 del meant, pull
+        if self.row_weights is not None:
+            p.mul_(self.row_weights[here, None])
         if self.scale != 1.0:
             p.mul_(self.scale)
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
@@ -283,7 +294,7 @@ class _Sums(NamedTuple):
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
-    ctx.scale = _FP16_SCALE if inputs[6] == torch.float16 else 1.0
+    ctx.scale = FP16_SCALE if inputs[6] == torch.float16 else 1.0
     ctx.asked, ctx.types = inputs[7:10], [None if t is None else t.dtype for t in inputs[:3]]
 
 
@@ -295,7 +306,7 @@ def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
         for i, (kept, asked, dtype) in enumerate(zip(ctx.saved_tensors, ctx.asked, ctx.types, strict=True)):
             if asked:
                 found[i] = kept.mul_(factor).to(dtype)
-    return (*found, *[None] * 15)
+    return (*found, *[None] * 16)
 
 
 _chunked.register_autograd(_scaled, setup_context=_remember)

@@ -16,6 +16,7 @@ from penstock.config.stack import Stack
 from penstock.kernels.attention import autocasts
 from penstock.kernels.distil import Taught
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
+from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
 from penstock.models.block import make_norm
@@ -23,7 +24,8 @@ from penstock.models.perceptron import activate
 
 
 class Vocabulary(nn.Linear):
-    """Features (…, D) to logits over the vocabulary (…, V); given targets (…), to the sum of their losses, 0-d."""
+    """Features (…, D) to logits over the vocabulary (…, V); given targets (…), to the sum of their losses, 0-d, or with
+    `by_sample` to that of each sample, (B, N, D) and (B, N) to (B,), which is made in chunks whatever `chunked` is."""
 
     chunked = False
     """Whether logits of which only the loss is asked for are made for some rows at a time."""
@@ -35,13 +37,20 @@ class Vocabulary(nn.Linear):
     """A teacher's side of the loss of the next targets. It is made in chunks whatever `chunked` is, so that the logits
     of both are never held."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0, by_sample: bool = False
+    ) -> Tensor:
         # Of a table that embeds tokens too, two gradients are added.
         added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         linear = linear_apart if added and not autocasts(x) else F.linear
         if targets is None:
             return linear(x, self.weight, self.bias)
-        budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"] if self.chunked or self.taught else None
+        most = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"]
+        if by_sample:
+            assert self.share is None
+            assert self.taught is None
+            return sample_losses(x, self.weight, self.bias, targets, smoothing=smoothing, budget=most)
+        budget = most if self.chunked or self.taught else None
         return linear_cross_entropy(
             x,
             self.weight,

@@ -61,6 +61,7 @@ class Model(Switched):
       router is `given` |
     | `past` | the keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of
       that are None |
+    | `by_sample` | whether the last head for words returns that sum for each sample, (B,), without `rows` |
 
     `lengths`, `targets` and `rows` are of the first input and the last head for words that can have them, or mappings
     by name. With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`,
@@ -265,9 +266,11 @@ class Model(Switched):
             asked = {name: self._asked(head, given.get(name)) for name in ("targets", "rows")}
             if shares is not None:
                 return shares.words(self, head, x, asked, given.get("smoothing") or 0.0)
+            by_sample = bool(given.get("by_sample")) and head is self.graph.words
             return self.words(
-                x, asked["targets"], given.get("smoothing") or 0.0, rows=asked["rows"], head=head
-            )
+                x, asked["targets"], given.get("smoothing") or 0.0,
+                rows=asked["rows"], head=head, by_sample=by_sample,
+            )  # fmt: skip
         if shares is not None:
             x = shares.whole(x, head)
         if isinstance(head, FeatureHead):
@@ -287,8 +290,10 @@ class Model(Switched):
         *,
         rows: Tensor | None = None,
         head: WordHead | None = None,
+        by_sample: bool = False,
     ) -> Tensor:
-        """Features (…, D) to logits over the vocabulary (…, V), or to the summed loss of targets (…)."""
+        """Features (…, D) to logits over the vocabulary (…, V), or to the summed loss of targets (…), with `by_sample`
+        that of each sample."""
         head = head or self.graph.words
         assert head is not None
         if rows is not None:
@@ -297,7 +302,10 @@ class Model(Switched):
         x = x if transform is None else transform(x)
         x = x * self.graph.width**-0.5 if head.scaled else x
         linear = getattr(self, head.name)
-        return linear(x) if targets is None else linear(x, targets, smoothing)  # type: ignore[no-any-return]
+        if targets is None:
+            return linear(x)  # type: ignore[no-any-return]
+        more = {"by_sample": True} if by_sample else {}
+        return linear(x, targets, smoothing, **more)  # type: ignore[no-any-return]
 
     def classes(self, x: Tensor, head: ClassHead, lengths: Tensor | None = None) -> Tensor:
         """Features (B, N, D), of which padding is no part of a mean, to logits of each sample (B, classes)."""

@@ -1,0 +1,110 @@
+"""The loss over a vocabulary of each sample, for losses that compare whole texts, without holding all logits.
+
+Shapes: B samples, N tokens, R = B·N rows of features, D features, V entries of the vocabulary. For logits z = x Wᵀ + b,
+a sample's loss is the sum of its rows' cross entropy against the targets t (see `linear_cross_entropy`), without
+smoothing −Σ log softmax(z)_t. Where g is the gradient by a sample's loss, that by its rows of logits is
+
+    g (softmax(z) − onehot(t))
+
+The plain form holds R·V logits. The chunked form takes some rows at a time. How much a sample weighs is known in the
+backward pass alone, so that this makes the logits again, chunk by chunk: one product of three is repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.kernels.cross_entropy import IGNORED, row_losses
+from penstock.kernels.linear_cross_entropy import FP16_SCALE, in_chunks, padded_entries, rows_at_once
+
+
+def sample_losses(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    smoothing: float = 0.0,
+    budget: int | None = None,
+) -> Tensor:
+    """The sum over each sample's rows of the cross entropy of x Wᵀ + b against the targets, (B,), in fp32 (fp64 of
+    fp64 inputs).
+
+    x: (B, N, D), weight: (V, D), bias: (V), targets: (B, N) int64, of which −100 counts nothing. `budget` are the bytes
+    that logits and what is made of them may take at one time, at least those of one row; None holds them all, in the
+    plain form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can
+    be differentiated once.
+    """
+    if budget is None:
+        return plain_sample_losses(x, weight, bias, targets, smoothing)
+    # A product of no rows tells which type a linear layer has here.
+    with torch.no_grad():
+        dtype = F.linear(x[:0, 0], weight[:1]).dtype
+    rows = _RowLosses.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, 1), weight, bias, targets.flatten(), smoothing, budget, dtype
+    )
+    return rows.view(targets.shape).sum(1)  # type: ignore[no-any-return]
+
+
+def plain_sample_losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0
+) -> Tensor:
+    """All logits at once: the reference that the chunked form is tested against."""
+    logits = F.linear(x, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(),
+        reduction="none", ignore_index=IGNORED, label_smoothing=smoothing,
+    )  # fmt: skip
+    return losses.view(targets.shape).sum(1)
+
+
+class _RowLosses(torch.autograd.Function):
+    """The loss of each row (R,) of features (R, D); 0 where the target counts nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, targets)
+        ctx.smoothing, ctx.budget, ctx.dtype = smoothing, budget, dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        losses = x.new_empty(len(x), dtype=wide)
+        with torch.autocast(x.device.type, enabled=False):
+            cast = padded_entries(weight.to(dtype))
+            offset = None if bias is None else padded_entries(bias.to(dtype))
+            step = rows_at_once(budget, len(x), len(weight), dtype)
+            for first in range(0, len(x), step):
+                here = slice(first, first + step)
+                logits = F.linear(x[here].to(dtype), cast, offset)[:, : len(weight)]
+                logs = torch.log_softmax(logits, dim=-1, dtype=wide)
+                counted = targets[here] != IGNORED
+                index = targets[here].where(counted, 0)[:, None]
+                losses[here] = row_losses(logs, index, smoothing).where(counted, 0.0)
+                del logits, logs
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, targets = ctx.saved_tensors
+        # Weights of at most 1 keep the products in the range of fp16, whatever the loss scale is.
+        largest = gradient.abs().max().clamp(min=torch.finfo(gradient.dtype).tiny)
+        to_x, to_weight, to_bias = asked = ctx.needs_input_grad[:3]
+        _, *gradients = in_chunks(
+            x, weight, bias, targets, ctx.smoothing, ctx.budget, ctx.dtype, to_x, to_weight, to_bias, "", 0,
+            len(weight), row_weights=gradient / largest,
+        )  # fmt: skip
+        if ctx.dtype == torch.float16:
+            largest = largest / FP16_SCALE
+        scaled = [
+            made.mul_(largest).to(value.dtype) if wanted else None
+            for made, value, wanted in zip(gradients, (x, weight, bias), asked, strict=True)
+        ]
+        return (*scaled, None, None, None, None)

@@ -275,7 +275,10 @@ def test_forms_that_a_model_does_not_have_are_refused(
 
 def test_the_page_has_a_row_for_each_form() -> None:
     page = (ROOT / "docs" / "how-to" / "export.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w[\w-]+)` \|", page, re.MULTILINE)) == set(get_args(ExportForm))
+    assert set(re.findall(r"^\| `(\w[\w-]+)` \|", page, re.MULTILINE)) == {
+        *get_args(ExportForm),
+        "transformers",
+    }
 
 
 def quantised(name: str, where: Path, **options: Any) -> Path:

@@ -131,7 +131,7 @@ def test_logits_do_not_depend_on_who_hosts_experts(line: str) -> None:
 
 
 def _rounded(folder: str) -> str:
-    quantise_folder(folder, f"{folder}/small-{torch.distributed.get_rank()}", QuantiseOptions())
+    quantise_folder(folder, f"{folder}/small-{torch.distributed.get_rank()}", QuantiseOptions(format="int8"))
     with pytest.raises(ConfigError) as refused:
         Generator(f"{folder}/small-{torch.distributed.get_rank()}", Plan(dp=2, ep=2))
     made = Generator(f"{folder}/small-{torch.distributed.get_rank()}", Plan(dp=2, ep=2), weights="plain")

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import read_bytes, write_text
 from penstock.boundary.trees import parse_json
 from penstock.compress.folders import StepCall
 from penstock.compress.measure import Workbench
@@ -138,7 +138,11 @@ def _record(config: CompressConfig, output: Path) -> Report:
     path = output / RECORD
     if not path.exists():
         return {"settings": settings, "environment": environment(), "rows": []}
-    found: Report = parse_json(path.read_bytes(), f"{path} cannot be read: it", error=CheckpointError)
+    found: Report = parse_json(
+        read_bytes(path, "The record of the compression", limit=1 << 26),
+        f"{path} cannot be read: it",
+        error=CheckpointError,
+    )
     before = from_dict(CompressConfig, found.get("settings", {}), origin=str(path), error=CheckpointError)
     differ = [name for name in settings if getattr(before, name) != getattr(config, name)]
     if differ:

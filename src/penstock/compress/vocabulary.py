@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import read_text, write_text
 from penstock.compress.folders import StepCall, save_beside
 from penstock.compress.measure import Workbench
 from penstock.compress.prune import keep_words
 from penstock.data.source import Source
+from penstock.data.text.open import MOST_BYTES
 from penstock.data.text.tokenizers import Library
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
@@ -43,7 +44,7 @@ def trim_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
         raise ConfigError(
             f"trim needs one tokenizer.json with a vocabulary of its own, which {call.source} has not; leave it out."
         )
-    text, kept = smaller_tokenizer(file.read_text(encoding="utf-8"), used_tokens(source))
+    text, kept = smaller_tokenizer(read_text(file, "The tokenizer", limit=MOST_BYTES), used_tokens(source))
     model = from_pretrained(call.source)
     save_beside(keep_words(model, kept), call.source, call.target)
     _write_beside(text, kept, call.target)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock import __version__
 from penstock.data.pack import MANIFEST, File
 from penstock.data.source import Tally
-from penstock.data.text.chat import PLAIN, Template, rendered, within
+from penstock.data.text.chat import PLAIN, Template, rendered, rendered_from, within
 from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
 from penstock.data.text.tokenpack import (
     BLOCK_BYTES,
@@ -241,18 +241,19 @@ class _Part:
     def _encoded_chats(self, batch: list[Row]) -> Numbers:
         """The tokens of each conversation, and behind them 1 for each that is to be learned, else 0."""
         out: list[Numbers] = []
-        index = np.zeros(len(batch), index_type(2))
+        index = np.zeros(len(batch), index_type(self.shape.fields))
         for row, entry in zip(batch, index, strict=True):
-            text, answers, key = row.texts
-            ids, places = self.tokenizer.encode_marked(text)
-            learned = np.fromiter(within(places, json.loads(answers)), np.int32, len(ids))
-            out += [ids, learned]
-            entry["end"] = self.at + len(ids), self.at + 2 * len(ids)
+            *texts, key = row.texts
+            for place, (text, answers) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
+                ids, places = self.tokenizer.encode_marked(text)
+                learned = np.fromiter(within(places, json.loads(answers)), np.int32, len(ids))
+                out += [ids, learned]
+                entry["end"][2 * place : 2 * place + 2] = self.at + len(ids), self.at + 2 * len(ids)
+                self.at += 2 * len(ids)
+                size = len(text.encode("utf-8", "replace"))
+                self.text_bytes += size
+                self.progress(size)
             entry["key"] = zlib.crc32(key.encode("utf-8", "replace"))
-            self.at += 2 * len(ids)
-            size = len(text.encode("utf-8", "replace"))
-            self.text_bytes += size
-            self.progress(size)
         self.rows += len(batch)
         self._chunks.append(index)
         return np.concatenate(out)
@@ -277,8 +278,8 @@ class _Part:
 
 
 def _written(found: Iterator[Found], tokenizer: Tokenizer) -> Iterator[Found]:
-    """Conversations as the tokenizer's template writes them: text, answers as JSON, and the conversation itself, by
-    which a validation set is chosen."""
+    """Conversations as the tokenizer's template writes them: text and answers as JSON, of preferences those of both,
+    and the conversation, or what both share, by which a validation set is chosen."""
     template = Template(tokenizer.chat_template or PLAIN, tokenizer.spelled())
     specials = tokenizer.special_words()
     for row in found:
@@ -286,8 +287,14 @@ def _written(found: Iterator[Found], tokenizer: Tokenizer) -> Iterator[Found]:
             yield row
             continue
         try:
-            for text, answers in rendered(json.loads(row.texts[0]), template, specials):
-                yield row._replace(texts=(text, json.dumps(answers), row.texts[0]))
+            first, *sides = map(json.loads, row.texts)
+            if sides:
+                texts = [[rendered_from([*first, *side], len(first), template, specials) for side in sides]]
+            else:
+                texts = [[whole] for whole in rendered(first, template, specials)]
+            for several in texts:
+                marked = [part for whole in several for part in (whole.text, json.dumps(whole.answers))]
+                yield row._replace(texts=(*marked, row.texts[0]))
         except ConfigError as problem:
             yield Bad(row.path, row.line, str(problem).rstrip("."))
 

@@ -106,6 +106,20 @@ def _answer(
     return Rendered(text, [(len(before), max(end, len(before)))])
 
 
+def rendered_from(
+    messages: Sequence[Message], begin: int, template: Template, special_words: Sequence[str]
+) -> Rendered:
+    """The text of a conversation in which the answers from message `begin` on are marked, of which there is one.
+
+    Raises ConfigError as `rendered` does, and for several answers of which the template writes an earlier one otherwise
+    than the last."""
+    whole = rendered(messages, template, special_words)[-1]
+    count = sum(message["role"] == "assistant" for message in messages[begin:])
+    if len(whole.answers) < count:
+        raise ConfigError("the chat template writes earlier answers otherwise, so only one may be compared")
+    return whole._replace(answers=whole.answers[-count:])
+
+
 def messages_of(values: Sequence[Any], names: Sequence[str]) -> list[Message]:
     """The messages that a row of a data set holds in the columns `names`: one column with a list of messages, or the
     question and its answer in two columns, or Alpaca's instruction, input and output.
@@ -127,6 +141,58 @@ def messages_of(values: Sequence[Any], names: Sequence[str]) -> list[Message]:
         if not part.strip():
             raise ValueError(f"the column {what} is empty")
     return [{"role": "user", "content": question}, {"role": "assistant", "content": texts[-1]}]
+
+
+def preference_of(
+    values: Sequence[Any], names: Sequence[str]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """The messages that two conversations share, and what follows them in the chosen and in the rejected one, of a row
+    of a data set with the columns `names`: the chosen and the rejected conversation, or before these a prompt, as text
+    or messages, that texts, answers or whole conversations go on from.
+
+    Raises ValueError with what is wrong.
+    """
+    if len(values) not in (2, 3):
+        raise ValueError(
+            f"{len(values)} columns are named, where chosen and rejected are two, or three with a prompt"
+        )
+    *prompts, chosen, rejected = values
+    before: list[Message] = []
+    if prompts and isinstance(prompts[0], list):
+        before = [_message(one) for one in _listed(prompts[0], names[0])]
+    elif prompts:
+        before = [{"role": "user", "content": _text(prompts[0], names[0])}]
+    first, second = (_continued(before, value, name) for value, name in zip((chosen, rejected), names[-2:]))
+    if first == second:
+        raise ValueError(f"the columns {names[-2]} and {names[-1]} are the same")
+    both = zip(first, second)
+    shared = next((n for n, (one, other) in enumerate(both) if one != other), min(len(first), len(second)))
+    if not shared:
+        raise ValueError(f"the columns {names[-2]} and {names[-1]} share no beginning")
+    for messages, name in ((first, names[-2]), (second, names[-1])):
+        if not any(message["role"] == "assistant" for message in messages[shared:]):
+            raise ValueError(f"the column {name} has no answer of the assistant after what both share")
+    return first[:shared], first[shared:], second[shared:]
+
+
+def _continued(before: list[Message], value: Any, name: str) -> list[Message]:
+    """The conversation that begins with some messages, which a column may repeat."""
+    if before and not isinstance(value, list):
+        return [*before, {"role": "assistant", "content": _text(value, name)}]
+    messages = [_message(one) for one in _listed(value, name)]
+    if before and messages[0]["role"] == "assistant":
+        return [*before, *messages]
+    if before and before[-1] not in messages:
+        raise ValueError(f"the column {name} is a conversation without the prompt; name the others alone")
+    return messages
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"the column {name} is {type(value).__name__}, not text")
+    if not value.strip():
+        raise ValueError(f"the column {name} is empty")
+    return value
 
 
 def _listed(value: Any, name: str) -> list[Any]:

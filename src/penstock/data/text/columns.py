@@ -9,15 +9,17 @@ from typing import Any, Literal
 
 from penstock.boundary.files import quoted
 from penstock.data.text.build import Bad, Found, Row, Shape
-from penstock.data.text.chat import messages_of
+from penstock.data.text.chat import messages_of, preference_of
 from penstock.errors import DataError
 
-Form = Literal["document", "single", "pair", "translation", "two", "chat"]
+Form = Literal["document", "single", "pair", "translation", "two", "chat", "preferences"]
+CHATS: tuple[Form, ...] = ("chat", "preferences")
 SHAPES: dict[Form, tuple[int, bool]] = {
     "document": (1, False), "single": (1, True), "pair": (2, True), "translation": (2, False), "two": (2, False),
-    "chat": (2, False),
+    "chat": (2, False), "preferences": (4, False),
 }  # fmt: skip
-"""Texts in a row, and whether it has a label. A chat has its tokens, and whether each is one to learn."""
+"""Texts in a row, and whether it has a label. A chat has its tokens, and whether each is one to learn; preferences have
+this of two conversations."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("instruction", "response"),
         ("question", "answer"), ("input", "output"),
     ),
+    "preferences": (
+        ("prompt", "chosen", "rejected"), ("question", "chosen", "rejected"), ("instruction", "chosen", "rejected"),
+        ("chosen", "rejected"),
+    ),
 }  # fmt: skip
 """Usual names of columns, by the form of rows. The first set that a table has is used."""
 
@@ -79,13 +85,15 @@ class Columns:
         """The columns to read of a table with these names. Raises DataError where it lacks them."""
         wanted = [self.given] if self.given else KNOWN[self.form]
         for columns in wanted:
-            if self.form == "chat" and {name.partition(".")[0] for name in columns} <= set(names):
+            if self.form in CHATS and {name.partition(".")[0] for name in columns} <= set(names):
                 return list(columns)
             if len(columns) >= self.count and {name.partition(".")[0] for name in columns} <= set(names):
                 return list(columns[: self.count])
         due = " and ".join(("text", "second text")[: self.shape.fields]) + " and label" * self.shape.labels
         if self.form == "chat":
             due = "messages, or of a question and its answer"
+        elif self.form == "preferences":
+            due = "chosen and rejected, with a prompt or without"
         asked = (
             f"lacks {', '.join(map(quoted, self.given))}" if self.given else f"has no known columns of {due}"
         )
@@ -96,7 +104,7 @@ class Columns:
             raise DataError(
                 f"{its} If its cells are separated by {quoted(likely)}, set data.separator to {quoted(word)}."
             )
-        count = "them" if self.form == "chat" else self.count
+        count = "them" if self.form in CHATS else self.count
         raise DataError(f"{its} Name {count} with data.columns.")
 
 
@@ -114,7 +122,8 @@ def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str
     """A row of what a table holds; or why it is none."""
     if shape.form == "chats":
         try:
-            return Row((json.dumps(messages_of(values, names), ensure_ascii=False),), None, where, line)
+            parts = preference_of(values, names) if shape.fields == 4 else (messages_of(values, names),)
+            return Row(tuple(json.dumps(part, ensure_ascii=False) for part in parts), None, where, line)
         except ValueError as problem:
             return Bad(where, line, str(problem))
     texts = []

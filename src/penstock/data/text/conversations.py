@@ -1,4 +1,5 @@
-"""Samples of conversations, of which the answers are learned: one in each, or as many whole ones as fit."""
+"""Samples of conversations, of which the answers are learned: one in each, as many whole ones as fit, or two that are
+compared."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import bisect
 import logging
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from penstock.boundary.files import read_text
 from penstock.config.run import DataConfig
 from penstock.data.source import Source, Split
 from penstock.data.text.chat import PLAIN, Template
+from penstock.data.text.columns import Form
 from penstock.data.text.mixture import Mixture
 from penstock.data.text.rows import RowTable, table_of
 from penstock.data.text.sources import open_packs
@@ -22,6 +24,8 @@ from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import DataError
 
 _log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=Source)
 
 
 class ChatSource(Source):
@@ -45,13 +49,7 @@ class ChatSource(Source):
         self.name, self.tokenizer, self.length, self.packed = name, tokenizer, length, packed
         self._tables = [table for table, _ in tables]
         self._lengths = [np.minimum(table.lengths()[:, 0], length) for table in self._tables]
-        kept = [self._learnable(table) for table in self._tables]
-        for (table, _), rows in zip(tables, kept):
-            if not len(rows):
-                raise DataError(
-                    f"{name} has no conversation with an answer within its first {length:,} tokens, of "
-                    f"{len(table):,}; make model.sequence larger, or give it more."
-                )
+        kept = [_learnable(name, table, length) for table in self._tables]
         self._samples = [
             fitted(lengths[rows], rows, length) if packed else [row[None] for row in rows]
             for lengths, rows in zip(self._lengths, kept)
@@ -67,18 +65,6 @@ class ChatSource(Source):
             self.lengths = self._mixture.spread(
                 [np.asarray(lengths[rows], np.int32) for lengths, rows in zip(self._lengths, kept)]
             )
-
-    def _learnable(self, table: RowTable) -> NDArray[np.int64]:
-        """Numbers of the conversations that have something to learn within the length."""
-        lengths = table.lengths()[:, 0]
-        long = np.flatnonzero(lengths > self.length)
-        without = [row for row in long.tolist() if not table.texts(row)[1][1 : self.length].any()]
-        if len(long):
-            _log.warning(
-                "%s: %d of %d conversations have more than %d tokens; they are cut at their end, and %d that then have "
-                "no answer are left out.", self.name, len(long), len(table), self.length, len(without),
-            )  # fmt: skip
-        return np.setdiff1d(np.arange(len(table)), without)
 
     @cached_property
     def unpacked_padding(self) -> float | None:  # type: ignore[override]
@@ -101,6 +87,62 @@ class ChatSource(Source):
             out["learned"][at + 1 : end] = learned[1 : end - at]  # nothing comes before a first token
             out["document"][at:end] = document
             at = end
+
+
+class PreferenceSource(Source):
+    """Two conversations that share their beginning, of at most `length` tokens each. Fields of a sample, of which the
+    first row is the chosen one: tokens (2, L) int32; learned (2, L) int8, 1 for a token of the answers behind what both
+    share; length (2,) int32."""
+
+    policy = "data.bad_rows"
+
+    def __init__(
+        self, name: str, tables: list[tuple[RowTable, float]], tokenizer: Tokenizer, *, length: int
+    ) -> None:
+        self.name, self.tokenizer, self.length = name, tokenizer, length
+        self._tables = [table for table, _ in tables]
+        self._rows = [_learnable(name, table, length) for table in self._tables]
+        self._mixture = Mixture([len(rows) for rows in self._rows], [weight for _, weight in tables])
+        longest = [table.lengths()[:, ::2].max(axis=1).clip(max=length) for table in self._tables]
+        self.lengths = self._mixture.spread(
+            [lengths[rows].astype(np.int32) for lengths, rows in zip(longest, self._rows)]
+        )
+        self.sample = np.dtype(
+            [("tokens", np.int32, (2, length)), ("learned", np.int8, (2, length)), ("length", np.int32, (2,))]
+        )
+
+    def __len__(self) -> int:
+        return self._mixture.samples
+
+    def load(self, index: int, out: Any) -> None:
+        number, place = self._mixture.place(index)
+        texts = self._tables[number].texts(int(self._rows[number][place]))
+        out["tokens"], out["learned"] = self.tokenizer.pad, 0
+        for side in range(2):
+            tokens, learned = (part[: self.length] for part in texts[2 * side : 2 * side + 2])
+            out["tokens"][side, : len(tokens)] = tokens
+            out["learned"][side, 1 : len(tokens)] = learned[1:]  # nothing comes before a first token
+            out["length"][side] = len(tokens)
+
+
+def _learnable(name: str, table: RowTable, length: int) -> NDArray[np.int64]:
+    """Numbers of the rows all of whose conversations have something to learn within the length. Raises DataError where
+    there is none."""
+    long = np.flatnonzero((table.lengths()[:, ::2] > length).any(axis=1))
+    without = [
+        row for row in long.tolist() if not all(part[1:length].any() for part in table.texts(row)[1::2])
+    ]
+    if len(long):
+        _log.warning(
+            "%s: %d of %d conversations have more than %d tokens; they are cut at their end, and %d that then have "
+            "no answer are left out.", name, len(long), len(table), length, len(without),
+        )  # fmt: skip
+    if len(without) == len(table):
+        raise DataError(
+            f"{name} has no conversation with an answer within its first {length:,} tokens, of "
+            f"{len(table):,}; make model.sequence larger, or give it more."
+        )
+    return np.setdiff1d(np.arange(len(table)), without)
 
 
 def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> list[NDArray[np.int64]]:
@@ -131,16 +173,32 @@ def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> li
 
 def open_conversations(data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int) -> ChatSource:
     """Conversations of a split, cut after `length` tokens. Raises ConfigError and DataError."""
-    packs = open_packs(data, tokenizer, "chat")
-    tables = [(table_of(pack, split), weight) for pack, weight in packs]
+    tables = _tables(data, tokenizer, split, "chat")
+    source = ChatSource(f"{data.source} ({split})", tables, tokenizer, length=length, packed=data.packed)
+    return _as_asked(source, data)
+
+
+def open_preferences(
+    data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int
+) -> PreferenceSource:
+    """Pairs of conversations of a split, each cut after `length` tokens. Raises ConfigError and DataError."""
+    tables = _tables(data, tokenizer, split, "preferences")
+    return _as_asked(PreferenceSource(f"{data.source} ({split})", tables, tokenizer, length=length), data)
+
+
+def _tables(data: DataConfig, tokenizer: Tokenizer, split: Split, form: Form) -> list[tuple[RowTable, float]]:
+    tables = [(table_of(pack, split), weight) for pack, weight in open_packs(data, tokenizer, form)]
     for (table, _), (source, _) in zip(tables, data.parts()):
         if not len(table):
             raise DataError(
                 f"{source} has no conversations for {split}. Give it more, or files named train and val."
             )
-    opened = ChatSource(f"{data.source} ({split})", tables, tokenizer, length=length, packed=data.packed)
-    opened.bad_samples, opened.group_by_length = data.bad_rows, data.group_by_length
-    return opened
+    return tables
+
+
+def _as_asked(source: S, data: DataConfig) -> S:
+    source.bad_samples, source.group_by_length = data.bad_rows, data.group_by_length
+    return source
 
 
 def give_template(tokenizer: Tokenizer, template: str) -> None:

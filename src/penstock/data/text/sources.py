@@ -19,7 +19,7 @@ from penstock.boundary.files import naming, quoted
 from penstock.config.machine import cache_folder
 from penstock.config.run import DataConfig
 from penstock.data.text.build import Found, Progress, Row, Shape, write_pack
-from penstock.data.text.columns import SHAPES, Columns, Content, Form
+from penstock.data.text.columns import CHATS, SHAPES, Columns, Content, Form
 from penstock.data.text.documents import digest, files_of, read_files, splits_of
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.data.text.tokenpack import VERSION, TokenPack
@@ -48,7 +48,7 @@ def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
     """The shape of a pack of this form, which has labels if the form needs them, or if rows are `labelled` anyway."""
     fields, labels = SHAPES[form]
     return Shape(
-        form={"document": "documents", "chat": "chats"}.get(form, "rows"),  # type: ignore[arg-type]
+        form="documents" if form == "document" else "chats" if form in CHATS else "rows",
         fields=fields,
         labels=labels or labelled,
         targets=form == "translation",
@@ -76,6 +76,10 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
         return replace(hub_rows(path, data, columns), labels=labelled)
     from penstock.data.text import embedded
 
+    if form in CHATS and kind in ("numbers", "names"):
+        raise ConfigError(
+            f"data.source={kind} holds no conversations, which this task takes; choose text:PATH or hf:NAME."
+        )
     if kind == "stdlib":
         if form != "document":
             raise ConfigError(
@@ -121,7 +125,7 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
         data.bad_rows,
         tokenizer.fingerprint,
         content.identity,
-        *([tokenizer.chat_template] if form == "chat" else []),
+        *([tokenizer.chat_template] if form in CHATS else []),
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     target = cache_folder() / "text" / name
@@ -185,8 +189,9 @@ def _require_form(pack: TokenPack, form: Form, tokenizer: Tokenizer) -> None:
     problem = ""
     if (has.form == "documents") != (form == "document"):
         problem = f"holds {has.form}, and this task takes {'documents' if form == 'document' else 'rows'}"
-    elif has.chats != (form == "chat"):
-        problem = f"{'holds' if has.chats else 'does not hold'} conversations, and this task takes {form}s"
+    elif has.chats != (form in CHATS):
+        taken = form if form == "preferences" else f"{form}s"
+        problem = f"{'holds' if has.chats else 'does not hold'} conversations, and this task takes {taken}"
     elif has.fields != fields:
         problem = f"has {has.fields} texts in a row, and this task takes {fields}"
     elif labels and has.labels == "none":

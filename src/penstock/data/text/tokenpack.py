@@ -96,7 +96,7 @@ class Manifest:
     """The content of `manifest.json`."""
 
     form: Literal["documents", "rows"]
-    fields: Annotated[int, Range(1, 2)]
+    fields: Annotated[int, Range(1, 4)]
     """Texts in a row."""
     labels: Literal["none", "classes", "numbers"]
     classes: tuple[str, ...]
@@ -107,7 +107,7 @@ class Manifest:
     made_by: dict[str, str | int]
     """Version and settings of the packer, for information."""
     chats: bool = False
-    """Whether rows are conversations: their tokens, and whether each is to be learned."""
+    """Whether rows are conversations, one or two to be compared: tokens, and whether each is to be learned."""
     targets: bool = False
     """Whether second texts are numbered as targets of a translation. It matters where the tokenizer is two-sided."""
 

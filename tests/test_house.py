@@ -425,13 +425,13 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1580,
+    "(modules)": 1610,
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3740,
     "compress": 2660,
-    "config": 5100,
-    "data": 6640,
+    "config": 5150,
+    "data": 6780,
     "decode": 2580,
     "doctor": 450,
     "export": 870,
@@ -450,8 +450,8 @@ LINES = {
     "schedules": 1040,
     "serve": 3380,
     "step": 690,
-    "tasks": 2070,
-    "train": 2890,
+    "tasks": 2210,
+    "train": 2900,
 }
 
 
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 77_100
+    assert sum(LINES.values()) <= 77_500
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -17,12 +17,13 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.config.recipes import require_teachable
+from penstock.config.recipes import require_comparable, require_teachable
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
+from penstock.models.convert import load_weights
 from penstock.models.lora import add_adapters
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
@@ -41,6 +42,7 @@ from penstock.planner.pipeline import stage_counts
 from penstock.precision import (
     LossScaler,
     MasterWeights,
+    Precision,
     apply_precision,
     precision_of,
 )
@@ -48,7 +50,7 @@ from penstock.precision.master import cast_in_place
 from penstock.precision.scaler import agree_over
 from penstock.products.convert import convert_linears
 from penstock.step import Pipeline, Runner, TrainStep
-from penstock.tasks import Embedding, Loss, Task, classification_loss, task_of
+from penstock.tasks import Embedding, Loss, Preferences, Task, classification_loss, task_of
 from penstock.tasks.teacher import open_teacher
 
 __all__ = ["Built", "Loss", "build", "compile_model"]
@@ -114,6 +116,7 @@ def build(
     config = None if isinstance(model, nn.Module) or callable(model) else model
     require(plan, run=True)
     require_teachable(recipe, plan)
+    require_comparable(recipe, plan, preferences=isinstance(loss, Preferences))
     if config is not None and machine is not None:
         require(plan, config, machine, run=True)
     if dims is None:
@@ -192,6 +195,9 @@ def build(
         compile_model(teacher.model, plan)
         assert isinstance(loss, Task)  # others were refused
         loss = loss.taught_by(teacher)
+    # So is the reference of preferences, which must round as the model does: before the first step they are equal.
+    if isinstance(loss, Preferences) and loss.reference is None:
+        loss = loss.beside(_reference(loss, config, plan, precision, device, seed), recipe.preference_beta)
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
     replicas: DataParallel | None = None
@@ -265,6 +271,33 @@ def build(
         model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
         loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas, parameters=parameters,
     )  # fmt: skip
+
+
+def _reference(
+    task: Preferences,
+    config: ModelConfig | None,
+    plan: Plan,
+    precision: Precision,
+    device: torch.device,
+    seed: int,
+) -> nn.Module:
+    """The model that preferences start from, whole, which computes by the same Plan. Raises ConfigError without it."""
+    if task.init_from is None or config is None:
+        raise ConfigError(
+            "Preferences compares a configuration's model with the weights that it starts from; name them with --from "
+            "(init_from), or give the task a model with `beside`."
+        )
+    module = _created(config, seed)
+    load_weights(module, task.init_from)
+    if precision.products != "plain":
+        convert_linears(module, precision.products, device=device)
+    apply_precision(module, precision, device)
+    module = module.to(device)
+    set_switches(module, plan)
+    compile_model(module, plan)
+    if precision.weights == "half" and precision.dtype is not None:
+        cast_in_place([module], precision.dtype, norms=precision.norms, lists=precision.lists)
+    return module
 
 
 def _cut(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +30,7 @@ from penstock.tasks import (
     MaskedWords,
     NextToken,
     Pairs,
+    Preferences,
     Sentences,
     SpanCorruption,
     Task,
@@ -94,6 +96,26 @@ def _chats(task: Task, model: ModelConfig, split: Split) -> Source:
     return task.open(DataConfig(source=f"text:{file}"), model, split)
 
 
+def _preferences(task: Task, model: ModelConfig, split: Split) -> Source:
+    file = cache_folder() / "preferences.jsonl"
+    rows = [
+        {"prompt": f"{n}+{n % 7}", "chosen": str(n + n % 7), "rejected": f"{n % 4}"} for n in range(9, 209)
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return task.open(DataConfig(source=f"text:{file}"), model, split)
+
+
+def _far_reference() -> Any:
+    """A model whose opinions differ so much from those of a fresh one that no margin is near 0."""
+    model = create(replace(CHATTING, vocabulary=368))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)
+    return model
+
+
+CHATTING = DecoderConfig(sequence=80, **SIZES)
 ENROLLED = {
     "image classification": Enrolled(
         ImageClassification(),
@@ -102,7 +124,8 @@ ENROLLED = {
         355,
     ),
     "next token": Enrolled(NextToken(), DecoderConfig(sequence=16, **SIZES), _windows, 170),
-    "chat": Enrolled(Chat(), DecoderConfig(sequence=80, **SIZES), _chats, 3),
+    "chat": Enrolled(Chat(), CHATTING, _chats, 3),
+    "preferences": Enrolled(Preferences().beside(_far_reference()), CHATTING, _preferences, 9),
     "masked words": Enrolled(MaskedWords(), ENCODER, _of_length(14), 195),
     "sentences": Enrolled(Sentences(), ENCODER, _single, 20),
     "pairs": Enrolled(Pairs(), ENCODER, _pairs, 20),

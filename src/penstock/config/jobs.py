@@ -87,5 +87,14 @@ _TUNED: Settings = {
 }
 """Fine-tuning of BERT (Devlin et al., NAACL 2019, section 4 and appendix A.3; XNLI's recipe has these values)."""
 
-TUNING: dict[str, Settings] = {"pairs": _TUNED, "sentences": _TUNED}
+_PREFERENCES: Settings = {
+    "recipe.epochs": 1.0,
+    "recipe.lr": 1e-6,
+    "recipe.warmup_share": 0.1,
+    "recipe.weight_decay": 0.0,
+}
+"""The learning rate of Rafailov et al. (NeurIPS 2023, appendix B); more epochs make rejected answers unlikely, and not
+chosen ones likelier."""
+
+TUNING: dict[str, Settings] = {"pairs": _TUNED, "sentences": _TUNED, "preferences": _PREFERENCES}
 """Settings by task, for models that start from weights. They override those of the preset."""

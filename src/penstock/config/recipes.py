@@ -67,6 +67,12 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
     warm-up that does not fit. The Plan of an `elastic` run changes with its ranks, and is checked alone."""
     require(config.plan, None if elastic else config.model, run=True)
     require_teachable(config.recipe, config.plan)
+    require_comparable(config.recipe, config.plan, preferences=config.task == "preferences")
+    if config.task == "preferences" and config.init_from is None:
+        raise ConfigError(
+            "task=preferences compares the model with the weights that it starts from; name them with --from "
+            "(init_from)."
+        )
     if config.recipe.steps is not None:
         config.recipe.warmup(config.recipe.steps)
 
@@ -102,6 +108,32 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
             problems.append(
                 "plan.compile=whole compiles the student's head, whose loss changes with each batch of "
                 "recipe.teacher; use compile=blocks."
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def require_comparable(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
+    """Raise ConfigError where a Plan or a recipe cannot train by preferences, or where their β has no use."""
+    problems = []
+    if not preferences and recipe.preference_beta != Recipe().preference_beta:
+        problems.append(
+            f"recipe.preference_beta is {recipe.preference_beta:g}, but only task=preferences uses it; leave it out."
+        )
+    if preferences:
+        problems += [
+            f"plan.{name}={degree} splits the model, which task=preferences compares with a whole copy; use {name}=1."
+            for name in ("pp", "tp", "cp")
+            if (degree := getattr(plan, name)) > 1
+        ]
+        if plan.compile == "whole":
+            problems.append(
+                "plan.compile=whole compiles the model's head, which task=preferences makes the logits of again in the "
+                "backward pass; use compile=blocks."
+            )
+        if recipe.teacher is not None:
+            problems.append(
+                "task=preferences has a reference in place of a recipe.teacher; leave the teacher out."
             )
     if problems:
         raise ConfigError(problems)

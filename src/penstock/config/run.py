@@ -38,6 +38,7 @@ TaskName = Literal[
     "images",
     "next_token",
     "chat",
+    "preferences",
     "masked_words",
     "sentences",
     "pairs",
@@ -81,7 +82,7 @@ class DataConfig(Checked, where="data"):
     encoding: FilledText = "utf-8"
     """Encoding of text files, by a name that Python knows: `utf-16`, `latin-1`, `cp1252`, `shift_jis`."""
     template: FilledText = "auto"
-    """Chat template in Jinja of `task=chat`: `auto` (the tokenizer's own, else a plain one) or a file."""
+    """Chat template in Jinja, of conversations: `auto` (the tokenizer's own, else a plain one) or a file."""
     packed: bool = True
     """Whether documents of running text, or whole conversations, fill samples behind each other. If not, a sample is
     one conversation, or one document or a piece of one, and padded."""
@@ -283,6 +284,9 @@ class Recipe(Checked, where="recipe"):
     temperature: Positive = 2.0
     """Divisor of the logits of student and teacher before these are compared (Hinton et al., 2015): a higher one makes
     more of unlikely classes and words."""
+    preference_beta: Positive = 0.1
+    """β of `task=preferences` (Rafailov et al., NeurIPS 2023, equation 7): a higher one keeps the model nearer to the
+    weights that it starts from."""
     eval_every_epochs: Positive = 1.0
     augment: Augment = field(default_factory=Augment)
     lora: Lora = field(default_factory=Lora)
@@ -312,8 +316,8 @@ class RunConfig(Checked):
     """Name of a preset (`vit-s16`); single fields can be overridden."""
     task: TaskName = "auto"
     """Task that the model is trained for. `auto`: classes of images for a Vision Transformer, the next token for a
-    decoder (`chat` learns the answers of conversations), masked words for an encoder (`pairs` where its head gives
-    classes), span corruption for an encoder–decoder."""
+    decoder (`chat` learns the answers of conversations, `preferences` which of two is better), masked words for an
+    encoder (`pairs` where its head gives classes), span corruption for an encoder–decoder."""
     data: DataConfig = field(default_factory=DataConfig)
     """`auto` (what the task brings), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)

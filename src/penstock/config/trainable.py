@@ -23,6 +23,7 @@ TASKS: dict[str, str] = {
     "images": "images",
     "next_token": "causal tokens",
     "chat": "causal tokens",
+    "preferences": "causal tokens",
     "masked_words": "tokens",
     "sentences": "tokens",
     "pairs": "tokens",

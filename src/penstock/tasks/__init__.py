@@ -10,6 +10,7 @@ from penstock.tasks.embedding import Embedding
 from penstock.tasks.image_classification import ImageClassification, classification_loss
 from penstock.tasks.masked_words import MaskedWords
 from penstock.tasks.next_token import NextToken
+from penstock.tasks.preferences import Preferences
 from penstock.tasks.sentences import Pairs, Sentences
 from penstock.tasks.span_corruption import SpanCorruption
 from penstock.tasks.task import Loss, Prepare, Task, mean_loss
@@ -24,6 +25,7 @@ __all__ = [
     "MaskedWords",
     "NextToken",
     "Pairs",
+    "Preferences",
     "Prepare",
     "Sentences",
     "SpanCorruption",
@@ -39,6 +41,7 @@ __all__ = [
 _TEXT: dict[str, type[TextTask]] = {
     "next_token": NextToken,
     "chat": Chat,
+    "preferences": Preferences,
     "masked_words": MaskedWords,
     "sentences": Sentences,
     "pairs": Pairs,

@@ -19,7 +19,16 @@ from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
-from penstock.tasks.text import TextBatch, WordTask, counted, first_samples, on_device, rounded, tokenizer_of
+from penstock.tasks.text import (
+    TextBatch,
+    TextTask,
+    WordTask,
+    counted,
+    first_samples,
+    on_device,
+    rounded,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -28,26 +37,30 @@ SHOWN = 64
 """Most tokens of a printed answer."""
 
 
-class Chat(WordTask):
-    """Mean cross entropy of the tokens of answers. Questions, system messages, tools' results and the template's own
-    words are read and not learned. Conversations in one sample do not see each other.
-    """
+class ConversationTask(TextTask):
+    """A task on conversations, which the tokenizer's chat template writes."""
 
     def tokenizer(self, data: DataConfig) -> Tokenizer:
         from penstock.data.text.conversations import give_template
 
+        if data.source == "auto":
+            raise ConfigError(
+                "This task brings no conversations of its own; name some with --data text:FILE.jsonl, a "
+                "folder of such files, or hf:NAME."
+            )
         tokenizer = super().tokenizer(data)
         give_template(tokenizer, data.template)
         return tokenizer
 
+
+class Chat(ConversationTask, WordTask):
+    """Mean cross entropy of the tokens of answers. Questions, system messages, tools' results and the template's own
+    words are read and not learned. Conversations in one sample do not see each other.
+    """
+
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.conversations import open_conversations
 
-        if data.source == "auto":
-            raise ConfigError(
-                "task=chat brings no conversations of its own; name some with --data text:FILE.jsonl, a folder of such "
-                "files, or hf:NAME."
-            )
         (length,) = (one.length for one in model.graph.inputs)
         source: Source = open_conversations(data, tokenizer, split, length=length + 1)
         return source

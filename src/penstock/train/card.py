@@ -15,7 +15,7 @@ from penstock.train.evaluate import Evaluation
 
 _TAGS = {
     "images": "image-classification", "next_token": "text-generation", "chat": "text-generation",
-    "masked_words": "fill-mask",
+    "masked_words": "fill-mask", "preferences": "text-generation",
     "sentences": "text-classification", "pairs": "text-classification", "translation": "translation",
     "embedding": "sentence-similarity", "span_corruption": "text2text-generation",
 }  # fmt: skip

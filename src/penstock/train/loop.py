@@ -44,7 +44,7 @@ from penstock.parallel.agree import Ballot, average
 from penstock.planner import Prediction, predict
 from penstock.probe import resolve_device
 from penstock.probe.link import measure_link
-from penstock.tasks import task_of
+from penstock.tasks import Task, task_of
 from penstock.train.calendar import Calendar
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
@@ -207,6 +207,8 @@ class _Run:
             config.model, config.plan, device=device, recipe=config.recipe, loss=self.task, seed=config.seed,
             machine=self.machine, dims=dims,
         )  # fmt: skip
+        assert isinstance(self.built.loss, Task)
+        self.task = self.built.loss  # with what evaluations compare the model with
         self.loader = self._loader(train_source, augment=config.recipe.augment)
         shared = None if dims.alone else lambda value: average(value, dims)
         self.monitor = LossMonitor(

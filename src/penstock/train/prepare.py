@@ -71,15 +71,12 @@ def require_teacher(config: RunConfig, source: Source) -> None:
     """Raise ConfigError, before anything is built or measured, where the run's teacher is not there, is what the run
     will overwrite, or differs from the student in what they read or tell apart.
     """
+    if config.task == "preferences" and config.init_from is not None:
+        _require_kept("init_from", config.init_from, config)
     name = config.recipe.teacher
     if name is None:
         return
-    folder = local_weights(name)
-    if Path(config.output).resolve() in (folder.resolve(), *folder.resolve().parents):
-        raise ConfigError(
-            f"recipe.teacher is {name}, in the output folder of this run, which will overwrite it; choose another "
-            "--output."
-        )
+    folder = _require_kept("recipe.teacher", name, config)
     require_alike(read_config(folder), config.model, name)
     ours: Any = getattr(source, "tokenizer", None)
     theirs = None if ours is None else found_in(folder)
@@ -88,6 +85,16 @@ def require_teacher(config: RunConfig, source: Source) -> None:
             f"recipe.teacher {name} has the tokenizer {theirs.name}, and this run {ours.name}, so that the numbers of "
             "their words are not the same; set data.tokenizer to the teacher's folder, or leave it out."
         )
+
+
+def _require_kept(setting: str, name: str, config: RunConfig) -> Path:
+    """The folder of weights that a run reads to its end. Raises ConfigError where it will overwrite them."""
+    folder = local_weights(name)
+    if Path(config.output).resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise ConfigError(
+            f"{setting} is {name}, in the output folder of this run, which will overwrite it; choose another --output."
+        )
+    return folder
 
 
 def learning_of(config: RunConfig) -> Learning:

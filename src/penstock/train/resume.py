@@ -156,6 +156,8 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     plans = from_dict(Plan, old_plan, origin="the checkpoint"), from_dict(Plan, new_plan, origin="the run")
     effects = {name: _effect(name, plans, old.get(name), new.get(name)) for name in names}
+    if "init_from" in effects and new.get("task") == "preferences":  # these weights are a part of its loss
+        effects["init_from"] = "model"
     names = [name for name in names if effects[name] != "nothing"]
     refused = [name for name in names if effects[name] == "model"]
     if refused:

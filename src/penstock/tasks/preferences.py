@@ -1,0 +1,124 @@
+"""Preferences: of two answers the chosen one becomes likelier than the rejected one (Rafailov et al., "Direct
+preference optimization", NeurIPS 2023).
+
+With the log-probability of an answer, log π(y), as the sum over its tokens given all that was said before them, and
+π_ref of the weights that a run starts from, a pair's margin and loss are (equation 7)
+
+    m = β [(log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r))]          −log σ(m)
+
+Shapes: B pairs, whose texts are the rows 2i (chosen) and 2i + 1 (rejected) of a batch, N tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.model import ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.loader import HostBatch
+from penstock.data.source import Source, Split
+from penstock.errors import ConfigError
+from penstock.kernels.cross_entropy import IGNORED
+from penstock.tasks.chat import SHOWN, ConversationTask
+from penstock.tasks.task import Prepare, plain
+from penstock.tasks.text import TextBatch, first_samples, on_device, rounded, tokenizer_of
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+
+class Preferences(ConversationTask):
+    """Mean loss of pairs. Metrics: `loss`; `accuracy`, the share of pairs whose margin is above 0; `margin`, its mean.
+
+    `beside` gives the reference, which `build` does where a run starts from weights. It is whole on each rank and no
+    part of the model, so that neither checkpoints nor exports hold it.
+    """
+
+    unit = "pairs"
+    reference: nn.Module | None = None
+    """The model that gives π_ref, in evaluation mode; it computes as the model does."""
+    beta = 0.1
+
+    def beside(self, reference: nn.Module, beta: float = 0.1) -> Self:
+        """The same task with a reference, which is changed in place, and β."""
+        made = copy.copy(self)
+        made.reference, made.beta = reference.eval().requires_grad_(False), beta
+        return made
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        from penstock.data.text.conversations import open_preferences
+
+        (length,) = (one.length for one in model.graph.inputs)
+        source: Source = open_preferences(data, tokenizer, split, length=length + 1)
+        return source
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        return partial(prepare_pairs, arguments=model.graph.arguments)
+
+    def margins(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        """Margins of pairs (B,), of the sums of −log p that the model returns of each text (2B,); differentiable."""
+        if self.reference is None:
+            raise ConfigError(
+                "Preferences compares a model with the weights that it started from, and there are none; name them "
+                "with --from (init_from), or give the task a model with `beside`."
+            )
+        with torch.no_grad():
+            known = self.reference(*batch.inputs)
+        chosen, rejected = (known - outputs).view(-1, 2).unbind(1)
+        margins: Tensor = self.beta * (chosen - rejected)
+        return margins
+
+    def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        return -F.logsigmoid(self.margins(outputs, batch)).mean()
+
+    def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
+        margins = self.margins(outputs, batch).double()
+        return torch.stack([-F.logsigmoid(margins).sum(), (margins > 0).double().sum(), margins.sum()])
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        return dict(zip(("loss", "accuracy", "margin"), (total / samples for total in sums), strict=True))
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        return (
+            f"loss {plain(metrics['loss'], '.4f')}  accuracy {plain(metrics['accuracy'], '.2%')}  "
+            f"margin {plain(metrics['margin'], '+.4f')}"
+        )
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """Both answers of the split's first pair, and by how much the model prefers the chosen one."""
+        tokenizer, host = tokenizer_of(source), first_samples(source, 1)
+        batch = prepare_pairs(host, device, arguments=model.graph.arguments)  # type: ignore[arg-type, union-attr]
+        margin = float(self.margins(model(*batch.inputs), batch))
+        fields: dict[str, Tensor] = host.samples
+        asked, answers = "", []
+        for tokens, learned in zip(fields["tokens"][0], fields["learned"][0].bool(), strict=True):
+            begin = int(learned.int().argmax())
+            asked = tokenizer.decode(tokens[max(0, begin - SHOWN) : begin].tolist())
+            answers.append(tokenizer.decode(tokens[learned][:SHOWN].tolist()))
+        return f"…{asked}│{answers[0]} over {answers[1]} (margin {margin:+.4f})"
+
+
+def prepare_pairs(host: HostBatch, device: torch.device, *, arguments: Sequence[str]) -> TextBatch:
+    """Pairs (B, 2, L + 1) as a batch of 2B texts, for a model that takes `arguments` and is asked for the loss of each
+    text, of which the tokens of answers are targets."""
+    fields: dict[str, Tensor] = host.samples
+    lengths = fields["length"].numpy()
+    tokens, learned = (fields[name].flatten(0, 1).numpy() for name in ("tokens", "learned"))
+    size = rounded(int(lengths.max()) - 1, tokens.shape[1] - 1)
+    targets = np.where(learned[:, 1 : size + 1] == 1, tokens[:, 1 : size + 1], IGNORED)
+    given: dict[str, Any] = {
+        arguments[0]: on_device(tokens[:, :size], device), "targets": on_device(targets, device), "by_sample": True,
+    }  # fmt: skip
+    return TextBatch(
+        inputs=tuple(given.get(name) for name in arguments), ids=host.ids, tokens=int((lengths - 1).sum())
+    )

@@ -1,0 +1,94 @@
+"""A run by preferences from an export: it learns, is resumed exactly, and is refused where its beginning is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.config.machine import Machine, save_machine
+from penstock.step import TrainStep
+from penstock.train.metrics import read_metrics
+
+SHARED = "--checkpoint_every 4 --log_every 1 --plan.micro_batch 8 --machine machine.json --device cpu"
+TINY = "--model.width 32 --model.depth 1 --model.heads 2 --model.mlp_width 48 --model.sequence 96"
+
+
+def _train(output: str, *words: str, code: int = 0) -> list[dict[str, Any]]:
+    assert main(["train", *words, *SHARED.split(), "--output", output]) == code
+    path = Path(output) / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def _losses(records: list[dict[str, Any]]) -> list[float]:
+    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+
+def test_a_run_by_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
+    save_machine(
+        Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6),
+        tmp_path / "machine.json",
+    )
+    monkeypatch.chdir(tmp_path)
+    pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(240)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    chats = [{"prompt": f"{n % 9}?", "completion": "yes" if n % 2 else "no"} for n in range(240)]
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    _train(
+        "base", "gpt-tiny", "--task", "chat", "--data", "text:chats.jsonl", *TINY.split(), "--recipe.steps=4"
+    )
+
+    beside = [
+        "--task",
+        "preferences",
+        "--data",
+        "text:pairs.jsonl",
+        "--recipe.steps",
+        "8",
+        "--recipe.lr",
+        "2e-3",
+    ]
+    given = ["--from", "base", *beside]
+    records = _train("whole", *given)
+    whole = _losses(records)
+    assert whole[0] == pytest.approx(0.693147, abs=1e-5)
+    (evaluation,) = (record for record in records if record["event"] == "evaluation")
+    assert evaluation["accuracy"] == 1.0
+    assert evaluation["margin"] > 0.05
+    assert evaluation["loss"] < 0.68
+    assert "│yes over no (margin +" in evaluation["sample"]
+    assert Path("whole/export/chat_template.jinja").exists() or "chat_template" in (
+        Path("whole/export/tokenizer_config.json").read_text()
+    )
+
+    # Cut off in the seventh step, after the checkpoint of the fourth.
+    called, step = 0, TrainStep.__call__
+
+    def cut(self: TrainStep, batches: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called == 7:
+            raise KeyboardInterrupt
+        return step(self, batches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainStep, "__call__", cut)
+        _train("parts", *given, code=130)
+    assert _losses(_train("parts", *given)) == whole
+    one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+    def refusal(*words: str, output: str = "whole") -> str:
+        capsys.readouterr()
+        _train(output, *words, code=2)
+        return " ".join(capsys.readouterr().err.split())
+
+    shutil.copytree("base/export", "other")
+    assert "init_from is 'other'" in refusal("--from", "other", *beside)
+    assert "will overwrite it" in refusal(*given, output="base")
+    assert "name them with --from" in refusal("gpt-tiny", *beside, output="new")

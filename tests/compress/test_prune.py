@@ -204,6 +204,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
+@pytest.mark.slow
 def test_random_unequal_models_are_opened_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
     generator, configs = random.Random(5), []
     while len(configs) < 50:

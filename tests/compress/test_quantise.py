@@ -72,6 +72,7 @@ def wider(name: str) -> ModelConfig:
     return replace(config, **sides)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_every_family_reopens_in_a_new_process_bit_by_bit(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     folders, expected = [], []

@@ -93,6 +93,7 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
         run.compress(replace(config, distil=Distil(steps=5)))
 
 
+@pytest.mark.slow
 def test_a_killed_compression_goes_on_and_ends_as_if_it_had_not_been(teacher: Path, tmp_path: Path) -> None:
     words = ["compress", str(teacher), "--prune.layers", "0.5", "--prune.samples", "64", "--distil.steps", "80",
              "--prune.layers_by", "even", "--device", "cpu", "--output", str(tmp_path / "killed")]  # fmt: skip

@@ -103,11 +103,9 @@ def test_a_shower_of_signals_from_the_first_import_on_asks_for_a_requeue(tmp_pat
 
 @pytest.mark.parametrize(
     ("form", "job"),
-    [
-        *(pytest.param(form, "vit", marks=() if form == "alone" else pytest.mark.slow) for form in FORMS),
-        pytest.param("alone", "encoder-decoder", marks=pytest.mark.slow),
-    ],
+    [*((form, "vit") for form in FORMS), pytest.param("alone", "encoder-decoder", marks=pytest.mark.sweep)],
 )
+@pytest.mark.slow
 def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
     tmp_path: Path, form: str, job: str
 ) -> None:
@@ -121,7 +119,8 @@ def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
     finish(form, tmp_path, job)
 
 
-@pytest.mark.parametrize("form", ["alone", pytest.param("two ranks", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["alone", pytest.param("two ranks", marks=pytest.mark.sweep)])
 def test_a_shower_after_the_last_word_changes_nothing(tmp_path: Path, form: str) -> None:
     run = Run(form, tmp_path)
     run.until(run.done)

@@ -23,6 +23,7 @@ def trained(folder: Path, **overrides: object) -> tuple[TrainResult, float]:
     return train(config), time.process_time() - started
 
 
+@pytest.mark.slow
 def test_a_small_model_learns_the_digits_in_seconds(tmp_path: Path) -> None:
     result, seconds = trained(
         tmp_path,

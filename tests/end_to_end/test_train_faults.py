@@ -146,6 +146,7 @@ def undisturbed(job: str, tmp_path_factory: pytest.TempPathFactory) -> RunConfig
     return config
 
 
+@pytest.mark.slow
 def test_kills_at_steps_and_during_saves_change_nothing(
     undisturbed: RunConfig, tmp_path: Path, job: str
 ) -> None:

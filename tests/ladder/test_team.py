@@ -126,6 +126,7 @@ def test_a_model_of_ones_own_is_held_to_one_process_on_other_samples_per_rank(ow
     assert "dp=2 sharding=fsdp" in fsdp.plan
 
 
+@pytest.mark.slow
 def test_ranks_that_compute_something_else_are_found_out(own: str, machine: str) -> None:
     report = ladder(factory=f"{own}:other", rungs=("parallel-ddp",), machine=machine, **SHORT)
     ddp = _rungs(report)["parallel-ddp"]

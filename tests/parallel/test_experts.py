@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers.families import ENROLLED, WITH_EXPERTS, Given, batches
 from helpers.rank_pool import pool
+from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.config.model import ModelConfig, Seq2SeqConfig
@@ -190,7 +191,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("kind", [*list(SPLIT)[:-1], pytest.param("tokens, 4 ranks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", sweep(SPLIT, [kind for kind in SPLIT if "2 ranks" in kind], slow=SPLIT))
 def test_mixtures_learn_the_same_however_ranks_split_them(kind: str) -> None:
     for name, line in SPLIT[kind]:
         _compare(_config(name), f"{line} algorithm=sgd")
@@ -357,8 +358,12 @@ def _went_on(config: ModelConfig, line: str, folder: str, save: bool) -> list[tu
     [
         ("dp=2 ep=2 micro_batch=2 sharding=fsdp", "dp=2 ep=2 micro_batch=2 sharding=fsdp"),
         ("dp=2 ep=2 micro_batch=2 optimizer=contiguous", "micro_batch=4"),
-        ("micro_batch=4", "dp=4 ep=4 micro_batch=1"),
-        ("dp=4 ep=2 micro_batch=1 sharding=fsdp", "dp=2 tp=2 ep=4 micro_batch=2 sharding=zero1"),
+        pytest.param("micro_batch=4", "dp=4 ep=4 micro_batch=1", marks=pytest.mark.slow),
+        pytest.param(
+            "dp=4 ep=2 micro_batch=1 sharding=fsdp",
+            "dp=2 tp=2 ep=4 micro_batch=2 sharding=zero1",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("tp=2 micro_batch=4", "tp=2 ep=2 pp=2 micro_batch=4", marks=pytest.mark.slow),
     ],
 )

@@ -427,6 +427,7 @@ def tiny(family: str, where: Path) -> Path:
     return where / family
 
 
+@pytest.mark.slow
 def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

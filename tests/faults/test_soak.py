@@ -84,6 +84,17 @@ def burden(agent: int, folder: Path) -> Burden:
     )
 
 
+def settled(agent: int, folder: Path) -> Burden:
+    """`burden` once both ranks are there: a busy machine may not have started them again yet."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return burden(agent, folder)
+        except psutil.NoSuchProcess:
+            assert time.monotonic() < end, "no rank is started again"
+            time.sleep(0.05)
+
+
 def strike(kind: str, rank: int, config: RunConfig) -> float:
     """When."""
     folder = Path(config.output).parent
@@ -134,7 +145,7 @@ def soak(config: RunConfig, agent: Agent, seconds: float, every: float) -> Soake
     begun, first = time.monotonic(), tally(config)[-1].step
     while (next_at := (len(found.kinds) + 1) * every) < seconds:
         time.sleep(max(0.0, begun + next_at - time.monotonic()))
-        found.burdens.append(burden(agent.process.pid, folder))
+        found.burdens.append(settled(agent.process.pid, folder))
         kind = KINDS[len(found.kinds) % len(KINDS)]
         found.kinds.append(kind)
         before = tally(config)[-1]

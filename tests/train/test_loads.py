@@ -104,7 +104,7 @@ def test_labels_are_checked() -> None:
     for words, wrong in problems.items():
         assert any(words in problem for problem in wrong.problems("model"))
     config: Any = _config("softmax")
-    assert create(config, device="meta").graph.arguments[-1] == "routes"
+    assert create(config, device="meta").graph.arguments[-2:] == ("routes", "by_sample")
     with pytest.raises(ConfigError, match="2 and 3 labels"):
         replace(config, decoder=replace(config.decoder, labels=2))
 

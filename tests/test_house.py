@@ -431,7 +431,7 @@ LINES = {
     "cli": 3740,
     "compress": 2660,
     "config": 5150,
-    "data": 6780,
+    "data": 6790,
     "decode": 2580,
     "doctor": 450,
     "export": 870,
@@ -445,10 +445,10 @@ LINES = {
     "planner": 6220,
     "precision": 5450,
     "probe": 1050,
-    "products": 1200,
+    "products": 1190,
     "report": 1440,
     "schedules": 1040,
-    "serve": 3380,
+    "serve": 3370,
     "step": 690,
     "tasks": 2210,
     "train": 2900,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 77_500
+    assert sum(LINES.values()) <= 77_400
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -21,10 +21,11 @@ import pytest
 from helpers.fake_engine import CONTEXT, POISON, VOCABULARY
 from helpers.served import Running, served
 from penstock.config.decoding import Decoding
-from penstock.data.text.chat import Template
+from penstock.data.text.chat import Template, template_of
+from penstock.data.text.open import in_folder
+from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.planner.serve import StepCosts
-from penstock.serve.asked import template_in
 from penstock.serve.measure import Client, replay, step_costs
 from penstock.serve.scheduler import Limits
 from penstock.serve.simulate import simulate
@@ -40,8 +41,6 @@ REAL = "penstock.serve.worker:opened"
 def folder(where: Path, milliseconds: int) -> Path:
     """What stands for a model: a tokenizer of bytes, and a chat template."""
     pytest.importorskip("tokenizers")
-    from penstock.data.text.tokenizers import Bytes
-
     made = where / f"fake-{milliseconds}"
     made.mkdir()
     Bytes().save(made)
@@ -62,8 +61,10 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     "given", [TEMPLATE, [{"name": "rag", "template": "x"}, {"name": "default", "template": TEMPLATE}]]
 )
 def test_of_several_chat_templates_the_default_is_taken(given: Any, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
-    template = template_in(tmp_path)
+    Bytes().save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": given}))
+    template = template_of(in_folder(tmp_path))
     assert template is not None
     assert template.text([{"role": "user", "content": "How high?"}]) == "u:How high?\na:"
 

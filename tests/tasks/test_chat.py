@@ -13,7 +13,7 @@ import torch
 from penstock.cli import main
 from penstock.config.model import DecoderConfig
 from penstock.config.run import DataConfig
-from penstock.data.text.chat import PLAIN, Template, messages_of, rendered, within
+from penstock.data.text.chat import PLAIN, Template, messages_of, rendered, template_of, within
 from penstock.data.text.conversations import fitted, give_template, open_conversations
 from penstock.data.text.open import in_folder
 from penstock.data.text.tokenizers import Bytes, Tokenizer
@@ -133,7 +133,7 @@ def test_numbers_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
     ]
     wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     (whole,) = rendered(messages, Template(CHATML, ours.spelled()), ours.special_words())
-    ids, places = ours.encode_marked(whole.text)
+    ((ids, places),) = ours.encode_marked([whole.text])
     assert ids.tolist() == list(wanted["input_ids"])
     assert [int(inside) for inside in within(places, whole.answers)] == list(wanted["assistant_masks"])
 
@@ -243,12 +243,12 @@ def test_a_model_is_tuned_exported_with_its_template_and_asked(tmp_path: Path) -
     command += ["--recipe.steps=12", "--plan.micro_batch=8", "--device=cpu"]
     assert main(command) == 0
     export = tmp_path / "run" / "export"
-    from penstock.serve.asked import chat, template_in
+    from penstock.serve.asked import chat
 
-    asked = chat({"messages": ASKED[:1]}, template_in(export))
-    assert asked.marked
     tokenizer = in_folder(export)
-    ids = tokenizer.encode_marked(str(asked.prompts[0]))[0].tolist()
+    asked = chat({"messages": ASKED[:1]}, template_of(tokenizer))
+    assert asked.marked
+    ids = tokenizer.encode_marked([str(asked.prompts[0])])[0][0].tolist()
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(export)
     assert ids == list(theirs.apply_chat_template(ASKED[:1], add_generation_prompt=True)["input_ids"])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from helpers.cut import cut_in_step
 from penstock.cli import main
 from penstock.config.machine import Machine, save_machine
-from penstock.step import TrainStep
 from penstock.train.metrics import read_metrics
 
 SHARED = "--checkpoint_every 4 --log_every 1 --plan.micro_batch 8 --machine machine.json --device cpu"
@@ -67,17 +67,7 @@ def test_a_run_by_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     )
 
     # Cut off in the seventh step, after the checkpoint of the fourth.
-    called, step = 0, TrainStep.__call__
-
-    def cut(self: TrainStep, batches: Any) -> Any:
-        nonlocal called
-        called += 1
-        if called == 7:
-            raise KeyboardInterrupt
-        return step(self, batches)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TrainStep, "__call__", cut)
+    with cut_in_step(monkeypatch, 7):
         _train("parts", *given, code=130)
     assert _losses(_train("parts", *given)) == whole
     one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))

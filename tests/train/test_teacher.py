@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from helpers.cut import cut_in_step
 from helpers.jobs import texts_in
 from penstock.cli import main
 from penstock.config.machine import Machine, save_machine
 from penstock.models.convert import model_in
-from penstock.step import TrainStep
 from penstock.train.metrics import read_metrics
 
 pytest.importorskip("tokenizers")
@@ -46,17 +46,7 @@ def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert whole != _train("alone", "--model.width", "32")
 
     # Cut off in the fourth step, after the checkpoint of the second.
-    called, step = 0, TrainStep.__call__
-
-    def cut(self: TrainStep, batches: Any) -> Any:
-        nonlocal called
-        called += 1
-        if called == 4:
-            raise KeyboardInterrupt
-        return step(self, batches)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TrainStep, "__call__", cut)
+    with cut_in_step(monkeypatch, 4):
         _train("parts", *beside, code=130)
     assert _train("parts", *beside) == whole
     one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))

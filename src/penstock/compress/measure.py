@@ -51,16 +51,11 @@ class FolderFigures:
     memory_bytes: int
     """The most that tensors take in that pass, weights included."""
     predicted_seconds: float | None
-    """Latency of that pass, by the planner; none of a quantised model, whose products it does not price."""
+    """Latency of that pass, by the planner; None of a quantised model whose products have no rate on the machine."""
     metrics: dict[str, float]
     """The task's metrics of the validation data."""
     words: str
     """The metrics for people."""
-
-
-def multiplies_in_int8(folder: Path) -> bool:
-    """Whether the linear layers of a quantised folder multiply in int8."""
-    return any(form == "int8" for form, _ in rounded_weights(folder).values())
 
 
 class Workbench:
@@ -138,9 +133,10 @@ class Workbench:
     def predicted_of(self, folder: Path, model: ModelConfig) -> float | None:
         """Predicted seconds of a pass of a folder's model; None where its products are quantised and their rate on the
         machine is not known."""
-        if not rounded_weights(folder):
+        formats = {form for form, _ in rounded_weights(folder).values()}
+        if not formats:
             return self.predicted(model)
-        known = multiplies_in_int8(folder) and "int8" in self.machine.peak_flops
+        known = "int8" in formats and "int8" in self.machine.peak_flops
         return self.predicted(model, int8=True) if known else None
 
     def predicted(self, model: ModelConfig, *, int8: bool = False) -> float:

@@ -85,7 +85,8 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
 def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     """Store linear layers in few bits, calibrated and scored with the data of the compression."""
     config = bench.config
-    data = task_data(call.source, config.data, task=config.task, samples=config.quantise.samples)
+    read = bench.task_for(call.source)[1]  # by the tokenizer that the steps before have left
+    data = task_data(call.source, read, task=config.task, samples=config.quantise.samples)
     shutil.rmtree(call.target, ignore_errors=True)
     result = quantise_folder(call.source, call.target, config.quantise, data)
     return {"layers": len(result.formats), "kept": dict(result.kept), "points_lost": result.lost}

@@ -22,6 +22,16 @@ _BEYOND = 64
 """Bytes of memory behind weights in int8."""
 
 
+def packed_numbers(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> object:
+    """int8 numbers (out, in) with a scale for each output (out,), as torch's quantised products take them."""
+    with warnings.catch_warnings():
+        # torch will take its quantised tensors out one day; the kernels that take this one are its fastest so far.
+        warnings.simplefilter("ignore", UserWarning)
+        zeros = torch.zeros(len(scales), dtype=torch.int64)
+        weight = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(weight, bias)
+
+
 class Int8(Stored):
     """Weights and inputs in int8."""
 
@@ -29,14 +39,8 @@ class Int8(Stored):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        weight = linear.weight.detach().float()
-        scales = _scales(weight)
-        with warnings.catch_warnings():
-            # torch will take its quantised tensors out one day; the kernel that takes this one is its fastest so far.
-            warnings.simplefilter("ignore", UserWarning)
-            zeros = torch.zeros(len(weight), dtype=torch.int64)
-            weight = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
-            self.weight = torch.ops.quantized.linear_prepack(weight, None)
+        rounded = round_rows(linear.weight)
+        self.weight = packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
         # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
         self.narrow = not this_cpu().vnni
 
@@ -107,8 +111,3 @@ class Int4(Stored):
             x.contiguous(), self.weight, _GROUP, self.scales.to(x.dtype)
         )
         return found if self.bias is None else found + self.bias
-
-
-def _scales(weight: Tensor) -> Tensor:
-    """The scale of int8 for each output (out,): the value of 1."""
-    return weight.abs().amax(1).clamp(min=1e-12) / 127

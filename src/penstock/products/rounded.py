@@ -13,7 +13,6 @@ there, which gains no time.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -26,7 +25,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models.experts import ExpertLinear
 from penstock.models.rounded import MOST, RoundedWeight
 from penstock.products.convert import device_problem
-from penstock.products.integers import Int4, Int8Weights
+from penstock.products.integers import Int4, Int8Weights, packed_numbers
 from penstock.products.stored import Stored
 
 _EXACT = 1024
@@ -44,7 +43,9 @@ class RoundedInt8(Stored):
         self.static = None if rounded.input_scale is None else float(rounded.input_scale)
         self.scales = rounded.scales[:, 0].contiguous()
         self.bias = None if self.bias is None else self.bias.float()
-        self.packed = _packed(rounded.numbers, self.scales, self.bias if self.static else None)
+        self.packed = None  # where the fused product's sums are not exact
+        if this_cpu().vnni:
+            self.packed = packed_numbers(rounded.numbers, self.scales, self.bias if self.static else None)
         self._numbers = rounded.numbers.clone() if self.packed is None else None
 
     @property
@@ -84,18 +85,6 @@ class RoundedInt8(Stored):
 def in_8_bits(x: Tensor, scale: float) -> Tensor:
     """Inputs as whole numbers from −128 to 127, in the type of x."""
     return (x * (1.0 / scale)).round().clamp(-128, 127)
-
-
-def _packed(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> object | None:
-    """The weights as the fused operation takes them; None where its sums are not exact."""
-    if not this_cpu().vnni:
-        return None
-    with warnings.catch_warnings():
-        # torch will take its quantised tensors out one day; the kernel that takes this one is its fastest so far.
-        warnings.simplefilter("ignore", UserWarning)
-        zeros = torch.zeros(len(scales), dtype=torch.int64)
-        weight = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
-        return torch.ops.quantized.linear_prepack(weight, bias)  # type: ignore[no-any-return]
 
 
 class RoundedExperts(nn.Module):

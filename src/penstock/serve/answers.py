@@ -91,13 +91,14 @@ class Whole:
 
 def likeliest(texts: Sequence[Whole], wanted: Asked) -> list[Whole]:
     """The `choices` likeliest of each prompt's texts, in the order in which they were made."""
-    found: list[Whole] = []
-    size = wanted.best_of if wanted.most != 0 else 1
-    for start in range(0, len(texts), size):
-        group = texts[start : start + size]
-        kept = sorted(range(len(group)), key=lambda n: -group[n].mean)[: wanted.choices]
-        found += [group[n] for n in (sorted(kept) if wanted.scored else range(len(group)))]
-    return found
+    if wanted.best_of == wanted.choices or wanted.most == 0:
+        return list(texts)
+    chosen: list[Whole] = []
+    for start in range(0, len(texts), wanted.best_of):
+        group = texts[start : start + wanted.best_of]
+        best = sorted(range(len(group)), key=lambda n: -group[n].mean)[: wanted.choices]
+        chosen += [group[n] for n in sorted(best)]
+    return chosen
 
 
 def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
@@ -108,7 +109,8 @@ def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]
 
 def choice(place: int, one: Whole, kind: str, wanted: Asked, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """A whole text; behind its prompt, and with log-probabilities, where these are wanted."""
-    prompt = tokenizer.decode(one.prompt) if tokenizer is not None else ""
+    shown = wanted.echo or wanted.logprobs is not None
+    prompt = tokenizer.decode(one.prompt) if shown and tokenizer is not None else ""
     logs = None
     if wanted.logprobs is not None and one.scores is not None:
         logs = _logs(one, prompt, chats=kind.startswith("chat"), echo=wanted.echo, tokenizer=tokenizer)

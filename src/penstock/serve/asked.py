@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from penstock.boundary.files import quoted
@@ -17,8 +16,6 @@ from penstock.config.convert import BadValue, Range, convert, nearest
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
 from penstock.data.text.chat import Template
-from penstock.data.text.open import settings_in
-from penstock.data.text.tokenizers import special_words
 from penstock.errors import ConfigError
 
 MOST_CHOICES = 16
@@ -239,11 +236,3 @@ def _field(body: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
         return convert(body[name], kind)
     except BadValue as problem:
         raise ConfigError(problem.sentence(name)) from None
-
-
-def template_in(folder: Path) -> Template | None:
-    """The chat template of a model's folder, None if it has none."""
-    text = settings_in(folder).get("chat_template")
-    if not isinstance(text, str):
-        return None
-    return Template(text, special_words(settings_in(folder)))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,7 +49,34 @@ _HELD = ExitStack()
 """The group of ranks, which lives as long as this process."""
 
 
-class Led:
+class Ranks(ABC):
+    """Ranks of which the first leads: it tells the others the news of each of its steps, and they take the same."""
+
+    dims: ParallelDims
+
+    @abstractmethod
+    def obey(self, news: Any) -> None:
+        """Take the leader's step, of which `news` is all that must be known."""
+
+    def dismiss(self) -> None:
+        """Let the others end, if this one leads."""
+        if self.dims.main:
+            told(None, self.dims)
+
+    def follow(self) -> None:
+        """Do what the leader does until it ends."""
+        nothing: Any = None
+        while True:
+            try:
+                news = told(nothing, self.dims)
+            except RuntimeError:  # it has gone without a word
+                return
+            if news is None:
+                return
+            self.obey(news)
+
+
+class Led(Ranks):
     """An engine on several ranks, for the worker on the first: each step passes on to the others what was admitted and
     released. Ranks of `dp` each have slots of their own, with an engine of their own; those of `tp` have the same.
     """
@@ -145,33 +173,20 @@ class Led:
             if end >= 0
         ]
 
-    def dismiss(self) -> None:
-        """Let the others end, if this one leads."""
-        if self.dims.main:
-            told(None, self.dims)
-
-    def follow(self) -> None:
-        """Do what the leader does until it ends."""
-        nothing: Any = None
-        while True:
-            try:
-                news = told(nothing, self.dims)
-            except RuntimeError:  # it has gone without a word
-                return
-            if news is None:
-                return
-            admitted, chunk, orders = news
-            for rank, each in admitted:
-                if rank != self.dims.data_rank:
-                    continue
-                if isinstance(each, int):
-                    self.engine.release(each)
-                else:
-                    self.engine.admit(each)
-            self._step(chunk, orders)
+    def obey(self, news: tuple[Any, ...]) -> None:
+        """See `Ranks`."""
+        admitted, chunk, orders = news
+        for rank, each in admitted:
+            if rank != self.dims.data_rank:
+                continue
+            if isinstance(each, int):
+                self.engine.release(each)
+            else:
+                self.engine.admit(each)
+        self._step(chunk, orders)
 
 
-class LedVectors:
+class LedVectors(Ranks):
     """An embedder on several ranks, for the worker on the first: each call passes texts on to the others."""
 
     def __init__(self, embedder: Embedder) -> None:
@@ -180,22 +195,9 @@ class LedVectors:
     def __call__(self, rows: list[list[int]]) -> list[list[float]]:
         return self.embedder.embed(told(rows, self.dims)).tolist()
 
-    def dismiss(self) -> None:
-        """Let the others end, if this one leads."""
-        if self.dims.main:
-            told(None, self.dims)
-
-    def follow(self) -> None:
-        """Do what the leader does until it ends."""
-        nothing: Any = None
-        while True:
-            try:
-                rows = told(nothing, self.dims)
-            except RuntimeError:  # it has gone without a word
-                return
-            if rows is None:
-                return
-            self.embedder.embed(rows)
+    def obey(self, news: list[list[int]]) -> None:
+        """See `Ranks`."""
+        self.embedder.embed(news)
 
 
 def join(settings: dict[str, Any]) -> tuple[ParallelDims, torch.device]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import read_text
+from penstock.data.text.chat import template_of
 from penstock.data.text.open import found_in
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.serve.asked import template_in
 from penstock.serve.backend import Backend
 from penstock.serve.settings import ServeConfig
 
@@ -75,9 +75,10 @@ async def _serve(
 
     listener = _listen(config)
     backend = Backend(_settings(config, folder), opener=opener, stall_seconds=config.stall_seconds)
+    tokenizer = found_in(folder)
     service = Service(
-        backend=backend, config=config, name=config.name or folder.resolve().name, tokenizer=found_in(folder),
-        template=template_in(folder), key=key,
+        backend=backend, config=config, name=config.name or folder.resolve().name, tokenizer=tokenizer,
+        template=None if tokenizer is None else template_of(tokenizer), key=key,
     )  # fmt: skip
     logging.getLogger("uvicorn.error").setLevel(
         logging.ERROR

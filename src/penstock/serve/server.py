@@ -291,7 +291,7 @@ class Service:
         def work() -> list[list[int]]:
             if wanted.marked:  # the template has said all that stands before the text
                 words = needed(self.tokenizer)
-                return [words.encode_marked(str(one))[0].tolist() for one in wanted.prompts]
+                return [ids.tolist() for ids, _ in words.encode_marked([str(one) for one in wanted.prompts])]
             return [prompt_numbers(one, self.tokenizer, source=self.source) for one in wanted.prompts]
 
         return await asyncio.to_thread(work) if long else work()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock import __version__
 from penstock.data.pack import MANIFEST, File
 from penstock.data.source import Tally
-from penstock.data.text.chat import PLAIN, Template, rendered, rendered_from, within
+from penstock.data.text.chat import rendered, rendered_from, template_of, within
 from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
 from penstock.data.text.tokenpack import (
     BLOCK_BYTES,
@@ -242,10 +242,11 @@ class _Part:
         """The tokens of each conversation, and behind them 1 for each that is to be learned, else 0."""
         out: list[Numbers] = []
         index = np.zeros(len(batch), index_type(self.shape.fields))
+        encoded = iter(self.tokenizer.encode_marked([text for row in batch for text in row.texts[:-1:2]]))
         for row, entry in zip(batch, index, strict=True):
             *texts, key = row.texts
             for place, (text, answers) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
-                ids, places = self.tokenizer.encode_marked(text)
+                ids, places = next(encoded)
                 learned = np.fromiter(within(places, json.loads(answers)), np.int32, len(ids))
                 out += [ids, learned]
                 entry["end"][2 * place : 2 * place + 2] = self.at + len(ids), self.at + 2 * len(ids)
@@ -280,7 +281,8 @@ class _Part:
 def _written(found: Iterator[Found], tokenizer: Tokenizer) -> Iterator[Found]:
     """Conversations as the tokenizer's template writes them: text and answers as JSON, of preferences those of both,
     and the conversation, or what both share, by which a validation set is chosen."""
-    template = Template(tokenizer.chat_template or PLAIN, tokenizer.spelled())
+    template = template_of(tokenizer)
+    assert template is not None  # `give_template` has seen to it
     specials = tokenizer.special_words()
     for row in found:
         if isinstance(row, Bad):

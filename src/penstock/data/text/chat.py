@@ -6,9 +6,12 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
 
 Message = dict[str, str]
 """One turn: `role` (system, user, assistant, tool) and `content`."""
@@ -62,6 +65,13 @@ class Template:
 
 def _refuse(why: str) -> None:
     raise ConfigError(f"The model's chat template does not take these messages: {why}")
+
+
+def template_of(tokenizer: Tokenizer) -> Template | None:
+    """A tokenizer's chat template, None if it has none. Raises ConfigError for one that cannot be used."""
+    if tokenizer.chat_template is None:
+        return None
+    return Template(tokenizer.chat_template, tokenizer.spelled())
 
 
 class Rendered(NamedTuple):

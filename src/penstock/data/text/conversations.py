@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.boundary.files import read_text
 from penstock.config.run import DataConfig
 from penstock.data.source import Source, Split
-from penstock.data.text.chat import PLAIN, Template
+from penstock.data.text.chat import PLAIN, template_of
 from penstock.data.text.columns import Form
 from penstock.data.text.mixture import Mixture
 from penstock.data.text.rows import RowTable, table_of
@@ -213,4 +213,4 @@ def give_template(tokenizer: Tokenizer, template: str) -> None:
             "another with data.template.", tokenizer.name, tokenizer.spelled()["eos_token"] or "nothing",
         )  # fmt: skip
         tokenizer.chat_template = PLAIN
-    Template(tokenizer.chat_template or "", tokenizer.spelled())
+    template_of(tokenizer)

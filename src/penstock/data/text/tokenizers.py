@@ -74,9 +74,9 @@ class Tokenizer(ABC):
     def encode(self, texts: Sequence[str]) -> list[Numbers]:
         """The numbers of each text, without special tokens."""
 
-    def encode_marked(self, text: str) -> tuple[Numbers, list[tuple[int, int]]]:
-        """The numbers of a text in which special tokens are spelled, and the characters [begin, end) of each: for texts
-        that a chat template made. Raises ConfigError for a tokenizer that knows no such texts."""
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Numbers, list[tuple[int, int]]]]:
+        """The numbers of each text in which special tokens are spelled, and the characters [begin, end) of each number:
+        for texts that a chat template made. Raises ConfigError for a tokenizer that knows no such texts."""
         raise ConfigError(
             f"The tokenizer {self.name} does not read special tokens in a text, as chats need; use one with a "
             "tokenizer.json, or data.tokenizer=bytes."
@@ -187,9 +187,13 @@ class Bytes(Tokenizer):
         extra = [f"<extra_{number}>" for number in range(self.SENTINELS)]
         return [*(letters[byte] for byte in range(256)), *self.WORDS, *extra]
 
-    def encode_marked(self, text: str) -> tuple[Numbers, list[tuple[int, int]]]:
-        numbers, places, at = [], [], 0
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Numbers, list[tuple[int, int]]]]:
         specials = {word: number for number, word in enumerate(self.words()) if number >= 256}
+        return [self._marked(text, specials) for text in texts]
+
+    @staticmethod
+    def _marked(text: str, specials: Mapping[str, int]) -> tuple[Numbers, list[tuple[int, int]]]:
+        numbers, places, at = [], [], 0
         for piece in re.split(_SPECIAL_OF_BYTES, text):
             if piece in specials:
                 numbers.append(specials[piece])
@@ -314,11 +318,13 @@ class Library(Tokenizer):
                 for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
             ]
 
-    def encode_marked(self, text: str) -> tuple[Numbers, list[tuple[int, int]]]:
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Numbers, list[tuple[int, int]]]]:
         library = self._loaded(marked=True)
         with refusing(self.name):
-            encoding = library.encode(text, add_special_tokens=False)
-            return np.array(encoding.ids, np.int32), list(encoding.offsets)
+            return [
+                (np.array(encoding.ids, np.int32), list(encoding.offsets))
+                for encoding in library.encode_batch(list(texts), add_special_tokens=False)
+            ]
 
     def special_words(self) -> list[str]:
         with refusing(self.name):
@@ -375,15 +381,6 @@ class Library(Tokenizer):
         named = {key: words[number] for key, number in roles.items() if number is not None}
         template = {"chat_template": self.chat_template} if self.chat_template else {}
         _write(folder, self._text, {**self._settings, **named, **template}, range(self.size, rows))
-
-
-def special_words(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The words of special tokens by transformers' names, from `tokenizer_config.json`: empty where there is none."""
-    given = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    return {
-        key: str(value.get("content", "") if isinstance(value, Mapping) else value or "")
-        for key, value in given.items()
-    }
 
 
 def _goes_on(word: str) -> bool:

@@ -103,5 +103,11 @@ def test_the_last_step_leaves_a_model_that_says_the_same(
         torch.testing.assert_close(after(narrow), before(wide)[..., numbers])
     stored = json.loads((tmp_path / "out" / "export" / "config.json").read_text())
     assert stored["pad_token_id"] == small.pad
+    # What comes behind reads the data by the tokenizer that is left, whatever the settings name.
+    more = {"quantise": "int8", "quantise.inputs": "static", "quantise.drop": "1e6", "rounds": "1"}
+    more |= {"data.source": settings.pop("data"), "data.tokenizer": str(tmp_path / "tokenizer")}
+    asked = load_compression(overrides=settings | more | {"output": str(tmp_path / "few bits")})
+    titles = [row["title"] for row in run.compress(asked)["rows"]]
+    assert titles == ["original", "prune", "trim", "quantise"]
     with pytest.raises(ConfigError, match="put it last"):
         replace(config, steps=("trim", "prune"))

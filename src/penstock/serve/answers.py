@@ -133,12 +133,12 @@ def _logs(one: Whole, prompt: str, *, chats: bool, echo: bool, tokenizer: Tokeni
     first = 0 if echo else len(one.prompt)
     if chats:
 
-        def told(number: int, log: float) -> dict[str, Any]:
+        def entry(number: int, log: float) -> dict[str, Any]:
             text = word(number)
             return {"token": text, "logprob": log, "bytes": list(text.encode())}
 
         content = [
-            told(ids[at], logs[at] or 0.0) | {"top_logprobs": [told(n, log) for n, log in tops[at]]}
+            entry(ids[at], logs[at] or 0.0) | {"top_logprobs": [entry(n, log) for n, log in tops[at]]}
             for at in range(first, len(ids))
         ]
         return {"content": content}

@@ -271,8 +271,8 @@ class Service:
         whole = whole or [Whole(prompt, [], "", "length") for prompt in prompts]
         if wanted.scored:
             await self._while_there(request, self._score(whole, wanted))
-        told = answers.likeliest(whole, wanted)
-        choices = [answers.choice(i, one, kind, wanted, self.tokenizer) for i, one in enumerate(told)]
+        chosen = answers.likeliest(whole, wanted)
+        choices = [answers.choice(i, one, kind, wanted, self.tokenizer) for i, one in enumerate(chosen)]
         return JSONResponse(
             {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
         )

@@ -493,7 +493,13 @@ def test_tensorboard_and_a_profile_are_written_on_request(config: RunConfig) -> 
     shares = [one["share"] for one in record["operators"]]
     assert shares == sorted(shares, reverse=True)
     assert 0 < sum(shares) <= 1 + 1e-9
-    assert Path(record["table"]).read_text().count("\n") == 11
+    parts = {row["name"]: row for row in record["parts"]}
+    assert {"products, forward", "products, backward", "optimizer", "norms"} <= set(parts)
+    assert all(
+        parts[name]["milliseconds"] > parts[name]["least_milliseconds"] > 0
+        for name in ("products, forward", "products, backward")
+    )
+    assert Path(record["table"]).read_text().count("\n") == 11 + len(parts) + 3
 
 
 def test_a_run_too_short_to_profile_ends_all_the_same(config: RunConfig) -> None:

@@ -39,7 +39,7 @@ def seconds(op: Op, rates: Rates) -> float:
     if rates.cpu:
         return _host_seconds(op, rates)
     if op.kind in MATRIX:
-        by = _products(op, rates)
+        by = products_of(op, rates)
         if op.module == "experts" and op.launches > 1:
             each = by.seconds(op.m, op.n, op.k, form=op.form, over_rows=op.over_rows)
             moved = (op.read + op.written) / rates.memory
@@ -55,7 +55,8 @@ def seconds(op: Op, rates: Rates) -> float:
     return (op.read + op.written) / rates.memory + op.launches * rates.kernel_seconds
 
 
-def _products(op: Op, rates: Rates) -> Products:
+def products_of(op: Op, rates: Rates) -> Products:
+    """The rates of the type that a product multiplies in."""
     if op.exact:
         return rates.exact
     return rates.narrow if op.narrow and rates.narrow else rates.products
@@ -122,7 +123,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             return share * op.flops / measured + moved
         ragged = op.kind == "gemm" and op.form == "forward" and op.n % VECTOR
         form: ProductForm = "ragged" if ragged else op.form
-        return share * _products(op, rates).seconds(op.m, op.n, op.k, op.batch, form=form) + moved
+        return share * products_of(op, rates).seconds(op.m, op.n, op.k, op.batch, form=form) + moved
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.

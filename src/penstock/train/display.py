@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from penstock.tasks import Task
 from penstock.train.callbacks import Record
 from penstock.train.profile import operators_table
+from penstock.train.step_table import shown
 
 
 class Display:
@@ -167,7 +168,7 @@ def _summary(record: Record) -> str:
 
 
 def _profile(record: Record) -> str:
-    table = operators_table(record["operators"])
+    table = shown(record["parts"]) + "\n" + operators_table(record["operators"])
     return f"trace of {record['profiled']} steps in {record['trace']}, for ui.perfetto.dev\n{table}".rstrip()
 
 

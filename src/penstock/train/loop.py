@@ -42,6 +42,7 @@ from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device
 from penstock.parallel.agree import Ballot, average
 from penstock.planner import Prediction, predict
+from penstock.planner.ideal import least_of_step
 from penstock.probe import resolve_device
 from penstock.probe.link import measure_link
 from penstock.tasks import Task, task_of
@@ -187,13 +188,9 @@ class _Run:
         self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
+        learns = learning_of(config)
         self.prediction = predict(
-            full.model,
-            self.machine,
-            config.plan,
-            real=full.real,
-            words=full.words,
-            learns=learning_of(config),
+            full.model, self.machine, config.plan, real=full.real, words=full.words, learns=learns
         )
 
         if dims.main:
@@ -229,7 +226,13 @@ class _Run:
             self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful(full),
         )  # fmt: skip
         self.memory = MemoryMeter(device)
-        self.profiler = StepProfiler(self.output, device, self._record, wanted=profile and dims.main)
+        self.profiler = StepProfiler(
+            self.output, device, self._record,
+            lambda: least_of_step(
+                full.model, self.machine, config.plan, real=full.real, words=full.words, learns=learns
+            ),
+            wanted=profile and dims.main,
+        )  # fmt: skip
         self.trace = PipelineTrace(
             self.output, config.model, self.machine, config.plan, dims, self._record, wanted=trace
         )

@@ -1,4 +1,4 @@
-"""`--profile`: a trace of a few steps that Perfetto opens, and the operators that cost most."""
+"""`--profile`: a trace of a few steps that Perfetto opens, where their time goes, and the costliest operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from penstock.planner.ideal import Least
+from penstock.train.step_table import STEP, shown, step_table
 
 FIRST, COUNT = 3, 3
 """The fourth step and two more: the first ones compile, allocate, make the optimizer's state, and count memory."""
@@ -19,9 +22,11 @@ class StepProfiler:
     """Profiles `COUNT` steps of a run into `output`/profile where that is `wanted`, and records what it found."""
 
     def __init__(
-        self, output: Path, device: torch.device, record: Callable[..., None], *, wanted: bool
-    ) -> None:
-        self._folder, self._device, self._record = output / "profile", device, record
+        self, output: Path, device: torch.device, record: Callable[..., None], least: Callable[[], dict[str, Least]],
+        *, wanted: bool,
+    ) -> None:  # fmt: skip
+        """`least` says what a step would need at the least: see `penstock.planner.ideal`."""
+        self._folder, self._device, self._record, self._least = output / "profile", device, record, least
         self._left = COUNT if wanted else 0
         self._taken = 0
         self._running: Any = None
@@ -37,7 +42,8 @@ class StepProfiler:
             self._running = profile(activities=[ProfilerActivity.CPU, *cuda])
             self._running.start()
         try:
-            yield
+            with record_function(STEP):
+                yield
         except BaseException:
             self._stop()
             raise
@@ -63,9 +69,12 @@ class StepProfiler:
         trace, table = self._folder / "trace.json", self._folder / "operators.txt"
         events.export_chrome_trace(str(trace))
         found = costliest(events, on_device=self._device.type == "cuda")
-        table.write_text(operators_table(found), encoding="utf-8")
+        rows = step_table(trace, self._least())
+        table.write_text(shown(rows) + "\n" + operators_table(found), encoding="utf-8")
         steps = self._taken - FIRST
-        self._record("profile", trace=str(trace), table=str(table), profiled=steps, operators=found)
+        self._record(
+            "profile", trace=str(trace), table=str(table), profiled=steps, parts=rows, operators=found
+        )
 
 
 def costliest(events: Any, *, on_device: bool) -> list[dict[str, Any]]:

@@ -1,0 +1,128 @@
+"""Where a training step's time goes on this machine, beside the least that a perfect program would need.
+
+    python benchmarks/step_parts.py --output benchmarks/results/step_parts_cpu.json
+    python benchmarks/step_parts.py --model gpt2 --plan 'precision=O1 compile=blocks optimizer=fused loss=chunked'
+
+Each cell is a model, a batch and a Plan: one of those that the ladder finds fastest on such machines, unless --plan
+names others. A step is profiled after warm-up and compilation; beside it stands the median time of steps that are not.
+Cells of other machines in the output stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from language_train import batch_of, our_loss, sized
+from penstock.build import build
+from penstock.config.machine import Machine
+from penstock.config.model import PRESETS, ModelConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.planner.ideal import least_of_step
+from penstock.probe import machine_for, resolve_device
+from penstock.report.record import environment
+from penstock.train.step_table import STEP, shown, step_table
+
+CELLS = {"vit-s16": (8, 0), "bert-base": (4, 128), "gpt2": (1, 512), "marian-base": (4, 128)}
+"""Samples of a batch, and tokens of each, by model."""
+MASKED = 0.15
+WARM_UP, TIMED, PROFILED = 3, 5, 2
+
+
+def plans(machine: Machine, model: ModelConfig) -> list[Plan]:
+    """The fastest of `vit_train.py` and `language_train.py` on such a machine."""
+    base = Plan(matmul="medium", optimizer="fused", host_memory="keep", compile="whole")
+    half = machine.achievable_flops.get("bf16", 0.0) > 1.1 * machine.achievable_flops.get("fp32", 1.0)
+    if machine.device == "cuda":
+        base = Plan(precision="O1", matmul="high", optimizer="fused", compile="whole")
+    elif half:
+        base = replace(base, precision="O3", attention="auto")
+    return [replace(base, compile="blocks") if model.graph.vision else base]
+
+
+def stepper(model: ModelConfig, samples: int, plan: Plan, device: torch.device) -> Callable[[], Any]:
+    """One optimizer step on random samples."""
+    recipe = Recipe(clip_norm=None)
+    if model.graph.vision:
+        size = model.graph.inputs[0].image_size  # type: ignore[union-attr]
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(samples, 3, size, size, generator=generator).to(device)
+        targets = torch.arange(samples, device=device)
+        built = build(model, plan, device=device, recipe=recipe, seed=0)
+        return lambda: built.step([(images, targets)])
+    batch = batch_of(model, samples, device)
+    built = build(model, plan, device=device, recipe=recipe, loss=our_loss, seed=0)
+    return lambda: built.step([batch])
+
+
+def profiled(step: Callable[[], Any], device: torch.device, trace: Path) -> float:
+    """Write a trace of some steps, and return the median seconds of others."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(WARM_UP):
+        step()
+    seconds = []
+    for _ in range(TIMED):
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *cuda]) as events:
+        for _ in range(PROFILED):
+            with record_function(STEP):
+                step()
+                wait()
+    events.export_chrome_trace(str(trace))
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", choices=CELLS, help="all by default; may be given again")
+    parser.add_argument("--plan", action="append", help="a Plan to profile; may be given again")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path, help="other cells in it stay")
+    options = parser.parse_args()
+    device = resolve_device(options.device)
+    machine = machine_for(device)
+    stored = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
+    cells = stored.get("cells", {})
+    for name in options.model or CELLS:
+        samples, sequence = CELLS[name]
+        model = PRESETS[name] if not sequence else sized(PRESETS[name], sequence)
+        chosen = [Plan.parse(line) for line in options.plan or []] or plans(machine, model)
+        for plan in (replace(one, micro_batch=samples) for one in chosen):
+            words = MASKED if name.startswith("bert") else 1.0
+            with tempfile.TemporaryDirectory() as folder:
+                trace = Path(folder) / "trace.json"
+                seconds = profiled(stepper(model, samples, plan, device), device, trace)
+                rows = step_table(trace, least_of_step(model, machine, plan, words=words))
+            size = f"{samples} x {sequence} tokens" if sequence else f"{samples} images"
+            key = f"{name}, {size}, {plan.line()}, {machine.name}"
+            cells[key] = {"step_ms": 1e3 * seconds, "parts": rows, "environment": environment()}
+            print(f"{key}: {1e3 * seconds:.1f} ms a step\n{shown(rows)}", flush=True)
+            if options.output:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Where the time of a step goes, by what it does, beside the least that a perfect program would need.
+
+The times are those of a trace: each operator counts with the time in which it has called no other. A GPU's kernels
+count where the operator does that launched them.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.planner.ideal import BETWEEN, OTHER, Least
+
+STEP = "penstock.step"
+"""Name of the mark around each step in the trace."""
+HOST = "Python, autograd and launching"
+ALLOCATION = "allocation and clearing"
+COLLECTIVES = "collectives"
+_BACKWARD = ("autograd::engine::evaluate_function", "CompiledFunctionBackward")
+_INSIDE = (
+    ("Optimizer.step", "optimizer"),
+    ("aten::cross_entropy_loss", "loss"),
+    ("LogSoftmaxBackward", "loss"),
+    ("NllLoss", "loss"),
+    ("LinearCrossEntropy", "loss"),
+    ("aten::embedding", "embedding"),
+    ("EmbeddingBackward", "embedding"),
+    ("aten::dropout", "dropout"),
+    ("aten::scaled_dot_product_attention", "attention"),
+    ("ScaledDotProduct", "attention"),
+)
+"""Beginnings of names of operators, and the row that all that they call counts in."""
+_OWN = (
+    (("c10d::", "gloo:", "nccl:"), COLLECTIVES),
+    (("## Call CompiledFxGraph", "triton_"), BETWEEN),
+    (("aten::_scaled_dot_product", "aten::_flash", "aten::_efficient", "aten::bmm", "aten::baddbmm"), "attention"),
+    (("aten::mm", "aten::addmm", "aten::linear", "aten::_int_mm", "aten::_scaled_mm", "aten::_grouped_mm",
+      "aten::convolution", "aten::_convolution", "aten::mkldnn", "aten::thnn_conv", "mkldnn::", "onednn::"),
+     "products"),
+    (("aten::log_softmax", "aten::_log_softmax", "aten::nll_loss"), "loss"),
+    (("aten::softmax", "aten::_softmax"), "attention"),
+    (("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::rms_norm"), "norms"),
+    (("aten::gelu", "aten::silu", "aten::relu", "aten::threshold_backward", "aten::tanh"), "activations"),
+    (("aten::native_dropout", "aten::bernoulli"), "dropout"),
+    (("aten::_foreach", "aten::linalg_vector_norm", "aten::_amp_", "aten::_fused_adam"), "optimizer"),
+    (("aten::empty", "aten::zero", "aten::fill_", "aten::resize_", "aten::new_"), ALLOCATION),
+    (("aten::as_strided", "aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view", "aten::expand",
+      "aten::reshape", "aten::select", "aten::slice", "aten::unsqueeze", "aten::squeeze", "aten::detach",
+      "aten::permute", "aten::alias", "aten::item", "aten::_local_scalar", "aten::lift", "aten::result_type"), HOST),
+)  # fmt: skip
+"""Beginnings of names of operators, and the row of their own time."""
+_EXACT = frozenset({"aten::t"})
+"""Names that are no beginnings."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: milliseconds of one step, and the least that they could be."""
+
+    name: str
+    milliseconds: float
+    share: float
+    """Of the whole step."""
+    least_milliseconds: float | None = None
+    """None where a perfect program would need no such work."""
+    gigaflops: float = 0.0
+    """Of the model in this row, in one step."""
+    gigabytes: float = 0.0
+
+
+def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
+    """The rows of a trace that has `STEP` around each step, the longest first; empty where it has none."""
+    events = [
+        event
+        for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation", "kernel")
+    ]
+    steps, seconds = measured(events)
+    if not steps:
+        return []
+    whole = sum(seconds.values())
+    rows = []
+    for name in {*seconds, *least}:
+        took, bound = seconds.get(name, 0.0), least.get(name)
+        lowest = None if bound is None else 1e3 * bound.seconds
+        flops, moved = (0.0, 0.0) if bound is None else bound[:2]
+        rows.append(Row(name, 1e3 * took, took / whole, lowest, flops / 1e9, moved / 1e9))
+    return [asdict(row) for row in sorted(rows, key=lambda row: -row.milliseconds)]
+
+
+def measured(events: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
+    """How many steps there are, and the seconds of one by row."""
+    host = sorted((e for e in events if e["cat"] != "kernel"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
+    marks = [event for event in host if event["name"] == STEP]
+    kernels = [event for event in events if event["cat"] == "kernel"]
+    found: defaultdict[str, float] = defaultdict(float)
+    rows_of: dict[Any, str] = {}
+    for event, row, own in _nested(host):
+        rows_of[event.get("args", {}).get("External id")] = row
+        if _within(event, marks):
+            found[row] += own
+    if kernels:  # the host runs ahead of the device; what counts is the device's time
+        found = defaultdict(float)
+        for kernel in kernels:
+            found[rows_of.get(kernel.get("args", {}).get("External id"), OTHER)] += kernel["dur"]
+        found[HOST] = max(0.0, sum(mark["dur"] for mark in marks) - sum(found.values()))
+    count = len(marks)
+    return count, {row: microseconds / 1e6 / count for row, microseconds in found.items() if microseconds}
+
+
+def _within(event: Mapping[str, Any], marks: list[Mapping[str, Any]]) -> bool:
+    number = bisect_right([mark["ts"] for mark in marks], event["ts"]) - 1
+    return number >= 0 and event["ts"] < marks[number]["ts"] + marks[number]["dur"]
+
+
+def _nested(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, float]]:
+    """Each event of some threads with its row, and the microseconds that it spent in no event inside it."""
+    stack: list[list[Any]] = []  # event, row, time of its own, row of all that it calls, whether backward
+    thread: Any = None
+
+    def ended(before: float) -> Iterator[tuple[Mapping[str, Any], str, float]]:
+        while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= before:
+            event, row, own, *_ = stack.pop()
+            yield event, row, max(0.0, own)
+
+    for event in events:
+        if event["tid"] != thread:
+            yield from ended(float("inf"))
+            thread = event["tid"]
+        yield from ended(event["ts"])
+        inside, backward = (stack[-1][3], stack[-1][4]) if stack else ("", False)
+        if stack:
+            stack[-1][2] -= event["dur"]
+        name = event["name"]
+        backward = backward or name.startswith(_BACKWARD)
+        inside = inside or next((row for start, row in _INSIDE if start in name), "")
+        stack.append([event, _row(name, inside, backward), event["dur"], inside, backward])
+    yield from ended(float("inf"))
+
+
+def _row(name: str, inside: str, backward: bool) -> str:
+    own = next((row for starts, row in _OWN if _starts(name, starts)), "")
+    if not own:
+        own = OTHER if name.startswith("aten::") else HOST
+    if inside and own not in (HOST, COLLECTIVES):
+        own = inside
+    directed = own in ("products", "attention", BETWEEN)
+    return f"{own}, {'backward' if backward else 'forward'}" if directed else own
+
+
+def _starts(name: str, starts: tuple[str, ...]) -> bool:
+    return any(name == start if start in _EXACT else name.startswith(start) for start in starts)
+
+
+def shown(rows: list[dict[str, Any]]) -> str:
+    """The table in plain text."""
+    wide = max(len(row["name"]) for row in rows)
+    lines = [f"{'part of a step':<{wide}}  {'ms':>9}  {'share':>6}  {'least ms':>9}  {'times':>6}"]
+    for row in rows:
+        least = row["least_milliseconds"]
+        lines.append(
+            f"{row['name']:<{wide}}  {row['milliseconds']:>9,.2f}  {row['share']:>6.1%}"
+            + (f"  {least:>9,.2f}" if least is not None else f"  {'–':>9}")
+            + (f"  {row['milliseconds'] / least:>6.1f}" if least else "")
+        )
+    whole = sum(row["milliseconds"] for row in rows)
+    least = sum(row["least_milliseconds"] or 0.0 for row in rows)
+    lines.append(f"{'whole step':<{wide}}  {whole:>9,.2f}  {1:>6.1%}  {least:>9,.2f}  {whole / least:>6.1f}")
+    return "\n".join(lines) + "\n"

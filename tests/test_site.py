@@ -8,7 +8,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,7 +19,9 @@ import pytest
 import yaml
 
 import penstock
+from helpers.browser import CHROMIUM, Browser
 from penstock import PRESETS, load_machine, search
+from penstock.report.units import money
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS = [
@@ -27,13 +32,18 @@ FUNCTIONS = [
 ]
 
 
-def _tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+def _module(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"of_the_site_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for the types of their fields
     spec.loader.exec_module(module)
     return module
+
+
+def _tool(name: str) -> ModuleType:
+    return _module(name, ROOT / "tools" / f"{name}.py")
 
 
 def test_the_api_page_has_every_public_name() -> None:
@@ -43,13 +53,71 @@ def test_the_api_page_has_every_public_name() -> None:
     assert sorted(listed) == sorted([*wanted, *FUNCTIONS])
 
 
-def test_the_answers_of_the_planners_page_are_the_planners() -> None:
-    answer = _tool("planner_table").answer
+@pytest.fixture(scope="module")
+def planner() -> ModuleType:
+    """What the planner's page runs."""
+    return _module("planner", ROOT / "docs" / "assets" / "planner.py")
+
+
+def test_the_planners_page_answers_as_the_planner_does(planner: ModuleType) -> None:
+    asked = {
+        "model": "vit-h14",
+        "machine": "h100",
+        "gpus": "8",
+        "global_batch": "1024",
+        "images": "1e8",
+        "price": "2",
+    }
+    found = json.loads(planner.answer(json.dumps(asked)))
     best = search(PRESETS["vit-h14"], load_machine("h100"), 8, global_batch=1024)[0]
-    seconds, mfu, size, plan = answer(("vit-h14", "h100", 8, 1024))
-    assert seconds == pytest.approx(best.iteration_seconds, abs=1e-5)
-    assert (mfu, size, plan) == (round(best.mfu, 4), best.memory_bytes, best.plan.line())
-    assert answer(("gpt-175b", "h100", 1, 256)) is None
+    rows = dict(found["rows"])
+    assert found["plan"] == best.plan.line()
+    assert rows["images per second"] == f"{best.samples_per_second:,.0f}"
+    assert rows["its cost"] == money(2 * best.gpu_hours(1e8))
+    assert found["command"] == (
+        "penstock plan vit-h14 --machine h100 --gpus 8 --global-batch 1024 --images 1e8 --price 2"
+    )
+    assert [figure["svg"][:4] for figure in found["figures"]] == ["<svg"] * 3
+    points = [json.loads(planner.point(json.dumps(asked), gpus)) for gpus in (8, 16)]
+    assert points[0]["seconds"] == best.iteration_seconds > points[1]["seconds"]
+    assert [one["title"] for one in json.loads(planner.curves(json.dumps(points), 2.0))] == [
+        "More devices, less time",
+        "More devices, more cost",
+    ]
+
+
+def test_the_planners_page_takes_sizes_of_the_readers_own(planner: ModuleType) -> None:
+    sizes = json.loads(planner.sizes("t5-base"))["sizes"]
+    assert sizes["encoder.width"] == 768
+    own = {"model": "vit-s16", "model.depth": "24", "machine.memory_bytes": "2", "gpus": "1"}
+    assert "--model.depth 24" in json.loads(planner.answer(json.dumps(own)))["command"]
+    for asked, reason in (
+        ({"model": "llama3-8b", "model.heads": "31"}, "cannot be split over model.heads 31"),
+        ({"model": "gpt-175b", "gpus": "1"}, "fits in no layout on 1 h100"),
+        ({"model": "gpt-175b", "gpus": "many"}, "gpus"),
+        ({"machine": "h1000"}, "There is no machine"),
+        ({"machine.memory_bytes": "much"}, "machine.memory_bytes"),
+    ):
+        assert reason in json.loads(planner.answer(json.dumps(asked)))["refused"]
+        assert planner.point(json.dumps(asked), 1) == "null"
+
+
+def test_the_planner_in_the_browser_needs_nothing_but_python(tmp_path: Path) -> None:
+    """Pyodide has no other packages."""
+    (tmp_path / "penstock.zip").write_bytes(_tool("site").planner_modules())
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "penstock.zip")!r})
+exec(compile(open({str(ROOT / "docs/assets/planner.py")!r}).read(), "planner.py", "exec"), globals())
+print(len(answer('{{"model": "vit-s16", "gpus": "1"}}')), *{{name.partition(".")[0] for name in sys.modules}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    size, *modules = done.stdout.split()
+    assert int(size) > 5000
+    assert set(modules) - set(sys.stdlib_module_names) == {"penstock", "__main__"}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +172,7 @@ class _Loaded(HTMLParser):
 @pytest.mark.timeout(600)
 def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PENSTOCK_SMALL_TABLE": "1"}
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     pages = list((tmp_path / "site").rglob("*.html"))
@@ -118,11 +186,31 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
                 assert (page.parent / address.partition("?")[0]).exists(), f"{page} lacks {address}"
     api = (tmp_path / "site" / "reference" / "api.html").read_text(encoding="utf-8")
     assert 'id="penstock.accelerate"' in api
-    script = (tmp_path / "site" / "assets" / "planner-table.js").read_text(encoding="utf-8")
-    table = json.loads(script.removeprefix("window.PENSTOCK_TABLE = ").rstrip(";\n"))
-    assert table["answers"]["vit-h14|h100|8|1024"][0] > 0
-    assert table["answers"].keys() == {
-        "|".join(map(str, (model, machine, gpus, batch)))
-        for model in table["models"] for machine in table["machines"]
-        for gpus in table["gpus"] for batch in table["batches"]
-    }  # fmt: skip
+    assert (tmp_path / "site" / "assets" / "penstock.zip").stat().st_size > 1e5
+    if CHROMIUM and (tmp_path / "site" / "assets" / "pyodide").exists():
+        _plan_in_the_browser(tmp_path)
+
+
+def _plan_in_the_browser(folder: Path) -> None:
+    handler = partial(QuietHandler, directory=str(folder / "site"))
+    data = "document.getElementById('penstock-planner')?.dataset."
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, Browser(folder / "profile") as page:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_address[1]}/"
+        page.open(f"{home}planner.html#model=vit-h14&machine=a100-80g&gpus=16")
+        page.wait(f"{data}curves", 240)
+        said = page.value("document.querySelector('#penstock-planner .answer').innerText")
+        best = search(PRESETS["vit-h14"], load_machine("a100-80g"), 16)[0]
+        assert best.plan.line() in said.replace("\n", " ")
+        page.value("document.querySelector('[name=gpus]').value = '1e9'")
+        page.value("document.querySelector('#penstock-planner form').requestSubmit()")
+        page.wait("!!document.querySelector('#penstock-planner .refused')", 120)
+        assert "gpus=1e9" in page.value("location.hash")
+        assert not page.complaints
+        assert all(one.startswith((home, "data:", "about:")) for one in page.requested)
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass

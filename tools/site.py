@@ -1,21 +1,37 @@
 """What mkdocs does not do by itself: hooks of mkdocs.yml.
 
 - Links to files outside docs/ become plain words: the site has no such pages.
-- `assets/planner-table.js`, the answers of the planner's page, is computed, and kept in build/ between builds.
+- The planner's page runs the planner in the browser: the planner's modules and Pyodide come to lie in assets/.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import io
+import logging
 import re
+import shutil
 import subprocess
-import sys
+import tarfile
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+LOG = logging.getLogger("mkdocs.plugins.penstock")
+ROOMS = ("boundary", "config", "planner", "report", "schedules")
+"""Packages that the planner needs, besides the modules outside of packages."""
+PYODIDE = "pyodide@314.0.7"
+PYODIDE_SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
+PYODIDE_FILES = (
+    "pyodide.mjs",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "pyodide-lock.json",
+    "python_stdlib.zip",
+)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -32,22 +48,55 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Write the planner's answers into the site."""
-    text = f"window.PENSTOCK_TABLE = {_table()};\n"
-    Path(config["site_dir"], "assets", "planner-table.js").write_text(text, encoding="utf-8")
+    """Put Python for browsers and the planner's modules beside the planner's page."""
+    assets = Path(config["site_dir"], "assets")
+    (assets / "penstock.zip").write_bytes(planner_modules())
+    python = pyodide()
+    if python is None:
+        LOG.warning("npm did not give %s: the planner's page will say that it cannot run.", PYODIDE)
+        return
+    shutil.copytree(python, assets / "pyodide", dirs_exist_ok=True)
 
 
-def _table() -> str:
-    """The answers as JSON, computed by tools/planner_table.py unless nothing has changed that they depend on."""
-    program = ROOT / "tools" / "planner_table.py"
-    made = hashlib.sha256(program.read_bytes() + os.environ.get("PENSTOCK_SMALL_TABLE", "").encode())
-    for path in sorted((ROOT / "src" / "penstock").rglob("*")):
-        if {"planner", "config"} & set(path.parts) and path.suffix in (".py", ".toml", ".json"):
-            made.update(path.read_bytes())
-    kept = ROOT / "build" / f"planner-table-{made.hexdigest()[:16]}.json"
-    if not kept.exists():
+def planner_modules() -> bytes:
+    """The modules that the planner needs, which import nothing but Python's own, as a zip archive."""
+    source, made = ROOT / "src" / "penstock", io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(source.rglob("*")):
+            room, *rest = path.relative_to(source).parts
+            if path.suffix in (".py", ".toml", ".json") and (not rest or room in ROOMS):
+                archive.write(path, path.relative_to(source.parent).as_posix())
+    return made.getvalue()
+
+
+def pyodide() -> Path | None:
+    """The folder with Python for browsers, from the npm registry, kept in build/ between builds; None without npm.
+
+    Raises ValueError for a package that is not the one that was chosen.
+    """
+    kept = ROOT / "build" / PYODIDE.replace("@", "-")
+    if kept.exists():
+        return kept
+    npm = shutil.which("npm")
+    if npm is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [npm, "pack", "--silent", PYODIDE], cwd=folder, capture_output=True, check=False
+        )
+        packed = list(Path(folder).glob("*.tgz"))
+        if done.returncode or len(packed) != 1:
+            return None
+        digest = hashlib.sha256(packed[0].read_bytes()).hexdigest()
+        if digest != PYODIDE_SHA256:
+            raise ValueError(f"{PYODIDE} has the SHA-256 {digest}, but {PYODIDE_SHA256} was chosen.")
+        half = Path(folder, "files")
+        half.mkdir()
+        with tarfile.open(packed[0]) as archive:
+            for name in PYODIDE_FILES:
+                member = archive.extractfile(f"package/{name}")
+                assert member is not None
+                (half / name).write_bytes(member.read())
         kept.parent.mkdir(exist_ok=True)
-        temporary = kept.with_suffix(".tmp")
-        subprocess.run([sys.executable, str(program), str(temporary)], check=True)
-        os.replace(temporary, kept)
-    return kept.read_text(encoding="utf-8")
+        shutil.move(half, kept)
+    return kept

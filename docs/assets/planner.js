@@ -1,75 +1,176 @@
-// The sliders of planner.html. PENSTOCK_TABLE is written beside this file by tools/site.py:
-// {models: {name: {words, unit, tokens}}, machines: [...], gpus: [...], batches: [...], answers: {"model|machine|gpus|batch": answer}}
-// An answer is [seconds per step, MFU, bytes on the fullest device, Plan], or null where no layout fits.
-(function () {
-  "use strict";
+// The form of docs/planner.md. planner.py answers, in a worker (planner-worker.js); the address keeps the question, so that
+// it can be shared.
+(() => {
   const root = document.getElementById("penstock-planner");
-  const table = window.PENSTOCK_TABLE;
-  if (!root || !table) return;
-
-  const state = { model: 0, machine: 0, gpus: Math.floor(table.gpus.length / 2), batch: 1 };
-  const models = Object.keys(table.models);
-  const outputs = {};
-
-  function slider(key, label, count, shown) {
-    const row = document.createElement("label");
-    row.style.cssText = "display:grid;grid-template-columns:8rem 1fr 11rem;gap:.8rem;align-items:center;margin:.5rem 0";
-    const input = document.createElement("input");
-    Object.assign(input, { type: "range", min: 0, max: count - 1, step: 1, value: state[key] });
-    input.setAttribute("aria-label", label);
-    const words = document.createElement("output");
-    outputs[key] = () => { words.textContent = shown(state[key]); input.setAttribute("aria-valuetext", words.textContent); };
-    input.addEventListener("input", () => { state[key] = Number(input.value); show(); });
-    row.append(label, input, words);
-    root.append(row);
+  if (!root) return;
+  const here = document.currentScript.src;
+  const make = (tag, given = {}, ...inside) => {
+    const made = Object.assign(document.createElement(tag), given);
+    made.append(...inside);
+    return made;
+  };
+  const state = make("p", { className: "state", textContent: "Python is loading, some ten megabytes from beside this page …" });
+  state.setAttribute("role", "status");
+  root.append(state);
+  if (location.protocol === "file:") {
+    state.textContent = "A browser starts Python only on served pages: python -m http.server -d build/site";
+    return;
   }
 
-  slider("model", "Model", models.length, (i) => models[i]);
-  slider("machine", "Chip", table.machines.length, (i) => table.machines[i]);
-  slider("gpus", "GPUs", table.gpus.length, (i) => table.gpus[i].toLocaleString("en"));
-  slider("batch", "Global batch", table.batches.length, (i) => table.batches[i].toLocaleString("en") + " samples");
-  const answer = document.createElement("div");
-  answer.setAttribute("aria-live", "polite");
-  root.append(answer);
+  // -- calls of planner.py
 
-  function duration(seconds) {
-    const units = [["days", 86400], ["h", 3600], ["min", 60], ["s", 1], ["ms", 1e-3]];
-    const [unit, size] = units.find(([, least]) => seconds >= least) || ["ms", 1e-3];
-    return (seconds / size).toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "") + " " + unit;
-  }
+  const worker = new Worker(new URL("planner-worker.js", here), { type: "module" });
+  const waiting = new Map();
+  let count = 0;
+  const ask = (call, ...args) => new Promise((resolve, reject) => {
+    waiting.set(++count, { resolve, reject });
+    worker.postMessage({ id: count, call, args });
+  });
+  const failed = (words) => {
+    state.textContent = `The planner cannot run here: ${words}. penstock plan answers the same in a terminal.`;
+  };
+  worker.onerror = () => failed("this copy of the site was built without Python for browsers (it needs npm), or the browser is too old");
+  worker.onmessage = ({ data }) => {
+    if (data.failed) failed(data.failed);
+    if (data.ready) { root.dataset.ready = data.ready.toFixed(2); state.textContent = ""; }
+    const { resolve, reject } = waiting.get(data.id) ?? {};
+    waiting.delete(data.id);
+    if (data.error) reject?.(new Error(data.error)); else resolve?.(data.value);
+  };
 
-  function show() {
-    Object.values(outputs).forEach((write) => write());
-    const name = models[state.model], model = table.models[name], machine = table.machines[state.machine];
-    const gpus = table.gpus[state.gpus], batch = table.batches[state.batch];
-    const found = table.answers[[name, machine, gpus, batch].join("|")];
-    answer.replaceChildren();
-    if (!found) {
-      answer.append(Object.assign(document.createElement("p"), {
-        textContent: `${model.words} fits in no layout on ${gpus.toLocaleString("en")} ${machine}.`,
-      }));
+  // -- the form
+
+  const form = make("form");
+  const field = (name, label, control) => {
+    control.name = name;
+    return make("label", {}, make("span", { textContent: label }), control);
+  };
+  const number = (name, label, placeholder, value = "") =>
+    field(name, label, make("input", { inputMode: "decimal", placeholder, value, autocomplete: "off", size: 12 }));
+  const group = (title, open, ...inside) =>
+    make("details", { open }, make("summary", { textContent: title }), make("div", { className: "fields" }, ...inside));
+  const own = make("div", { className: "fields" }), cluster = make("div", { className: "fields" });
+  const out = make("div", { className: "answer" }), more = make("div", { className: "answer" });
+  out.setAttribute("aria-live", "polite");
+
+  const start = async () => {
+    const { models, machines, style } = await ask("choices");
+    document.head.append(make("style", { textContent: style }));
+    const options = (names) => names.map((name) => make("option", { value: name, textContent: name }));
+    const pick = make("select", {}, ...Object.entries(models).map(([family, names]) =>
+      make("optgroup", { label: family }, ...options(names))));
+    const chip = make("select", {}, ...options(Object.keys(machines)));
+    const asked = new URLSearchParams(location.hash.slice(1));
+    form.append(
+      make("div", { className: "fields" },
+        field("model", "Model", pick), field("machine", "Chip", chip),
+        number("gpus", "Devices", "8", "64"), number("global_batch", "Samples a step", "the planner's choice"),
+        number("tokens", "Tokens of the run", "15e12"), number("images", "Images of the run", "1.15e8"),
+        number("price", "Price of a device hour", "2.50")),
+      make("details", {}, make("summary", { textContent: "Sizes of your own" }), own),
+      make("details", {}, make("summary", { textContent: "A cluster of your own" }), cluster),
+      group("Fixed settings", false, field("base", "Plan", make("input", { size: 50, placeholder: "precision=O1 tp=2 recompute=full" }))),
+    );
+    pick.value = asked.get("model") ?? "llama3-8b";
+    chip.value = asked.get("machine") ?? "h100";
+    if (!pick.value) pick.value = "llama3-8b";
+    if (!chip.value) chip.value = "h100";
+
+    const resize = async () => {
+      const { sizes, images } = await ask("sizes", pick.value);
+      own.replaceChildren(...Object.entries(sizes).map(([name, value]) => number(`model.${name}`, name.replaceAll("_", " "), String(value))));
+      form.elements.tokens.parentNode.hidden = images;
+      form.elements.images.parentNode.hidden = !images;
+    };
+    const units = { memory_bytes: "memory, GiB", link_bytes_per_second: "link inside a node, GB/s",
+      node_bytes_per_second: "network of a node, GB/s", devices_per_node: "devices per node" };
+    const rebuild = () => cluster.replaceChildren(...Object.entries(machines[chip.value]).map(([name, value]) =>
+      number(`machine.${name}`, units[name], value ? String(+value.toPrecision(4)) : "unknown")));
+    await resize();
+    rebuild();
+    for (const [name, value] of asked) if (form.elements[name]) form.elements[name].value = value;
+    for (const part of form.querySelectorAll("details")) {
+      part.open = [...part.querySelectorAll("input")].some((input) => input.value);
+    }
+    pick.addEventListener("change", async () => { await resize(); show(); });
+    chip.addEventListener("change", () => { rebuild(); show(); });
+    let later;
+    form.addEventListener("input", (event) => {
+      if (event.target.tagName === "SELECT") return;
+      clearTimeout(later);
+      later = setTimeout(show, 350);
+    });
+    form.addEventListener("submit", (event) => { event.preventDefault(); show(); });
+    root.append(form, out, more);
+    await show();
+  };
+
+  const question = () => Object.fromEntries([...form.elements]
+    .filter((one) => one.name && one.value.trim() && !one.parentNode.hidden)
+    .map((one) => [one.name, one.value.trim()]));
+
+  // -- the answer
+
+  const figure = ({ title, svg }) => {
+    const made = make("figure", {}, make("figcaption", { textContent: title }));
+    made.insertAdjacentHTML("beforeend", svg); // drawn by planner.py, whose words are escaped
+    return made;
+  };
+  let latest = 0;
+  const show = async () => {
+    const mine = ++latest, given = question(), words = JSON.stringify(given);
+    history.replaceState(null, "", `#${new URLSearchParams(given)}`);
+    state.textContent = "searching …";
+    let found;
+    try { found = await ask("answer", words); } catch (error) { found = { refused: String(error.message) }; }
+    if (mine !== latest) return;
+    state.textContent = "";
+    more.replaceChildren();
+    if (found.refused) {
+      out.replaceChildren(make("p", { className: "refused", textContent: found.refused }));
+      root.dataset.answered = words;
       return;
     }
-    const [seconds, mfu, bytes, plan] = found;
-    const rate = batch / seconds, steps = model.run / batch;
-    const rows = [
-      ["one step", duration(seconds)],
-      [model.tokens ? "tokens per second" : "images per second",
-        Math.round(rate * (model.tokens || 1)).toLocaleString("en")],
-      [model.run_words, duration(steps * seconds) + `, ${Math.round(steps * seconds * gpus / 3600).toLocaleString("en")} GPU hours`],
-      ["share of the chips' peak (MFU)", (100 * mfu).toFixed(1) + " %"],
-      ["on the fullest GPU", (bytes / 2 ** 30).toFixed(0) + " GiB"],
-    ];
-    const list = document.createElement("table");
-    for (const [what, value] of rows) {
-      const row = list.insertRow();
+    const table = make("table");
+    for (const [what, value] of found.rows) {
+      const row = table.insertRow();
       row.insertCell().textContent = what;
       row.insertCell().textContent = value;
     }
-    const code = document.createElement("pre");
-    code.style.whiteSpace = "pre-wrap";
-    code.append(Object.assign(document.createElement("code"), { textContent: plan }));
-    answer.append(list, Object.assign(document.createElement("p"), { textContent: "The fastest layout:" }), code);
-  }
-  show();
+    out.replaceChildren(
+      make("h3", { textContent: found.title }), table,
+      make("p", { textContent: `The fastest of ${found.tried.toLocaleString("en")} layouts:` }),
+      make("pre", {}, make("code", { textContent: found.plan })),
+      ...found.figures.map(figure),
+      make("p", { textContent: "Why the others are slower:" }),
+      make("ul", {}, ...found.why.map((line) => make("li", { textContent: line }))),
+      make("p", { textContent: "The same in a terminal:" }), make("pre", {}, make("code", { textContent: found.command })),
+    );
+    root.dataset.answered = words;
+    const points = [], whole = Number(given.gpus || 8);
+    for (const factor of [1, 2, 0.5, 4, 0.25, 8, 0.125]) {
+      const gpus = whole * factor;
+      if (!Number.isInteger(gpus)) continue;
+      const point = await ask("point", words, gpus).catch(() => null);
+      if (mine !== latest) return;
+      if (point) points.push(point);
+      const drawn = await ask("curves", JSON.stringify(points), Number(given.price || 0)).catch(() => []);
+      if (mine !== latest) return;
+      more.replaceChildren(...drawn.map(figure));
+    }
+    root.dataset.curves = String(points.length);
+  };
+
+  root.append(make("style", { textContent: `
+    #penstock-planner label { display: grid; gap: .2rem; font-size: .72rem; }
+    #penstock-planner label[hidden] { display: none; }
+    #penstock-planner .fields { display: flex; flex-wrap: wrap; gap: .8rem; margin: .6rem 0; }
+    #penstock-planner input, #penstock-planner select { font: inherit; padding: .3rem .4rem; border: 1px solid var(--md-default-fg-color--lighter);
+      border-radius: .2rem; background: var(--md-default-bg-color); color: inherit; max-width: 100%; }
+    #penstock-planner summary { cursor: pointer; font-size: .75rem; }
+    #penstock-planner .refused { border-left: .2rem solid #b4233c; padding-left: .8rem; white-space: pre-wrap; }
+    #penstock-planner pre { white-space: pre-wrap; }
+    #penstock-planner figure { width: 100%; margin: 1.2rem 0; }
+    #penstock-planner figcaption { font-style: normal; font-weight: 700; max-width: none; }` }));
+  start().catch((error) => failed(error.message));
 })();

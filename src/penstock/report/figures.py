@@ -262,7 +262,7 @@ def lines(
     if log:
         margin = 1.15
         y = Scale(min(ys) / margin, max(ys) * margin, bottom, top, log=True)
-        marks = [f"{mark:.3g}" for mark in y.marks()]
+        marks = [f"{mark:,g}" for mark in y.marks()]
         chart.x = Scale(min(xs) / margin, max(xs) * margin, max(map(text_width, marks)) + 12, right, log=True)
     else:
         low, high = _reach(drawn, ys, band)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from helpers.spawn import Rank, ask, start_server
+from helpers.spawn import Rank, ask, start_server, turn
 
 R = TypeVar("R")
 _TIMEOUT = 300.0
@@ -32,13 +32,14 @@ class RankPool:
 
     def run(self, function: Callable[..., R], *args: Any, timeout: float = 60.0) -> list[R]:
         """What `function(*args)` returned on each rank, by rank. Takes and raises what `helpers.spawn.spawn` does."""
-        if not self._ranks:
-            self._start()
-        try:
-            return ask(self._ranks, function, args, timeout)
-        except BaseException:
-            self.close()
-            raise
+        with turn():
+            if not self._ranks:
+                self._start()
+            try:
+                return ask(self._ranks, function, args, timeout)
+            except BaseException:
+                self.close()
+                raise
 
     def _start(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib.util
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ _QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS"
 _GRACE = 0.5
 """Seconds in which other ranks may still report after the first failure; whoever failed first is then told first."""
 _LOG_TAIL = 4000
+_turns = 0
+"""Turns that this process is in."""
 
 
 class RankFailed(Exception):
@@ -64,7 +67,7 @@ def spawn(
 
     start_server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="penstock-spawn-") as scratch:
+    with turn(), tempfile.TemporaryDirectory(prefix="penstock-spawn-") as scratch:
         ranks = [Rank(number, Path(scratch)) for number in range(world)]
         try:
             for rank in ranks:
@@ -73,6 +76,26 @@ def spawn(
         finally:
             for rank in ranks:
                 rank.end()
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """Wait until at most one group of ranks for every two cores computes, over all test processes of this machine.
+
+    Ranks of a group wait for each other many times a millisecond. Where more of them run than there are cores, each wait
+    lasts until the scheduler comes round: three groups of four on two cores take five times as long as one after the
+    other. A turn within a turn is the same turn.
+    """
+    global _turns
+    number = os.getpid() % max(1, len(os.sched_getaffinity(0)) // 2)
+    with Path(tempfile.gettempdir(), f"penstock-ranks-{os.getuid()}-{number}.lock").open("a") as file:
+        if not _turns:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        _turns += 1
+        try:
+            yield
+        finally:
+            _turns -= 1
 
 
 def ask(ranks: Sequence[Rank], function: Callable[..., R], args: tuple[Any, ...], timeout: float) -> list[R]:

@@ -82,7 +82,7 @@ def spawn(
 def turn() -> Iterator[None]:
     """Wait until at most one group of ranks for every two cores computes, over all test processes of this machine.
 
-    Ranks of a group wait for each other many times a millisecond. Where more of them run than there are cores, each wait
+    Ranks of a group wait for each other many times a millisecond. Where more ranks run than there are cores, each wait
     lasts until the scheduler comes round: three groups of four on two cores take five times as long as one after the
     other. A turn within a turn is the same turn.
     """

@@ -450,7 +450,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3370,
     "step": 690,
-    "tasks": 2210,
+    "tasks": 2420,
     "train": 2900,
 }
 
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 77_400
+    assert sum(LINES.values()) <= 77_610
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

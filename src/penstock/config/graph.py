@@ -17,6 +17,8 @@ H = TypeVar("H")
 Stem = Literal["patchify", "conv"]
 Before = Literal["norm", "tanh", "transform"]
 Init = Literal["normal", "scaled", "fan_in", "xavier"]
+NoiseKind = Literal["cosine", "linear", "flow"]
+Target = Literal["v", "eps", "x0"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,9 @@ def test_two_ranks_learn_what_one_process_does() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sweep(ENROLLED, (), slow=["vit", "qwen", "pruned", "t5", "nllb moe"]))
+@pytest.mark.parametrize(
+    "name", sweep(ENROLLED, (), slow=["vit", "qwen", "pruned", "t5", "nllb moe", "diffusion moe"])
+)
 def test_every_way_to_share_out_learns_the_same(name: str) -> None:
     shardings = ["zero1 optimizer=contiguous", "zero2 accumulate=2", "hsdp shard=1", "fsdp offload=optimizer"]
     lines = [f"dp=2 micro_batch=2 sharding={sharding}" for sharding in shardings]
@@ -272,6 +274,8 @@ def test_adapters_learn_alone_and_are_merged_where_the_model_is_exported(
     enrolled: Enrolled, tmp_path: Path
 ) -> None:
     peft = pytest.importorskip("peft")
+    if enrolled.config.graph.pixels is not None:
+        pytest.skip("a fresh head that is 0 sends no gradient to what comes before it")
     recipe = replace(RECIPE, lr=3e-2, lora=Lora(rank=2))
     settings = RunConfig(model=enrolled.config, recipe=recipe)
     start = build(enrolled.config, Plan(), loss=loss).model.state_dict()

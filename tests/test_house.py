@@ -430,7 +430,7 @@ LINES = {
     "checkpoint": 1980,
     "cli": 3740,
     "compress": 2660,
-    "config": 5150,
+    "config": 5370,
     "data": 6790,
     "decode": 2580,
     "doctor": 450,
@@ -439,10 +439,10 @@ LINES = {
     "kernels": 3410,
     "ladder": 5390,
     "launch": 1550,
-    "models": 7140,
+    "models": 7330,
     "optim": 1730,
     "parallel": 3970,
-    "planner": 6220,
+    "planner": 6310,
     "precision": 5450,
     "probe": 1050,
     "products": 1190,
@@ -450,7 +450,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3370,
     "step": 690,
-    "tasks": 2420,
+    "tasks": 2580,
     "train": 2900,
 }
 
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 77_610
+    assert sum(LINES.values()) <= 78_270
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -66,14 +66,17 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
             {"model": "marian-base", "model.dropout": "0.2"},
             "Did you mean 'model.encoder.dropout' or 'model.decoder.dropout'?",
         ),
-        ({"model": "gpt2", "model.image_size": "32"}, "belongs to the family vit, and this is decoder."),
+        (
+            {"model": "gpt2", "model.image_size": "32"},
+            "belongs to the family vit or diffusion, and this is decoder.",
+        ),
         (
             {"model": "vit-s16", "model.vocabulary": "5"},
-            "belongs to the family decoder or encoder or seq2seq",
+            "belongs to the family decoder or encoder or seq2seq or diffusion",
         ),
         (
             {"model.family": "gpt"},
-            "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq.",
+            "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq, diffusion.",
         ),
         ({"model": "gpt-2"}, "Did you mean 'gpt2'?"),
         ({"model": "t5-small", "model.encoder.heads": "0"}, "model.encoder.heads is 0"),

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from penstock.config.model import (
     DecoderConfig,
+    DiffusionConfig,
     EncoderConfig,
     ModelConfig,
     Seq2SeqConfig,
     ViTConfig,
     preset,
 )
-from penstock.config.stack import Layer
+from penstock.config.stack import Layer, Stack
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks import ImageClassification
+from penstock.tasks.denoise import NoisyBatch
 
 WORDS, TOKENS, OTHERS = 13, 6, 5
 """Vocabulary, tokens of a sample, and tokens of what it is turned into. Neither 2 nor 4 ranks can share them evenly."""
@@ -54,6 +56,10 @@ def small(name: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
 _VIT = ViTConfig(
     image_size=8, patch_size=2, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10
 )  # fmt: skip
+_DIFFUSION = DiffusionConfig(
+    image_size=8, patch_size=2, channels=2, width=16, depth=2, heads=2, mlp_width=32, classes=10
+)
+_TEXT = Stack(width=16, depth=1, heads=2, mlp_width=32)
 _LAYERS = (
     Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16), Layer(heads=4, kv=2, hidden=32),
     Layer(heads=8, kv=4, hidden=24),
@@ -82,6 +88,8 @@ ENROLLED = {
     "switch": Enrolled(small("switch-tiny"), "AutoModelForSeq2SeqLM"),
     "nllb moe": Enrolled(small("nllb-moe-tiny"), None),
     "marian moe": Enrolled(small("marian-moe-tiny"), None),
+    "diffusion of texts": Enrolled(replace(_DIFFUSION, classes=0, text=_TEXT, vocabulary=WORDS), None),
+    "diffusion moe": Enrolled(replace(_DIFFUSION, experts=2, expert_every=2), None),
     "vit moe": Enrolled(replace(_VIT, experts=4, experts_per_token=2, router="expert_choice"), None),
 }  # fmt: skip
 
@@ -90,7 +98,7 @@ WITH_EXPERTS = {"t5 moe": small("t5-moe-tiny")}
 """A model with experts that any layout splits, for the tests of these layouts alone."""
 
 
-def batches(config: ModelConfig, step: int, samples: int) -> tuple[Tensor, ...]:
+def batches(config: ModelConfig, step: int, samples: int) -> tuple[Any, ...]:
     """The model's arguments, then its targets: the same for the same step, on every rank. Samples differ in how many
     targets they have; of words every fourth has none.
     """
@@ -108,6 +116,17 @@ def batches(config: ModelConfig, step: int, samples: int) -> tuple[Tensor, ...]:
         shape = (samples, config.channels, config.image_size, config.image_size)
         return torch.randn(shape, generator=generator), numbers(config.classes, samples)
     tokens = numbers(WORDS, samples, TOKENS)
+    if isinstance(config, DiffusionConfig):
+        shape = (samples, config.channels, config.image_size, config.image_size)
+        images, target = torch.randn(2, *shape, generator=generator)
+        times = torch.rand(samples, generator=generator, dtype=torch.float64)
+        more = {"tokens": tokens, "lengths": numbers(TOKENS, samples) + 1, "times": times}
+        more |= {
+            "images": images,
+            "classes": numbers(config.classes + 1, samples),
+            "routes": (times * 2).long(),
+        }
+        return *NoisyBatch.of(config.graph, target, **more).inputs, target
     if isinstance(config, DecoderConfig):
         return tokens, words(TOKENS, numbers(TOKENS, samples) + 1)
     lengths = numbers(TOKENS, samples) + 1
@@ -119,19 +138,21 @@ def batches(config: ModelConfig, step: int, samples: int) -> tuple[Tensor, ...]:
 
 
 class Given(ImageClassification):
-    """Mean cross entropy of a batch of `batches`."""
+    """Mean cross entropy of a batch of `batches`, or mean squared error of its images."""
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         return tuple(batch[:-1])
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
+        if batch[-1].is_floating_point():
+            return nn.functional.mse_loss(outputs.float(), batch[-1])
         logits, targets = outputs.reshape(-1, outputs.shape[-1]), batch[-1].flatten()
         logits = logits if logits.dtype == torch.float64 else logits.float()
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
         return total / max(1, self.targets(batch))
 
     def targets(self, batch: Any) -> int:
-        return int((batch[-1] != IGNORED).sum())
+        return len(batch[-1]) if batch[-1].is_floating_point() else int((batch[-1] != IGNORED).sum())
 
 
 loss = Given()

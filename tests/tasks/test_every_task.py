@@ -15,7 +15,14 @@ from torch import Tensor
 from helpers.texts import TEXT, Rows, Windows
 from penstock.build import build
 from penstock.config.machine import cache_folder
-from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.config.model import (
+    DecoderConfig,
+    DiffusionConfig,
+    EncoderConfig,
+    ModelConfig,
+    Seq2SeqConfig,
+    ViTConfig,
+)
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, DataConfig, Recipe
 from penstock.config.stack import Stack
@@ -25,6 +32,7 @@ from penstock.data.source import Source, Split
 from penstock.models import create
 from penstock.tasks import (
     Chat,
+    Denoise,
     Embedding,
     ImageClassification,
     MaskedWords,
@@ -123,6 +131,12 @@ ENROLLED = {
         _digits,
         355,
     ),
+    "denoise": Enrolled(
+        Denoise(),
+        DiffusionConfig(image_size=8, patch_size=4, channels=1, classes=10, experts=2, **SIZES),
+        _digits,
+        355,
+    ),
     "next token": Enrolled(NextToken(), DecoderConfig(sequence=16, **SIZES), _windows, 170),
     "chat": Enrolled(Chat(), CHATTING, _chats, 3),
     "preferences": Enrolled(Preferences().beside(_far_reference()), CHATTING, _preferences, 9),
@@ -215,7 +229,7 @@ def test_a_sample_is_shown_if_there_is_text(enrolled: Enrolled) -> None:
     model, source = create(enrolled.model).eval(), _source(enrolled, "val")
     with torch.no_grad():
         said = enrolled.task.sample(model, source, torch.device("cpu"))
-    assert bool(said) is not isinstance(enrolled.task, ImageClassification)
+    assert bool(said) is not isinstance(enrolled.task, ImageClassification | Denoise)
 
 
 def test_a_sample_of_pairs_shows_both_texts_apart() -> None:
@@ -233,7 +247,7 @@ def test_a_sample_of_pairs_shows_both_texts_apart() -> None:
 def test_padding_is_not_counted_among_tokens(enrolled: Enrolled) -> None:
     with _loader(enrolled, "train", 6) as batches:
         batch = next(batches)
-    assert (enrolled.task.tokens(batch) > 6) is not isinstance(enrolled.task, ImageClassification)
+    assert (enrolled.task.tokens(batch) > 6) is not isinstance(enrolled.task, ImageClassification | Denoise)
 
 
 @pytest.mark.parametrize("name", [name for name in ENROLLED if name != "embedding"])

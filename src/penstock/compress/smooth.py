@@ -35,8 +35,8 @@ class NormReaders(NamedTuple):
 
 
 def norm_readers(model: nn.Module) -> tuple[NormReaders, ...]:
-    """The norms of a model's blocks that can be smoothed, by role. Raises ConfigError for a model that is not ours:
-    roles alone do not say whether norms come first."""
+    """The norms of a model's blocks that can be smoothed, by role: those with weights. Raises ConfigError for a model
+    that is not ours: roles alone do not say whether norms come first."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"Only Penstock's own models are smoothed, because a {type(model).__name__} does not say whether its norms "
@@ -46,7 +46,7 @@ def norm_readers(model: nn.Module) -> tuple[NormReaders, ...]:
     found: list[NormReaders] = []
     for block in (block for stack in anatomy_of(model).stacks for block in stack.blocks):
         found += _of_block(block, runs[block.name.partition(".")[0]])
-    return tuple(found)
+    return tuple(one for one in found if next(model.get_submodule(one.norm).parameters(), None) is not None)
 
 
 def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:

@@ -72,6 +72,21 @@ class PatchInput:
 Input = TokenInput | PatchInput
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A vector of each sample, (B, D), that modulates the norms of runs and heads: the sum of the embeddings of its
+    time in [0, 1], (B,), and of its class, (B,) (Peebles & Xie, ICCV 2023, "DiT", section 3.2, adaLN-Zero)."""
+
+    name: str = "condition"
+    """The module that makes it."""
+    frequencies: int = 256
+    """Sines and cosines by which a time is embedded."""
+    classes: int = 0
+    """Classes; the number after the last one stands for none of them. 0: samples have no classes."""
+    dropout: float = 0.0
+    """Share of samples in training whose class, or text, is left out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Layers that run one after the other over the tokens of an input, or over what another run made of them."""
@@ -91,6 +106,8 @@ class Run:
     """Tokens that it can be given."""
     embedding_norm: bool = False
     """Whether a norm comes before its first layer's."""
+    modulated: bool = False
+    """Whether the condition of a sample shifts, scales and gates its blocks."""
     last_norm: bool = True
     """Whether a pre-norm run ends with a norm; without one a head has it."""
     setting: str = "model"
@@ -140,7 +157,21 @@ class FeatureHead:
     run: str
 
 
-Head = WordHead | ClassHead | FeatureHead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelHead:
+    """A head: an image of each sample, (B, C, S, S), of the form of an input of images; a patch from each token.
+
+    Of a noisy image it predicts what `penstock.tasks.noise` describes."""
+
+    name: str = "head"
+    run: str
+    predicts: Target = "v"
+    schedule: NoiseKind = "cosine"
+    min_snr: float | None = None
+    """γ of the weights of the loss; None: all samples weigh the same."""
+
+
+Head = WordHead | ClassHead | FeatureHead | PixelHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +181,7 @@ class Graph:
     inputs: tuple[Input, ...]
     runs: tuple[Run, ...]
     heads: tuple[Head, ...] = ()
+    condition: Condition | None = None
     init: Init = "normal"
     """How weights are drawn: `normal` with deviation 0.02 (BERT, Llama, ViT); `scaled`: the same, and those that end
     residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
@@ -221,6 +253,11 @@ class Graph:
         """The first head for classes, if there is one."""
         return next(iter(self.heads_of(ClassHead)), None)
 
+    @cached_property
+    def pixels(self) -> PixelHead | None:
+        """The first head for images, if there is one."""
+        return next(iter(self.heads_of(PixelHead)), None)
+
     @property
     def tied(self) -> dict[str, str]:
         """Names of the weights of heads that are tables of tokens, with the names of these."""
@@ -272,8 +309,10 @@ class Graph:
     @cached_property
     def form(self) -> str:
         """The inputs that the last head is made from, in words, with `causal` before those of a causal run; and the
-        number of heads where there are several."""
+        number of heads where there are several. Images of which an image is made are noisy, whatever else is seen."""
         run = self.main
+        if self.pixels is not None and len(self.heads) == 1:
+            return "noisy images"
         kinds = [*(self.run(name) for name in run.memories), run]
         inputs = " and ".join(
             "images" if isinstance(self.input_of(one), PatchInput) else "tokens" for one in kinds
@@ -285,6 +324,16 @@ class Graph:
     def routed(self) -> bool:
         """Whether experts, or groups of them, are given with each sample."""
         return any(run.stack.router == "given" for run in self.runs if run.stack.experts)
+
+    @cached_property
+    def ranges(self) -> int:
+        """Labels of samples that are told apart where experts are given: equal ranges of times, of a model that
+        denoises."""
+        mixed = (run.stack for run in self.runs if run.stack.experts and run.stack.router == "given")
+        counts = (
+            one.labels or (one.router_groups if one.router_groups > 1 else one.experts) for one in mixed
+        )
+        return max(counts, default=max((run.stack.labels for run in self.runs), default=0))
 
     @cached_property
     def labelled(self) -> bool:
@@ -299,12 +348,14 @@ class Graph:
         seen = bool(self.padded)
         return (
             *(one.name for one in self.inputs),
+            *(() if self.condition is None else ("times", "classes")[: 1 + (self.condition.classes > 0)]),
             *(("lengths",) if seen else ()),
             *(("segments",) if seen and not crossed else ()),
             *(("documents",) if text and not crossed else ()),
-            *(("targets", "rows") if text else ()),
+            *(("targets", "rows") if text and self.pixels is None else ()),
             *(("smoothing", "past") if self.writer is not None else ()),
             *(("routes",) if self.labelled else ()),
+            *(("token_weights",) if any(run.modulated and run.memories for run in self.runs) else ()),
             *(("by_sample",) if self.words is not None else ()),
         )
 
@@ -335,6 +386,8 @@ class Graph:
                     f"{run.setting}.parallel is true, but a block with cross attention between attention and MLP "
                     "cannot run both in parallel; set it to false."
                 )
+            if run.modulated:
+                yield from self._problems_of_modulated(run)
             if run.causal and run.stack.experts and run.stack.router == "expert_choice":
                 yield (
                     f"{run.setting}.router expert_choice looks at all tokens of a sample, also at those after a token, "
@@ -344,3 +397,27 @@ class Graph:
         for head in self.heads:
             if head.run not in names:
                 yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(names)}."
+            elif isinstance(head, PixelHead) and self.input_of(self.run(head.run)).length != self._patches(
+                head
+            ):
+                yield (
+                    f"The head {head.name} makes a patch of each token, but {head.run} does not read patches alone; "
+                    "name a run over images without a class token."
+                )
+
+    def _problems_of_modulated(self, run: Run) -> Iterator[str]:
+        if self.condition is None:
+            yield f"The run {run.name} is modulated, but the graph has no condition; give it one."
+        if run.causal or not isinstance(self.input_of(run), PatchInput):
+            yield f"The run {run.name} is modulated, which only runs over images can be."
+        if not run.stack.norm_first or run.stack.parallel:
+            yield (
+                f"{run.setting}.norm_first is {str(run.stack.norm_first).lower()} and {run.setting}.parallel "
+                f"{str(run.stack.parallel).lower()}, but a condition modulates norms before each branch; set them to "
+                "true and false."
+            )
+
+    def _patches(self, head: PixelHead) -> int:
+        """Patches of the images that a head for images makes; −1 where it reads none."""
+        one = self.input_of(self.run(head.run))
+        return one.patches if isinstance(one, PatchInput) else -1

@@ -32,6 +32,19 @@ _TRANSLATION: Settings = {
 }
 """Settings of Vaswani et al. (NeurIPS 2017, sections 5.1, 5.3 and 5.4) train."""
 
+_DDIGITS: Settings = {
+    "recipe.steps": 1500,
+    "recipe.lr": 2e-3,
+    "recipe.warmup_share": 0.05,
+    "recipe.weight_decay": 0.0,
+    "recipe.ema_decay": 0.995,
+    "recipe.eval_every_epochs": 50.0,
+    "recipe.augment.flip": 0.0,
+    "plan.optimizer": "fused",
+    "plan.micro_batch": 128,
+}
+"""Diffusion models of the embedded digits. Nothing is flipped: a mirrored digit is another sign."""
+
 JOBS: dict[str, Settings] = {
     # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
     # mild, because one of eight pixels already moves a stroke.
@@ -44,6 +57,8 @@ JOBS: dict[str, Settings] = {
         "recipe.augment.crop_scale_min": 0.7,
         "plan.micro_batch": 64,
     },
+    "ddigits-tiny": _DDIGITS,
+    "ddigits-moe-tiny": _DDIGITS,
     "gpt-tiny": {**_TINY, "recipe.lr": 3e-3},
     "llama-tiny": {**_TINY, "recipe.lr": 3e-3},
     "qwen-tiny": {**_TINY, "recipe.lr": 3e-3},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import (
@@ -23,18 +23,22 @@ from penstock.config.convert import (
 from penstock.config.graph import (
     Before,
     ClassHead,
+    Condition,
     FeatureHead,
     Graph,
     Head,
     Init,
+    NoiseKind,
     PatchInput,
+    PixelHead,
     Run,
     Stem,
+    Target,
     TokenInput,
     WordHead,
 )
 from penstock.config.kinds import add_arm, dataclasses_of, family_of
-from penstock.config.stack import Rotary, Stack
+from penstock.config.stack import Mlp, Rotary, Router, Stack
 from penstock.errors import ConfigError
 
 Classifier = Literal["token", "pooled"]
@@ -75,6 +79,16 @@ class ModelFamily(Checked, where="model"):
         return next((name for name, found in PRESETS.items() if found == self), "custom")
 
 
+def _patch_problems(image_size: int, patch_size: int) -> Iterator[str]:
+    if image_size % patch_size:
+        down = image_size // patch_size * patch_size
+        near = f"{down} or {down + patch_size}" if down else f"{patch_size}"
+        yield (
+            f"model.image_size {image_size} is not a multiple of model.patch_size {patch_size}; "
+            f"the nearest multiples are {near}."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Stack, ModelFamily):
     """A Vision Transformer (Dosovitskiy et al., ICLR 2021, "An Image is Worth 16x16 Words", Table 1).
@@ -104,13 +118,7 @@ class ViTConfig(Stack, ModelFamily):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        if self.image_size % self.patch_size:
-            down = self.image_size // self.patch_size * self.patch_size
-            near = f"{down} or {down + self.patch_size}" if down else f"{self.patch_size}"
-            yield (
-                f"model.image_size {self.image_size} is not a multiple of model.patch_size {self.patch_size}; "
-                f"the nearest multiples are {near}."
-            )
+        yield from _patch_problems(self.image_size, self.patch_size)
         if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
             yield (
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
@@ -294,7 +302,73 @@ class Seq2SeqConfig(_Text):
         return self.sequence
 
 
-ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig(Stack, ModelFamily):
+    """A diffusion Transformer (Peebles & Xie, ICCV 2023, "Scalable Diffusion Models with Transformers"): from noisy
+    images or latents, their times, and classes or texts, it predicts what the noise hides.
+
+    Image and patch sizes count pixels, or places of a latent. With experts the times are cut into equal ranges, one for
+    each expert, as in ERNIE-ViLG 2.0 (Feng et al., CVPR 2023, section 2.3, "mixture of denoising experts").
+    """
+
+    family: Literal["diffusion"] = "diffusion"
+    image_size: Pixels = 32
+    patch_size: Pixels = 2
+    channels: Annotated[int, Range(1, 1 << 12)] = 4
+    """Channels of an image, or of a latent."""
+    classes: Annotated[int, Range(0, 1 << 24)] = 1000
+    """Classes of images by which they are made; 0: none."""
+    condition_dropout: Probability = 0.1
+    """Share of training images whose class or text is left out, so that guidance can do without (Ho & Salimans,
+    2022)."""
+    predicts: Target = "v"
+    """Target of the loss: the noise (`eps`), the image (`x0`), or a mix of both that is never hard at either end of
+    time (`v`, Salimans & Ho, ICLR 2022)."""
+    schedule: NoiseKind = "cosine"
+    """How noise grows with time: `cosine`, `linear` (DDPM) or `flow` (rectified flow): see `penstock.tasks.noise`."""
+    min_snr: Positive | None = None
+    """Largest weight of the loss of an image, a signal-to-noise ratio (Hang et al., ICCV 2023; 5 is usual); none: all
+    images weigh the same."""
+    text: Stack | None = None
+    """Encoder of texts, to whose tokens the blocks over images attend; none: there are no texts."""
+    vocabulary: Words = 368
+    """Rows in the table of the texts' tokens."""
+    sequence: Tokens = 32
+    """Tokens of a text."""
+    mlp: Mlp = "gelu_tanh"
+    norm_eps: Positive = 1e-6
+    router: Router = "given"
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from _patch_problems(self.image_size, self.patch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Noisy images, a modulated run over their patches, images; before them texts and a run over these."""
+        images = PatchInput(image_size=self.image_size, patch_size=self.patch_size, channels=self.channels)
+        denoiser = Run(
+            name="denoiser", stack=self, reads="images", rows=self.tokens, most=self.tokens, last_norm=False,
+            modulated=True, memories=() if self.text is None else ("text",),
+        )  # fmt: skip
+        head = PixelHead(run="denoiser", predicts=self.predicts, schedule=self.schedule, min_snr=self.min_snr)
+        condition = Condition(classes=self.classes, dropout=self.condition_dropout)
+        if self.text is None:
+            return Graph(inputs=(images,), runs=(denoiser,), heads=(head,), condition=condition)
+        tokens = TokenInput(vocabulary=self.vocabulary, length=self.sequence)
+        text = Run(
+            name="text", stack=self.text, reads="tokens", rows=self.sequence, most=self.sequence,
+            setting="model.text",
+        )  # fmt: skip
+        return Graph(inputs=(images, tokens), runs=(text, denoiser), heads=(head,), condition=condition)
+
+
+ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig | DiffusionConfig
 """The configuration of a model of any family."""
 TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
 """The same of families that transformers has models of."""
@@ -366,10 +440,23 @@ def changes(before: Any, after: Any, path: str) -> Iterator[str]:
     """An option, with its value, for each field below `path` in which two configurations of one class differ."""
     for one in fields(after):
         old, new = getattr(before, one.name), getattr(after, one.name)
-        if is_dataclass(new):
+        if is_dataclass(new) and old is None:
+            # Any option of a part makes it.
+            inside = f"{path}.{one.name}"
+            first = fields(new)[0].name
+            made = list(changes(cast(Any, type(new))(), new, inside))
+            yield from made or [f"--{inside}.{first} {word(getattr(new, first))}"]
+        elif is_dataclass(new):
             yield from changes(old, new, f"{path}.{one.name}")
         elif new != old:
             yield f"--{path}.{one.name} {word(new)}"
+
+
+def _dit(width: int, depth: int, heads: int) -> DiffusionConfig:
+    """DiT over latents of 256 × 256 pixels, without its learned variances; patches of 2 × 2."""
+    return DiffusionConfig(
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, predicts="eps", schedule="linear"
+    )
 
 
 def _vit(width: int, depth: int, heads: int, mlp_width: int, patch_size: int) -> ViTConfig:
@@ -497,6 +584,10 @@ _VIT_MOE: dict[str, Any] = {
     "experts": 32, "experts_per_token": 2, "expert_every": 2, "router_normalised": False, "capacity": 1.05,
 }  # fmt: skip
 
+_DDIGITS = DiffusionConfig(
+    image_size=8, patch_size=2, channels=1, width=96, depth=6, heads=3, mlp_width=384, classes=10
+)
+
 PRESETS: dict[str, ModelConfig] = {
     # Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
     "vit-ti16": _vit(192, 12, 3, 768, 16),
@@ -521,6 +612,22 @@ PRESETS: dict[str, ModelConfig] = {
         image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_width=256, classes=10, classifier="pooled",
         experts=4, experts_per_token=2, expert_every=2, router="expert_choice",
     ),
+    # Peebles & Xie 2023, Table 1.
+    "dit-s2": _dit(384, 12, 6),
+    "dit-b2": _dit(768, 12, 12),
+    "dit-l2": _dit(1024, 24, 16),
+    "dit-xl2": _dit(1152, 28, 16),
+    # Feng et al. 2023, "ERNIE-ViLG 2.0", section 3.1: 10 experts, 24 B parameters in all, of which 1.3 B encode texts.
+    # Theirs is a U-Net, whose widths and depths are not published: this is a Transformer of as many parameters.
+    "ernie-vilg2-24b": DiffusionConfig(
+        width=2048, depth=24, heads=16, mlp_width=21504, classes=0, image_size=128, channels=4, patch_size=2,
+        predicts="eps", schedule="linear", experts=10, vocabulary=50000, sequence=77,
+        text=Stack(width=2048, depth=24, heads=16, mlp_width=8192),
+    ),
+    # Small enough to learn the embedded digits in a few minutes: 8×8 pixels, 16 patches.
+    "ddigits-tiny": _DDIGITS,
+    # Each half of the times has perceptrons of its own in every block.
+    "ddigits-moe-tiny": replace(_DDIGITS, experts=2),
     # Radford et al. 2019 Table 2, with the published vocabulary.
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),

@@ -13,7 +13,7 @@ from penstock.config.convert import NONE_WORDS
 from penstock.config.graph import Graph, PatchInput, TokenInput
 from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
-from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks, title
+from penstock.config.model import PRESETS, ModelConfig, stacks, title
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe, RunConfig
@@ -44,7 +44,9 @@ def load_run(
     weights: Any = given.get("init_from", stored.get("init_from"))
     known = isinstance(name, str) and name in PRESETS
     found = None
-    if name is None or (known and not isinstance(PRESETS[name], ViTConfig)):  # images can be of another size
+    if name is None or (
+        known and not PRESETS[name].graph.inputs_of(PatchInput)
+    ):  # images can be of another size
         given_weights = isinstance(weights, str) and weights.lower() not in NONE_WORDS
         found = model_in(weights) if model_in and given_weights else None
     if name is None and file is None and found is None:
@@ -203,8 +205,9 @@ def _of_weights(found: ModelConfig, weights: str, preset: ModelConfig | None) ->
     """The model in a folder of weights, in place of a preset of its family. Samples may be made shorter than its table
     of positions, which stays as it is.
     """
-    if not isinstance(found, ViTConfig) and any(stack.positions == "learned" for stack in stacks(found)):
-        found = replace(found, max_positions=found.max_positions or found.sequence)
+    if not found.graph.inputs_of(PatchInput) and any(stack.positions == "learned" for stack in stacks(found)):
+        text: Any = found
+        found = replace(text, max_positions=text.max_positions or text.sequence)
     if preset is None:
         return found
     if preset.family != found.family:

@@ -36,6 +36,7 @@ from penstock.errors import ConfigError
 TaskName = Literal[
     "auto",
     "images",
+    "denoise",
     "next_token",
     "chat",
     "preferences",
@@ -315,9 +316,10 @@ class RunConfig(Checked):
     model: ModelConfig = PRESETS["vit-digits"]
     """Name of a preset (`vit-s16`); single fields can be overridden."""
     task: TaskName = "auto"
-    """Task that the model is trained for. `auto`: classes of images for a Vision Transformer, the next token for a
-    decoder (`chat` learns the answers of conversations, `preferences` which of two is better), masked words for an
-    encoder (`pairs` where its head gives classes), span corruption for an encoder–decoder."""
+    """Task that the model is trained for. `auto`: classes of images for a Vision Transformer, noise in images for a
+    diffusion Transformer (`denoise`), the next token for a decoder (`chat` learns the answers of conversations,
+    `preferences` which of two is better), masked words for an encoder (`pairs` where its head gives classes), span
+    corruption for an encoder–decoder."""
     data: DataConfig = field(default_factory=DataConfig)
     """`auto` (what the task brings), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)

@@ -21,6 +21,7 @@ _MIXED: dict[str, Any] = {"products": "plain"}
 
 TASKS: dict[str, str] = {
     "images": "images",
+    "denoise": "noisy images",
     "next_token": "causal tokens",
     "chat": "causal tokens",
     "preferences": "causal tokens",
@@ -32,6 +33,8 @@ TASKS: dict[str, str] = {
     "embedding": "tokens",
 }
 """Forms of the graphs that each task trains; the first task with a form is what it is trained for unless told."""
+_ROUTING: tuple[TaskName, ...] = ("translation", "denoise")
+"""Tasks that give the expert of each sample: by its language, or by its time."""
 
 
 def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
@@ -42,13 +45,14 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
         raise ConfigError(
             f"No task trains a model that reads {model.graph.form}; give build a Task of your own as loss."
         )
-    if model.graph.routed and "translation" not in (fitting if task == "auto" else (task,)):
-        raise ConfigError(
-            "Only translation gives the expert of each sample, as a model with router given needs; give build a Task "
-            "of your own as loss, which passes the model routes, or use router softmax."
-        )
     if model.graph.routed:
-        task = "translation"
+        routing = [name for name in _ROUTING if name in (fitting if task == "auto" else (task,))]
+        if not routing:
+            raise ConfigError(
+                f"Only {' and '.join(_ROUTING)} give the expert of each sample, as a model with router given needs; "
+                "give build a Task of your own as loss, which passes the model routes, or use router softmax."
+            )
+        task = routing[0]
     if task == "auto":
         classes = model.graph.classes is not None and "pairs" in fitting
         return "pairs" if classes else fitting[0]  # type: ignore[return-value]

@@ -18,6 +18,7 @@ SAMPLE = 3
 BATCH = 4
 MASK = 5
 GROUP = 6
+NOISE = 7
 
 
 def _mix(x: Words) -> Words:

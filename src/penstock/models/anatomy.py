@@ -61,6 +61,8 @@ class Anatomy:
     its cross attention sees. Empty: each stack has an input, and sees the one before."""
     read_out: tuple[int, ...] = ()
     """Numbers of the stacks that heads read. Empty: the last."""
+    beside: tuple[Role, ...] = ()
+    """Parts that run before the stacks and whose result any block may read: every stage of a pipeline has them."""
     unknown: str = ""
     """Class path of a model that is not enrolled: its blocks are known, and their parts are not."""
 
@@ -85,7 +87,7 @@ class Anatomy:
                 f"Penstock does not know which parts of {self.unknown} are of the role {kind.__name__}. "
                 f"{_how_to_enrol(self.unknown)}"
             )
-        return (role for role in walk(self.stacks) if isinstance(role, kind))
+        return (role for role in walk((self.beside, self.stacks)) if isinstance(role, kind))
 
     def role_of(self, parameter: str) -> Role | None:
         """The role that a parameter belongs to. None if the model is not enrolled, or the part was added to it."""
@@ -100,11 +102,11 @@ class Anatomy:
 
     @functools.cached_property
     def _owners(self) -> dict[str, Role]:
-        return {name: role for role in walk(self.stacks) for name in owned(role)}
+        return {name: role for role in walk((self.beside, self.stacks)) for name in owned(role)}
 
     @functools.cached_property
     def _depths(self) -> dict[str, int]:
-        depths: dict[str, int] = {}
+        depths: dict[str, int] = {name: 0 for role in walk(self.beside) for name in owned(role)}
         so_far = 0
         for stack in self.stacks:
             depths |= {name: so_far for role in walk(stack.before) for name in owned(role)}

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -49,6 +50,8 @@ class Context(NamedTuple):
     """The expert of each token, or its group of experts, in the order of the tokens, where they are given."""
     samples: Tensor | None = None
     """The number of each token's sample, in the order of the tokens, where experts are chosen by sample."""
+    condition: Tensor | None = None
+    """The vector of each sample that modulates norms, with a dimension of 1 for the tokens."""
 
 
 _ALONE = Context()
@@ -67,11 +70,13 @@ class Past(Protocol):
         ...
 
 
-def make_norm(sizes: Stack, features: int, **where: Any) -> nn.LayerNorm | nn.RMSNorm:
-    """A norm over so many features, of the kind that a stack has."""
+def make_norm(sizes: Stack, features: int, *, affine: bool = True, **where: Any) -> nn.LayerNorm | nn.RMSNorm:
+    """A norm over so many features, of the kind that a stack has; unless `affine`, without weights."""
     if sizes.norm == "rms":
-        return nn.RMSNorm(features, eps=sizes.norm_eps, **where)
-    return nn.LayerNorm(features, eps=sizes.norm_eps, bias=sizes.norm_bias, **where)
+        return nn.RMSNorm(features, eps=sizes.norm_eps, elementwise_affine=affine, **where)
+    return nn.LayerNorm(
+        features, eps=sizes.norm_eps, elementwise_affine=affine, bias=sizes.norm_bias, **where
+    )
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -248,12 +253,23 @@ class Branch(nn.Module):
         return branch
 
 
+class ZeroLinear(nn.Linear):
+    """A linear layer whose weight is 0 at first."""
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Features of tokens after a norm without weights, shifted and scaled by those of their sample."""
+    return x * (1 + scale) + shift
+
+
 class Block(nn.Module):
     """Attention and an MLP, or a mixture of experts, each added to the tokens: x + attention(norm(x)) (pre-norm), or
     norm(x + attention(x)), as `norm_first` says. In a `parallel` block both read one norm. `cross` puts cross attention
     between the two.
 
-    `branch` are the options of `Branch`. Where the layer has no norm, attention reads the tokens as they are.
+    `branch` are the options of `Branch`. Where the layer has no norm, attention reads the tokens as they are. In a
+    `modulated` block the condition in the context makes a shift, a scale and a gate of each of the two branches:
+    x + gate · attention(norm(x) · (1 + scale) + shift), where gates are 0 at first (adaLN-Zero).
     """
 
     def __init__(
@@ -264,12 +280,14 @@ class Block(nn.Module):
         *,
         causal: bool = False,
         cross: bool = False,
+        modulated: bool = False,
         **where: Any,
     ) -> None:
         super().__init__()
-        branch = branch or {}
+        branch, affine = branch or {}, not modulated
         self.norm_first = sizes.norm_first
-        self.norm1 = make_norm(sizes, sizes.width, **where) if layer.normed else nn.Identity()
+        self.modulation = ZeroLinear(sizes.width, 6 * sizes.width, **where) if modulated else None
+        self.norm1 = make_norm(sizes, sizes.width, affine=affine, **where) if layer.normed else nn.Identity()
         self.attention = Attention(sizes, layer, causal=causal, **where)
         self.branch1 = Branch(sizes, **branch, **where)
         self.cross: CrossAttention | None = None
@@ -277,7 +295,7 @@ class Block(nn.Module):
             self.cross_norm = make_norm(sizes, sizes.width, **where)
             self.cross = CrossAttention(sizes, layer, **where)
             self.cross_branch = Branch(sizes, **branch, **where)
-        self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, **where)
+        self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, affine=affine, **where)
         self.mlp: MLP | MixtureOfExperts = (MixtureOfExperts if layer.mixture else MLP)(sizes, layer, **where)
         self.branch2 = Branch(sizes, **branch, **where)
 
@@ -288,10 +306,24 @@ class Block(nn.Module):
             return x + self.branch2(self._feed(seen, context))  # type: ignore[no-any-return]
         if not self.norm_first:
             return self._norms_last(x, context)
+        if self.modulation is not None:
+            return self._modulated(x, context)
         x = x + self.branch1(self.attention(self.norm1(x), context))
         if self.cross is not None:
             x = x + self.cross_branch(self.cross(self.cross_norm(x), context))
         return x + self.branch2(self._feed(self.norm2(x), context))  # type: ignore[no-any-return]
+
+    def _modulated(self, x: Tensor, context: Context) -> Tensor:
+        assert self.modulation is not None
+        assert self.norm2 is not None
+        assert context.condition is not None
+        made = self.modulation(F.silu(context.condition))
+        shift1, scale1, gate1, shift2, scale2, gate2 = made.to(x.dtype).chunk(6, dim=-1)
+        seen = modulate(self.norm1(x), shift1, scale1)
+        x = x + gate1 * self.branch1(self.attention(seen, context))
+        if self.cross is not None:
+            x = x + self.cross_branch(self.cross(self.cross_norm(x), context))
+        return x + gate2 * self.branch2(self._feed(modulate(self.norm2(x), shift2, scale2), context))  # type: ignore[no-any-return]
 
     def _norms_last(self, x: Tensor, context: Context) -> Tensor:
         assert self.norm2 is not None

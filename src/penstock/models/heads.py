@@ -1,16 +1,19 @@
-"""The parts of a model's heads: the output over a vocabulary, and what comes before it or before classes.
+"""The parts of a model's heads: the output over a vocabulary, and what comes before it or before classes; and the
+condition that modulates norms.
 
 Shapes: B samples, N tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.config.graph import Condition
 from penstock.config.plan import LOSS_BUDGET
 from penstock.config.stack import Stack
 from penstock.kernels.attention import autocasts
@@ -21,6 +24,9 @@ from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
 from penstock.models.block import make_norm
 from penstock.models.perceptron import activate
+
+TIME_STEPS = 1000.0
+"""A time of 1 is embedded as DDPM's last of 1,000 steps."""
 
 
 class Vocabulary(nn.Linear):
@@ -77,6 +83,29 @@ class Transform(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(activate(self.dense(x), self.activation))  # type: ignore[no-any-return, arg-type]
+
+
+class Conditioner(nn.Module):
+    """Times and classes to the vectors that modulate norms (Peebles & Xie, ICCV 2023, "DiT", section 3.2)."""
+
+    def __init__(self, condition: Condition, width: int, **where: Any) -> None:
+        super().__init__()
+        self.waves, self.none = condition.frequencies // 2, condition.classes
+        self.up = nn.Linear(2 * self.waves, width, **where)
+        self.down = nn.Linear(width, width, **where)
+        self.classes = nn.Embedding(condition.classes + 1, width, **where) if condition.classes else None
+
+    def forward(self, times: Tensor, classes: Tensor | None = None) -> Tensor:
+        """times (B,) in [0, 1], in fp64 if the model may round what it is given to half precision; classes (B,) int64,
+        None: no sample has one. Gives (B, D)."""
+        counted = torch.arange(self.waves, device=times.device, dtype=torch.float64)
+        angles = times.double()[:, None] * (TIME_STEPS * torch.exp(counted * (-math.log(1e4) / self.waves)))
+        embedded = torch.cat([angles.cos(), angles.sin()], dim=1)
+        x: Tensor = self.down(F.silu(self.up(embedded.to(self.up.weight.dtype))))
+        if self.classes is None:
+            return x
+        classes = torch.full_like(times, self.none, dtype=torch.int64) if classes is None else classes
+        return x + self.classes(classes)  # type: ignore[no-any-return]
 
 
 class Pooler(nn.Module):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.graph import (
@@ -18,6 +19,7 @@ from penstock.config.graph import (
     Head,
     Input,
     PatchInput,
+    PixelHead,
     Run,
     TokenInput,
     WordHead,
@@ -29,12 +31,20 @@ from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
 from penstock.models.base import Switched, Undrawn
-from penstock.models.block import Attention, Block, Branch, CrossAttention, make_norm
+from penstock.models.block import (
+    Attention,
+    Block,
+    Branch,
+    CrossAttention,
+    ZeroLinear,
+    make_norm,
+    modulate,
+)
 from penstock.models.context import Shares
 from penstock.models.experts import ExpertLinear, MixtureOfExperts
-from penstock.models.heads import Pooler, Transform, Vocabulary
+from penstock.models.heads import Conditioner, Pooler, Transform, Vocabulary
 from penstock.models.stack import TokenStack, shares_of
-from penstock.models.stems import ConvStem, PatchStem
+from penstock.models.stems import ConvStem, PatchStem, images_of
 
 T = TypeVar("T")
 
@@ -44,11 +54,14 @@ class Model(Switched):
     drawn from torch's global generator.
 
     A head for words gives logits of each token (B, N, V), one for classes logits of each sample (B, classes), one for
-    features each token's (B, N, D). `graph.arguments` are the arguments, in this order:
+    features each token's (B, N, D), one for images an image of each sample (B, C, S, S). `graph.arguments` are the
+    arguments, in this order:
 
     | argument | what it is |
     |---|---|
     | the inputs | token numbers (B, N), images (B, C, S, S) |
+    | `times` | (B,) in [0, 1], of a model with a condition; in fp64, lest half precision round them |
+    | `classes` | (B,) int64, of a condition with classes; the number of classes stands for none, as do no classes |
     | `lengths` | (B,), how many tokens of each sample are no padding, which comes last; a decoder sees none |
     | `segments` | (B, N), kinds of segments; none: all 0 |
     | `documents` | (B, N), numbers that change where another document begins: attention does not cross from one to the
@@ -59,6 +72,8 @@ class Model(Switched):
     | `smoothing` | label smoothing of the loss |
     | `routes` | (B,) int64, the label of each sample, of models that have labels; without them, its expert, where the
       router is `given` |
+    | `token_weights` | (B, M), factors of the attention that tokens of a text get, before it is normalised, of models
+      that make images of texts (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2) |
     | `past` | the keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of
       that are None |
     | `by_sample` | whether the last head for words returns that sum for each sample, (B,), without `rows` |
@@ -101,6 +116,8 @@ class Model(Switched):
                 setattr(self, one.table, nn.Embedding(one.vocabulary, width, **where))
             if one.segments:
                 self.types = nn.Embedding(one.segments, width, **where)
+        if graph.condition is not None:
+            setattr(self, graph.condition.name, Conditioner(graph.condition, width, **where))
         for run in graph.runs:
             stack = TokenStack(run, enters=graph.enters(run), **where)
             stack.begins = run.name not in {later.name for later in graph.written[1:]}
@@ -123,6 +140,14 @@ class Model(Switched):
             if head.dropout:
                 setattr(self, part_of(head, "dropout"), Dropout(head.dropout))
             setattr(self, head.name, nn.Linear(sizes.width, head.classes, **where))
+        elif isinstance(head, PixelHead):
+            plain, one = self.graph.condition is None, self.graph.input_of(self.graph.run(head.run))
+            assert isinstance(one, PatchInput)
+            setattr(self, part_of(head, "norm"), make_norm(sizes, sizes.width, affine=plain, **where))
+            if not plain:
+                modulation = ZeroLinear(sizes.width, 2 * sizes.width, **where)
+                setattr(self, part_of(head, "modulation"), modulation)
+            setattr(self, head.name, ZeroLinear(sizes.width, one.channels * one.patch_size**2, **where))
 
     def _part(self, head: Head, part: str) -> Any:
         return getattr(self, part_of(head, part), None)
@@ -135,6 +160,8 @@ class Model(Switched):
         if self.cut is not None and given.get("past") is None:  # a text that is continued is not cut
             shares = Shares(self.cut, self.graph, given)
         outputs: dict[str, Tensor] = {}
+        if self.graph.condition is not None:
+            given["condition"] = self._condition(self.graph.condition.name, given)
         runs, heads = self.graph.runs, self.graph.heads
         if (
             given.get("past") is not None and self.graph.words is not None
@@ -174,13 +201,27 @@ class Model(Switched):
         if run.memories and run.memories[0] in outputs:
             more |= self._memory(run, given, outputs)
         if shares is not None:
+            if given.get("token_weights") is not None:
+                raise ConfigError("plan.cp cannot cut texts whose tokens have weights; use plan.cp=1.")
             more["past"] = shares.tokens(run)
         else:
             more |= {"lengths": self.lengths_of(run, given), "documents": given.get("documents")}
             more["past"] = given.get("past") if run.causal else None
         if run.stack.experts:
             more |= {"shares": self._shares(run, given, x, shares), "routes": given.get("routes")}
+        if run.modulated:
+            more["condition"] = given["condition"]
         outputs[run.name] = getattr(self, run.name)(x, **more)
+
+    def _condition(self, name: str, given: dict[str, Any]) -> Tensor:
+        """The vector of each sample that modulates norms, (B, D)."""
+        times = given.get("times")
+        if times is None or times.dim() != 1:
+            raise ConfigError(
+                "The model takes the time of each sample, of shape (batch,) and in [0, 1], as `times`, but was given "
+                f"{'none' if times is None else tuple(times.shape)}."
+            )
+        return getattr(self, name)(times, given.get("classes"))  # type: ignore[no-any-return]
 
     def _shares(self, run: Run, given: dict[str, Any], x: Tensor, cut: Shares | None) -> Tensor | None:
         """See `Context.shares`, of the tokens x (B, N, D) of a run."""
@@ -214,6 +255,12 @@ class Model(Switched):
         """The memory of a run: the outputs of those that it attends to, one after the other."""
         lengths = [self.lengths_of(self.graph.run(name), given) for name in run.memories]
         every = [outputs[name] for name in run.memories]
+        weights = given.get("token_weights")
+        if weights is not None:
+            assert len(every) == 1
+            # Scores plus log w give w times the attention, before it is normalised.
+            more, hidden = weights.to(every[0].dtype).log()[:, None, None], ~_seen(lengths[0], every[0])
+            return {"memory": every[0], "memory_seen": more.masked_fill(hidden, -torch.inf)}
         if len(every) == 1:
             return {"memory": every[0], "memory_lengths": lengths[0]}
         seen = None
@@ -275,6 +322,8 @@ class Model(Switched):
             x = shares.whole(x, head)
         if isinstance(head, FeatureHead):
             return x
+        if isinstance(head, PixelHead):
+            return self.pixels(x, head, given.get("condition"))
         return self.classes(x, head, self.lengths_of(self.graph.run(head.run), given))
 
     def _asked(self, head: WordHead, value: Any) -> Tensor | None:
@@ -320,6 +369,16 @@ class Model(Switched):
         for part in (norm, self._part(head, "pooler"), self._part(head, "dropout")):
             x = x if part is None else part(x)
         return getattr(self, head.name)(x)  # type: ignore[no-any-return]
+
+    def pixels(self, x: Tensor, head: PixelHead, condition: Tensor | None = None) -> Tensor:
+        """Features of patches (B, N, D), and the condition of each sample (B, D), to images (B, C, S, S)."""
+        x = self._part(head, "norm")(x)
+        if condition is not None:
+            made = self._part(head, "modulation")(F.silu(condition)).to(x.dtype)
+            x = modulate(x, *made[:, None].chunk(2, dim=-1))
+        one = self.graph.input_of(self.graph.run(head.run))
+        assert isinstance(one, PatchInput)
+        return images_of(getattr(self, head.name)(x), one)
 
     # -- parts of a pass
 
@@ -430,6 +489,9 @@ class Model(Switched):
 
     def _draw(self, name: str, module: nn.Linear | ExpertLinear) -> None:
         init, inside = self.graph.init, name.rpartition(".")[2]
+        if isinstance(module, ZeroLinear):
+            nn.init.zeros_(module.weight)
+            return
         if init == "xavier":
             bound = (6.0 / (module.in_features + module.out_features)) ** 0.5
             nn.init.uniform_(module.weight, -bound, bound)

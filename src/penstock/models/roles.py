@@ -56,6 +56,11 @@ class Head(Linear):
 
 
 @dataclass(frozen=True, slots=True)
+class Modulation(Linear):
+    """The linear that makes shifts, scales and gates of a sample's condition: the same for all tokens of the sample."""
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding(Role):
     """A table of learned vectors.
 

@@ -66,7 +66,8 @@ class TokenStack(nn.Module):
         for i, layer in enumerate(sizes.layers):
             rate = sizes.drop_path * i / max(sizes.depth - 1, 1) if sizes.drop_path else None
             branch = {"layer_scale": sizes.layer_scale, "drop_path": rate}
-            self.blocks.append(Block(sizes, layer, branch, causal=causal, cross=bool(run.memories), **where))
+            form = {"causal": causal, "cross": bool(run.memories), "modulated": run.modulated}
+            self.blocks.append(Block(sizes, layer, branch, **form, **where))
         self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first and run.last_norm else None
 
     def forward(
@@ -80,11 +81,13 @@ class TokenStack(nn.Module):
         past: Past | None = None,
         shares: Tensor | None = None,
         routes: Tensor | None = None,
+        condition: Tensor | None = None,
     ) -> Tensor:
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
         the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
         follow those whose keys and values it keeps, and it says where they stand. `shares` (B, N) are as in `Context`,
-        `routes` (B,) the expert of each sample, or its group of experts, where they are given.
+        `routes` (B,) the expert of each sample, or its group of experts, where they are given. `condition` (B, D)
+        modulates the blocks of a run that is modulated.
         """
         mixed = {"shares": shares, "routes": None if routes is None else routes[:, None].expand(x.shape[:2])}
         mixed["samples"] = _samples(x, documents) if self.sizes.chooses_by_sample else None
@@ -121,6 +124,8 @@ class TokenStack(nn.Module):
             x = context.real.take(x)
             mixed = {name: _rows(value, context.real) for name, value in mixed.items()}
         more: dict[str, Any] = mixed
+        if condition is not None:
+            more["condition"] = condition.unsqueeze(0 if self.sequence_first else 1)
         context = context._replace(**more)
         for block in self.blocks:
             x = block(x, context)

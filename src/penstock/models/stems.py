@@ -32,6 +32,13 @@ class PatchStem(nn.Module):
         return self.proj(rows)  # type: ignore[no-any-return]
 
 
+def images_of(patches: Tensor, images: PatchInput) -> Tensor:
+    """The inverse of how `PatchStem` takes images apart: patches (B, N, C·P·P) to images (B, C, S, S)."""
+    p, side = images.patch_size, images.image_size // images.patch_size
+    apart = patches.view(-1, side, side, images.channels, p, p)
+    return apart.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), images.channels, side * p, side * p)
+
+
 class ConvStem(nn.Module):
     """Stride-2 3×3 convolutions with batch norm and ReLU, then one linear map (Xiao et al., NeurIPS 2021,
     §4).

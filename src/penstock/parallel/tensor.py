@@ -40,6 +40,7 @@ from penstock.models.roles import (
     Experts,
     Head,
     Linear,
+    Modulation,
     Norm,
     Perceptron,
     Pooler,
@@ -173,6 +174,9 @@ class _Splitter:
                     self._perceptron(role, line)
                 elif isinstance(role, Experts):
                     self._experts(role, line)
+                elif isinstance(role, Modulation) and line.sequence:
+                    # Its gradient is a sum over all tokens of a sample, of which each rank has some.
+                    self._enters(role.name, self._outside(line))
             self._ends(number, line, tokens)
 
     def _memory_alone(self, number: int) -> bool:

@@ -32,8 +32,10 @@ def list_block(to: Lister, block: Block) -> None:
     rows = whole if block.causal else whole * t.real
     stream_rows = rows / t.spread
 
+    if block.modulated:
+        modulation(to, "modulation", stack, 6)
     if block.layer.normed:
-        to.norm("norm1", stream_rows, stack)
+        to.norm("norm1", stream_rows, stack, modulated=block.modulated)
     seen, queries = t.cached + block.tokens, whole
     if not block.causal and _unpadded(to, block.tokens):
         # Keys that a token sees on average, of lengths that lie evenly around their mean.
@@ -52,7 +54,7 @@ def list_block(to: Lister, block: Block) -> None:
         _after_split(to, rows, d)
         _branch(to, "cross_branch", block, stream_rows)
     if not stack.parallel:
-        to.norm("norm2", stream_rows, stack)
+        to.norm("norm2", stream_rows, stack, modulated=block.modulated)
     if block.layer.mixture:
         _feed_experts(to, block, rows)
     else:
@@ -61,6 +63,13 @@ def list_block(to: Lister, block: Block) -> None:
             _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
         _after_split(to, rows, d)
     _branch(to, "branch2", block, stream_rows)
+
+
+def modulation(to: Lister, name: str, stack: Stack, parts: int) -> None:
+    """The linear that makes so many vectors of the condition of each sample; its activation is done again for each."""
+    samples, d = to.terms.samples, stack.width
+    to.move(f"{name}.activation", samples * d, (to.terms.stream, to.terms.stream), kind="activation")
+    to.gemm(name, samples, parts * d, d, bias=True, narrow=False, group="norms")
 
 
 def _unpadded(to: Lister, tokens: int) -> bool:
@@ -458,6 +467,8 @@ def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
     """Operators between a branch's output and the residual stream, and the addition."""
     t, d = to.terms, block.stack.width
     e, c, size = t.stream, t.product, rows * d
+    if block.modulated and name != "cross_branch":
+        to.modulate(f"{name}.gate", size)
     branch = e if block.stack.layer_scale is not None else c
     if block.stack.dropout:
         to.dropout(f"{name}.dropout", size, c, merged=t.fused)

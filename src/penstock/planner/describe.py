@@ -11,11 +11,20 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from penstock.config.formats import BYTES
-from penstock.config.graph import ClassHead, FeatureHead, Graph, PatchInput, Run, TokenInput, WordHead
+from penstock.config.graph import (
+    ClassHead,
+    FeatureHead,
+    Graph,
+    PatchInput,
+    PixelHead,
+    Run,
+    TokenInput,
+    WordHead,
+)
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
-from penstock.planner.blocks import before_split, list_block, turned
+from penstock.planner.blocks import before_split, list_block, modulation, turned
 from penstock.planner.listing import Form, Lister, Terms
 from penstock.planner.loads import EVEN
 from penstock.planner.operators import Op, Workload
@@ -123,6 +132,17 @@ def _entrance(to: Lister, graph: Graph) -> int:
                 Op("embedding.shared", "pointwise", False, n=mine, read=2 * added, written=added, launches=shared,
                    module="shared_table")
             )  # fmt: skip
+    if graph.condition is not None:
+        with to.inside("condition"):
+            to.gemm(
+                "condition.up", t.samples, d, graph.condition.frequencies, bias=True, first=True, narrow=False
+            )
+            to.move("condition.activation", t.samples * d, (t.product, t.product), kind="activation")
+            to.gemm("condition.down", t.samples, d, d, bias=True, narrow=False)
+        if graph.condition.classes:
+            size, moved = (graph.condition.classes + 1) * d, t.samples * d * e
+            classes = Op("condition.classes", "copy", n=d, read=moved, written=moved, weights=size, tensors=1)
+            to.table(classes, 3 * moved, moved, cleared=size * e)
     listed: set[str] = set()
     for run in graph.runs:
         one = _entered(graph, run)
@@ -238,8 +258,25 @@ def _exit(to: Lister, graph: Graph) -> None:
             _words(to, head, run, rows * t.words)
             continue
         _shared_out(to, rows * run.stack.width, last=True)
-        if not isinstance(head, FeatureHead):
+        if isinstance(head, PixelHead):
+            _pixels(to, graph, run)
+        elif not isinstance(head, FeatureHead):
             (_classifier if head.before == "norm" else _pooled)(to, head, run, graph.length(run))
+
+
+def _pixels(to: Lister, graph: Graph, run: Run) -> None:
+    """The last norm, a patch of each token, and the squared error of the images."""
+    one, t, d = graph.input_of(run), to.terms, run.stack.width
+    assert isinstance(one, PatchInput)
+    rows, pixels = t.samples * one.patches, one.channels * one.patch_size**2
+    if graph.condition is not None:
+        modulation(to, "modulation", run.stack, 2)
+    to.norm("norm", rows, run.stack, modulated=graph.condition is not None)
+    with to.inside("head"):
+        to.gemm("head", rows, pixels, d, bias=True, group="output", narrow=False)
+        to.move("head.images", rows * pixels, (t.product, 4), kind="copy")
+    with to.inside("loss"):
+        to.move("loss", rows * pixels, (12, 8), (12, 8), kept=rows * pixels * 4.0, group="output", launches=3)
 
 
 def _words(to: Lister, head: WordHead, run: Run, rows: float) -> None:

@@ -301,14 +301,27 @@ class Lister:
         with self.inside("table"):
             self.add(ahead, Op(ahead.name, ahead.kind, False, read=read, written=written), learn)
 
-    def norm(self, name: str, rows: float, stack: Stack, *, cast: bool = True) -> None:
-        """A stack's norm over rows of its width, and under autocast the cast of its output to the type of products."""
-        with self.inside("norm"):
-            self._norm(name, rows, stack, cast=cast)
+    def modulate(self, name: str, size: float, *, launches: int = 1) -> None:
+        """A product of `size` elements with a factor of each sample's features, which keeps them for its gradient."""
+        e = self.terms.stream
+        launches = 1 if self.terms.fused else launches
+        self.move(
+            name, size, (launches * e, launches * e), ((1 + launches) * e, e), kept=size * e, group="norms",
+            launches=launches,
+        )  # fmt: skip
 
-    def _norm(self, name: str, rows: float, stack: Stack, *, cast: bool) -> None:
+    def norm(
+        self, name: str, rows: float, stack: Stack, *, cast: bool = True, modulated: bool = False
+    ) -> None:
+        """A stack's norm over rows of its width, and under autocast the cast of its output to the type of products. If
+        it is modulated it has no weights, and its output is shifted and scaled before the cast."""
+        with self.inside("norm"):
+            self._norm(name, rows, stack, cast=cast, modulated=modulated)
+
+    def _norm(self, name: str, rows: float, stack: Stack, *, cast: bool, modulated: bool) -> None:
         t, rms = self.terms, stack.norm == "rms"
-        e, c, size, tensors = t.stream, t.product, rows * stack.width, 1 + (stack.norm_bias and not rms)
+        tensors = 0 if modulated else 1 + (stack.norm_bias and not rms)
+        e, c, size = t.stream, t.product, rows * stack.width
         autocast = e == 4 and c == 2
         out, launches = e if autocast else c, 1
         kept, ahead, behind = size * e + (1 if rms else 2) * rows * t.statistic, (e, out), (e + out, e)
@@ -320,5 +333,7 @@ class Lister:
             name, size, ahead, behind, kind="norm", kept=kept, group="norms", weights=tensors * stack.width,
             tensors=tensors, launches=launches,
         )  # fmt: skip
+        if modulated:
+            self.modulate(f"{name}.modulate", size, launches=2)
         if autocast and cast:
             self.move(f"{name}.cast", size, (4, 2), (2, 4), kind="copy")

@@ -24,6 +24,7 @@ Module = Literal[
     "experts",
     "norm",
     "table",
+    "condition",
     "shared_table",
     "head",
     "loss",

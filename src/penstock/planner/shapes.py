@@ -24,6 +24,8 @@ class Block:
     causal: bool = False
     cross: int = 0
     """Tokens of another stack that the block also attends to; 0 is none."""
+    modulated: bool = False
+    """Whether a condition of each sample shifts, scales and gates it."""
     run: int = 0
     """The number of its run in the model's graph."""
 
@@ -35,6 +37,7 @@ def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
     return tuple(
         Block(
             stack=run.stack, layer=layer, count=count, tokens=graph.length(run), causal=run.causal, run=number,
+            modulated=run.modulated,
             cross=sum(graph.length(graph.run(name)) for name in run.memories),
         )
         for number, run in enumerate(graph.runs)

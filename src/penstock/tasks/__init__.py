@@ -6,6 +6,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import TaskName
 from penstock.config.trainable import TASKS, task_name
 from penstock.tasks.chat import Chat
+from penstock.tasks.denoise import Denoise
 from penstock.tasks.embedding import Embedding
 from penstock.tasks.image_classification import ImageClassification, classification_loss
 from penstock.tasks.masked_words import MaskedWords
@@ -19,6 +20,7 @@ from penstock.tasks.translation import Translation
 
 __all__ = [
     "Chat",
+    "Denoise",
     "Embedding",
     "ImageClassification",
     "Loss",
@@ -38,6 +40,7 @@ __all__ = [
     "task_of",
 ]
 
+_IMAGES: dict[str, Task] = {"images": classification_loss, "denoise": Denoise()}
 _TEXT: dict[str, type[TextTask]] = {
     "next_token": NextToken,
     "chat": Chat,
@@ -64,4 +67,4 @@ def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | Non
     Raises ConfigError for a task that does not fit the model.
     """
     name = task_name(model, task)
-    return classification_loss if name == "images" else _TEXT[name](init_from)
+    return _IMAGES[name] if name in _IMAGES else _TEXT[name](init_from)

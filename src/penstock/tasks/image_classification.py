@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.config.trainable import require_vision
 from penstock.data.images import PrepareImages
@@ -45,18 +45,8 @@ class ImageClassification(Task):
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
         """The model with as many classes as the data, where its number was left at the default; this is logged."""
-        model = require_vision(model)
-        assert isinstance(source, ImageSource)
-        found = len(source.classes)
-        if found == model.classes:
-            return model
-        if model.classes != ViTConfig().classes:
-            raise ConfigError(
-                f"model.classes is {model.classes}, but {source.name} has {found} classes. Set model.classes to "
-                f"{found}."
-            )
-        _log.warning("model.classes is set to %d, the number of classes of %s.", found, source.name)
-        return replace(model, classes=found)
+        fitted: ModelConfig = fit_classes(require_vision(model), source)
+        return fitted
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
@@ -107,6 +97,20 @@ class ImageClassification(Task):
 
     def describe_model(self, model: ModelConfig) -> str:
         return f"{require_vision(model).classes} classes"
+
+
+def fit_classes(model: Any, source: Source) -> Any:
+    """The configuration of a model with `classes`, with as many as the data; see `ImageClassification.fit`."""
+    assert isinstance(source, ImageSource)
+    found = len(source.classes)
+    if found == model.classes:
+        return model
+    if model.classes != type(model)().classes:
+        raise ConfigError(
+            f"model.classes is {model.classes}, but {source.name} has {found} classes. Set model.classes to {found}."
+        )
+    _log.warning("model.classes is set to %d, the number of classes of %s.", found, source.name)
+    return replace(model, classes=found)
 
 
 def _split(batch: Any) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,11 @@ class Coefficients(NamedTuple):
     """Factor of ε in v."""
 
 
+def ranges_of(times: Tensor, count: int) -> Tensor:
+    """The number of the range that each time in [0, 1] is in, of so many equal ones, as `routes` of a model: int64."""
+    return (times * count).long().clamp(max=count - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class NoiseSchedule:
     """A schedule by name. Its functions compute in the type of t."""

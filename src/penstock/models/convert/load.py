@@ -154,7 +154,7 @@ def _fitted(
     state, expected = renamed(dict(given), model), model.state_dict()
     if isinstance(model, Model) and not model.graph.vision:
         return _fitted_text(model, state, new_head, model_type)
-    if not isinstance(model, Model):
+    if not isinstance(model, Model) or not isinstance(model.config, ViTConfig):
         _check(expected, state, ())
         return state, Loaded(names="penstock")
     names = _names_of(state)

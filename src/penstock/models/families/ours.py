@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.config.graph import FeatureHead, Graph, Input, PatchInput, Run, WordHead
+from penstock.config.graph import FeatureHead, Graph, Input, PatchInput, PixelHead, Run, WordHead
 from penstock.config.graph import Head as GraphHead
 from penstock.config.stack import Layer
 from penstock.config.stack import Stack as Sizes
@@ -18,6 +18,7 @@ from penstock.models.roles import (
     Experts,
     Head,
     Linear,
+    Modulation,
     Norm,
     Perceptron,
     Pooler,
@@ -43,7 +44,7 @@ def anatomy(graph: Graph) -> Anatomy:
         whole = Stack(
             before=(*before, *_entrance(run, enters=enters)),
             blocks=_blocks(run),
-            after=(*norm, *(role for head in graph.heads if last for role in _head(head))),
+            after=(*norm, *(role for head in graph.heads if last for role in _head(head, graph))),
             shares=shares,
         )
         stacks.append(whole)
@@ -51,12 +52,23 @@ def anatomy(graph: Graph) -> Anatomy:
         (index(graph, run.reads), tuple(index(graph, name) for name in run.memories)) for run in graph.runs
     )
     heads = tuple(dict.fromkeys(index(graph, head.run) for head in graph.heads))
-    return Anatomy(family="penstock", stacks=tuple(stacks), reads=reads, read_out=heads)
+    return Anatomy(
+        family="penstock", stacks=tuple(stacks), reads=reads, read_out=heads, beside=_condition(graph)
+    )
 
 
 def index(graph: Graph, name: str) -> int:
     """The number of a run, or −1 for an input."""
     return next((i for i, run in enumerate(graph.runs) if run.name == name), -1)
+
+
+def _condition(graph: Graph) -> tuple[Role, ...]:
+    """The parts that make the condition of a sample."""
+    one = graph.condition
+    if one is None:
+        return ()
+    classes = (Embedding(f"{one.name}.classes", "class"),) if one.classes else ()
+    return (Linear(f"{one.name}.up"), Linear(f"{one.name}.down"), *classes)
 
 
 def _input(one: Input) -> tuple[Role, ...]:
@@ -80,7 +92,7 @@ def _entrance(run: Run, *, enters: bool) -> tuple[Role, ...]:
     return (*position, *relative, *norm, *dropout)
 
 
-def _head(head: GraphHead) -> tuple[Role, ...]:
+def _head(head: GraphHead, graph: Graph) -> tuple[Role, ...]:
     """The parts of a head."""
     if isinstance(head, FeatureHead):
         return ()
@@ -88,6 +100,9 @@ def _head(head: GraphHead) -> tuple[Role, ...]:
         transform = part_of(head, "transform")
         before = (Linear(f"{transform}.dense"), Norm(f"{transform}.norm")) if head.transform else ()
         return (*before, Head(head.name))
+    if isinstance(head, PixelHead):
+        modulation = (Modulation(part_of(head, "modulation")),) if graph.condition else ()
+        return (Norm(part_of(head, "norm")), *modulation, Head(head.name))
     pooler = part_of(head, "pooler")
     kinds: dict[str, tuple[Role, ...]] = {
         "norm": (Norm(part_of(head, "norm")),),
@@ -105,14 +120,19 @@ def _blocks(run: Run) -> tuple[Block, ...]:
         *((Scale("{}.scale"),) if sizes.layer_scale is not None else ()),
         *((Dropout("{}"),) if sizes.dropout or sizes.drop_path else ()),
     )
-    parts = {layer: _block(sizes, layer, branch, cross=bool(run.memories)) for layer in sizes.kinds}
+    parts = {
+        layer: _block(sizes, layer, branch, cross=bool(run.memories), modulated=run.modulated)
+        for layer in sizes.kinds
+    }
     return tuple(
         Block(name := f"{run.name}.blocks.{i}", placed(parts[layer], f"{name}."))
         for i, layer in enumerate(sizes.layers)
     )
 
 
-def _block(sizes: Sizes, layer: Layer, branch: tuple[Role, ...], *, cross: bool = False) -> tuple[Role, ...]:
+def _block(
+    sizes: Sizes, layer: Layer, branch: tuple[Role, ...], *, cross: bool = False, modulated: bool = False
+) -> tuple[Role, ...]:
     """The parts of `Block`. `branch` are those of a residual branch, with `{}` for its name."""
 
     def closed(name: str) -> tuple[Role, ...]:
@@ -129,6 +149,7 @@ def _block(sizes: Sizes, layer: Layer, branch: tuple[Role, ...], *, cross: bool 
             *closed("cross_branch"),
         )
     return (
+        *((Modulation("modulation"),) if modulated else ()),
         *((Norm("norm1"),) if layer.normed else ()),
         inside,
         *closed("branch1"),

@@ -1,0 +1,234 @@
+"""Denoising: a model learns what was mixed into noisy images (Ho et al., NeurIPS 2020; see `penstock.tasks.noise`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.config.graph import Graph, PatchInput, TokenInput
+from penstock.config.model import ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.hashing import NOISE, uniforms, words
+from penstock.data.images import PrepareImages
+from penstock.data.loader import HostBatch
+from penstock.data.open import open_source
+from penstock.data.resample import to_device
+from penstock.data.source import ImageSource, Source, Split
+from penstock.data.text.tokenizers import Bytes
+from penstock.errors import ConfigError
+from penstock.tasks.image_classification import fit_classes
+from penstock.tasks.noise import NoiseSchedule, ranges_of
+from penstock.tasks.task import Prepare, Task, plain
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2⁶⁴ times the fraction of the golden ratio, whose multiples fill [0, 1) evenly, however many they are."""
+_BYTES = Bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class NoisyBatch:
+    """Noisy images and what is to be predicted of them."""
+
+    inputs: tuple[Tensor | None, ...]
+    """The model's arguments, in the order of `graph.arguments`: noisy images (B, C, S, S), then those of texts (B, N),
+    `times` (B,) in fp64, `classes` (B,), `routes` (B,)."""
+    target: Tensor
+    """(B, C, S, S)."""
+    weights: Tensor | None = None
+    """Factors of the squared error: (B, 1, 1, 1), or (B, 1, S, S) where regions weigh differently, such as those of
+    known objects (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2). None: 1."""
+
+    @classmethod
+    def of(
+        cls, graph: Graph, target: Tensor, weights: Tensor | None = None, **arguments: Tensor | None
+    ) -> NoisyBatch:
+        """A batch for a model with this graph, from its arguments by name."""
+        values = [arguments.get(name) for name in graph.arguments]
+        while values[-1] is None:
+            values.pop()
+        return cls(tuple(values), target, weights)
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+
+class PrepareNoise:
+    """Makes noisy batches of images. Times and noise depend on the seed and on a sample's place in the stream, so they
+    are the same however a step is cut into batches and over ranks.
+
+    Times of consecutive samples lie evenly in [0, 1), which makes the loss of a step vary less than times of their own
+    would (Kingma et al., NeurIPS 2021, "Variational Diffusion Models", appendix I.1). Without `augment`, as evaluation
+    takes them, they depend on the sample alone, and no condition is left out.
+    """
+
+    def __init__(
+        self, source: ImageSource, graph: Graph, *, augment: Augment | None = None, seed: int = 0
+    ) -> None:
+        head, condition = graph.pixels, graph.condition
+        assert head is not None
+        assert condition is not None
+        self._graph, self._head, self._seed = graph, head, seed
+        self._schedule = NoiseSchedule(head.schedule)
+        self._labels, self._none = source.labels, condition.classes
+        self._dropout = 0.0 if augment is None else condition.dropout
+        self._training = augment is not None
+        flips = None if augment is None else Augment(crop_scale_min=1.0, flip=augment.flip)
+        self._images = PrepareImages(
+            source,
+            image_size=_images(graph).image_size,
+            classes=len(source.classes),
+            augment=flips,
+            seed=seed,
+        )
+        self._texts = texts_of(graph, source.classes)
+
+    def __call__(self, host: HostBatch, device: torch.device) -> NoisyBatch:
+        """Copy to the device and mix in noise there, on the current stream, waiting for nothing."""
+        x0 = self._images(host, device).images
+        places = host.positions if self._training else host.ids
+        table = uniforms(self._seed, NOISE, counters=places, columns=1 + x0[0].numel() // 2 * 2 + 2)
+        shown = table[:, 0] >= self._dropout
+        noise = to_device(_normal(table[:, 1:], x0[0].numel()), device).view_as(x0)
+        times = to_device(_times(self._seed, places), device)
+        x0, noise = x0.double(), noise.double()
+        more: dict[str, Tensor] = {}
+        if self._texts is not None:
+            tokens, lengths = self._texts
+            # The last row is the empty text.
+            rows = np.where(shown, self._labels[host.ids], len(tokens) - 1)
+            more |= {"tokens": to_device(tokens[rows], device), "lengths": to_device(lengths[rows], device)}
+        if self._none:
+            more["classes"] = to_device(np.where(shown, self._labels[host.ids], self._none), device)
+        if self._graph.labelled:
+            more["routes"] = ranges_of(times, self._graph.ranges)
+        weights = None
+        if self._head.min_snr is not None:
+            found = self._schedule.min_snr_weight(self._head.predicts, times, self._head.min_snr)
+            weights = found.float().view(-1, 1, 1, 1)
+        return NoisyBatch.of(
+            self._graph,
+            self._schedule.target(self._head.predicts, x0, noise, times).float(),
+            weights,
+            images=self._schedule.add_noise(x0, noise, times).float(),
+            times=times,
+            **more,
+        )
+
+
+class Denoise(Task):
+    """Mean squared error of the model's prediction, over the pixels of each image and then over images; with weights,
+    the mean of the weighted squares. It is computed in fp32 or wider under every Plan.
+
+    Batches are `NoisyBatch`es. The metric `loss` is the same of held-out images, each of which has one time and one
+    noise in all evaluations.
+    """
+
+    unit = "images"
+    size_setting = "model.image_size"
+    augments = frozenset({"flip"})
+
+    def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
+        images = _images(model.graph)
+        return open_source(data, split=split, channels=images.channels, image_size=images.image_size)
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        """The model with as many classes as the data, where its number was left at the default; this is logged. Raises
+        ConfigError where it contradicts the data, or has no room for the texts."""
+        assert isinstance(source, ImageSource)
+        texts_of(model.graph, source.classes)
+        condition = model.graph.condition
+        return fit_classes(model, source) if condition is not None and condition.classes else model
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        assert isinstance(source, ImageSource)
+        return PrepareNoise(source, model.graph, augment=augment, seed=seed)
+
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        images, zero = _images(model.graph), torch.zeros(1, dtype=torch.int64, device=device)
+        noisy = torch.zeros(1, images.channels, images.image_size, images.image_size, device=device)
+        return NoisyBatch.of(
+            model.graph, noisy, images=noisy, tokens=zero[None], lengths=zero + 1, times=zero.double(),
+            classes=zero, routes=zero,
+        ).inputs  # fmt: skip
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return batch.inputs  # type: ignore[no-any-return]
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return _errors(outputs, batch).mean()
+
+    def tally(self, outputs: Any, batch: Any) -> Tensor:
+        return _errors(outputs, batch).sum().double()[None]
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        return {"loss": sums[0] / samples}
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        return f"loss {plain(metrics['loss'], '.4f')}"
+
+    def describe_model(self, model: ModelConfig) -> str:
+        images = _images(model.graph)
+        return f"images of {images.channels} × {images.image_size} × {images.image_size}"
+
+
+def texts_of(graph: Graph, classes: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """The names of classes as a model with texts reads them, tokens (classes + 1, N) and lengths (classes + 1,), the
+    empty text last; None for one without texts. Raises ConfigError where the model has no room for them."""
+    one = next(iter(graph.inputs_of(TokenInput)), None)
+    if one is None:
+        return None
+    texts = [[_BYTES.begin, *numbers.tolist()] for numbers in _BYTES.encode([*classes, ""])]
+    lengths = np.array([len(text) for text in texts], np.int64)
+    problems = []
+    if one.vocabulary < _BYTES.size:
+        problems.append(
+            f"model.vocabulary is {one.vocabulary}, but texts are bytes and special tokens; use {_BYTES.size}."
+        )
+    if one.length < lengths.max():
+        problems.append(
+            f"model.sequence is {one.length}, but the longest name of a class has {lengths.max()} tokens; use that."
+        )
+    if problems:
+        raise ConfigError(problems)
+    tokens = np.full((len(texts), int(lengths.max())), _BYTES.pad, np.int64)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    return tokens, lengths
+
+
+def _images(graph: Graph) -> PatchInput:
+    """The input of images that the head makes again."""
+    assert graph.pixels is not None
+    one = graph.input_of(graph.run(graph.pixels.run))
+    assert isinstance(one, PatchInput)
+    return one
+
+
+def _errors(outputs: Tensor, batch: NoisyBatch) -> Tensor:
+    """The mean over pixels of the weighted squared error of each image, (B,)."""
+    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+    squares = (outputs - batch.target).square()
+    return (squares if batch.weights is None else squares * batch.weights).flatten(1).mean(1)
+
+
+def _times(seed: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A time in (0, 1) for each place in the stream, (B,)."""
+    start = words(seed, NOISE, counters=np.zeros(1, np.uint64))
+    turned = start + places.astype(np.uint64) * np.uint64(_GOLDEN)
+    return ((turned >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _normal(table: NDArray[np.float32], count: int) -> NDArray[np.float32]:
+    """Normal numbers (B, count) of uniform ones in [0, 1), (B, at least count) and even (Box & Muller, 1958)."""
+    first, second = table[:, 0::2].astype(np.float64), table[:, 1::2].astype(np.float64)
+    radius, angle = np.sqrt(-2.0 * np.log1p(-first)), 2.0 * np.pi * second
+    pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return np.asarray(pairs[:, :count], np.float32)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
+from penstock.config.model import PRESETS, DiffusionConfig, ModelConfig, ViTConfig, stacks
 from penstock.config.plan import Plan, Precision
 from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config
@@ -28,6 +28,7 @@ PATH = ROOT / "docs" / "reference" / "models.md"
 RESULTS = ROOT / "benchmarks" / "results" / "transformers_parity_cpu.json"
 FAMILIES = {
     "vit": "Vision Transformers",
+    "diffusion": "Diffusion Transformers",
     "decoder": "Decoders",
     "encoder": "Encoders",
     "seq2seq": "Encoder–decoders",
@@ -162,7 +163,7 @@ def page() -> str:
     no figure."""
     lines = [INTRODUCTION]
     for family, title in FAMILIES.items():
-        size = "classes" if family == "vit" else "words"
+        size = "classes" if family in ("vit", "diffusion") else "words"
         lines += [
             f"## {title}", "",
             f"| preset | shape | tokens | {size} | parameters | FLOPs | a token | on a CPU | on a GPU |",
@@ -186,7 +187,7 @@ def _row(name: str, model: ModelConfig) -> str:
         " / ".join(_bytes(sample_bytes(model, precision, device)) for precision in ("O0", "O1"))  # type: ignore[arg-type]
         for device in ("cpu", "cuda")
     ]
-    words = model.classes if isinstance(model, ViTConfig) else model.vocabulary
+    words = model.classes if isinstance(model, ViTConfig | DiffusionConfig) else model.vocabulary
     tokens = " + ".join(f"{count:,}" for count in model.graph.lengths)
     flops = f"{_flops(work.model_flops)} | {_flops(work.model_flops / work.tokens)}"
     return (
@@ -196,16 +197,16 @@ def _row(name: str, model: ModelConfig) -> str:
 
 
 def _shape(model: ModelConfig) -> str:
-    """The sizes of the first stack, and the depth of all."""
-    first, *more = stacks(model)
-    depth = " + ".join(str(stack.depth) for stack in (first, *more))
+    """The sizes of the first stack, or of the one over images, and the depth of all."""
+    depth = " + ".join(str(stack.depth) for stack in stacks(model))
+    first = model if isinstance(model, DiffusionConfig) else stacks(model)[0]
     heads = f"{first.heads} heads"
     if first.head_width * first.heads != first.width:
         heads += f" of {first.head_width}"
     if first.kv != first.heads:
         heads += f", {first.kv} of keys and values"
     experts = f", {first.experts} experts, {first.experts_per_token} a token" if first.experts else ""
-    image = f", {model.image_size} px" if isinstance(model, ViTConfig) else ""
+    image = f", {model.image_size} px" if isinstance(model, ViTConfig | DiffusionConfig) else ""
     return (
         f"{depth} blocks of width {first.width}, {heads}, MLP {first.mlp_width} {first.mlp}{experts}{image}"
     )
@@ -293,6 +294,8 @@ def _written() -> Iterator[str]:
 
 def written_as(model: ModelConfig) -> tuple[str, str]:
     """The form in which `save_pretrained` writes a model, and what transformers lacks where that is our own."""
+    if isinstance(model, DiffusionConfig):
+        return f"`penstock_{model.family}`", "transformers has no such model"
     try:
         values = hf_config(model) if isinstance(model, ViTConfig) else write_text_config(model)
     except ConfigError as error:

@@ -145,7 +145,8 @@ class Given(ImageClassification):
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         if batch[-1].is_floating_point():
-            return nn.functional.mse_loss(outputs.float(), batch[-1])
+            outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+            return nn.functional.mse_loss(outputs, batch[-1])
         logits, targets = outputs.reshape(-1, outputs.shape[-1]), batch[-1].flatten()
         logits = logits if logits.dtype == torch.float64 else logits.float()
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")

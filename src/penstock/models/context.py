@@ -38,21 +38,21 @@ class Shares:
         self.cut, self.graph = cut, graph
         self._cuts: dict[str, Cut] = {}
         self._tokens: dict[str, _Tokens] = {}
-        documents = given.get("documents")
+        documents, known = given.get("documents"), {}
         for one in graph.inputs:
             runs = [run for run in graph.runs if graph.input_of(run) is one]
             causal = any(run.causal for run in runs)
             own = self._cuts[one.name] = cut if causal else cut.unordered()
             count = given[one.name].shape[1] if isinstance(one, TokenInput) else one.length
             lengths = None if causal or one.name != graph.padded else given.get("lengths")
-            device = given[one.name].device
-            for run in runs:
-                memory = self._tokens[run.memories[0]] if run.memories else None
-                self._tokens[run.name] = _Tokens(own, count, device, lengths, documents, memory)
+            known[one.name] = own, count, given[one.name].device, lengths, documents
             if isinstance(one, TokenInput):
                 given[one.name] = own.take(given[one.name], 1)
                 if given.get("segments") is not None:
                     given["segments"] = own.take(given["segments"], 1)
+        for run in graph.runs:
+            memory = self._tokens[run.memories[0]] if run.memories else None
+            self._tokens[run.name] = _Tokens(*known[graph.input_of(run).name], memory)
 
     def cut_of(self, one: Input) -> Cut:
         """The cut of an input's tokens."""

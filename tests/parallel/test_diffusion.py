@@ -1,0 +1,62 @@
+"""A diffusion model over ranks learns what it learns in one process: conditions, heads for images, given routes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.equality import Trained, alone, trained
+from helpers.families import ENROLLED, batches, loss
+from helpers.spawn import spawn
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.models import Model, create
+from penstock.models.block import ZeroLinear
+
+NAMES = ["diffusion of texts", "diffusion moe"]
+LAYOUTS = {
+    2: ["tp=2 micro_batch=4", "tp=2 sp=true micro_batch=4 token_order=batch_second", "cp=2 micro_batch=4",
+        "pp=2 micro_batch=2 accumulate=2", "dp=2 micro_batch=2 sharding=fsdp recompute=full"],
+    4: ["tp=2 pp=2 sp=true micro_batch=2 accumulate=2", "cp=2 dp=2 micro_batch=2 sharding=zero2"],
+}  # fmt: skip
+
+
+def _stirred(config: Any) -> Model:
+    """A model in fp64 whose gates and head are not 0, as they are at first: then every part has a gradient."""
+    model = create(config).double()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, ZeroLinear):
+                module.weight.normal_(std=0.3)
+    return model
+
+
+def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
+    found = []
+    for name in NAMES:
+        config = ENROLLED[name].config
+        options: dict[str, Any] = {
+            "steps": 2, "recipe": Recipe(lr=3e-3, eps=1e-4), "batches": partial(batches, config), "loss": loss,
+            "double": True,
+        }  # fmt: skip
+        for line in lines:
+            plan, made = Plan.parse(line), partial(_stirred, config)
+            got = trained(made, plan, **options)
+            found.append((f"{name}: {line}", got, trained(made, alone(plan), **options)))
+    return found
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
+    found = spawn(_ranks, world, LAYOUTS[world], timeout=280)
+    for line, got, expected in (*found[0], *found[-1]):
+        assert got.losses == pytest.approx(expected.losses, rel=1e-6), line
+        assert got.norms == pytest.approx(expected.norms, rel=1e-5), line
+        for name, value in got.weights.items():
+            close = {"rtol": 1e-5, "atol": 1e-7}
+            torch.testing.assert_close(
+                value, expected.weights[name], **close, msg=lambda t, n=name, s=line: f"{s}: {n}: {t}"
+            )

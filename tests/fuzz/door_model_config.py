@@ -26,6 +26,10 @@ def _trees() -> dict[str, dict[str, Any]]:
         "theirs": theirs,
         "pairs": theirs | {"image_size": [96, 96], "patch_size": [8, 8], "id2label": {"0": "a", "1": "b"}},
         "ours": {"model_type": "penstock_vit", "architectures": ["ViT"], "penstock": to_dict(small)},
+        "images from noise": {
+            "model_type": "penstock_diffusion",
+            "penstock": to_dict(PRESETS["ddigits-moe-tiny"]),
+        },
     }
 
 

@@ -137,8 +137,8 @@ def _require_compiler() -> None:
 
 
 def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dict[str, Tensor]:
-    """Drawn inputs of a model, by name and in their order: `images`; `tokens` and of an encoder `lengths`; or `source`,
-    `target` and `lengths` of the source."""
+    """Drawn inputs of a model, by name and in their order: `images`, and `times` and `classes` of those that are noisy;
+    `tokens` and of an encoder `lengths`; or `source`, `target` and `lengths` of the source."""
     graph: Graph = module.graph  # type: ignore[assignment]
     draw = torch.Generator().manual_seed(0)
     written = {graph.input_of(run).name for run in graph.written} if graph.remembered else set()
@@ -150,6 +150,10 @@ def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dic
         else:
             shape = samples, targets if one.name in written else tokens
             found[one.name] = torch.randint(0, one.vocabulary, shape, generator=draw)
+    if graph.condition is not None:
+        found["times"] = torch.rand(samples, generator=draw, dtype=torch.float64)
+        if graph.condition.classes:
+            found["classes"] = torch.randint(0, graph.condition.classes + 1, (samples,), generator=draw)
     return found | ({"lengths": tokens - torch.arange(samples) % 3} if graph.padded else {})
 
 

@@ -200,12 +200,12 @@ class Classifier:
         self.model, self.batch = found.model, batch
         self.classes = tuple(classes) or found.classes
         self._texts: _Texts | None = None
-        if not found.model.graph.vision and found.model.graph.classes is not None:
-            self._texts = _Texts(found, batch, found.model)
-        elif not found.model.graph.vision:
+        if found.model.graph.classes is None:
             raise ConfigError(
                 "The model tells no classes; give a ViT, or an encoder with a head for classes."
             )
+        if not found.model.graph.vision:
+            self._texts = _Texts(found, batch, found.model)
 
     def classify(self, inputs: Sequence[Any]) -> list[Classified]:
         """Texts, pairs of texts, or token numbers for an encoder; paths of images for a ViT."""

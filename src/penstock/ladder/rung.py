@@ -149,9 +149,10 @@ def plan(**fields: Any) -> PlanChange:
 
 def vision_only(setting: Setting) -> str | None:
     """The obstacle of a rung that rebuilds our Vision Transformer, or None."""
-    if setting.model is not None and setting.model.graph.vision:
+    graph = None if setting.model is None else setting.model.graph
+    if graph is not None and graph.vision and graph.classes is not None:
         return None
-    whose = "is your own" if setting.model is None else "reads text"
+    whose = "is your own" if graph is None else "makes images" if graph.pixels is not None else "reads text"
     return f"it changes a Vision Transformer of Penstock's, and this model {whose}"
 
 

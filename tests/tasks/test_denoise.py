@@ -1,0 +1,180 @@
+"""Denoising: noise that depends on samples alone, weights of regions and words, and runs of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config.machine import Machine, save_machine
+from penstock.config.model import DiffusionConfig
+from penstock.config.recipes import load_run
+from penstock.config.run import Augment, DataConfig
+from penstock.config.stack import Stack
+from penstock.data import Loader
+from penstock.errors import ConfigError
+from penstock.models import Model, create
+from penstock.models.block import ZeroLinear
+from penstock.models.convert import from_pretrained
+from penstock.models.experts import mixtures_of
+from penstock.tasks import Denoise
+from penstock.tasks.denoise import NoisyBatch, texts_of
+from penstock.tasks.noise import NoiseSchedule
+from penstock.train import train
+
+TASK = Denoise()
+SMALL = DiffusionConfig(
+    image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=16, classes=10, experts=2
+)
+TEXTS = replace(SMALL, experts=0, classes=0, sequence=8, text=Stack(width=16, depth=1, heads=2, mlp_width=16))
+
+
+def stirred(config: DiffusionConfig) -> Model:
+    """A model whose gates and head are not 0, as they are at first."""
+    model = create(config).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, ZeroLinear):
+                module.weight.normal_(std=0.3)
+    return model
+
+
+def batches(
+    config: DiffusionConfig, count: int, *, training: bool = True, **options: Any
+) -> list[NoisyBatch]:
+    source = TASK.open(DataConfig(source="digits"), config, "train" if training else "val")
+    prepare = TASK.prepare(source, config, augment=Augment() if training else None, seed=3)
+    with Loader(source, prepare, seed=3, endless=training, **options) as loader:
+        return [batch for _, batch in zip(range(count), loader)]
+
+
+def together(parts: list[NoisyBatch]) -> dict[str, Tensor]:
+    names = (*SMALL.graph.arguments, "target")
+    rows = [(*part.inputs, part.target) for part in parts]
+    return {name: torch.cat([row[at] for row in rows]) for at, name in enumerate(names)}  # type: ignore[misc]
+
+
+def test_noise_is_the_same_however_a_step_is_cut() -> None:
+    whole = together(batches(SMALL, 2, batch=16))
+    halves = [batches(SMALL, 4, batch=4, rank=rank, world=2) for rank in (0, 1)]
+    dealt = together([part for pair in zip(*halves) for part in pair])
+    for name, value in whole.items():
+        assert torch.equal(value, dealt[name]), name
+
+
+def test_noise_is_normal_times_are_even_and_some_classes_are_left_out() -> None:
+    found = together(batches(SMALL, 4, batch=256))
+    times, schedule = found["times"], NoiseSchedule("cosine")
+    noisy, target = found["images"].double(), found["target"].double()
+    clean, noise = schedule.to_x0_eps("v", target, noisy, times)
+    assert clean.abs().max() < 1.001, "pixels are in [-1, 1]"
+    assert abs(noise.mean()) < 0.02
+    assert noise.std() == pytest.approx(1.0, abs=0.02)
+    assert noise.pow(4).mean() == pytest.approx(3.0, abs=0.15)
+    assert noise.flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.75
+    assert torch.histc(times, 64, 0, 1).max() <= 18, "16 of 1,024 fall into each 64th"
+    assert torch.equal(found["routes"], (times >= 0.5).long())
+    assert (found["classes"] == SMALL.classes).double().mean() == pytest.approx(0.1, abs=0.03)
+    held = [together(batches(SMALL, 2, training=False, batch=size)) for size in (50, 50, 100)]
+    assert (held[0]["classes"] < SMALL.classes).all()
+    assert torch.equal(held[0]["images"], held[1]["images"])
+    assert torch.equal(held[2]["images"][:100], held[0]["images"])
+
+
+def test_regions_and_signal_weigh_errors() -> None:
+    noisy = torch.randn(4, 1, 8, 8)
+    plain = NoisyBatch((noisy,), torch.randn(4, 1, 8, 8))
+    outputs = torch.randn(4, 1, 8, 8)
+    squares = (outputs - plain.target) ** 2
+    assert TASK.loss(outputs, plain) == pytest.approx(float(squares.mean()))
+    marks = 1.0 + torch.rand(4, 1, 8, 8)
+    assert TASK.loss(outputs, replace(plain, weights=marks)) == pytest.approx(float((marks * squares).mean()))
+    (batch,) = batches(replace(SMALL, min_snr=5.0), 1, batch=32)
+    assert batch.weights is not None
+    times = together([batch])["times"]
+    expected = NoiseSchedule("cosine").min_snr_weight("v", times, 5.0)
+    torch.testing.assert_close(batch.weights[:, 0, 0, 0].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_word_of_weight_two_is_seen_as_often_as_two() -> None:
+    model = stirred(TEXTS)
+    images, tokens, times = torch.randn(2, 1, 8, 8), torch.randint(0, 99, (2, 3)), torch.rand(2).double()
+    lengths, weights = torch.tensor([3, 2]), torch.tensor([[1.0, 2.0, 1.0], [1.0, 1.0, 3.0]])
+    with torch.no_grad():
+        plain = model(images, tokens, times, lengths)
+        alike = model(images, tokens, times, lengths, token_weights=torch.ones(2, 3))
+        found = model(images, tokens, times, lengths, token_weights=weights)
+        memory, x = model.text(model.embed(tokens[:1])), model.embed(images[:1], model.graph.inputs[0])
+        condition = model.condition(times[:1])
+        again = model.denoiser(x, memory=memory[:, [0, 1, 1, 2]], condition=condition)
+        expected = model.pixels(again, model.graph.heads[0], condition)
+    torch.testing.assert_close(alike, plain)
+    torch.testing.assert_close(found[:1], expected)
+    torch.testing.assert_close(found[1:], plain[1:])  # a weight of padding changes nothing
+    assert not torch.allclose(found[:1], plain[:1])
+
+
+def test_classes_and_their_names_are_conditions() -> None:
+    model, images = stirred(replace(SMALL, experts=0)), torch.randn(1, 1, 8, 8)
+    with torch.no_grad():
+        made = [model(images, torch.tensor([t], dtype=torch.float64), torch.tensor([c])) for t, c in
+                ((0.3, 1), (0.3, 2), (0.6, 1), (0.3, 10))]  # fmt: skip
+        none = model(images, torch.tensor([0.3], dtype=torch.float64))
+    assert not any(torch.allclose(made[0], other) for other in made[1:])
+    assert torch.equal(made[3], none)
+    (batch,) = batches(TEXTS, 1, batch=64)
+    tokens, lengths = batch.inputs[1], batch.inputs[3]
+    assert tokens is not None
+    assert lengths is not None
+    assert set(lengths.tolist()) == {1, 2}, "a digit, or nothing, behind a first token"
+    assert (tokens[lengths == 2][:, 1] >= ord("0")).all()
+    for changes, words in (({"sequence": 1}, "has 2 tokens; use that"), ({"vocabulary": 99}, "use 362")):
+        with pytest.raises(ConfigError, match=words):
+            texts_of(replace(TEXTS, **changes).graph, tuple("0123456789"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="takes the time of each sample"):
+        model(images)
+    with pytest.raises(ConfigError, match="modulates norms before each branch"):
+        replace(SMALL, norm_first=False)
+    with pytest.raises(ConfigError, match=r"not a multiple of model\.patch_size"):
+        replace(SMALL, image_size=9)
+
+
+def _run(output: Path, **settings: Any) -> Any:
+    small = {f"model.{name}": value for name, value in
+             {"width": 16, "depth": 2, "heads": 2, "mlp_width": 16, "patch_size": 4}.items()}  # fmt: skip
+    machine = Machine(
+        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
+    )
+    given = {
+        "recipe.steps": 6, "plan.micro_batch": 16, "log_every": 2,
+        "machine": str(save_machine(machine, output.parent / "desk.json")), **small, **settings,
+    }  # fmt: skip
+    return train(load_run(overrides={"output": str(output), **given}))
+
+
+def test_a_run_goes_on_exactly_and_experts_begin_as_copies(tmp_path: Path) -> None:
+    through = _run(tmp_path / "through", model="ddigits-tiny", checkpoint_every=3)
+    stopped = tmp_path / "stopped"
+    _run(stopped, model="ddigits-tiny", checkpoint_every=3)
+    newest = sorted((stopped / "checkpoints").glob("step-*"))[-1]
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+    again = _run(stopped, model="ddigits-tiny", checkpoint_every=3)
+    assert again.resumed_at == 3
+    assert again.loss == through.loss
+    assert again.evaluation == through.evaluation
+    dense = from_pretrained(through.export)
+    experts = _run(
+        tmp_path / "experts", model="ddigits-moe-tiny", init_from=str(through.export), **{"recipe.steps": 2}
+    )
+    model = from_pretrained(experts.export)
+    assert [mixture.experts for mixture in mixtures_of(model)] == [2, 2]
+    for mixture, block in zip(mixtures_of(model), dense.denoiser.blocks, strict=True):
+        one, other = mixture.up.weight
+        assert not torch.equal(one, other), "each learned from its half of the times"
+        torch.testing.assert_close(one, block.mlp.up.weight, rtol=0, atol=0.02)

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": BASE | ASKED | {"cpu", "dtypes"},
     "models": BASE | ASKED | {"dtypes", "kernels", "leftovers", "tensorfile"},
     "decode": BASE | ASKED | {"kernels", "models", "parallel", "shards"},
-    "infer": BASE | ASKED | {"data", "decode", "dtypes", "models", "parallel", "products"},
+    "infer": BASE | ASKED | {"data", "decode", "dtypes", "models", "parallel", "products", "tasks"},
     "serve": BASE | ASKED | {"data", "decode", "infer", "models", "parallel"},
     "export": BASE | ASKED | {"decode", "infer", "models", "products"},
     "tasks": BASE | {"data", "decode", "kernels", "models"},
@@ -435,7 +435,7 @@ LINES = {
     "decode": 2580,
     "doctor": 450,
     "export": 870,
-    "infer": 1230,
+    "infer": 1360,
     "kernels": 3410,
     "ladder": 5390,
     "launch": 1550,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 78_270
+    assert sum(LINES.values()) <= 78_400
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -67,6 +67,15 @@ class NoiseSchedule:
             alpha, sigma = log_alpha.exp(), (-torch.expm1(2 * log_alpha)).sqrt()
         return Coefficients(alpha, sigma, -sigma, alpha)
 
+    def speed(self, t: Tensor) -> Tensor:
+        """The factor of v in dx/dt, along which probability flows (Song et al., ICLR 2021, eq. 13), of t's shape."""
+        if self.name == "flow":
+            return torch.ones_like(t)
+        if self.name == "cosine":
+            return torch.full_like(t, math.pi / 2)
+        at, (first, last) = self.coefficients(t), BETAS
+        return (first + (last - first) * t) / 2 * at.alpha / at.sigma
+
     def alpha(self, t: Tensor) -> Tensor:
         """The factor of the sample."""
         return self.coefficients(t).alpha

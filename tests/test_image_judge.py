@@ -1,0 +1,78 @@
+"""The measures of made images, held to distributions for which they are known."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "image_judge.py"
+    spec = importlib.util.spec_from_file_location("image_judge", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+judge = _load()
+CHANCE = np.random.default_rng(0)
+
+
+def test_the_frechet_distance_is_that_of_gaussians() -> None:
+    some = CHANCE.normal(size=(50_000, 3))
+    others = some[::-1] * [1.0, 2.0, 1.0] + [0.5, 0.0, 0.0]
+    # Of diagonal covariances: the squared distances of means and of deviations.
+    assert judge.frechet(some, others) == pytest.approx(0.25 + 1.0, rel=0.02)
+    assert judge.frechet(some, some) == pytest.approx(0.0, abs=1e-9)
+    mixed = some @ np.linalg.qr(CHANCE.normal(size=(3, 3)))[0]
+    assert judge.frechet(some, mixed) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_density_and_coverage_tell_missing_modes_and_outliers() -> None:
+    pytest.importorskip("sklearn")
+    real = np.concatenate([CHANCE.normal(size=(200, 2)), CHANCE.normal(size=(200, 2)) + 20])
+    same = np.concatenate([CHANCE.normal(size=(200, 2)), CHANCE.normal(size=(200, 2)) + 20])
+    density, coverage = judge.density_and_coverage(same, real)
+    assert density == pytest.approx(1.0, abs=0.15)
+    assert coverage > 0.93
+    # Twice as many in one mode, where they are as dense as the real ones there.
+    density, coverage = judge.density_and_coverage(CHANCE.normal(size=(400, 2)), real)
+    assert density == pytest.approx(1.0, abs=0.15)
+    assert coverage == pytest.approx(0.5, abs=0.02)
+    assert judge.density_and_coverage(CHANCE.normal(size=(400, 2)) + 10, real) == (0.0, 0.0)
+    assert judge.told_apart(same, real) == pytest.approx(0.5, abs=0.08)
+    assert judge.told_apart(real + 10.0, real) > 0.95
+
+
+def test_copies_of_training_images_are_seen() -> None:
+    labels = np.repeat([0, 1], 150)
+    make = lambda: judge.Images(CHANCE.uniform(-1, 1, (300, 16)) + labels[:, None], labels)  # noqa: E731
+    train, held, made = make(), make(), make()
+    own = judge.nearness(made, train, held)
+    assert own["copied"] == pytest.approx(0.05, abs=0.04)
+    assert own["nearest"] == pytest.approx(1.0, abs=0.05)
+    copies = judge.Images(np.where(np.arange(300)[:, None] % 2, train.pixels + 0.01, made.pixels), labels)
+    assert judge.nearness(copies, train, held)["copied"] == pytest.approx(0.5, abs=0.06)
+    again = judge.real_again(train, labels[::2], seed=0)
+    assert len(np.unique(again.pixels, axis=0)) == 150
+    assert (again.pixels.mean(1) > 0.5).mean() == pytest.approx(0.5, abs=0.05)
+    drawn = judge.gaussians(train, labels, seed=0)
+    assert np.corrcoef(drawn.pixels.mean(1), labels)[0, 1] > 0.8
+
+
+def test_the_judge_tells_classes() -> None:
+    labels = np.arange(400) % 2
+    bright = np.where(labels[:, None], 0.5, -0.5) + CHANCE.normal(0, 0.2, (400, 16))
+    images = judge.Images(bright, labels)
+    made = judge.Judge(images.take(np.arange(200)), epochs=4)
+    rest = images.take(np.arange(200, 400))
+    assert (made.classes(rest.pixels) == rest.labels).mean() == 1.0
+    assert made.features(images.take(np.arange(200)).pixels).std(0).max() == pytest.approx(1.0)

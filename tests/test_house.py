@@ -428,14 +428,14 @@ LINES = {
     "(modules)": 1610,
     "boundary": 1590,
     "checkpoint": 1980,
-    "cli": 3740,
+    "cli": 3810,
     "compress": 2660,
-    "config": 5370,
+    "config": 5410,
     "data": 6790,
     "decode": 2580,
     "doctor": 450,
     "export": 870,
-    "infer": 1360,
+    "infer": 1570,
     "kernels": 3410,
     "ladder": 5390,
     "launch": 1550,
@@ -462,7 +462,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 78_400
+    assert sum(LINES.values()) <= 78_720
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

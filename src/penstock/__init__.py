@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.config.run import DataConfig as DataConfig
     from penstock.config.run import Recipe as Recipe
     from penstock.config.run import RunConfig as RunConfig
+    from penstock.config.sampling import Sampling as Sampling
     from penstock.config.stack import Stack as Stack
     from penstock.data import Batch as Batch
     from penstock.data import Loader as Loader
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.infer.encode import Embedder as Embedder
     from penstock.infer.generator import Generated as Generated
     from penstock.infer.generator import Generator as Generator
+    from penstock.infer.images import ImageGenerator as ImageGenerator
     from penstock.ladder import LadderConfig as LadderConfig
     from penstock.ladder import LadderReport as LadderReport
     from penstock.models import create as create
@@ -100,12 +102,14 @@ _NAMES = {
     ),
     "config.plan": ("Plan",),
     "config.run": ("Augment", "DataConfig", "Recipe", "RunConfig"),
+    "config.sampling": ("Sampling",),
     "config.stack": ("Stack",),
     "data": ("Batch", "Loader", "image_loader", "open_source"),
     "doctor": ("Finding", "examine"),
     "errors": ("ConfigError", "PenstockError"),
     "infer.encode": ("Classified", "Classifier", "Embedder"),
     "infer.generator": ("Generated", "Generator"),
+    "infer.images": ("ImageGenerator",),
     "ladder": ("LadderConfig", "LadderReport"),
     "models": ("create",),
     "models.anatomy": ("Anatomy", "anatomy_of", "enrol"),

@@ -48,6 +48,7 @@ INPUTS = [
     "generate it once",
     "embed it once",
     "classify it once",
+    "sample it --grid made",
     "export it made",
     "compress it --prune.layers 0.5",
     "compress vit-digits --recipe it.toml",

@@ -114,6 +114,11 @@ def read_text(
 
 
 def write_text(path: AnyPath, text: str) -> None:
+    """Write a text in UTF-8, as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: AnyPath, data: bytes) -> None:
     """Write a file, whole or not at all, and make its folder. Raises EnvironmentProblem with the path and a remedy."""
     file = Path(path)
     try:
@@ -121,10 +126,10 @@ def write_text(path: AnyPath, text: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory")
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists() and not file.is_file():  # such as /dev/stdout
-            file.write_text(text, encoding="utf-8")
+            file.write_bytes(data)
             return
         # Whoever reads meanwhile sees the file of before or the new one.
-        replace_file(Path(os.path.realpath(file)), lambda partial: partial.write_text(text, encoding="utf-8"))
+        replace_file(Path(os.path.realpath(file)), lambda partial: partial.write_bytes(data))
     except OSError as problem:
         raise EnvironmentProblem(
             f"{shown(path)} cannot be written: {why(problem)}. {remedy_for(problem)}"

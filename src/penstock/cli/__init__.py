@@ -29,6 +29,7 @@ _VERBS = {
     "launch": "Start the ranks of a run, and restart them after a fault.",
     "run": "Run a training script in mixed precision, unchanged.",
     "generate": "Continue or translate texts with a trained model.",
+    "sample": "Make images with a trained model that denoises.",
     "embed": "Turn texts into vectors with a trained encoder.",
     "classify": "Tell the classes of texts or images with a trained model.",
     "ladder": "Measure what each optimisation gains here.",
@@ -51,7 +52,8 @@ _CHECKPOINT_VERBS = {
     "average": "Write the mean of a run's newest checkpoints.",
 }
 _WITH_SETTINGS = (
-    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "embed", "classify", "compress",
+    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "sample", "embed", "classify",
+    "compress",
 )  # fmt: skip
 """Verbs that have an option for each setting. Their usage is fixed here, because making it out of the options takes a
 while."""

@@ -1,0 +1,68 @@
+"""`penstock sample`: images from a trained model that denoises."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.boundary.files import require_folder, write_bytes
+from penstock.cli._app import configured
+from penstock.config.sampling import SampleConfig, Sampling
+from penstock.errors import ConfigError
+
+ALIASES = {f"sampling.{name}": name for name in Sampling.__dataclass_fields__}
+"""Settings of sampling without the name of their part."""
+
+
+@configured(SampleConfig, positional="model", aliases=ALIASES)
+def sample(
+    config: SampleConfig,
+    *,
+    grid: Annotated[
+        Path | None, Parameter(help="Write all images into this PNG file, a row of each class.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        Parameter(
+            help="Write each image into this folder, a folder for each class, as data source imagefolder reads."
+        ),
+    ] = None,
+) -> None:
+    """Make images of noise with a trained model that denoises.
+
+    Of a model whose experts share out the time, those of one range are loaded at a time.
+    """
+    model = config.named("sample")
+    if grid is None and out is None:
+        raise ConfigError("Say where the images go: --grid FILE.png, or --out FOLDER, or both.")
+    if out is not None:
+        require_folder(out)
+    from penstock.infer.images import ImageGenerator, grid_of, pixels_of, png
+
+    made = ImageGenerator(
+        model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
+    )
+    each: tuple[str | None, ...] = config.label or made.classes or (None,)
+    labels = [label for label in each for _ in range(config.count)]
+    began = time.perf_counter()
+    pixels = pixels_of(made.sample(labels, config.sampling))
+    took = time.perf_counter() - began
+    if out is not None:
+        for number, (label, one) in enumerate(zip(labels, pixels, strict=True)):
+            name = re.sub(r"[^\w-]", "_", label or "images")
+            write_bytes(out / name / f"{number % config.count:05}.png", png(one))
+    if grid is not None:
+        columns = config.count if len(each) > 1 else round(len(labels) ** 0.5 + 0.499)
+        write_bytes(grid, png(grid_of(pixels, columns)))
+    how = config.sampling
+    print(f"{len(labels)} images in {took:.1f} s, {how.steps} steps of {how.sampler}: {grid or out}")
+    if made.opened:
+        some, whole = (size / 1e6 for size in made.bytes)
+        print(
+            f"{len(made.ranges)} ranges of time have experts of their own; one's are loaded at a time: "
+            f"{some:,.1f} MB of {whole:,.1f} MB of weights."
+        )

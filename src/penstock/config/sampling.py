@@ -1,0 +1,49 @@
+"""How images are sampled from a model that denoises. No torch is needed to make or check these settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from penstock.config.convert import Checked, Count, Natural, Range
+from penstock.config.decoding import InferConfig
+
+SamplerName = Literal["ddim", "dpm", "euler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Checked, where="sampling"):
+    """How images are made of noise."""
+
+    sampler: SamplerName = "dpm"
+    """`ddim` (Song et al., ICLR 2021), `dpm`: DPM-Solver++ of second order (Lu et al., 2022), or `euler` along the
+    probability flow."""
+    steps: Annotated[int, Range(1, 10_000)] = 20
+    """Steps from noise to image; each runs the model once, and with guidance on twice as many images."""
+    guidance: Annotated[float, Range(0, 100)] = 1.0
+    """Scale of classifier-free guidance (Ho & Salimans, 2022): 1 makes images as the label's are distributed, above it
+    they are more typical and vary less."""
+    eta: Annotated[float, Range(0, 1)] = 0.0
+    """Share of the noise of DDPM's sampler that `ddim` draws again in each step."""
+    clip: Annotated[float, Range(0, 1e6)] = 1.0
+    """Largest value of a denoised image in each step, as of pixels in [−1, 1]; 0: none, as for latents."""
+    seed: Natural = 0
+    """Chooses the noise. An image depends on the seed and its number, not on those beside it."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.eta and self.sampler != "ddim":
+            yield f"sampling.eta is {self.eta:g}, but only sampler ddim draws noise again; use it, or leave eta at 0."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig(InferConfig, where=""):
+    """Settings of `penstock sample`."""
+
+    batch: Count = 64
+    """Images that are computed together."""
+    sampling: Sampling = field(default_factory=Sampling)
+    label: tuple[str, ...] = ()
+    """Classes of the images, by name or number, as in `3` or `3,5`; none: all that the model was trained on."""
+    count: Annotated[int, Range(1, 1_000_000)] = 8
+    """Images of each class."""

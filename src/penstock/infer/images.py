@@ -1,0 +1,233 @@
+"""`penstock.ImageGenerator`: images from a trained model that denoises."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from penstock.boundary.files import quoted
+from penstock.config.decoding import Weights
+from penstock.config.graph import PatchInput, TokenInput
+from penstock.config.plan import Plan
+from penstock.config.sampling import Sampling
+from penstock.errors import ConfigError
+from penstock.infer.labels import labels_of
+from penstock.infer.load import Loaded, loaded
+from penstock.infer.samplers import SAMPLERS, Sampler, ddim, even_times, guide
+from penstock.models.convert.files import said_in
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import read_config, rounded_weights
+from penstock.models.model import Model
+from penstock.tasks.denoise import texts_of
+from penstock.tasks.noise import NoiseSchedule, ranges_of
+
+Arguments = dict[str, Tensor]
+"""Arguments of the model, each of as many samples."""
+LAST_WITH_EPS = 0.999
+"""First time of models that predict the noise: at 1 that says nothing of the image."""
+_LARGEST_CELL = 64
+"""Pixels of an image's side below which a grid enlarges it."""
+
+
+class ImageGenerator:
+    """A model that denoises, and makes images of noise: one of ours, or that in the folder of a run or its export.
+
+    Of a folder whose model has experts by ranges of time, those of one range are in memory at a time: a step needs no
+    others, and time passes each range once. `opened` counts how often experts were read.
+
+    Raises ConfigError for a model that does not denoise, and what opening a folder raises.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        plan: Plan | None = None,
+        *,
+        weights: Weights = "auto",
+        batch: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._open = partial(loaded, plan=plan or Plan(), weights=weights, tokenizer=None, device=device)
+        self.batch, self.opened = batch, 0
+        self._folder = None if isinstance(model, Model) else local_weights(model)
+        said: dict[str, Any] = {}
+        parted = False
+        if isinstance(model, Model):
+            self.graph = model.graph
+        else:
+            assert self._folder is not None
+            self.graph, said = read_config(self._folder).graph, said_in(self._folder)
+            parted = not rounded_weights(self._folder)  # weights in few bits are read together
+        if self.graph.pixels is None or self.graph.condition is None:
+            raise ConfigError(
+                f"The model, {self.graph.form}, does not denoise; give one that was trained to, as `penstock train "
+                "ddigits-tiny` does."
+            )
+        self.head, self.schedule = self.graph.pixels, NoiseSchedule(self.graph.pixels.schedule)
+        (self.input,) = self.graph.inputs_of(PatchInput)
+        names = said.get("id2label") or {}
+        count = self.graph.condition.classes
+        self.classes = tuple(str(names.get(str(number), number)) for number in range(count))
+        """Names of the classes that images can have."""
+        self.reads = bool(self.graph.inputs_of(TokenInput))
+        """Whether labels are texts."""
+        self.ranges = labels_of(self.graph, said).names
+        """Names of the ranges of time that have experts of their own; none where all times share them."""
+        self._parted, self._range = parted and bool(self.ranges), -1
+        """Whether one range's experts are in memory at a time, and whose."""
+        self._found: Loaded | None = None
+        if not self._parted:
+            self._found = self._open(model)
+
+    # -- the model at a time
+
+    def _model(self, t: float) -> tuple[Model, int]:
+        """The model with the experts that time t needs, and the number of its range in that model."""
+        number = int(ranges_of(torch.tensor(t, dtype=torch.float64), max(len(self.ranges), 1)))
+        if self._parted:
+            assert self._folder is not None
+            if self._range != number:
+                self._found = None  # before the next ones are read
+                self._found, self._range = self._open(self._folder, only=[self.ranges[number]]), number
+                self.opened += 1
+            number = 0
+        assert self._found is not None
+        return self._found.model, number
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of weights that were last read of a folder, and of all weights in it."""
+        return (0, 0) if self._found is None else (self._found.bytes, self._found.whole_bytes)
+
+    def predict(
+        self, x: Tensor, t: float, condition: Arguments, without: Arguments, scale: float = 1.0
+    ) -> Tensor:
+        """The model's output for noisy images x (B, C, S, S), fp32, all at time t, guided by this scale from the
+        arguments `without` a condition towards those with it."""
+        model, number = self._model(t)
+        first = next(model.parameters())
+        more, every = dict(condition), x
+        if scale != 1.0:  # both halves are one batch
+            more = {name: torch.cat([value, without[name]]) for name, value in condition.items()}
+            every = torch.cat([x, x])
+        more["times"] = torch.full((len(every),), t, dtype=torch.float64)
+        if "routes" in model.graph.arguments:
+            more["routes"] = torch.full((len(every),), number)
+        with torch.inference_mode():
+            made = model(every.to(first), **{name: value.to(first.device) for name, value in more.items()})
+        made = made.float()
+        return made if scale == 1.0 else guide(made[: len(x)], made[len(x) :], scale)
+
+    # -- images
+
+    def numbers(self, labels: Sequence[str | int | None]) -> list[int]:
+        """The number of each label's class, by name or number; that after the last class for None. Raises ConfigError
+        for one that is no class."""
+        return [len(self.classes) if label is None else self._number(str(label)) for label in labels]
+
+    def _number(self, label: str) -> int:
+        if label in self.classes:
+            return self.classes.index(label)
+        if not self.classes:
+            raise ConfigError("The model knows no classes; leave label out.")
+        known = ", ".join(self.classes[:20]) + ", …" * (len(self.classes) > 20)
+        raise ConfigError(f"{quoted(label)} is no class of this model. Its classes are {known}.")
+
+    def _arguments(self, labels: Sequence[str | int | None]) -> Arguments:
+        """The model's arguments that say what images are of."""
+        made: Arguments = {}
+        if self.classes or not self.reads:
+            made["classes"] = torch.tensor(self.numbers(labels))
+        if self.reads:
+            texts = list(dict.fromkeys(str(label) for label in labels if label is not None))
+            found = texts_of(self.graph, texts)
+            assert found is not None
+            # The last row is the empty text.
+            rows = [len(texts) if label is None else texts.index(str(label)) for label in labels]
+            made |= {name: torch.from_numpy(each[rows]) for name, each in zip(("tokens", "lengths"), found)}
+        return {name: value for name, value in made.items() if name in self.graph.arguments}
+
+    def sample(
+        self, labels: Sequence[str | int | None], sampling: Sampling | None = None, **settings: Any
+    ) -> Tensor:
+        """An image of each label, (N, C, S, S) fp32 on the CPU, pixels in [−1, 1] where the model was trained on those.
+        Labels are classes, by name or number, or texts where the model reads such; None leaves the choice to chance.
+
+        `sampling` or single `settings` of it say how. Raises ConfigError for a label that is no class, and for guidance
+        of a model that takes no labels.
+        """
+        how = replace(sampling or Sampling(), **settings)
+        if not labels:
+            raise ConfigError("There are no labels; give one for each image, or None for each.")
+        condition, without = self._arguments(labels), self._arguments([None] * len(labels))
+        if not condition and how.guidance != 1.0:
+            raise ConfigError("The model takes no labels to guide towards; leave guidance at 1.")
+        chances = [np.random.default_rng([how.seed, number]) for number in range(len(labels))]
+        shape = (self.input.channels, self.input.image_size, self.input.image_size)
+
+        def draw() -> Tensor:
+            return torch.from_numpy(np.stack([each.standard_normal(shape, np.float32) for each in chances]))
+
+        def denoise(x: Tensor, t: float) -> tuple[Tensor, Tensor]:
+            parts = []
+            for begin in range(0, len(x), self.batch):
+                rows = slice(begin, begin + self.batch)
+                own, none = (
+                    {name: value[rows] for name, value in each.items()} for each in (condition, without)
+                )
+                parts.append(self.predict(x[rows], t, own, none, how.guidance).cpu())
+            times = torch.full((len(x),), t, dtype=torch.float64)
+            x0, eps = self.schedule.to_x0_eps(self.head.predicts, torch.cat(parts), x, times)
+            if how.clip:
+                x0, eps = self.schedule.to_x0_eps("x0", x0.clamp(-how.clip, how.clip), x, times)
+            return x0.float(), eps.float()
+
+        sampler: Sampler = SAMPLERS[how.sampler]
+        if how.eta:
+            sampler = partial(ddim, eta=how.eta, draw=draw)
+        start = LAST_WITH_EPS if self.head.predicts == "eps" else 1.0
+        return sampler(denoise, draw(), even_times(how.steps, start=start), self.schedule)
+
+
+def pixels_of(images: Tensor) -> NDArray[np.uint8]:
+    """Images (N, C, S, S) in [−1, 1] as (N, S, S, C) bytes. Raises ConfigError unless they are grey or RGB."""
+    if images.shape[1] not in (1, 3):
+        raise ConfigError(
+            f"The model makes images of {images.shape[1]} channels, which are no picture; decode what "
+            "penstock.ImageGenerator returns."
+        )
+    scaled = (images.float().clamp(-1, 1) + 1) * 127.5
+    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    """An image (H, W, C) as a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file, "png")
+    return file.getvalue()
+
+
+def grid_of(pixels: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
+    """Images (N, S, S, C) in rows of `columns`, small ones enlarged by whole factors, a line between them."""
+    times = max(1, _LARGEST_CELL // pixels.shape[1])
+    pixels = pixels.repeat(times, axis=1).repeat(times, axis=2)
+    rows = math.ceil(len(pixels) / columns)
+    side, line = pixels.shape[1], max(1, times // 2)
+    sheet = np.full(
+        (rows * (side + line) - line, columns * (side + line) - line, pixels.shape[-1]), 127, np.uint8
+    )
+    for number, one in enumerate(pixels):
+        top, left = (place * (side + line) for place in divmod(number, columns))
+        sheet[top : top + side, left : left + side] = one
+    return sheet

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.images import encoded, photo, write_folder
-from penstock.config.model import PRESETS, ModelConfig, Seq2SeqConfig, ViTConfig
+from penstock.config.model import PRESETS, ModelConfig, Seq2SeqConfig
 from penstock.data.text.tokenizers import Bytes
 from penstock.models import create
 from penstock.models.convert import save_pretrained
@@ -47,7 +47,7 @@ _INSTEAD: dict[str, dict[str, str]] = {
 _LEFT_OUT = ("--nnodes", "--rdzv", "--init_from", "--from")
 """Options with a value that need other machines or a network."""
 _TRAINED = {"generate": "gpt-tiny", "embed": "bert-tiny", "classify": "vit-digits", "export": "vit-digits",
-            "compress": "vit-digits"}  # fmt: skip
+            "compress": "vit-digits", "sample": "ddigits-tiny"}  # fmt: skip
 """By verb, what a model is in place of the one that it names: untrained, in a folder of this name."""
 
 _FILES = {
@@ -108,12 +108,13 @@ def lay_out(folder: Path) -> None:
     (folder / "sentences.txt").write_text("A river.\nA turbine.\n", encoding="utf-8")
     for name in set(_TRAINED.values()):
         sizes: dict[str, Any] = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 32}
-        if name != "vit-digits":
+        text = not PRESETS[name].graph.vision
+        if text:
             sizes["vocabulary"] = Bytes.size
         if name == "bert-tiny":
             sizes["head"] = "none"
         save_pretrained(create(replace(PRESETS[name], **sizes)), folder / name)
-        if name != "vit-digits":
+        if text:
             Bytes().save(folder / name)
     (folder / "photo.png").write_bytes(encoded(photo(8, 8), "PNG"))
     write_folder(folder / "photos", per_class=12)
@@ -141,7 +142,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     if any(re.fullmatch(r"[\w.]+:\w+", word) for word in models):
         instead = {name: value for name, value in instead.items() if name not in _MODEL}
     for name in models:
-        if name in PRESETS and not isinstance(PRESETS[name], ViTConfig):
+        if name in PRESETS and not PRESETS[name].graph.vision:
             instead = {option: value for option, value in instead.items() if option not in _MODEL}
             if verb in ("train", "ladder"):
                 instead |= _of_text(PRESETS[name])

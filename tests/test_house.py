@@ -74,7 +74,8 @@ _BUILT = set(ALLOWED) | {"build"}
 ALLOWED["train"] = _BUILT - {"doctor"}
 ALLOWED["ladder"] = _BUILT - {"doctor"} | {"train"}
 ALLOWED["compress"] = _BUILT - {"doctor"} | {"train", "ladder"}
-ALLOWED["cli"] = _BUILT | {"train", "ladder", "compress"}
+ALLOWED["tune"] = _BUILT - {"doctor"} | {"ladder"}
+ALLOWED["cli"] = _BUILT | {"train", "ladder", "compress", "tune"}
 TORCH_FREE = {"errors", "boundary", "config", "schedules", "planner", "report"}
 
 
@@ -428,7 +429,7 @@ LINES = {
     "(modules)": 1610,
     "boundary": 1590,
     "checkpoint": 1980,
-    "cli": 3810,
+    "cli": 3840,
     "compress": 2660,
     "config": 5410,
     "data": 6790,
@@ -439,11 +440,11 @@ LINES = {
     "kernels": 3410,
     "ladder": 5390,
     "launch": 1550,
-    "models": 7330,
-    "optim": 1730,
+    "models": 7320,
+    "optim": 1740,
     "parallel": 3970,
-    "planner": 6310,
-    "precision": 5450,
+    "planner": 6390,
+    "precision": 5520,
     "probe": 1050,
     "products": 1190,
     "report": 1440,
@@ -451,7 +452,8 @@ LINES = {
     "serve": 3370,
     "step": 690,
     "tasks": 2580,
-    "train": 2900,
+    "train": 3090,
+    "tune": 160,
 }
 
 
@@ -462,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 78_720
+    assert sum(LINES.values()) <= 79_300
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -189,8 +189,9 @@ def test_options_with_values_are_known() -> None:
     from penstock.cli import _WITH_VALUE
     from penstock.cli.run import run
 
-    keywords = {f"--{n}" for n, p in signature(run).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert keywords - {"--module"} == set(_WITH_VALUE)
+    for verb, name in ((run, "run"),):
+        keywords = {f"--{n}" for n, p in signature(verb).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        assert keywords - {"--module"} == set(_WITH_VALUE[name])
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ _VERBS = {
     "demo": "Tune a small model, train it on real images, and say what to type next.",
     "train": "Train a model; resumes where it was stopped.",
     "launch": "Start the ranks of a run, and restart them after a fault.",
-    "run": "Run a training script in mixed precision, unchanged.",
+    "run": "Run a training script in mixed precision, or under a Plan, unchanged.",
     "generate": "Continue or translate texts with a trained model.",
     "sample": "Make images with a trained model that denoises.",
     "embed": "Turn texts into vectors with a trained encoder.",
@@ -79,8 +79,10 @@ Three things to type:
                            finds the fastest layout of a cluster
 
 penstock --help lists everything else."""
-_WITH_VALUE = ("--precision", "--dtype", "--option")
-"""Options of `run` that take a value. What follows the script's name is the script's."""
+_WITH_VALUE = {
+    "run": ("--precision", "--dtype", "--option", "--plan"),
+}
+"""Options that take a value, of the verbs that run a script. What follows the script's name is the script's."""
 _LONGEST = 2000
 """Characters of a message about the command line, which repeats what was typed."""
 _MOST_WORDS = 1000
@@ -179,11 +181,11 @@ def check_words(words: Sequence[str]) -> None:
 
 def before_script(tokens: Sequence[str]) -> list[str]:
     """The command line with `--` before the script of `run`, so that all that follows goes to the script."""
-    if not tokens or tokens[0] != "run":
+    if not tokens or tokens[0] not in _WITH_VALUE:
         return list(tokens)
     place = 1
     while place < len(tokens) and tokens[place].startswith("-") and tokens[place] != "--":
-        place += 2 if tokens[place] in _WITH_VALUE else 1
+        place += 2 if tokens[place] in _WITH_VALUE[tokens[0]] else 1
     if place >= len(tokens) or tokens[place] == "--":
         return list(tokens)
     return [*tokens[:place], "--", *tokens[place:]]

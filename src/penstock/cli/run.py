@@ -9,18 +9,20 @@ from cyclopts import Parameter
 
 from penstock.boundary.files import quoted
 from penstock.cli._script import place_in_script, run_script, show, when_imported
+from penstock.config.plan import Plan
 from penstock.errors import ConfigError, ExitCode, PenstockError
 
 
 def run(
     script: Annotated[str | None, Parameter(allow_leading_hyphen=False)] = None,
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    precision: Annotated[str, Parameter(env_var="PENSTOCK_PRECISION")] = "O1",
+    precision: Annotated[str | None, Parameter(env_var="PENSTOCK_PRECISION")] = None,
+    plan: str | None = None,
     dtype: Annotated[Literal["auto", "bf16", "fp16"], Parameter(env_var="PENSTOCK_DTYPE")] = "auto",
     option: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
 ) -> int:
-    """Run a training script in mixed precision, without changing it.
+    """Run a training script in mixed precision, or under a whole Plan, without changing it.
 
     SCRIPT and all that follows it are what you would give to python; options of this command come before it. What was
     done is told on stderr, once.
@@ -32,7 +34,11 @@ def run(
     arguments
         The script's own arguments.
     precision
-        O0 plain fp32, O1 each operation in its own type, O2 half weights with fp32 masters, O3 half throughout.
+        O0 plain fp32, O1 each operation in its own type, O2 half weights with fp32 masters, O3 half throughout. O1
+        where neither this nor a plan is given.
+    plan
+        Settings of a Plan, such as "precision=O1 optimizer=fused compile=blocks": those that are named are applied,
+        and everything else stays as the script has it.
     dtype
         The half type; auto chooses by the hardware.
     option
@@ -45,14 +51,23 @@ def run(
             "Say what to run: `penstock run --precision O1 train.py …`, or `-m package.module`."
         )
     overrides = dict(_setting(text) for text in option)
+    if plan is not None:
+        _require_only(plan, precision, dtype, overrides)
     installed: list[Any] = []
     unfit: list[PenstockError] = []
 
     def install() -> None:
         from penstock.precision.script import Interception
 
+        settings: dict[str, Any] = {"precision": precision or "O1", "dtype": dtype, **overrides}
         try:
-            installed.append(Interception(precision=precision, dtype=dtype, say=_say, **overrides).install())
+            if plan is not None:
+                from penstock.tune.switches import ScriptSwitches
+
+                switches: Any = ScriptSwitches(plan)
+                settings = {**switches.precision, **overrides}
+                settings["switches"] = switches
+            installed.append(Interception(say=_say, **settings).install())
         except PenstockError as error:
             unfit.append(error)
             raise
@@ -76,8 +91,25 @@ def run(
     return int(ExitCode.DONE)
 
 
-_OWN = ("device", "dtype", "level", "precision", "say")
+_OWN = ("device", "dtype", "level", "precision", "say", "switches")
 """Properties that the command itself decides, or has an option of its own for."""
+
+
+def _require_only(plan: str, precision: str | None, dtype: str, overrides: dict[str, Any]) -> None:
+    """Raise ConfigError for a Plan that cannot be read, and for options that say the same as it does."""
+    named = Plan.named(plan)
+    if precision is not None or dtype != "auto":
+        given = f"precision={precision}" if precision is not None else f"dtype={dtype}"
+        whole = f"precision={precision or 'O1'} {plan}"
+        raise ConfigError(
+            f"A plan and {given} were both given; write the precision into the plan, as --plan "
+            f"{quoted(whole, 200)}."
+        )
+    if overrides and "precision" not in named:
+        raise ConfigError(
+            f"--option {next(iter(overrides))} is a property of a level of precision, and the plan names none; add "
+            "precision=O1 to it."
+        )
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -196,6 +196,7 @@ def set_switches(model: nn.Module, plan: Plan) -> None:
 
 
 def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
+    _call_sdpa(model)
     # Each block too: compiled by itself, it does not see what stands around it.
     try:
         blocks = anatomy_of(model).block_modules(model)
@@ -204,6 +205,18 @@ def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     switch = Switch(backend)
     for module in (model, *blocks):
         set_sdpa(module, switch)
+
+
+def _call_sdpa(model: Any) -> None:
+    """Let a model of transformers that was made with `attn_implementation="eager"` call torch's attention."""
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "eager":
+        return
+    try:
+        model.set_attn_implementation("sdpa")
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"plan.attention cannot be applied to {_path(type(model))}, which computes attention by itself: {error}"
+        ) from error
 
 
 def _recompute_scores(model: nn.Module, block: str) -> None:

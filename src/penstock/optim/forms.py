@@ -69,6 +69,11 @@ def make_optimizer(
     return optimizer
 
 
+def form_flags(form: OptimizerForm) -> dict[str, bool]:
+    """The options of torch's optimizers that choose a form."""
+    return dict(_FLAGS[form])
+
+
 def keep_form(optimizer: Optimizer) -> None:
     """Let `load_state_dict` take over hyperparameters and state, but not how the step is executed."""
 

@@ -44,6 +44,15 @@ class Account:
         self._accelerated += 1
         self._line(f"accelerated {type(model).__name__} ({_weights([model])} weights), trained by the same")
 
+    def switched(self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Sequence[str]) -> None:
+        """Settings of a Plan beside its precision, if any, hold for a model and for the optimizers that train it."""
+        self._accelerated += 1
+        if settings:
+            self._line(
+                f"applied {' '.join(settings)} to {type(model).__name__} ({_weights([model])} weights), trained by "
+                f"{_names(optimizers)}"
+            )
+
     def left(self, what: str, why: str) -> None:
         """Something stays as the script made it."""
         self._line(f"left alone {what}: {why}")

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import ConfigError
 from penstock.precision.script.account import Account, Say
 from penstock.precision.script.backward import ScaledBackward
-from penstock.precision.script.pairing import Pairing
+from penstock.precision.script.pairing import Pairing, Switches
 from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
 
@@ -30,23 +30,35 @@ class Interception:
 
     `precision`, `dtype` and `overrides` are those of `penstock.accelerate`; `say` is called with what was done, once,
     after the first optimizer step (and again should the script start on another model), on rank 0. Which models and
-    optimizers belong together is found when a model is first called with gradients; see `pairing`.
+    optimizers belong together is found when a model is first called with gradients; see `pairing`. `switches` change
+    more than the precision.
 
     Raises:
         ConfigError: the level or its properties make no sense, or the script does what cannot work, when it does.
     """
 
-    def __init__(self, *, precision: str = "O1", dtype: str = "auto", say: Say, **overrides: Any) -> None:
+    def __init__(
+        self,
+        *,
+        precision: str = "O1",
+        dtype: str = "auto",
+        say: Say,
+        switches: Switches | None = None,
+        **overrides: Any,
+    ) -> None:
         found = properties_of(precision, dtype=dtype, device="meta", **overrides)
         if found.weights == "half" and found.master == "none" and found.scales:
             raise ConfigError(
                 f"loss_scale={found.loss_scale!r} needs gradients in fp32 between the backward pass and the step, and "
                 f"{found.level} has none; use O2."
             )
-        self._settings = {"precision": precision, "dtype": dtype, "say": say, **overrides}
-        self._plain = found.dtype is None
+        self._settings = {
+            "precision": precision, "dtype": dtype, "say": say, "switches": switches, **overrides
+        }  # fmt: skip
+        self._plain = found.dtype is None and switches is None
         self._account = Account(found.level, dtype, say)
-        self._pairing = Pairing(precision, dtype, overrides, self._account)
+        self._switches = switches
+        self._pairing = Pairing(precision, dtype, overrides, self._account, switches)
         self._patches = ExitStack()
         self._watching = ExitStack()
         self._watches = False
@@ -87,6 +99,8 @@ class Interception:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
+        if self._switches is not None:
+            self._switches.remove()
         if finished and not self._plain:
             self._account.conclude(self._pairing.made_count)
         self._account.tell()
@@ -100,6 +114,8 @@ class Interception:
     # -- what the script does
 
     def _made(self, optimizer: Optimizer) -> None:
+        if self._switches is not None:
+            self._switches.prepare(optimizer)
         self._pairing.made(optimizer)
         self._update_hooks()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,36 @@ _PATIENCE = 50
 _ENGINES = {"deepspeed": "DeepSpeed", "colossalai": "Colossal-AI", "megatron": "Megatron"}
 
 
+class Switches(Protocol):
+    """Changes to a script beside its precision."""
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Change an optimizer that the script has just made. Raises ConfigError where it cannot be."""
+
+    def apply(self, model: nn.Module, *, compiled: bool) -> list[str]:
+        """Change a model before it is first called with gradients, and say what was changed, its optimizers included;
+        `compiled` says that the script compiles by itself. Raises ConfigError where it cannot be.
+        """
+
+    def remove(self) -> None:
+        """Undo what was changed for the whole process."""
+
+
 class Pairing:
     """Optimizers of a script, those that wait for a model and those that have theirs."""
 
-    def __init__(self, precision: str, dtype: str, overrides: dict[str, Any], account: Account) -> None:
+    def __init__(
+        self,
+        precision: str,
+        dtype: str,
+        overrides: dict[str, Any],
+        account: Account,
+        switches: Switches | None = None,
+    ) -> None:
         self._asked = {"precision": precision, "dtype": dtype, **overrides}
         self._account = account
+        self._switches = switches
+        self._switched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._partly: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         """Ids of parameters whose model has not been called yet, by optimizer."""
@@ -159,29 +183,47 @@ class Pairing:
     def _take(
         self, module: nn.Module, root: nn.Module, takers: list[Optimizer], *, called: bool = True
     ) -> None:
-        why = self._mixed_already(root)
-        if why is not None:
+        models = [root] if called else roots_owning({key for o in takers for key in _ids(o)})
+        if self._asked["precision"] == "O0":
+            self._done(takers)
+            self._note_rest(models, takers)
+        elif (why := self._mixed_already(root)) is not None:
             self._leave(type(root).__name__, takers, why)
-            self._seen.update(root.modules())
+        else:
+            self._accelerate(module, root, models, takers)
+        self._seen.update(root.modules())
+        for model in models:
+            self._switch(model, takers)
+
+    def _switch(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        if self._switches is None or model in self._switched:
             return
+        self._switched.add(model)
+        self._account.switched(model, optimizers, self._switches.apply(model, compiled=self.compiles))
+
+    def _accelerate(
+        self, module: nn.Module, root: nn.Module, models: list[nn.Module], takers: list[Optimizer]
+    ) -> None:
         device = next(root.parameters()).device
         asked = dict(self._asked)
         precision = properties_of(asked.pop("precision"), dtype=asked.pop("dtype"), device=device, **asked)
         self._refuse(module, root, precision)
         if root in self._ours:
             unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them
-        models = [root] if called else roots_owning({key for o in takers for key in _ids(o)})
         if precision.weights == "half":
             self._require_one(root, takers, precision.level)
         accelerate(models, takers, **self._asked)
         self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
         self._ours.update(models)
-        self._seen.update(root.modules())
         self._account.accelerated(models, takers, precision)
         masters = gradients_beside(takers[0]).session.masters
         if masters is not None:
             masters.share_gradients()
+        self._note_rest(models, takers)
+
+    def _note_rest(self, models: list[nn.Module], takers: list[Optimizer]) -> None:
+        """Note which parameters of some optimizers belong to models that have not been called yet."""
         owned = {key for model in models for key in self._owned(model)}
         for optimizer in takers:
             left = _ids(optimizer) - owned
@@ -193,11 +235,13 @@ class Pairing:
         for optimizer, left in list(self._partly.items()):
             if owned.isdisjoint(left):
                 continue
-            accelerate(root, **self._asked)
-            gradients_beside(optimizer).session.models.append(root)
-            self._ours.add(root)
+            if self._asked["precision"] != "O0":
+                accelerate(root, **self._asked)
+                gradients_beside(optimizer).session.models.append(root)
+                self._ours.add(root)
+                self._account.joined(root)
             self._seen.update(root.modules())
-            self._account.joined(root)
+            self._switch(root, [optimizer])
             for other in list(self._partly):
                 self._partly[other] -= owned
                 if not self._partly[other]:

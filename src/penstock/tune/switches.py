@@ -1,0 +1,149 @@
+"""Settings of a Plan for a script that knows nothing of Penstock: `penstock run --plan "…" train.py`.
+
+Only the settings that a line names are applied; everything else stays as the script has it. Precision is applied by
+`penstock.precision.script`, which finds the models and optimizers of the script and calls `ScriptSwitches` for them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.build import compile_model
+from penstock.config.plan import SWITCHES, OptimizerForm, Plan, Products
+from penstock.config.rules import require
+from penstock.errors import ConfigError
+from penstock.host_memory import set_host_memory
+from penstock.matmul import matmul_precision
+from penstock.models.anatomy import set_switch, uncompiled
+from penstock.optim.forms import form_flags, keep_form
+from penstock.parallel.recompute import recompute_blocks
+from penstock.products.convert import convert_linears
+
+PRECISION = ("precision", "dtype", "norms", "products")
+"""Settings that `penstock.accelerate` applies."""
+APPLIED = (
+    *PRECISION, "matmul", "optimizer", *SWITCHES, "recompute", "recompute_every", "compile", "host_memory",
+)  # fmt: skip
+"""Settings that can be applied to a script from outside."""
+
+
+@dataclass(slots=True)
+class ScriptSwitches:
+    """The settings that a Plan's line names, to be applied to the models and optimizers of a script.
+
+    Raises ConfigError for a setting that is the script's own business, and for settings that contradict each other.
+    """
+
+    line: str
+    plan: Plan = field(init=False)
+    named: frozenset[str] = field(init=False)
+    _held: ExitStack = field(init=False, default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.plan, self.named = Plan.parse(self.line), Plan.named(self.line)
+        problems = [
+            f"plan.{name} cannot be applied to a script from outside, which decides that itself; penstock run takes "
+            f"{', '.join(APPLIED)}."
+            for name in sorted(self.named - {*APPLIED})
+        ]
+        if "optimizer" in self.named and self.plan.optimizer == "contiguous":
+            problems.append(
+                "plan.optimizer=contiguous lays weights out anew, which a script's own optimizer cannot follow; use "
+                "optimizer=fused."
+            )
+        if "recompute" in self.named and self.plan.recompute == "budget":
+            problems.append(
+                "plan.recompute=budget chooses by the operators of one of Penstock's own models; use recompute=early."
+            )
+        if problems:
+            raise ConfigError(problems)
+        require(self.plan, run=True)
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """The arguments of `penstock.precision.script.Interception` that they mean."""
+        named = {name: getattr(self.plan, name) for name in PRECISION if name in self.named}
+        return {"precision": "O0", **named}
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was just made update in the form of the Plan, and keep it when a state is loaded.
+
+        Raises ConfigError for an optimizer that has no such form.
+        """
+        if "optimizer" not in self.named:
+            return
+        if problem := form_problem(optimizer, self.plan.optimizer):
+            raise ConfigError(f"plan.optimizer={self.plan.optimizer} cannot be applied: {problem}.")
+        flags = form_flags(self.plan.optimizer)
+        for options in (optimizer.defaults, *optimizer.param_groups):
+            options.update({name: on for name, on in flags.items() if name in options})
+        # torch's own loss scaler asks for this attribute, which the constructor of a fused optimizer sets.
+        if flags["fused"]:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        else:
+            optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+        keep_form(optimizer)
+
+    def apply(self, model: nn.Module, *, compiled: bool) -> list[str]:
+        """Change a model in the order of `penstock.build`; returns the settings that hold for it, as words of a Plan.
+
+        Raises ConfigError where the model cannot be changed so.
+        """
+        plan, named = self.plan, self.named
+        if "matmul" in named:  # now, because a script may set it while it begins
+            self._held.enter_context(matmul_precision(plan.matmul))
+        if "products" in named and plan.precision == "O0":
+            products: Products = plan.products
+            convert_linears(model, products)
+        for name in SWITCHES:
+            if name in named:
+                set_switch(model, name, getattr(plan, name))
+        if "recompute" in named and plan.recompute != "none":
+            if getattr(uncompiled(model), "is_gradient_checkpointing", False):
+                raise ConfigError(
+                    f"plan.recompute={plan.recompute} cannot be applied: the script has turned on gradient "
+                    f"checkpointing of {type(model).__name__}; leave plan.recompute out."
+                )
+            recompute_blocks(model, plan)
+        if "compile" in named and plan.compile != "none":
+            if compiled:
+                raise ConfigError(
+                    f"plan.compile={plan.compile} cannot be applied: the script calls torch.compile itself; leave "
+                    "plan.compile out."
+                )
+            # The lengths of a script's batches may differ: shapes that change are compiled as such.
+            compile_model(model, plan, dynamic=None)
+        if "host_memory" in named:
+            set_host_memory(keep=plan.host_memory == "keep")
+        own = [name for name in APPLIED if name in named and name not in PRECISION]
+        return [word for word in self.line.split() if word.partition("=")[0] in own]
+
+    def remove(self) -> None:
+        """Undo what holds for the whole process."""
+        self._held.close()
+        if "host_memory" in self.named:
+            set_host_memory(keep=False)
+
+
+def form_problem(optimizer: Optimizer, form: OptimizerForm) -> str | None:
+    """Why an optimizer cannot update in a form, or None."""
+    name = type(optimizer).__name__
+    if form != "loop" and form not in optimizer.defaults:
+        return f"{name} has no {form} form"
+    if form == "fused":
+        from torch.optim.optimizer import _get_fused_kernels_supported_devices
+
+        able = _get_fused_kernels_supported_devices()
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        unable = sorted({p.device.type for p in weights} - {*able})
+        if unable:
+            return f"torch has no fused {name} on {', '.join(unable)}"
+        if not all(torch.is_floating_point(p) for p in weights):
+            return f"torch has no fused {name} for complex weights"
+    return None

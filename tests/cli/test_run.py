@@ -188,10 +188,11 @@ def test_options_with_values_are_known() -> None:
 
     from penstock.cli import _WITH_VALUE
     from penstock.cli.run import run
+    from penstock.cli.tune import tune
 
-    for verb, name in ((run, "run"),):
+    for verb, name in ((run, "run"), (tune, "tune")):
         keywords = {f"--{n}" for n, p in signature(verb).parameters.items() if p.kind is p.KEYWORD_ONLY}
-        assert keywords - {"--module"} == set(_WITH_VALUE[name])
+        assert keywords - {"--module", "--all_"} == set(_WITH_VALUE[name])
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ _INSTEAD: dict[str, dict[str, str]] = {
     },
     "scale": {**_MODEL, "--batches": "2", "--batch": "2"},
     "launch": {"--procs": "1"},
+    "tune": {"--budget": "60", "--rungs": "optimizer-fused", "--procs": "1"},
     "probe": {"--output": "machine.toml"},
     "deploy": {"--machine": "h100"},
     "compress": {"--prune.samples": "8", "--distil.steps": "2"},
@@ -56,7 +57,7 @@ import torch
 
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for _ in range(2):
+for _ in range(200):
     loss = model(torch.randn(4, 8)).float().square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -86,8 +87,8 @@ steps = 2
 """,
 }
 _ALIKE = {
-    "my/trainer.py": "train.py", "my/training/module.py": "train.py", "my/module.py": "mine.py",
-    "my_module.py": "mine.py", "flowers.toml": "run.toml", "small.toml": "run.toml",
+    "my/trainer.py": "train.py", "train_ddp.py": "train.py", "my/training/module.py": "train.py",
+    "my/module.py": "mine.py", "my_module.py": "mine.py", "flowers.toml": "run.toml", "small.toml": "run.toml",
 }  # fmt: skip
 
 
@@ -175,4 +176,6 @@ def small_form(words: list[str], folder: Path) -> list[str]:
         at = small.index("--plan.micro_batch")
         rest = ["--", *small[:at], *small[at + 2 :]]
         rest[rest.index("--model.depth") + 1] = "2"  # two stages have a block each
+    if verb == "tune":  # what follows the script is the script's
+        return [verb, *(part for option in instead.items() for part in option), *kept]
     return [verb, *kept, *(part for option in instead.items() for part in option), *rest]

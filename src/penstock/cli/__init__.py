@@ -28,6 +28,7 @@ _VERBS = {
     "train": "Train a model; resumes where it was stopped.",
     "launch": "Start the ranks of a run, and restart them after a fault.",
     "run": "Run a training script in mixed precision, or under a Plan, unchanged.",
+    "tune": "Find the fastest Plan for a training script, unchanged.",
     "generate": "Continue or translate texts with a trained model.",
     "sample": "Make images with a trained model that denoises.",
     "embed": "Turn texts into vectors with a trained encoder.",
@@ -80,7 +81,8 @@ Three things to type:
 
 penstock --help lists everything else."""
 _WITH_VALUE = {
-    "run": ("--precision", "--dtype", "--option", "--plan"),
+    "run": ("--precision", "--dtype", "--option", "--plan", "--watch"),
+    "tune": ("--budget", "--rounds", "--rungs", "--skip", "--procs", "--output", "--timeout"),
 }
 """Options that take a value, of the verbs that run a script. What follows the script's name is the script's."""
 _LONGEST = 2000
@@ -180,7 +182,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def before_script(tokens: Sequence[str]) -> list[str]:
-    """The command line with `--` before the script of `run`, so that all that follows goes to the script."""
+    """The command line with `--` before the script of `run` or `tune`, so that all that follows goes to the script."""
     if not tokens or tokens[0] not in _WITH_VALUE:
         return list(tokens)
     place = 1

@@ -75,10 +75,10 @@ def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:
     if program[0] == "-m":
         if len(program) == 1:
             raise ConfigError("-m is given without a module; write -m MODULE ….")
-        _require_module(program[1])
+        require_module(program[1])
         return program
     if program[0].endswith(".py"):
-        _require_script(Path(program[0]))
+        require_script(program[0])
         return program
     arguments = program if program[0] in _VERBS else ["train", *program]
     from penstock.cli import app, check_words
@@ -99,8 +99,8 @@ def _require_startable(verb: Any, bound: BoundArguments, *, elastic: bool) -> No
         require_startable(verb.read(bound.args, given), elastic=elastic)
 
 
-def _require_script(path: Path) -> None:
-    """Raise ConfigError for a script that no rank could start: none is there, or Python cannot read it."""
+def require_script(path: Path | str) -> None:
+    """Raise ConfigError for a script that no process could start: none is there, or Python cannot read it."""
     remedy = f"Give its path from {os.getcwd()}, or a module with -m."
     text = read_bytes(path, "The script", limit=1 << 24, error=ConfigError, remedy=remedy)
     try:
@@ -114,7 +114,7 @@ def _require_script(path: Path) -> None:
         raise ConfigError(f"The script {path} is not valid Python: {error}.") from None
 
 
-def _require_module(name: str) -> None:
+def require_module(name: str) -> None:
     """Raise ConfigError where there is no such package; what is in it is not looked at, for that would import it."""
     package = name.partition(".")[0]
     if package not in sys.builtin_module_names and not PathFinder.find_spec(

@@ -21,6 +21,7 @@ def run(
     dtype: Annotated[Literal["auto", "bf16", "fp16"], Parameter(env_var="PENSTOCK_DTYPE")] = "auto",
     option: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
+    watch: Annotated[str | None, Parameter(show=False)] = None,
 ) -> int:
     """Run a training script in mixed precision, or under a whole Plan, without changing it.
 
@@ -38,13 +39,15 @@ def run(
         where neither this nor a plan is given.
     plan
         Settings of a Plan, such as "precision=O1 optimizer=fused compile=blocks": those that are named are applied,
-        and everything else stays as the script has it.
+        and everything else stays as the script has it. `penstock tune` finds the fastest.
     dtype
         The half type; auto chooses by the hardware.
     option
         A property of the level, as loss_scale=1024; may be repeated. docs/how-to/run.md lists them.
     module
         SCRIPT is the name of a module.
+    watch
+        Where `penstock tune` listens.
     """
     if script is None:
         raise ConfigError(
@@ -54,6 +57,7 @@ def run(
     if plan is not None:
         _require_only(plan, precision, dtype, overrides)
     installed: list[Any] = []
+    watches: list[Any] = []
     unfit: list[PenstockError] = []
 
     def install() -> None:
@@ -66,6 +70,11 @@ def run(
 
                 switches: Any = ScriptSwitches(plan)
                 settings = {**switches.precision, **overrides}
+                if watch is not None:
+                    from penstock.tune.watch import ScriptWatch
+
+                    switches = ScriptWatch(switches, watch)
+                    watches.append(switches)
                 settings["switches"] = switches
             installed.append(Interception(say=_say, **settings).install())
         except PenstockError as error:
@@ -73,21 +82,24 @@ def run(
             raise
 
     finished = True
+    ended: Exception | None = None
     try:
         with when_imported("torch", install):
             run_script(script, arguments, module=module)
     except PenstockError as error:
-        finished = False
+        finished, ended = False, error
         place = None if error in unfit else place_in_script(error)
         print(f"penstock: {error}" + (f"\n  at {place}" if place else ""), file=sys.stderr)
         return int(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the script's own, shown as Python shows it
-        finished = False
+        finished, ended = False, error
         show(error)
         return 1
     finally:
         for interception in installed:
             interception.remove(finished=finished)
+        for one in watches:
+            one.end(ended)
     return int(ExitCode.DONE)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from penstock.config.machine import Machine
 from penstock.ladder.arena import Arena
 from penstock.ladder.forecast import rank_machine
-from penstock.ladder.losses import Losses, tail_mean
+from penstock.ladder.judge import tail_mean
+from penstock.ladder.losses import Losses
 from penstock.ladder.result import Chosen, Estimate, Forecast, RungResult, Tried
 from penstock.ladder.rung import Rung, Setting
 from penstock.ladder.search import Search

@@ -14,6 +14,8 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 1e-3}
 """Relative difference allowed of the losses of several processes and one, by the type they compute in: ranks add
 gradients up in another order. Those of half types are torch's own for numbers of that type; fp32's is that of losses
 after some steps, of which 3e-7 was measured."""
+DEVIATIONS = 2.0
+"""Standard deviations of the loss over seeds within which a setting counts as giving the same results."""
 NO_GAIN: dict[Verdict, str] = {
     "slower": "slower",
     "same": "no difference",
@@ -37,6 +39,12 @@ def offered(result: RungResult, said: Verdict, *, carried: bool) -> tuple[Status
     if result.equality is not None and not result.equality.holds:
         return "not kept", "its results differ from those of one process"
     return ("offered", "") if said == "faster" else ("not kept", NO_GAIN[said])
+
+
+def tail_mean(curve: Sequence[float]) -> float:
+    """Mean over the last quarter: one step's loss is mostly that of its samples."""
+    tail = curve[-max(1, len(curve) // 4) :]
+    return sum(tail) / len(tail)
 
 
 def equality(

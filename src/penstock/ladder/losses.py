@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from penstock.ladder.arena import Arena
+from penstock.ladder.judge import DEVIATIONS, tail_mean
 from penstock.ladder.result import Noise
 from penstock.ladder.rung import Setting
 
@@ -14,8 +15,6 @@ SHARE = 0.15
 """Share of a budget that loss runs may take before any rung that changes results is tried."""
 LEAST_STEPS = 8
 """Shorter loss runs say nothing, and are left out."""
-DEVIATIONS = 2.0
-"""Standard deviations of the loss over seeds within which a setting counts as giving the same results."""
 
 
 class Losses:
@@ -86,12 +85,6 @@ class Losses:
             wished, self.steps = self.steps, affordable if affordable >= LEAST_STEPS else 0
             said = f"to {self.steps} steps" if self.steps else "to none"
             self.notes.append(f"The budget shortened loss runs from {wished} steps {said}.")
-
-
-def tail_mean(curve: Sequence[float]) -> float:
-    """Mean over the last quarter: one step's loss is mostly that of its samples."""
-    tail = curve[-max(1, len(curve) // 4) :]
-    return sum(tail) / len(tail)
 
 
 def finite(curve: Sequence[float]) -> bool:

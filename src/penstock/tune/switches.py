@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _get_fused_kernels_supported_devices  # type: ignore[attr-defined]
 
 from penstock.build import compile_model
-from penstock.config.plan import SWITCHES, OptimizerForm, Plan, Products
+from penstock.config.formats import Products
+from penstock.config.plan import SWITCHES, OptimizerForm, Plan
 from penstock.config.rules import require
 from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
@@ -137,8 +139,6 @@ def form_problem(optimizer: Optimizer, form: OptimizerForm) -> str | None:
     if form != "loop" and form not in optimizer.defaults:
         return f"{name} has no {form} form"
     if form == "fused":
-        from torch.optim.optimizer import _get_fused_kernels_supported_devices
-
         able = _get_fused_kernels_supported_devices()
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         unable = sorted({p.device.type for p in weights} - {*able})

@@ -1,0 +1,101 @@
+"""`penstock tune`: the fastest Plan for a script as it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.boundary.files import require_folder
+from penstock.cli.launch import require_module, require_script
+from penstock.errors import ConfigError, ExitCode
+from penstock.tune.search import TuneConfig
+
+_DEFAULTS = TuneConfig()
+
+
+def tune(
+    script: Annotated[str | None, Parameter(allow_leading_hyphen=False)] = None,
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    budget: float = _DEFAULTS.budget,
+    rounds: int = _DEFAULTS.rounds,
+    rungs: str = "",
+    skip: str = "",
+    procs: int = 1,
+    timeout: float = _DEFAULTS.timeout,
+    output: str = _DEFAULTS.output,
+    module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
+    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
+) -> int:
+    """Find the fastest Plan for a training script, without changing it.
+
+    SCRIPT and all that follows it are what you would give to python; options of this command come before it. The script
+    is started several times, each time under other settings, and makes some optimizer steps of each by turns. In the
+    end stands the command that runs it under the fastest.
+
+    Parameters
+    ----------
+    script
+        The script, or with -m a module.
+    arguments
+        The script's own arguments.
+    budget
+        Seconds for everything, compiling included.
+    rounds
+        The least rounds of turns before a difference under 5 % is believed.
+    rungs
+        Rungs or groups of rungs to try, with commas, such as half,compile; all by default.
+    skip
+        Rungs or groups of rungs to leave out.
+    procs
+        Ranks that the script is started with, as by torchrun.
+    timeout
+        Seconds for the longest silence of the script, such as up to its first step.
+    output
+        Folder of tune.json, and of what the script writes to its terminal.
+    module
+        SCRIPT is the name of a module.
+    all_
+        List every rung that was not measured, with the reason.
+    """
+    if script is None:
+        raise ConfigError("Say which script to tune: `penstock tune train.py …`, or `-m package.module`.")
+    for name, value, least in (
+        ("budget", budget, 1),
+        ("rounds", rounds, 2),
+        ("procs", procs, 1),
+        ("timeout", timeout, 1),
+    ):
+        if not value >= least:
+            raise ConfigError(f"--{name} is {value}, but must be at least {least}.")
+    if module:
+        require_module(script)
+    elif not Path(script).exists() or script.endswith(".py"):
+        require_script(script)
+    require_folder(output)
+    from penstock.report.page import plain_console
+    from penstock.tune.process import ScriptCommand
+    from penstock.tune.search import tune as search
+    from penstock.tune.show import ending, remarks, table, write
+
+    config = TuneConfig(
+        budget=budget, rounds=rounds, rungs=_names(rungs), skip=_names(skip), output=output, timeout=timeout
+    )
+    command = ScriptCommand(script, tuple(arguments), module, procs)
+    report = search(command, config, lambda words: print(words, file=sys.stderr, flush=True))
+    data = write(report, output)
+    console = plain_console()
+    console.print(table(report, console.width))
+    for remark in remarks(report, every=all_):
+        console.print(remark)
+    console.print(f"\nWritten: {data}")
+    for words, line in ending(report):
+        console.print(f"\n{words}")
+        console.print(line, soft_wrap=True)  # not wrapped, because this line is there to be copied
+    return int(ExitCode.DONE)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.replace(",", " ").split()))

@@ -1,0 +1,211 @@
+"""One process, or several ranks, of a script under some settings, which make steps by turns. Free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.ladder.result import Status
+from penstock.tune.facts import Facts
+
+_LOOK = 0.5
+"""Seconds between two looks at a process that has not answered."""
+_KILL_AFTER = 5.0
+_TAIL = 6
+"""Lines of a failed script's output that are shown."""
+_QUIET = {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
+"""Variables that keep what a script does away from others, and the same in each process."""
+
+
+class ScriptEnded(PenstockError):
+    """The script is over, though more steps were asked for. `status` says how it ended."""
+
+    def __init__(self, status: Status | str, why: str, steps: int) -> None:
+        super().__init__(why)
+        self.status, self.why, self.steps = status, why, steps
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCommand:
+    """A script with its arguments, as it would be given to python."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    procs: int = 1
+
+    def words(self, *options: str) -> list[str]:
+        """The words after `python`, with options of `penstock run`."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.procs)]
+        named = (["-m"] if self.module else []) + [self.target, *self.arguments]
+        return [*(launcher if self.procs > 1 else []), "-m", "penstock", "run", *options, *named]
+
+
+@dataclass(slots=True)
+class ScriptProcess:
+    """The script under one line of settings. `seed` is added to the seeds that it sets."""
+
+    command: ScriptCommand
+    line: str
+    seed: int
+    log: Path
+    timeout: float
+    """Seconds for the longest that it may take to answer."""
+    losses: list[float | None] = field(init=False, default_factory=list)
+    """The loss of each step so far, of the first rank."""
+    memory: int | None = field(init=False, default=None)
+    """Peak bytes on a GPU so far."""
+    steps: int = field(init=False, default=0)
+    _process: subprocess.Popen[bytes] = field(init=False)
+    _lines: list[_Connection] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        key = secrets.token_hex(8)
+        with socket.create_server(("127.0.0.1", 0)) as server, self.log.open("wb") as log:
+            options = ["--plan", self.line, "--watch", f"{server.getsockname()[1]}:{key}:{self.seed}"]
+            self._process = subprocess.Popen(
+                [sys.executable, *self.command.words(*options)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **_QUIET},
+            )  # fmt: skip
+            try:
+                self._accept(server, key)
+            except BaseException:
+                self.close()
+                raise
+
+    def first_step(self) -> float:
+        """Seconds of the first step, compiling included, from when torch was imported."""
+        return self._turn()
+
+    def turn(self, steps: int) -> float:
+        """Seconds per step of so many. Raises ScriptEnded."""
+        self._tell(do="step", steps=steps)
+        return self._turn() / steps
+
+    def facts(self) -> tuple[Facts, dict[str, Any]]:
+        """The facts of the script, and its machine. The process is to be closed afterwards."""
+        self._lines[0].send(do="facts")
+        answer = self._hear(self._lines[0])
+        return Facts(**answer["facts"]), answer["machine"]
+
+    def close(self) -> None:
+        """End the script and all that it has started."""
+        for line in self._lines:
+            line.close()
+        for word in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, word)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_AFTER if word == signal.SIGTERM else None)
+                break
+        # What ends with a signal may leave children behind, which have the same group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _turn(self) -> float:
+        answers = [self._hear(line) for line in self._lines]
+        self.steps = answers[0]["steps"]
+        return max(float(answer["seconds"]) for answer in answers)
+
+    def _accept(self, server: socket.socket, key: str) -> None:
+        """Wait for all ranks. The first in the list is rank 0."""
+        server.settimeout(_LOOK)
+        end = time.monotonic() + self.timeout
+        ranks: dict[int, _Connection] = {}
+        while len(ranks) < self.command.procs:
+            try:
+                line = _Connection(server.accept()[0])
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise self._gone() from None
+                if time.monotonic() > end:
+                    raise self._late("has not imported torch") from None
+                continue
+            hello = line.receive(self.timeout, self._process)
+            if hello is not None and hello.get("key") == key:
+                ranks[int(hello["rank"])] = line
+        self._lines = [ranks[rank] for rank in sorted(ranks)]
+
+    def _tell(self, **message: Any) -> None:
+        for line in self._lines:
+            line.send(**message)
+
+    def _hear(self, line: _Connection) -> dict[str, Any]:
+        try:
+            answer = line.receive(self.timeout, self._process)
+        except TimeoutError:
+            raise self._late(
+                f"has made no further step after {self.steps}" if self.steps else "has made no optimizer step"
+            ) from None
+        if answer is None:
+            raise self._gone()
+        if line is self._lines[0]:
+            self.losses += answer.get("losses", [])
+            self.memory = answer.get("memory") or self.memory
+        if answer["event"] == "end":
+            raise ScriptEnded(answer["status"], answer["why"], answer["steps"])
+        return answer
+
+    def _late(self, what: str) -> ScriptEnded:
+        return ScriptEnded(
+            "late",
+            f"it {what} within {self.timeout:.0f} s; --timeout gives it longer, and {self.log} has what it wrote",
+            self.steps,
+        )
+
+    def _gone(self) -> ScriptEnded:
+        """The end of a script that said nothing."""
+        code = self._process.wait()
+        said = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
+        why = f"it ended with code {code}" + ("" if not said else ": " + " | ".join(said))
+        # The kernel ends the largest when memory runs out.
+        status = "out of memory" if code == -signal.SIGKILL else "failed" if code else "ended"
+        return ScriptEnded(status, why, self.steps)
+
+
+class _Connection:
+    """Lines of JSON to a rank and from it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._read = connection, b""
+        connection.settimeout(_LOOK)
+
+    def send(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # who has gone says so when it is listened to
+            self._socket.sendall((json.dumps(message) + "\n").encode())
+
+    def receive(self, timeout: float, process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+        """The next message; None where the other side has gone. Raises TimeoutError."""
+        end = time.monotonic() + timeout
+        while b"\n" not in self._read:
+            try:
+                more = self._socket.recv(1 << 16)
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise
+                if process.poll() is not None:
+                    return None
+                continue
+            except OSError:
+                return None
+            if not more:
+                return None
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,293 @@
+"""The script's side of `penstock tune`: it makes optimizer steps when it is told to, and reports what they took.
+
+A step is what lies between two returns of `Optimizer.step`: reading data, forward and backward passes, logging. Between
+turns the script waits inside the hook behind that call, so that scripts under other settings can take theirs. Messages
+are lines of JSON over a connection on 127.0.0.1 to the process that started the script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from penstock.config.load import to_dict
+from penstock.config.plan import Plan
+from penstock.errors import ConfigError, PenstockError, ran_out_of_memory
+from penstock.kernels.sdpa import Switch
+from penstock.kernels.sdpa import Watch as AttentionWatch
+from penstock.models.anatomy import anatomy_of, set_switch
+from penstock.optim.groups import parameters_of
+from penstock.precision.state_hooks import is_half
+from penstock.probe import machine_for
+from penstock.products.convert import device_problem
+from penstock.tune.facts import FORMS, PRODUCTS, SWITCHED, Facts
+from penstock.tune.switches import ScriptSwitches, form_problem
+
+
+class ScriptWatch:
+    """Switches for a script whose steps are counted and timed. `address` is `PORT:KEY:SEED`: where the process that
+    times it listens, the word by which it knows this one, and what is added to all seeds of the script.
+    """
+
+    def __init__(self, switches: ScriptSwitches, address: str) -> None:
+        self._switches = switches
+        port, key, seed = address.split(":")
+        self._connection = socket.create_connection(("127.0.0.1", int(port)))
+        self._reader = self._connection.makefile("r", encoding="utf-8")
+        self._device = torch.device("cpu")
+        self._optimizer: Optimizer | None = None
+        self._model: nn.Module | None = None
+        self._facts: dict[str, Any] = {"compiled": False, "mixed": "", "padding": 0.0, "attention": False}
+        self._count, self._start = 0, time.perf_counter()
+        self._left = self._timed = 1
+        self._released = False
+        """Whether the allocator's unused memory was given back since the last step."""
+        self._loss: Tensor | None = None
+        self._losses: list[Tensor | None] = []
+        self._scalers: list[Any] = []
+        self._send(event="hello", key=key, rank=int(os.environ.get("RANK", "0")))
+        _shift_seeds(int(seed))
+        self._patch_backward()
+        register_optimizer_step_post_hook(self._stepped)
+
+    # -- what the script does
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Change an optimizer that the script has just made."""
+        self._facts["form"] = next((form for form in FORMS if optimizer.defaults.get(form)), "")
+        self._switches.prepare(optimizer)
+
+    def apply(self, model: nn.Module, *, compiled: bool) -> list[str]:
+        """Change a model before its first forward pass, and look at that."""
+        self._device = next(model.parameters()).device
+        self._model = self._model or model
+        self._facts["compiled"] = compiled
+        self._facts["mixed"] = self._facts["mixed"] or self._mixed(model)
+        changes = self._switches.apply(model, compiled=compiled)
+        if self._switches.named <= {"recompute"}:
+            self._look_once(model)
+        return changes
+
+    def remove(self) -> None:
+        """Undo what holds for the whole process."""
+        self._switches.remove()
+
+    def end(self, error: BaseException | None) -> None:
+        """The script has ended, by itself or with an error."""
+        status, why = "ended", ""
+        if isinstance(error, PenstockError):
+            status, why = "unsupported", str(error)
+        elif error is not None:
+            status = "out of memory" if ran_out_of_memory(error) else "failed"
+            lines = str(error).strip().splitlines()
+            why = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        self._send(event="end", status=status, why=why, steps=self._count, losses=self._take_losses())
+
+    # -- turns
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        elif optimizer is not self._optimizer:
+            names = f"{type(self._optimizer).__name__} and {type(optimizer).__name__}"
+            self.end(
+                ConfigError(f"it steps with several optimizers ({names}), so that one step of it has no end")
+            )
+            self._leave()
+        self._count += 1
+        self._losses.append(self._loss)
+        self._loss = None
+        self._left -= 1
+        if self._left == 0:
+            self._wait()
+            self._report(event="turn", seconds=time.perf_counter() - self._start, steps=self._count)
+            self._released = self._device.type == "cuda"
+            if self._released:  # the other processes need it
+                torch.cuda.empty_cache()
+            self._obey()
+        elif self._left == self._timed:
+            self._wait()
+            self._start = time.perf_counter()
+
+    def _obey(self) -> None:
+        """Do what the other side says until it is time for the next steps."""
+        while True:
+            line = self._reader.readline()
+            command: dict[str, Any] = json.loads(line) if line else {"do": "end"}
+            if command["do"] == "step":
+                # What fills the allocator again is not timed.
+                self._timed = int(command["steps"])
+                self._left = self._timed + self._released
+                self._wait()
+                self._start = time.perf_counter()
+                return
+            if command["do"] == "facts":
+                self._report(
+                    event="facts", facts=asdict(self._found()), machine=to_dict(machine_for(self._device))
+                )
+            else:
+                self._leave()
+
+    def _leave(self) -> None:
+        """End the process at once: what a script does when it ends, such as saving, is left out."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _report(self, **message: Any) -> None:
+        self._send(**message, losses=self._take_losses(), memory=self._memory())
+
+    def _send(self, **message: Any) -> None:
+        try:
+            self._connection.sendall((json.dumps(message) + "\n").encode())
+        except OSError:  # the other side has gone, and this process has nobody to work for
+            os._exit(1)
+
+    def _memory(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+
+    def _take_losses(self) -> list[float | None]:
+        losses, self._losses = self._losses, []
+        return [None if loss is None else float(loss) for loss in losses]
+
+    # -- losses
+
+    def _patch_backward(self) -> None:
+        """Add up what a step's backward passes start from. Undone with the process only."""
+        original = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            root = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+            if isinstance(root, Tensor) and root.numel() == 1:
+                loss = root.detach().float().reshape(())
+                scales = [s._scale for s in self._scalers if s.is_enabled() and s._scale is not None]
+                loss = loss / scales[0] if len(scales) == 1 else loss
+                self._loss = loss.clone() if self._loss is None else self._loss + loss.to(self._loss.device)
+            return original(tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+        scaler: Any = torch.amp.grad_scaler.GradScaler
+        made = scaler.__init__
+
+        def noted(one: Any, *args: Any, **kwargs: Any) -> None:
+            made(one, *args, **kwargs)
+            self._scalers.append(one)
+            if one.is_enabled():
+                self._facts["mixed"] = "it scales its loss with a GradScaler of its own"
+
+        scaler.__init__ = noted
+
+    # -- facts
+
+    def _mixed(self, model: nn.Module) -> str:
+        """Why the precision of a model is the script's own business, or nothing."""
+        if torch.is_autocast_enabled(self._device.type):
+            return "it runs under torch.autocast by itself"
+        if "forward" in model.__dict__:
+            return "its forward pass was replaced, as Accelerate does for mixed precision"
+        if any(map(is_half, model.parameters())):
+            return "it has half weights"
+        return ""
+
+    def _look_once(self, model: nn.Module) -> None:
+        """See in the first forward pass whether torch's attention is called, and how much is padding."""
+        switch = Switch("sdpa")
+        mode: Any = AttentionWatch(switch)
+        handles: list[RemovableHandle] = []
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            mask = kwargs.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 2:
+                self._facts["padding"] = 1.0 - float((mask != 0).float().mean())
+            mode.__enter__()
+
+        def after(*_: Any) -> None:
+            mode.__exit__(None, None, None)
+            self._facts["attention"] = switch.used
+            for handle in handles:
+                handle.remove()
+
+        handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(model.register_forward_hook(after, always_call=True))
+
+    def _found(self) -> Facts:
+        """The facts of the script. Its model is switched back and forth, so that no step may follow."""
+        model, optimizer = self._model, self._optimizer
+        assert optimizer is not None
+        known = dict(self._facts)
+        attention = known.pop("attention")
+        if model is None:
+            return Facts(device=self._device.type, optimizer=type(optimizer).__name__, **known)
+        eager = getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
+        try:
+            blocks, no_blocks = len(anatomy_of(model).blocks), ""
+        except ConfigError as error:
+            blocks, no_blocks = 0, str(error)
+        switches = {
+            name: [
+                value for value in values
+                if (name != "attention" or attention or eager) and _accepts(model, name, value)
+            ]
+            for name, values in SWITCHED.items()
+        }  # fmt: skip
+        forms = {form: form_problem(optimizer, form) or "" for form in FORMS}
+        products = {name: device_problem(self._device, name) or "" for name in PRODUCTS}
+        return Facts(
+            device=self._device.type,
+            model=type(model).__name__,
+            parameters=sum(p.numel() for p in parameters_of(optimizer)),
+            optimizer=type(optimizer).__name__,
+            eager=eager,
+            blocks=blocks,
+            no_blocks=no_blocks,
+            switches=switches,
+            forms=forms,
+            products=products,
+            **known,
+        )
+
+
+def _accepts(model: nn.Module, name: str, value: str) -> bool:
+    try:
+        set_switch(model, name, value)
+        set_switch(model, name, getattr(Plan(), name))
+    except ConfigError:
+        return False
+    return True
+
+
+def _shift_seeds(by: int) -> None:
+    """Seed all generators, for a script that does not, and add a number to each seed that it sets later."""
+
+    def shifted(seed_it: Callable[..., Any], most: int) -> Callable[..., Any]:
+        def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return seed_it((value + by) % most if isinstance(value, int) else value, *args, **kwargs)
+
+        return seed
+
+    import numpy as np
+
+    random.seed(by)
+    np.random.seed(by)
+    torch.manual_seed(by)
+    if by:
+        random.seed = shifted(random.seed, 1 << 62)
+        np.random.seed = shifted(np.random.seed, 1 << 32)
+        torch.manual_seed = torch.random.manual_seed = shifted(torch.manual_seed, 1 << 62)

@@ -1,0 +1,329 @@
+"""The search for a script's fastest settings, with processes whose steps take what a table says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.load import to_dict
+from penstock.config.machine import Machine, load_machine
+from penstock.errors import ConfigError, OutOfMemory
+from penstock.report.page import plain_console
+from penstock.tune import search
+from penstock.tune.facts import Facts
+from penstock.tune.process import ScriptCommand, ScriptEnded
+from penstock.tune.result import TuneReport
+from penstock.tune.search import TuneConfig
+from penstock.tune.show import ending, remarks, table, write
+
+ENDLESS = 10**9
+FACTS = Facts(
+    device="cpu",
+    model="GPT",
+    parameters=1000,
+    optimizer="AdamW",
+    blocks=2,
+    switches={"attention": ["plain"], "padding": ["remove"]},
+    forms={"foreach": "", "fused": ""},
+    products={"int8_all": "", "fp8_tensorwise": "fp8 needs a GPU"},
+)
+AMX = replace(
+    load_machine("h100"),
+    device="cpu",
+    avx512=True,
+    peak_flops={"fp32": 1e12, "bf16": 4e12, "int8": 8e12},
+    name="a CPU with units",
+)
+
+
+@dataclass
+class World:
+    """How long a step of each setting takes: factors by word of a line, of a step of 10 ms."""
+
+    gains: dict[str, float] = field(default_factory=dict)
+    noise: float = 0.002
+    length: int = ENDLESS
+    """Steps of the script."""
+    loss: Callable[[str, int, int], float] = lambda line, seed, step: 3.0 - 0.01 * step + 0.01 * seed
+    fails: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Status and reason of the end of whatever line has a word."""
+    facts: Facts = FACTS
+    machine: Machine = AMX
+    together: dict[frozenset[str], float] = field(default_factory=dict)
+    """Further factors of words that come together."""
+    started: list[str] = field(default_factory=list)
+    alive: int = 0
+    late: float = 1.0
+    """Factor of everything but the script as it is, once many turns have been taken."""
+
+
+class Fake:
+    """A process of a made-up script."""
+
+    world: World
+
+    def __init__(self, command: ScriptCommand, line: str, seed: int, log: Path, timeout: float) -> None:
+        self.line, self.seed = line, seed
+        self.losses: list[float | None] = []
+        self.memory, self.steps, self.turns = None, 0, 0
+        self.words = frozenset(line.split())
+        self._random = random.Random(f"{line} {seed}")
+        for word, (status, why) in self.world.fails.items():
+            if word in (self.words or {"baseline"}):
+                raise ScriptEnded(status, why, 0)
+        self.world.started.append(line)
+        self.world.alive += 1
+
+    def _advance(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.steps == self.world.length:
+                raise ScriptEnded("ended", "", self.steps)
+            self.steps += 1
+            self.losses.append(self.world.loss(self.line, self.seed, self.steps))
+
+    def first_step(self) -> float:
+        self._advance(1)
+        return 0.02
+
+    def turn(self, steps: int) -> float:
+        self._advance(steps)
+        self.turns += 1
+        seconds = 0.01
+        for word in self.words:
+            seconds /= self.world.gains.get(word, 1.0)
+        for words, gain in self.world.together.items():
+            seconds /= gain if words <= self.words else 1.0
+        if self.words and self.turns > 20:
+            seconds /= self.world.late
+        return seconds * (1 + self._random.uniform(-self.world.noise, self.world.noise))
+
+    def facts(self) -> tuple[Facts, dict[str, Any]]:
+        return self.world.facts, to_dict(self.world.machine)
+
+    def close(self) -> None:
+        self.world.alive -= 1
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., TuneReport]:
+    monkeypatch.setattr(search, "ScriptProcess", Fake)
+
+    def run(world: World, **options: Any) -> TuneReport:
+        monkeypatch.setattr(Fake, "world", world, raising=False)
+        command = ScriptCommand("train.py", ("--lr", "1e-3"), procs=options.pop("procs", 1))
+        try:
+            report = search.tune(command, TuneConfig(output=str(tmp_path), **options))
+        finally:
+            assert world.alive == 0
+        for step in report.steps:
+            if step.status in ("kept", "offered"):
+                assert step.ratio is not None
+                assert step.ratio.low > 1.0, step
+        return report
+
+    return run
+
+
+def _statuses(report: TuneReport) -> dict[str, str]:
+    return {step.name: step.status for step in report.steps}
+
+
+GAINS = {"optimizer=fused": 1.3, "precision=O1": 0.8, "compile=blocks": 1.5, "compile=whole": 0.9}
+
+
+def test_what_pays_is_kept_and_nothing_else(tuned: Callable[..., TuneReport], tmp_path: Path) -> None:
+    report = tuned(World(gains=GAINS))
+    assert report.line == "optimizer=fused compile=blocks"
+    assert report.speedup.value == pytest.approx(1.95, rel=0.01)
+    assert report.command == 'penstock run --plan "optimizer=fused compile=blocks" train.py --lr 1e-3'
+    statuses = _statuses(report)
+    assert statuses["optimizer-fused"] == statuses["compile-blocks"] == "kept"
+    assert statuses["half-bf16"] == statuses["matmul"] == statuses["compile-whole"] == "not kept"
+    assert statuses["padding"] == statuses["half-fp16"] == statuses["fp8"] == "unsupported"
+    assert statuses["attention-flash"] == "unsupported"
+    assert report.losses == pytest.approx([report.losses[0] + 0.01 * seed for seed in range(3)])
+    assert write(report, tmp_path).read_text().count('"kept"') == 2
+    console = plain_console()
+    with console.capture() as shown:
+        console.print(table(report, 160), *remarks(report, every=True))
+    assert "fused optimizer" in shown.get()
+    assert "no token of its batches is padding" in " ".join(shown.get().split())
+    assert ending(report)[-1] == (
+        f"Same results: 1.95× ({report.speedup.low:.2f} to {report.speedup.high:.2f}) as fast as the script as it is",
+        report.command,
+    )
+
+
+def test_where_nothing_is_beyond_the_noise_the_script_stays(tuned: Callable[..., TuneReport]) -> None:
+    report = tuned(World(noise=0.2, gains={"matmul=medium": 1.02}))
+    assert report.line == ""
+    assert report.speedup.value == 1.0
+    assert report.command == "python train.py --lr 1e-3"
+    assert not {"kept", "unproven"} & {*_statuses(report).values()}
+    words, command = ending(report)[-1]
+    assert words.lower().startswith("nothing beyond ±")
+    assert "may be chance" in words
+    assert command == report.command
+
+
+def test_a_gain_that_does_not_last_is_not_called_kept(tuned: Callable[..., TuneReport]) -> None:
+    """It is faster while it is tried, and slower in the last race: all rounds together decide."""
+    report = tuned(World(gains={"optimizer=fused": 1.04}, late=0.6, noise=0.001), rounds=9)
+    assert report.line == ""
+    assert _statuses(report)["optimizer-fused"] != "kept"
+
+
+def test_a_loss_beyond_seeds_and_rounding_is_not_kept(tuned: Callable[..., TuneReport]) -> None:
+    def worse(line: str, seed: int, step: int) -> float:
+        return 3.0 - 0.01 * step + 0.001 * seed + (0.2 if "precision=O1" in line else 0.0)
+
+    gains = {"precision=O1": 2.0, "optimizer=fused": 1.1}
+    report = tuned(World(gains=gains, loss=worse))
+    assert report.line == "optimizer=fused"
+    half = next(step for step in report.steps if step.name == "half-bf16")
+    assert (half.status, half.reason) == (
+        "not kept",
+        "its loss differs by more than seeds and rounding explain",
+    )
+    assert half.loss_difference == pytest.approx(0.2)
+    report = tuned(World(gains=gains))
+    assert "precision=O1" in report.line
+
+    def broken(line: str, seed: int, step: int) -> float:
+        return float("nan") if "fused" in line else 1.0
+
+    assert "fused" not in tuned(World(gains=gains, loss=broken)).line
+
+
+def test_casts_that_pay_once_compiled_are_tried_again(tuned: Callable[..., TuneReport]) -> None:
+    both = frozenset({"precision=O1", "compile=blocks"})
+    gains = {"precision=O1": 0.92, "compile=blocks": 1.2}
+    report = tuned(World(gains=gains, together={both: 1.4}), rungs=("half", "compile-blocks"))
+    assert {*report.line.split()} >= both
+    gains = {"precision=O1": 0.92, "compile=blocks": 0.95}
+    report = tuned(World(gains=gains, together={both: 1.4}), rungs=("half", "compile-blocks"))
+    assert {*report.line.split()} >= both
+    assert _statuses(report)["half-bf16+compile-blocks"] == "kept"
+
+
+def test_what_changes_results_is_offered_apart(tuned: Callable[..., TuneReport]) -> None:
+    report = tuned(World(gains={"precision=O1": 1.5, "products=int8_all": 1.4}))
+    assert report.line == "precision=O1 dtype=bf16"
+    assert report.fastest is not None, [s.reason for s in report.steps if s.name == "int8"]
+    assert report.fastest[0] == "precision=O1 dtype=bf16 products=int8_all"
+    assert [command for _, command in ending(report)] == [report.fastest[2], report.command]
+
+
+def test_a_script_that_ends_begins_again(tuned: Callable[..., TuneReport]) -> None:
+    world = World(gains={"optimizer=fused": 1.5}, length=60)
+    report = tuned(world, rungs=("optimizer",))
+    assert report.line == "optimizer=fused"
+    assert world.started.count("") > 3
+    with pytest.raises(ConfigError, match="it ended after 9 optimizer steps"):
+        tuned(World(length=9))
+    with pytest.raises(ConfigError, match="it ended after 1 optimizer step,"):
+        tuned(World(length=1))
+
+
+@pytest.mark.parametrize(
+    ("status", "why", "said"),
+    [
+        ("ended", "", "it ended without a step of an optimizer"),
+        ("failed", "ValueError: no data here", "cannot time train.py: ValueError: no data here"),
+        ("unsupported", "it steps with several optimizers (Adam and SGD)", "several optimizers"),
+        ("late", "it has made no optimizer step within 300 s", "within 300 s"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(
+    tuned: Callable[..., TuneReport], status: str, why: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        tuned(World(fails={"baseline": (status, why)}))
+    assert said in str(raised.value)
+
+
+def test_where_memory_runs_out_it_is_recomputed(tuned: Callable[..., TuneReport]) -> None:
+    fails = {"baseline": ("out of memory", "CUDA out of memory")}
+    report = tuned(World(fails=fails, gains={"optimizer=fused": 1.2}), rungs=("optimizer",))
+    assert report.line == "recompute=early optimizer=fused"
+    assert "runs out of memory as it is" in " ".join(report.notes)
+    report = tuned(World(fails=fails), rungs=("optimizer",))
+    assert report.command == 'penstock run --plan "recompute=early" train.py --lr 1e-3'
+    with pytest.raises(OutOfMemory, match="smaller batch"):
+        tuned(World(fails={**fails, "recompute=early": ("out of memory", "CUDA out of memory")}))
+
+
+def test_a_rung_that_fails_is_reported(tuned: Callable[..., TuneReport]) -> None:
+    fails = {"compile=blocks": ("failed", "RuntimeError: graph"), "compile=whole": ("unsupported", "no")}
+    report = tuned(World(fails=fails, gains={"optimizer=fused": 1.5}))
+    steps = {step.name: step for step in report.steps}
+    assert (steps["compile-blocks"].status, steps["compile-blocks"].reason) == (
+        "failed",
+        "RuntimeError: graph",
+    )
+    assert steps["compile-whole"].status == "unsupported"
+    assert report.line == "optimizer=fused"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason"),
+    [
+        (
+            {"mixed": "it runs under torch.autocast by itself"},
+            "half-bf16",
+            "it runs under torch.autocast by itself",
+        ),
+        ({"compiled": True}, "compile-whole", "the script calls torch.compile itself"),
+        (
+            {"blocks": 0, "no_blocks": "No repeated blocks were found. Enrol it."},
+            "compile-blocks",
+            "No repeated",
+        ),
+        ({"form": "fused"}, "optimizer-fused", "the script's AdamW is fused already"),
+        ({"forms": {"fused": "Lion has no fused form"}}, "optimizer-fused", "Lion has no fused form"),
+        ({"model": ""}, "compile-whole", "no module was called"),
+        ({"switches": {}}, "attention-plain", "the model cannot be switched"),
+        ({"padding": 0.4, "switches": {}}, "padding", "the model cannot be switched"),
+    ],
+)
+def test_what_does_not_apply_is_not_started(
+    tuned: Callable[..., TuneReport], changes: dict[str, Any], name: str, reason: str
+) -> None:
+    report = tuned(World(facts=replace(FACTS, **changes)), rungs=(name,))
+    step = next(step for step in report.steps if step.name == name)
+    assert step.status == "unsupported"
+    assert reason in step.reason
+    avx2 = replace(AMX, peak_flops={"fp32": 1e12, "bf16": 1e11})
+    report = tuned(World(machine=avx2), rungs=("half",))
+    assert "has no units for bf16" in report.steps[0].reason
+
+
+def test_too_little_time_is_said(tuned: Callable[..., TuneReport]) -> None:
+    report = tuned(World(gains={"optimizer=fused": 1.5}), budget=0.5, rungs=("optimizer",))
+    assert _statuses(report)["optimizer-fused"] == "not run"
+    assert ending(report)[-1][0].startswith("Nothing that applies here was measured")
+
+
+def test_rungs_that_no_script_can_have_are_refused(tuned: Callable[..., TuneReport]) -> None:
+    with pytest.raises(ConfigError, match="can be put on a script from outside"):
+        tuned(World(), rungs=("batch",))
+    with pytest.raises(ConfigError, match="There is no rung 'compil'"):
+        tuned(World(), skip=("compil",))
+
+
+def test_ranks_are_started_by_torchrun(tuned: Callable[..., TuneReport]) -> None:
+    report = tuned(World(gains={"optimizer=fused": 1.5}), rungs=("optimizer",), procs=2)
+    assert report.command == (
+        'torchrun --nproc-per-node 2 -m penstock run --plan "optimizer=fused" train.py --lr 1e-3'
+    )
+    words = ScriptCommand("train.py", ("1",), procs=2).words("--plan", "")
+    assert words[:3] == ["-m", "torch.distributed.run", "--standalone"]
+    assert list(itertools.dropwhile(lambda word: word != "penstock", words)) == [
+        "penstock", "run", "--plan", "", "train.py", "1",
+    ]  # fmt: skip

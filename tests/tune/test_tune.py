@@ -1,0 +1,139 @@
+"""Real scripts, tuned in processes of their own: what is learned of them, and what the last line runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.errors import ConfigError
+from penstock.tune.process import ScriptCommand
+from penstock.tune.result import TuneReport
+from penstock.tune.search import TuneConfig, tune
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("known_machine")]
+SCRIPTS = Path(__file__).parent / "scripts"
+ENDLESS = "1000000"
+
+
+def _tuned(words: str, output: Path, *, procs: int = 1, **options: Any) -> TuneReport:
+    name, *arguments = words.split()
+    command = ScriptCommand(str(SCRIPTS / name), tuple(arguments), procs=procs)
+    config = TuneConfig(output=str(output), budget=900.0, round_seconds=0.02, **options)
+    return tune(command, config)
+
+
+def test_a_plain_loop(tmp_path: Path) -> None:
+    report = _tuned(f"plain.py {ENDLESS}", tmp_path, rungs=("optimizer",))
+    assert (report.facts.model, report.facts.optimizer, report.facts.device) == ("Sequential", "Adam", "cpu")
+    assert report.facts.parameters == 16 * 64 + 64 + 64 * 64 + 64 + 64 * 2 + 2
+    steps = {step.name: step for step in report.steps}
+    fused = steps["optimizer-fused"]
+    # How fast it is depends on what else runs here; that it computes the same does not.
+    assert fused.status in ("kept", "unproven", "not kept")
+    assert fused.loss_difference == pytest.approx(0.0, abs=1e-4)
+    assert steps["optimizer-foreach"].status == "unsupported"
+    assert len({round(loss, 6) for loss in report.losses}) == 3, "other seeds give other weights and samples"
+    # What a script prints goes to a file and not to the terminal; what it would save at its end is left out.
+    assert "applied optimizer=fused to Sequential" in "".join(
+        log.read_text() for log in tmp_path.glob("*.log")
+    )
+
+
+@pytest.mark.parametrize(("what", "why"), [("none", "without a step"), ("several", "several optimizers")])
+def test_scripts_that_cannot_be_timed_are_refused(what: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        _tuned(f"refused.py {what}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "Say which script to tune"),
+        (("nowhere.py",), "nowhere.py"),
+        (("-m", "no_such_module_at_all"), "There is no module"),
+        (("--budget", "0", str(SCRIPTS / "plain.py")), "--budget is 0.0, but must be at least 1"),
+        (("--rungs", "nonsense", str(SCRIPTS / "plain.py")), "There is no rung"),
+    ],
+)
+def test_bad_command_lines(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+KNOWN: dict[str, dict[str, Any]] = {
+    f"plain.py {ENDLESS}": {"attention": [], "blocks": 0},
+    f"nanogpt.py --max_iters={ENDLESS}": {"blocks": 2},
+    f"mingpt.py {ENDLESS}": {"attention": [], "blocks": 2},
+    f"run_glue.py --max_steps {ENDLESS} --output_dir OUT": {"padding": ["remove"], "form": "fused"},
+    f"accelerated.py {ENDLESS}": {"optimizer": "AdamW"},
+    f"no_trainer.py {ENDLESS}": {"eager": True},
+    f"lightning_fit.py {ENDLESS}": {"model": "Classifier"},
+    f"timm_train.py {ENDLESS}": {"blocks": 2},
+    f"imagenet.py --epochs {ENDLESS}": {"optimizer": "SGD", "attention": []},
+    f"mnist.py --epochs {ENDLESS}": {"optimizer": "Adadelta"},
+    f"seq2seq.py {ENDLESS}": {"optimizer": "Adam"},
+    f"amp.py {ENDLESS}": {"mixed": "it runs under torch.autocast by itself"},
+}
+"""What is found out about each script."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", KNOWN)
+def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
+    name = words.split()[0]
+    if name == "lightning_fit.py" and importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    words = words.replace("OUT", str(tmp_path / "out"))
+    rungs = ("optimizer", "padding", "attention", "matmul", "compile-blocks")
+    report = _tuned(words, tmp_path, rungs=rungs, rounds=3)
+    facts = report.facts
+    seen = {
+        **facts.switches,
+        **{n: getattr(facts, n) for n in ("model", "optimizer", "blocks", "eager", "form")},
+    }
+    for key, value in KNOWN[words.replace(str(tmp_path / "out"), "OUT")].items():
+        found = facts.mixed or value if key == "mixed" else seen[key]
+        assert found == value, key
+    assert any(step.ratio is not None for step in report.steps), [s.reason for s in report.steps]
+    for step in report.steps:
+        assert step.status not in ("failed", "out of memory"), step
+        if step.status == "kept":
+            assert step.ratio is not None
+            assert step.ratio.low > 1.0
+    line = report.line or next((s.line for s in report.steps if s.ratio is not None), "")
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "run", "--plan", line, *shlex.split(words.replace(ENDLESS, "4"))],
+        capture_output=True, text=True, cwd=SCRIPTS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"applied {line.split()[0].partition('=')[0]}" in done.stderr or "accelerated" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_under_torchrun(tmp_path: Path) -> None:
+    report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer",), rounds=3)
+    assert next(step for step in report.steps if step.name == "optimizer-fused").ratio is not None
+    assert re.match(r"torchrun --nproc-per-node 2 ", report.command)
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune", "--budget", "400", "--rungs", "optimizer-fused", "--output", str(tmp_path), "--all"]
+    assert main([*words, str(SCRIPTS / "plain.py"), ENDLESS]) == 0
+    out = capsys.readouterr().out
+    report = json.loads((tmp_path / "tune.json").read_text())
+    assert out.rstrip().endswith(report["command"])
+    assert "Sequential of 5,378 weights, trained by Adam on cpu" in out

@@ -429,7 +429,7 @@ LINES = {
     "(modules)": 1610,
     "boundary": 1590,
     "checkpoint": 1980,
-    "cli": 3840,
+    "cli": 3960,
     "compress": 2660,
     "config": 5410,
     "data": 6790,
@@ -453,7 +453,7 @@ LINES = {
     "step": 690,
     "tasks": 2580,
     "train": 3090,
-    "tune": 160,
+    "tune": 1580,
 }
 
 
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 79_300
+    assert sum(LINES.values()) <= 80_800
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

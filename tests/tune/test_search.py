@@ -106,6 +106,10 @@ class Fake:
     def facts(self) -> tuple[Facts, dict[str, Any]]:
         return self.world.facts, to_dict(self.world.machine)
 
+    def predicted(self, first: str, plans: list[str]) -> dict[str, float]:
+        assert first == "optimizer=loop" or "recompute" in first or "fused" in first
+        return dict.fromkeys(plans, 1.25)
+
     def close(self) -> None:
         self.world.alive -= 1
 
@@ -147,6 +151,8 @@ def test_what_pays_is_kept_and_nothing_else(tuned: Callable[..., TuneReport], tm
     assert statuses["half-bf16"] == statuses["matmul"] == statuses["compile-whole"] == "not kept"
     assert statuses["padding"] == statuses["half-fp16"] == statuses["fp8"] == "unsupported"
     assert statuses["attention-flash"] == "unsupported"
+    predicted = {step.name: step.predicted for step in report.steps if step.ratio is not None}
+    assert predicted == dict.fromkeys(predicted, 1.25) | {"attention-plain": None}
     assert report.losses == pytest.approx([report.losses[0] + 0.01 * seed for seed in range(3)])
     assert write(report, tmp_path).read_text().count('"kept"') == 2
     console = plain_console()

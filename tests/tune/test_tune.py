@@ -39,6 +39,8 @@ def test_a_plain_loop(tmp_path: Path) -> None:
     fused = steps["optimizer-fused"]
     # How fast it is depends on what else runs here; that it computes the same does not.
     assert fused.status in ("kept", "unproven", "not kept")
+    assert fused.predicted is not None
+    assert fused.predicted > 1.0
     assert fused.loss_difference == pytest.approx(0.0, abs=1e-4)
     assert steps["optimizer-foreach"].status == "unsupported"
     assert len({round(loss, 6) for loss in report.losses}) == 3, "other seeds give other weights and samples"

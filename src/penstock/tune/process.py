@@ -27,6 +27,9 @@ _TAIL = 6
 _QUIET = {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
 """Variables that keep what a script does away from others, and the same in each process."""
 
+_OVERRULED = ("PENSTOCK_PRECISION", "PENSTOCK_DTYPE")
+"""Variables that would contradict the settings."""
+
 
 class ScriptEnded(PenstockError):
     """The script is over, though more steps were asked for. `status` says how it ended."""
@@ -77,7 +80,7 @@ class ScriptProcess:
             self._process = subprocess.Popen(
                 [sys.executable, *self.command.words(*options)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **_QUIET},
+                env={name: value for name, value in os.environ.items() if name not in _OVERRULED} | _QUIET,
             )  # fmt: skip
             try:
                 self._accept(server, key)
@@ -99,6 +102,12 @@ class ScriptProcess:
         self._lines[0].send(do="facts")
         answer = self._hear(self._lines[0])
         return Facts(**answer["facts"]), answer["machine"]
+
+    def predicted(self, first: str, plans: list[str]) -> dict[str, float]:
+        """The planner's speed of each of some Plans to that of `first`, after `facts`; empty where it knows none."""
+        self._lines[0].send(do="predict", first=first, plans=plans)
+        speeds: dict[str, float] = self._hear(self._lines[0])["speeds"]
+        return speeds
 
     def close(self) -> None:
         """End the script and all that it has started."""

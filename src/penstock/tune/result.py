@@ -26,6 +26,11 @@ class TuneStep:
     """Speed against these."""
     to_baseline: Estimate | None = None
     """Speed against the script as it is."""
+    predicted: float | None = None
+    """The planner's speed of this rung alone against the script as it is; none of a model that it cannot follow, and
+    where what a rung leaves out is not known."""
+    memory_bytes: int | None = None
+    """Peak bytes on a GPU."""
     compile_seconds: float | None = None
     """Seconds that the first steps took longer than later ones, where anything was compiled."""
     loss_difference: float | None = None

@@ -22,7 +22,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.ladder.judge import DEVIATIONS, NO_GAIN, TOLERANCES, UNPROVEN, tail_mean
 from penstock.ladder.result import Estimate, Nearest
-from penstock.ladder.rung import PlanChange, Rung, Setting, Situation
+from penstock.ladder.rung import PlanChange, Rung, Setting, Situation, group_of
 from penstock.ladder.rungs import choose
 from penstock.ladder.statistics import FEWEST, FLOOR, SMALL, Journal, Verdict, verdict
 from penstock.tune.facts import Facts
@@ -59,6 +59,8 @@ LOSS_SHARE = 0.05
 """Share of the time that a seed of the script as it is may take for that."""
 SEEDS = (1, 2)
 """Numbers added to the seeds of the script as it is, to see how much chance changes its loss."""
+UNPREDICTED = ("padding", "attention", "loss", "experts")
+"""Groups of rungs that compute other operators than were recorded of the script as it is."""
 LAST_RACE = 0.15
 """Share of the time that is kept for the last race."""
 PAIRED = 0.85
@@ -128,11 +130,14 @@ class _Tuning:
         self.journal: Journal[tuple[str, int]] = Journal()
         self.floor = FLOOR
         self.notes: list[str] = []
+        self.predicted: dict[str, float | None] = {}
+        """The planner's speed of each rung alone."""
         self._processes: dict[tuple[str, int], ScriptProcess] = {}
         self._steps: dict[tuple[str, int], float] = {}
         """Seconds of a step, as last measured."""
         self._compiling: dict[str, float] = {}
         self._losses: dict[tuple[str, int], list[float | None]] = {}
+        self._memory: dict[tuple[str, int], int | None] = {}
         self._starting = 0.0
         """Seconds from the start of a process until it is warm."""
         self._length = math.inf
@@ -141,8 +146,7 @@ class _Tuning:
 
     def run(self, rungs: Sequence[Rung]) -> TuneReport:
         """Find the fastest settings."""
-        facts, machine = self._look()
-        self.facts, self.situation = facts, _situation(facts, machine)
+        machine = self._look(rungs)
         path: list[TuneStep] = []
         others: dict[str, TuneStep] = {}
         end = self.start + (1 - LAST_RACE) * self.config.budget
@@ -163,7 +167,7 @@ class _Tuning:
 
     # -- the script as it is
 
-    def _look(self) -> tuple[Facts, Machine]:
+    def _look(self, rungs: Sequence[Rung]) -> Machine:
         """Run the script as it is twice side by side, with other seeds in the second, and learn what it is."""
         self.tell("starting the script as it is")
         try:
@@ -192,7 +196,10 @@ class _Tuning:
                 rounds += 1
             self.floor = self.journal.joint().noise_floor(baseline, twin)
             self._lengthen(twin)
-            facts, machine = self._processes[twin].facts()
+            self.facts, known = self._processes[twin].facts()
+            machine = from_dict(Machine, known, origin="the script's machine")
+            self.situation = _situation(self.facts, machine)
+            self.predicted = self._predictions(self._processes[twin], rungs)
             self._close(twin)
             other = (self.first, SEEDS[1])
             if self._affordable(1):
@@ -201,7 +208,19 @@ class _Tuning:
                 self._close(other)
         except ScriptEnded as end:
             raise ConfigError(self._untimed(end)) from None
-        return facts, from_dict(Machine, machine, origin="the script's machine")
+        return machine
+
+    def _predictions(self, process: ScriptProcess, rungs: Sequence[Rung]) -> dict[str, float | None]:
+        """The planner's speed of each rung alone to the script as it is."""
+        alone = {r.name: self._with(r, self.first) for r in rungs if group_of(r) not in UNPREDICTED}
+        form = self.facts.form or ("foreach" if self.facts.device == "cuda" else "loop")
+        plans = {
+            name: line if "optimizer=" in line else f"{line} optimizer={form}"
+            for name, (why, line) in alone.items()
+            if not why
+        }
+        speeds = process.predicted(f"{self.first} optimizer={form}".strip(), list(plans.values()))
+        return {name: speeds.get(line) for name, line in plans.items()}
 
     def _untimed(self, end: ScriptEnded) -> str:
         """Why a script cannot be timed."""
@@ -267,7 +286,7 @@ class _Tuning:
         ratio = self._ratio(line, best)
         step = replace(
             step, ratio=ratio, compile_seconds=self._compiling.get(line), loss_difference=different,
-            allowed_difference=allowed,
+            allowed_difference=allowed, memory_bytes=self._memory.get((line, 0)), predicted=self.predicted.get(name),
         )  # fmt: skip
         self.tell(
             f"    {ratio.value:.2f}× ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "    not measured"
@@ -375,7 +394,7 @@ class _Tuning:
                 raise
             self._length = min(self._length, end.steps)
             return self._turn(key)
-        self._steps[key], self._losses[key] = taken, process.losses
+        self._steps[key], self._losses[key], self._memory[key] = taken, process.losses, process.memory
         return taken
 
     def _lengthen(self, key: tuple[str, int]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.boundary.files import write_text
 from penstock.ladder.result import Estimate
-from penstock.ladder.tables import nothing_words, seconds
+from penstock.ladder.tables import mebibytes, nothing_words, seconds
 from penstock.report.chart import signed
 from penstock.report.page import PLAIN_WIDTH, Cell, Section, terminal_table
 from penstock.tune.result import TuneReport, TuneStep
@@ -30,7 +30,8 @@ def table(report: TuneReport, width: int = PLAIN_WIDTH) -> Table:
     """A row for each rung that was measured, those of the fastest line first."""
     columns = [
         Cell("rung", words=True), Cell("step", rank=0), Cell("interval", rank=1), Cell("in all", rank=2),
-        Cell("compile s", rank=5), Cell("loss change", rank=3), Cell("explained", rank=4), Cell("verdict", words=True),
+        Cell("predicted", "alone", rank=4), Cell("MiB", rank=6), Cell("compile s", rank=5),
+        Cell("loss change", rank=3), Cell("explained", rank=4), Cell("verdict", words=True),
     ]  # fmt: skip
     rows = [(_LOOKS.get(step.status, ""), _row(step)) for step in report.steps if step.ratio is not None]
     made = terminal_table(Section(title="", columns=columns, rows=rows), width)
@@ -45,6 +46,8 @@ def _row(step: TuneStep) -> list[Cell]:
         Cell(_times(step.ratio)),
         Cell(f"{step.ratio.low:.2f}–{step.ratio.high:.2f}" if step.ratio else ""),
         Cell(_times(step.to_baseline)),
+        Cell("" if step.predicted is None else f"{step.predicted:.2f}×"),
+        Cell(mebibytes(step.memory_bytes)),
         Cell(seconds(step.compile_seconds)),
         Cell("" if change is None else signed(change, 4)),
         Cell("" if allowed is None else f"±{allowed:.4f}"),

@@ -8,13 +8,14 @@ are lines of JSON over a connection on 127.0.0.1 to the process that started the
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,16 +26,22 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
+from penstock.containers import tensors
 from penstock.errors import ConfigError, PenstockError, ran_out_of_memory
 from penstock.kernels.sdpa import Switch
 from penstock.kernels.sdpa import Watch as AttentionWatch
+from penstock.ladder.trace import trace
 from penstock.models.anatomy import anatomy_of, set_switch
 from penstock.optim.groups import parameters_of
+from penstock.planner.operators import Workload
+from penstock.planner.prediction import predict_workload
 from penstock.precision.state_hooks import is_half
 from penstock.probe import machine_for
 from penstock.products.convert import device_problem
 from penstock.tune.facts import FORMS, PRODUCTS, SWITCHED, Facts
 from penstock.tune.switches import ScriptSwitches, form_problem
+
+_log = logging.getLogger(__name__)
 
 
 class ScriptWatch:
@@ -50,6 +57,9 @@ class ScriptWatch:
         self._device = torch.device("cpu")
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
+        self._call: tuple[Any, Any] | None = None
+        """Arguments of the model's first forward pass."""
+        self._work: Workload | None = None
         self._facts: dict[str, Any] = {"compiled": False, "mixed": "", "padding": 0.0, "attention": False}
         self._count, self._start = 0, time.perf_counter()
         self._left = self._timed = 1
@@ -58,6 +68,8 @@ class ScriptWatch:
         self._loss: Tensor | None = None
         self._losses: list[Tensor | None] = []
         self._scalers: list[Any] = []
+        self._passes = 0
+        """Backward passes so far."""
         self._send(event="hello", key=key, rank=int(os.environ.get("RANK", "0")))
         _shift_seeds(int(seed))
         self._patch_backward()
@@ -134,7 +146,9 @@ class ScriptWatch:
                 self._wait()
                 self._start = time.perf_counter()
                 return
-            if command["do"] == "facts":
+            if command["do"] == "predict":
+                self._report(event="predicted", speeds=self._predicted(command["first"], command["plans"]))
+            elif command["do"] == "facts":
                 self._report(
                     event="facts", facts=asdict(self._found()), machine=to_dict(machine_for(self._device))
                 )
@@ -179,6 +193,7 @@ class ScriptWatch:
                 loss = root.detach().float().reshape(())
                 scales = [s._scale for s in self._scalers if s.is_enabled() and s._scale is not None]
                 loss = loss / scales[0] if len(scales) == 1 else loss
+                self._passes += 1
                 self._loss = loss.clone() if self._loss is None else self._loss + loss.to(self._loss.device)
             return original(tensors, *args, **kwargs)
 
@@ -213,6 +228,7 @@ class ScriptWatch:
         handles: list[RemovableHandle] = []
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._call = args, kwargs
             mask = kwargs.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 2:
                 self._facts["padding"] = 1.0 - float((mask != 0).float().mean())
@@ -240,6 +256,8 @@ class ScriptWatch:
             blocks, no_blocks = len(anatomy_of(model).blocks), ""
         except ConfigError as error:
             blocks, no_blocks = 0, str(error)
+        if self._call is not None:
+            self._work = _traced(model, self._call, max(1, blocks))
         switches = {
             name: [
                 value for value in values
@@ -262,6 +280,39 @@ class ScriptWatch:
             products=products,
             **known,
         )
+
+    def _predicted(self, first: str, plans: list[str]) -> dict[str, float]:
+        """The planner's speeds of Plans to that of the script as it is, `first`; none where it could not follow the
+        model.
+        """
+        if self._work is None:
+            return {}
+        machine = machine_for(self._device)
+        passes = max(1, round(self._passes / self._count))
+
+        def rate(line: str) -> float:
+            assert self._work is not None
+            plan = replace(Plan.parse(line), accumulate=passes)
+            return predict_workload(self._work, machine, plan).samples_per_second
+
+        return {line: rate(line) / rate(first) for line in plans}
+
+
+def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | None:
+    """The operators of one forward and backward pass; None of a model that cannot be recorded so."""
+
+    def loss(model: nn.Module, call: tuple[Any, Any]) -> Tensor:
+        out = model(*call[0], **call[1])
+        found = [t for t in tensors(out) if t.is_floating_point() and t.requires_grad]
+        own = getattr(out, "loss", None)
+        scalars = [own] if isinstance(own, Tensor) else [t for t in found if t.numel() == 1]
+        return scalars[-1] if scalars else found[0].float().mean()
+
+    try:
+        return trace(model, call, loss, 1, units=blocks)
+    except Exception as error:  # noqa: BLE001 - anybody's model, which runs outside its script here
+        _log.info("%s was not recorded: %s", type(model).__name__, error)
+        return None
 
 
 def _accepts(model: nn.Module, name: str, value: str) -> bool:

@@ -390,7 +390,7 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 TWICE = """
     _Kept Account Answer Asked Attention Batch Blocks Columns Costs Cut Decoding Dropout Embedding Entry Group Held
     Histogram Layout Library Link Loaded Loader Marian Outcome Own Parts Past PlainDisplay Pooler Scale
-    Shared Space Stages Step Stream Table Task Terms Text Vocabulary _Gather _Layer _Part
+    Shared Space Stages Step Stream Table Task Terms Text Vocabulary _Layer _Part
     _Step
 """
 THRICE = "Block Found Line Manifest Measured Part Reading Row Stack _Text"
@@ -426,7 +426,7 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1610,
+    "(modules)": 1620,
     "boundary": 1590,
     "checkpoint": 1980,
     "cli": 3960,
@@ -437,7 +437,7 @@ LINES = {
     "doctor": 450,
     "export": 870,
     "infer": 1570,
-    "kernels": 3410,
+    "kernels": 3510,
     "ladder": 5390,
     "launch": 1550,
     "models": 7320,
@@ -451,7 +451,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3370,
     "step": 690,
-    "tasks": 2580,
+    "tasks": 2600,
     "train": 3090,
     "tune": 1580,
 }
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 80_800
+    assert sum(LINES.values()) <= 81_000
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

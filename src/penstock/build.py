@@ -31,7 +31,7 @@ from penstock.optim.groups import freeze
 from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
 from penstock.parallel.context import split_tokens
 from penstock.parallel.data import running_statistics
-from penstock.parallel.dims import LOSS
+from penstock.parallel.dims import DATA, LOSS
 from penstock.parallel.offload import offload_blocks
 from penstock.parallel.pipeline import Stages, cut_stages, split_backwards
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
@@ -51,6 +51,7 @@ from penstock.precision.scaler import agree_over
 from penstock.products.convert import convert_linears
 from penstock.step import Pipeline, Runner, TrainStep
 from penstock.tasks import Embedding, Loss, Preferences, Task, classification_loss, task_of
+from penstock.tasks.peers import Peers
 from penstock.tasks.teacher import open_teacher
 
 __all__ = ["Built", "Loss", "build", "compile_model"]
@@ -128,6 +129,8 @@ def build(
             "The task embedding compares the texts of all ranks, so each rank must have texts of its own and the whole "
             "of their vectors; use plan.tp=1, plan.pp=1 and plan.cp=1."
         )
+    if isinstance(loss, Task) and loss.compares and dims.data_world > 1:
+        loss = loss.among(Peers(dims.group(*DATA), dims.data_world, dims.data_rank))
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is freed as soon as this rank has its rows, so that no rank needs memory for all.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.config.model import ModelConfig
@@ -43,6 +43,7 @@ class Embedding(TextTask):
     """
 
     unit = "pairs"
+    compares = True
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.rows import open_rows
@@ -60,10 +61,10 @@ class Embedding(TextTask):
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         first, second = vectors(outputs, batch)
-        mine = first.shape[0] * _rank()
+        mine = first.shape[0] * self.peers.place
         targets = torch.arange(mine, mine + len(first), device=first.device)
-        there = F.cross_entropy(first @ gathered(second).T / TEMPERATURE, targets)
-        back = F.cross_entropy(second @ gathered(first).T / TEMPERATURE, targets)
+        there = F.cross_entropy(first @ self.peers.gathered(second).T / TEMPERATURE, targets)
+        back = F.cross_entropy(second @ self.peers.gathered(first).T / TEMPERATURE, targets)
         return (there + back) / 2
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
@@ -108,34 +109,6 @@ def vectors(outputs: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor]:
     mean = (outputs.float() * real[:, :, None]).sum(1) / lengths[:, None]
     first, second = F.normalize(mean, dim=1).chunk(2)
     return first, second
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of all ranks, in their order. Each rank's loss depends on all rows, so that a row's gradient is the sum over
-    ranks; data parallelism then takes the mean over ranks, as it does of all gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        every = [torch.empty_like(rows) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(every, rows.contiguous())
-        return torch.cat(every)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        distributed.all_reduce(gradient)
-        return gradient.chunk(distributed.get_world_size())[distributed.get_rank()]
-
-
-def gathered(rows: Tensor) -> Tensor:
-    """Rows (B, D) of all ranks that train together, (B · ranks, D), differentiable; the same number on each."""
-    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
-        return rows
-    return _Gather.apply(rows)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 class PrepareTwo:

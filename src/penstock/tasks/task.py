@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.source import Source, Split
+from penstock.tasks.peers import Peers
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 """Runs the model on a batch, in whatever form the data come, and returns its mean loss, 0-d. A `Task` is one; so is a
@@ -50,6 +51,10 @@ class Task(ABC):
     """The setting that makes each sample smaller."""
     augments: frozenset[str] = frozenset()
     """Fields of `recipe.augment` that it knows."""
+    compares: bool = False
+    """Whether the loss compares samples with each other, those of all ranks."""
+    peers: Peers = Peers()
+    """Ranks whose samples are compared with this one's."""
     teacher: Callable[[Task, nn.Module, Any], Tensor] | None = None
     """Makes the loss of a training step in place of `loss`; see `penstock.tasks.teacher`."""
 
@@ -101,6 +106,12 @@ class Task(ABC):
         taught = copy.copy(self)
         taught.teacher = teacher
         return taught
+
+    def among(self, peers: Peers) -> Self:
+        """The same task on a rank with such peers."""
+        one = copy.copy(self)
+        one.peers = peers
+        return one
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Forward pass and loss in one, of its teacher too if it has one."""

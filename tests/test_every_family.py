@@ -200,7 +200,8 @@ def test_an_export_is_the_model_and_transformers_reads_it(
                 expected = model(*arguments)
         else:
             expected = model(*arguments)
-        assert torch.equal(from_pretrained(tmp_path / "export").eval()(*arguments), expected)
+        again = from_pretrained(tmp_path / "export").eval()(*arguments)
+        torch.testing.assert_close(again, expected, rtol=0.0, atol=0.0)
         if enrolled.reader is None:
             return
         transformers = pytest.importorskip("transformers")

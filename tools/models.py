@@ -32,6 +32,7 @@ FAMILIES = {
     "decoder": "Decoders",
     "encoder": "Encoders",
     "seq2seq": "Encoder–decoders",
+    "multimodal": "Images and texts",
 }
 
 INTRODUCTION = """\
@@ -305,6 +306,8 @@ def written_as(model: ModelConfig) -> tuple[str, str]:
 
 def _lacks(problems: Sequence[str]) -> str:
     """The fields alone, where each sentence names one and all name the same model."""
+    if not problems:
+        return "transformers has no such model"
     found = [re.fullmatch(r"transformers' (\w+) has no model\.(.+)\.", problem) for problem in problems]
     if all(found):
         return f"{found[0][1]} has no {', '.join(f'`{each[2]}`' for each in found if each)}"  # type: ignore[index]

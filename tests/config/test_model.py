@@ -68,7 +68,7 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ),
         (
             {"model": "gpt2", "model.image_size": "32"},
-            "belongs to the family vit or diffusion, and this is decoder.",
+            "belongs to the family vit or diffusion or multimodal, and this is decoder.",
         ),
         (
             {"model": "vit-s16", "model.vocabulary": "5"},
@@ -76,7 +76,7 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ),
         (
             {"model.family": "gpt"},
-            "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq, diffusion.",
+            "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq, diffusion, multimodal.",
         ),
         ({"model": "gpt-2"}, "Did you mean 'gpt2'?"),
         ({"model": "t5-small", "model.encoder.heads": "0"}, "model.encoder.heads is 0"),

@@ -16,6 +16,7 @@ from penstock.config.model import (
     DiffusionConfig,
     EncoderConfig,
     ModelConfig,
+    MultimodalConfig,
     Seq2SeqConfig,
     ViTConfig,
     preset,
@@ -64,6 +65,7 @@ _LAYERS = (
     Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16), Layer(heads=4, kv=2, hidden=32),
     Layer(heads=8, kv=4, hidden=24),
 )  # fmt: skip
+_SMALL = Stack(width=16, depth=1, heads=2, mlp_width=32)
 PRUNED = small("llama-tiny", depth=4, heads=4, kv_heads=2, head_features=4, unequal=_LAYERS)
 """A decoder with unequal layers. 2 divides all their sizes."""
 ENROLLED = {
@@ -90,6 +92,13 @@ ENROLLED = {
     "marian moe": Enrolled(small("marian-moe-tiny"), None),
     "diffusion of texts": Enrolled(replace(_DIFFUSION, classes=0, text=_TEXT, vocabulary=WORDS), None),
     "diffusion moe": Enrolled(replace(_DIFFUSION, experts=2, expert_every=2), None),
+    "multimodal": Enrolled(
+        MultimodalConfig(
+            image_size=8, patch_size=4, channels=1, vision=_SMALL, text=_SMALL, writer=_SMALL, features=8,
+            vocabulary=WORDS, sequence=16, writer_sequence=16, contrast="sigmoid",
+        ),
+        None,
+    ),
     "vit moe": Enrolled(replace(_VIT, experts=4, experts_per_token=2, router="expert_choice"), None),
 }  # fmt: skip
 
@@ -115,6 +124,10 @@ def batches(config: ModelConfig, step: int, samples: int) -> tuple[Any, ...]:
     if isinstance(config, ViTConfig):
         shape = (samples, config.channels, config.image_size, config.image_size)
         return torch.randn(shape, generator=generator), numbers(config.classes, samples)
+    images: tuple[Tensor, ...] = ()
+    if isinstance(config, MultimodalConfig):
+        size = config.image_size
+        images = (torch.randn(samples, config.channels, size, size, generator=generator),)
     tokens = numbers(WORDS, samples, TOKENS)
     if isinstance(config, DiffusionConfig):
         shape = (samples, config.channels, config.image_size, config.image_size)
@@ -130,8 +143,9 @@ def batches(config: ModelConfig, step: int, samples: int) -> tuple[Any, ...]:
     if isinstance(config, DecoderConfig):
         return tokens, words(TOKENS, numbers(TOKENS, samples) + 1)
     lengths = numbers(TOKENS, samples) + 1
-    if isinstance(config, Seq2SeqConfig):
-        return tokens, numbers(WORDS, samples, OTHERS), lengths, words(OTHERS, numbers(OTHERS, samples) + 1)
+    if isinstance(config, Seq2SeqConfig | MultimodalConfig):
+        targets = words(OTHERS, numbers(OTHERS, samples) + 1)
+        return *images, tokens, numbers(WORDS, samples, OTHERS), lengths, targets
     assert isinstance(config, EncoderConfig)
     targets = numbers(config.classes, samples) if config.head == "classes" else words(TOKENS, lengths)
     return tokens, lengths, targets
@@ -147,10 +161,15 @@ class Given(ImageClassification):
         if batch[-1].is_floating_point():
             outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
             return nn.functional.mse_loss(outputs, batch[-1])
+        more = 0.0
+        if isinstance(outputs, dict):  # vectors, and words
+            *vectors, outputs = outputs.values()
+            counted = (batch[-1] != IGNORED).any(1, keepdim=True)
+            more = (vectors[0] * vectors[1] * counted).sum() / 16
         logits, targets = outputs.reshape(-1, outputs.shape[-1]), batch[-1].flatten()
         logits = logits if logits.dtype == torch.float64 else logits.float()
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
-        return total / max(1, self.targets(batch))
+        return (total - more) / max(1, self.targets(batch))
 
     def targets(self, batch: Any) -> int:
         return len(batch[-1]) if batch[-1].is_floating_point() else int((batch[-1] != IGNORED).sum())

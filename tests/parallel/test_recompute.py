@@ -15,7 +15,7 @@ from helpers import families
 from helpers.families import ENROLLED, loss
 from penstock.build import build
 from penstock.config.machine import load_machine
-from penstock.config.model import PRESETS, Seq2SeqConfig, ViTConfig, preset, stacks
+from penstock.config.model import PRESETS, MultimodalConfig, Seq2SeqConfig, ViTConfig, preset, stacks
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models import Model, create
@@ -227,6 +227,8 @@ def test_planner_and_builder_order_the_kinds_of_blocks_alike(
     config: Any = PRESETS[name]
     if isinstance(config, Seq2SeqConfig):
         config = replace(config, encoder=replace(config.encoder, depth=3))
+    elif isinstance(config, MultimodalConfig):
+        config = replace(config, vision=replace(config.vision, depth=2))
     else:
         config = replace(config, depth=min(config.depth, 8))
     model = create(config, device="meta")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.families import PRUNED
+from penstock.config.graph import PatchInput
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
 from penstock.config.plan import LOSS_BUDGET, Plan
 from penstock.cpu import this_cpu
@@ -34,10 +35,22 @@ def test_parameters_are_exact(config: ModelConfig) -> None:
     assert describe(config, Plan()).tensors == len(parameters)
 
 
-def _inputs(config: Any, samples: int, device: str = "cpu") -> tuple[Tensor, ...]:
-    source = torch.zeros(samples, config.sequence, dtype=torch.long, device=device)
-    target = [source.new_zeros(samples, config.decoder_sequence)] if config.family == "seq2seq" else []
-    return (source, *target)
+def _inputs(
+    config: Any, samples: int, device: str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    found = []
+    for one in config.graph.inputs:
+        if isinstance(one, PatchInput):
+            size = one.image_size
+            found.append(torch.zeros(samples, one.channels, size, size, device=device, dtype=dtype))
+        else:
+            found.append(torch.zeros(samples, one.length, dtype=torch.long, device=device))
+    return tuple(found)
+
+
+def _total(outputs: Any) -> Any:
+    every = outputs.values() if isinstance(outputs, dict) else (outputs,)
+    return sum(one.sum() for one in every)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -48,7 +61,7 @@ def test_flops_equal_torchs(name: str) -> None:
     assert isinstance(model, Switched)
     model.set_attention("plain")
     with FlopCounterMode(display=False) as counter:
-        model(*_inputs(PRESETS[name], 2, "cpu" if mixed else "meta")).sum().backward()
+        _total(model(*_inputs(PRESETS[name], 2, "cpu" if mixed else "meta"))).backward()
     assert 2 * totals(PRESETS[name]).model_flops == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 
@@ -61,7 +74,7 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, att
     model = create(PRESETS[name], dtype=dtype)
     assert isinstance(model, Switched)
     model.set_attention(plan.attention)
-    kept = _kept_bytes(model, _inputs(PRESETS[name], 4), autocast=precision == "O1")
+    kept = _kept_bytes(model, _inputs(PRESETS[name], 4, dtype=dtype), autocast=precision == "O1")
     described = describe(PRESETS[name], plan, "cpu", avx512=this_cpu().avx512)
     assert held(described, plan).kept == pytest.approx(kept, rel=0.02)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.graph import PatchInput
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, option_words
 from penstock.config.plan import Plan
@@ -49,8 +50,9 @@ def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
     ways = []
     if not problems(plan, model, machine, run=True):
         ways.append(penstock_train(model, machine, plan))
-    if machine.device == "cuda" and not model.graph.vision:
-        ways += [megatron(model, machine, plan)] * (model.graph.form in _MEGATRON_SCRIPTS)
+    if machine.device == "cuda" and not model.graph.inputs_of(PatchInput):
+        if model.graph.form in _MEGATRON_SCRIPTS:
+            ways.append(megatron(model, machine, plan))
         ways.append(torchtitan(model, machine, plan))
     return ways
 

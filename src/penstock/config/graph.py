@@ -97,7 +97,8 @@ class Run:
     reads: str
     """The input, or the earlier run, whose tokens it computes."""
     memories: tuple[str, ...] = ()
-    """Earlier runs whose outputs its cross attention sees, one after the other."""
+    """Earlier runs whose outputs its cross attention sees, one after the other; of several, those that are there, or
+    of each sample the one that is asked for."""
     causal: bool = False
     """Whether a token sees itself and those before it only."""
     rows: int = 0
@@ -171,7 +172,26 @@ class PixelHead:
     """γ of the weights of the loss; None: all samples weigh the same."""
 
 
-Head = WordHead | ClassHead | FeatureHead | PixelHead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorHead:
+    """A head: a vector of each sample, to be compared with those of another such head. Their products are logits.
+
+    Vectors have length 1, (B, features), times the learned factor where there is one. With an offset they have one
+    feature more: the learned offset beside the factor, and 1 in the other head.
+    """
+
+    name: str
+    run: str
+    features: int
+    pool: Literal["first", "mean"] = "mean"
+    """The vector of a sample is made of its first token, or of the mean over tokens."""
+    scale: float | None = None
+    """The learned factor at first, an inverse temperature; none: there is no factor."""
+    offset: float | None = None
+    """The learned offset at first; none: there is no offset."""
+
+
+Head = WordHead | ClassHead | FeatureHead | PixelHead | VectorHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,6 +374,7 @@ class Graph:
             *(("documents",) if text and not crossed else ()),
             *(("targets", "rows") if text and self.pixels is None else ()),
             *(("smoothing", "past") if self.writer is not None else ()),
+            *(("sees",) if any(len(run.memories) > 1 for run in self.runs) else ()),
             *(("routes",) if self.labelled else ()),
             *(("token_weights",) if any(run.modulated and run.memories for run in self.runs) else ()),
             *(("by_sample",) if self.words is not None else ()),

@@ -80,6 +80,14 @@ JOBS: dict[str, Settings] = {
         "recipe.steps": 900,
         "plan.micro_batch": 64,
     },
+    # As of vit-digits, a mirrored digit is another sign.
+    "multimodal-tiny": {
+        **_TINY,
+        "recipe.steps": 2000,
+        "recipe.augment.flip": 0.0,
+        "recipe.augment.crop_scale_min": 0.7,
+        "plan.micro_batch": 64,
+    },
     "marian-moe-tiny": {
         **_TINY,
         "task": "translation",

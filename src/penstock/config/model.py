@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from penstock.boundary.files import quoted
 from penstock.config.convert import (
     Checked,
+    NotNegative,
     Positive,
     Probability,
     Range,
@@ -35,6 +36,7 @@ from penstock.config.graph import (
     Stem,
     Target,
     TokenInput,
+    VectorHead,
     WordHead,
 )
 from penstock.config.kinds import add_arm, dataclasses_of, family_of
@@ -368,7 +370,80 @@ class DiffusionConfig(Stack, ModelFamily):
         return Graph(inputs=(images, tokens), runs=(text, denoiser), heads=(head,), condition=condition)
 
 
-ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig | DiffusionConfig
+@dataclass(frozen=True, kw_only=True)
+class MultimodalConfig(_Text):
+    """Images and texts in one space, and a writer that sees either (Yu et al., TMLR 2022, "CoCa"; Shan et al., 2022,
+    "ERNIE-UniX2")."""
+
+    family: Literal["multimodal"] = "multimodal"
+    image_size: Pixels = 224
+    patch_size: Pixels = 16
+    channels: Annotated[int, Range(1, 1 << 12)] = 3
+    classifier: Classifier = "pooled"
+    """An image's vector is made of the mean over patches, or of a learned class token (`token`)."""
+    vision: Stack = field(default_factory=Stack)
+    text: Stack = field(default_factory=Stack)
+    writer: Stack = field(default_factory=Stack)
+    writer_sequence: Tokens = 1024
+    """Tokens of a sample that is written."""
+    features: Words = 512
+    """Features of the vectors that images and texts are compared by."""
+    contrast: Literal["softmax", "sigmoid"] = "softmax"
+    """How vectors are compared: each finds its own among all of the batch (`softmax`; Radford et al., ICML 2021,
+    "CLIP"), or each pair is told to belong together or not (`sigmoid`; Zhai et al., ICCV 2023, "SigLIP")."""
+    contrast_weight: NotNegative = 1.0
+    """Factor of the contrast in the loss."""
+    words_weight: NotNegative = 0.25
+    """Factor of the loss of a text that is written, the sum over its tokens."""
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Images, a run; a source, a run; a target, a causal run that sees either; vectors of both, and words."""
+        token = self.classifier == "token"
+        images = PatchInput(
+            image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, class_token=token
+        )
+        vision = Run(
+            name="vision", stack=self.vision, reads="images", setting="model.vision", rows=images.length,
+            most=images.length,
+        )  # fmt: skip
+        text = self._run("text", self.text, "source", self.sequence, setting="model.text")
+        writer = self._run(
+            "writer", self.writer, "target", self.writer_sequence, setting="model.writer", causal=True,
+            memories=("vision", "text"),
+        )  # fmt: skip
+        scale, offset = (1 / 0.07, None) if self.contrast == "softmax" else (10.0, -10.0)
+        vectors: dict[str, Any] = {"features": self.features, "offset": offset}
+        heads = (
+            VectorHead(
+                name="image_vector", run="vision", scale=scale, pool="first" if token else "mean", **vectors
+            ),
+            VectorHead(name="text_vector", run="text", **vectors),
+            self._words("writer"),
+        )
+        source, target = self._input("source", self.sequence), self._input("target", self.writer_sequence)
+        return Graph(
+            inputs=(images, source, target), runs=(vision, text, writer), heads=heads, init=self.init
+        )
+
+    def _run(self, name: str, stack: Stack, reads: str, length: int, **changes: Any) -> Run:
+        rows = self.max_positions or max(self.sequence, self.writer_sequence)
+        return replace(super()._run(name, stack, reads, length, **changes), rows=rows)
+
+    def with_lengths(self, *lengths: int) -> Any:
+        return replace(self, sequence=lengths[1], writer_sequence=lengths[2])
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from _patch_problems(self.image_size, self.patch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a source."""
+        return self.sequence
+
+
+ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig | DiffusionConfig | MultimodalConfig
 """The configuration of a model of any family."""
 TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
 """The same of families that transformers has models of."""
@@ -587,6 +662,7 @@ _VIT_MOE: dict[str, Any] = {
 _DDIGITS = DiffusionConfig(
     image_size=8, patch_size=2, channels=1, width=96, depth=6, heads=3, mlp_width=384, classes=10
 )
+_TINY = Stack(width=96, depth=3, heads=3, mlp_width=384)
 
 PRESETS: dict[str, ModelConfig] = {
     # Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
@@ -734,6 +810,18 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "marian-tiny": _translator(
         128, 2, 4, {"mlp": "silu"}, vocabulary=512, sequence=64, decoder_sequence=64, output_bias=True
+    ),
+    # A ViT-L/14 with texts and a writer of 12 blocks, all 1,024 wide: like ERNIE-UniX2 (Shan et al., 2022), no copy of it.
+    "multimodal-large": MultimodalConfig(
+        vision=Stack(width=1024, depth=24, heads=16, mlp_width=4096), patch_size=14,
+        text=Stack(width=1024, depth=12, heads=16, mlp_width=4096),
+        writer=Stack(width=1024, depth=12, heads=16, mlp_width=4096),
+        vocabulary=250002, sequence=128, writer_sequence=128, features=768,
+    ),
+    # Names of digits in many languages.
+    "multimodal-tiny": MultimodalConfig(
+        image_size=8, patch_size=2, channels=1, vision=_TINY, text=_TINY, writer=_TINY, vocabulary=368, sequence=24,
+        writer_sequence=32, features=32,
     ),
     "bart-tiny": _translator(
         128, 2, 4, _BART, vocabulary=2048, sequence=64, decoder_sequence=64, **_BART_MODEL

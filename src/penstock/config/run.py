@@ -46,11 +46,14 @@ TaskName = Literal[
     "span_corruption",
     "translation",
     "embedding",
+    "captions",
 ]
-SOURCES = ("auto", "digits", "stdlib", "numbers", "names", "imagefolder", "text", "pairs", "pack", "hf")
+SOURCES = (
+    "auto", "digits", "captions", "emoji", "stdlib", "numbers", "names", "imagefolder", "text", "pairs", "pack", "hf",
+)  # fmt: skip
 _TABLES, _TEXTS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet"), (".txt", ".text", ".md")
 _WITHOUT_PATH = ("auto", "digits", "stdlib")
-_WITH_PATH = ("imagefolder", "text", "pairs", "pack", "hf")
+_WITH_PATH = ("emoji", "imagefolder", "text", "pairs", "pack", "hf")
 _WEIGHTED = r"[^=]+=[0-9.]+"
 
 
@@ -62,8 +65,9 @@ class DataConfig(Checked, where="data"):
     """The field that `--data TEXT` sets."""
 
     source: str = "auto"
-    """`auto` (what the task brings), `digits`, `stdlib`, `numbers`, `names` (embedded), `imagefolder:PATH`,
-    `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
+    """`auto` (what the task brings), `digits`, `captions`, `stdlib`, `numbers`, `names` (embedded),
+    `emoji:FONT,NAMES`, `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by
+    weight: `text:a=0.7,text:b=0.3`."""
     workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
@@ -121,13 +125,13 @@ class DataConfig(Checked, where="data"):
             kind, _, path = source.partition(":")
             if kind not in SOURCES or (kind in _WITH_PATH and not path) or (kind in _WITHOUT_PATH and path):
                 yield (
-                    f"data.source is {quoted(source)}, but must be auto, digits, stdlib, numbers, names, "
-                    "imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
+                    f"data.source is {quoted(source)}, but must be auto, digits, captions, stdlib, numbers, names, "
+                    "emoji:FONT,NAMES, imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
                     f"hf:NAME.{likely_source(source) or nearest(kind, SOURCES)}"
                 )
             elif share <= 0:
                 yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."
-            elif len(parts) > 1 and kind in ("auto", "digits", "imagefolder"):
+            elif len(parts) > 1 and kind in ("auto", "digits", "captions", "emoji", "imagefolder"):
                 yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
 
 

@@ -31,6 +31,7 @@ TASKS: dict[str, str] = {
     "span_corruption": "causal tokens and tokens",
     "translation": "causal tokens and tokens",
     "embedding": "tokens",
+    "captions": "causal images and tokens and tokens with 3 heads",
 }
 """Forms of the graphs that each task trains; the first task with a form is what it is trained for unless told."""
 _ROUTING: tuple[TaskName, ...] = ("translation", "denoise")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -267,6 +268,10 @@ class Past(Continuing):
             none = torch.zeros((), device=lengths.device)
             self.memory_mask = none.masked_fill(~real, -math.inf)[:, None, None]
 
+    def see(self, seen: Tensor) -> None:
+        """Set which tokens of the memory each row sees, (R, 1, 1, M)."""
+        self.memory_mask = torch.zeros((), device=seen.device).masked_fill(~seen, -math.inf)
+
     def fix(self, width: int) -> Tensor:
         """Have this many columns, for passes whose shapes do not change: (1 or R, width) their positions, which such a
         pass writes itself where they are not in order."""
@@ -334,4 +339,14 @@ def passed(
         logits: Tensor = model.logits(source, tokens, lengths, None, rows, past=past, **given)
     else:
         logits = model.logits(tokens, None, None, rows, past=past, **given)
+    return logits if rows is not None else logits.flatten(0, 1)
+
+
+def passed_with(
+    model: Any, past: Any, tokens: Tensor, rows: Tensor | None, values: Mapping[str, Tensor]
+) -> Tensor:
+    """As `passed`, of a model with several sources, of which `values` has in the first pass those that are there, with
+    the other arguments of the model that they need."""
+    target = model.graph.input_of(model.graph.written[0]).name
+    logits: Tensor = model.logits(**{target: tokens}, rows=rows, past=past, **values)
     return logits if rows is not None else logits.flatten(0, 1)

@@ -6,7 +6,7 @@ Shapes: B texts, P tokens of the longest prompt, M of the longest source, N new 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.decode.choose import history_of
-from penstock.decode.past import NEVER, Columns, Past, passed
+from penstock.decode.past import NEVER, Columns, Past, passed, passed_with
 from penstock.decode.static import Compiled, bucket
 from penstock.models.model import Model
 from penstock.shards import TENSOR
@@ -38,6 +38,9 @@ class Prompts:
     source: Tensor | None = None
     """(B, M), of an encoder–decoder."""
     source_lengths: Tensor | None = None
+    values: Mapping[str, Tensor] | None = None
+    """Arguments of a model with several sources, in place of the source: those that are there, their lengths, and what
+    each text sees."""
     even: bool = False
     """Whether all prompts are of one length."""
     routes: Tensor | None = None
@@ -128,7 +131,7 @@ class Texts:
         self._begin()
         last = torch.arange(rows, device=prompts.tokens.device) * longest + prompts.lengths - 1
         with nullcontext() if self.compiled is None else eagerly():
-            return self._run(prompts.tokens, last, prompts.source)
+            return self._run(prompts.tokens, last, prompts.source, prompts.values or {})
 
     def first_features(self) -> Tensor:
         """As `first`, but all features (B, P, D) in place of logits."""
@@ -177,8 +180,16 @@ class Texts:
         self.past.at(places, columns=begin, width=self.filled, seen=seen[:, :, : self.filled])
         self.lengths = self.lengths + 1
 
-    def _run(self, tokens: Tensor, rows: Tensor | None, source: Tensor | None = None) -> Tensor:
+    def _run(
+        self,
+        tokens: Tensor,
+        rows: Tensor | None,
+        source: Tensor | None = None,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         lengths = None if source is None else self.prompts.source_lengths
+        if self.prompts.values is not None:
+            return passed_with(self.model, self.past, tokens, rows, values or {})
         return passed(self.model, self.past, tokens, rows, source, lengths, self.routes)
 
     def _features(self, tokens: Tensor, source: Tensor | None) -> Tensor:

@@ -69,6 +69,10 @@ class Past(Protocol):
         """The `Context` for the blocks of a `TokenStack` in this pass."""
         ...
 
+    def see(self, seen: Tensor) -> None:
+        """Note which tokens of several memories each text sees, (B, 1, 1, M)."""
+        ...
+
 
 def make_norm(sizes: Stack, features: int, *, affine: bool = True, **where: Any) -> nn.LayerNorm | nn.RMSNorm:
     """A norm over so many features, of the kind that a stack has; unless `affine`, without weights."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.graph import Condition
+from penstock.config.graph import Condition, VectorHead
 from penstock.config.plan import LOSS_BUDGET
 from penstock.config.stack import Stack
 from penstock.kernels.attention import autocasts
@@ -117,3 +117,34 @@ class Pooler(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.dense(x))
+
+
+class UnitVectors(nn.Linear):
+    """A sample's vector (B, D) to what a `VectorHead` gives, (B, E) in fp32, or (B, E + 1) with an offset."""
+
+    MOST = 100.0
+    """The greatest factor (Radford et al., ICML 2021, section 2.5)."""
+
+    def __init__(self, head: VectorHead, width: int, **where: Any) -> None:
+        super().__init__(width, head.features, bias=False, **where)
+        self.scale, self.offset = head.scale, head.offset
+        self.learned: nn.Parameter | None = None
+        """The logarithm of the factor, and the offset if there is one."""
+        if self.scale is not None:
+            self.learned = nn.Parameter(torch.empty(1 if self.offset is None else 2, **where))
+
+    def init_weights(self) -> None:
+        """Factor and offset to their first values."""
+        if self.learned is not None and self.scale is not None:
+            values = [math.log(self.scale), *([] if self.offset is None else [self.offset])]
+            with torch.no_grad():
+                self.learned.copy_(torch.tensor(values))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.weight)
+        x = F.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
+        last = x.new_ones(1)
+        if self.learned is not None:
+            learned = self.learned.to(x.dtype)
+            x, last = x * learned[0].clamp(max=math.log(self.MOST)).exp(), learned[1:]
+        return x if self.offset is None else torch.cat([x, last.expand(len(x), 1)], dim=1)

@@ -22,6 +22,7 @@ from penstock.config.graph import (
     PixelHead,
     Run,
     TokenInput,
+    VectorHead,
     WordHead,
 )
 from penstock.config.model import ModelConfig
@@ -42,7 +43,7 @@ from penstock.models.block import (
 )
 from penstock.models.context import Shares
 from penstock.models.experts import ExpertLinear, MixtureOfExperts
-from penstock.models.heads import Conditioner, Pooler, Transform, Vocabulary
+from penstock.models.heads import Conditioner, Pooler, Transform, UnitVectors, Vocabulary
 from penstock.models.stack import TokenStack, shares_of
 from penstock.models.stems import ConvStem, PatchStem, images_of
 
@@ -54,7 +55,8 @@ class Model(Switched):
     drawn from torch's global generator.
 
     A head for words gives logits of each token (B, N, V), one for classes logits of each sample (B, classes), one for
-    features each token's (B, N, D), one for images an image of each sample (B, C, S, S). `graph.arguments` are the
+    features each token's (B, N, D), one for images an image of each sample (B, C, S, S), one for vectors each sample's
+    (B, E). Of several inputs those that are None are left out, with what is made of them. `graph.arguments` are the
     arguments, in this order:
 
     | argument | what it is |
@@ -74,6 +76,8 @@ class Model(Switched):
       router is `given` |
     | `token_weights` | (B, M), factors of the attention that tokens of a text get, before it is normalised, of models
       that make images of texts (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2) |
+    | `sees` | (B,) int64, the number of the memory that each sample's cross attention sees, of models with several;
+      none: all |
     | `past` | the keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of
       that are None |
     | `by_sample` | whether the last head for words returns that sum for each sample, (B,), without `rows` |
@@ -148,6 +152,8 @@ class Model(Switched):
                 modulation = ZeroLinear(sizes.width, 2 * sizes.width, **where)
                 setattr(self, part_of(head, "modulation"), modulation)
             setattr(self, head.name, ZeroLinear(sizes.width, one.channels * one.patch_size**2, **where))
+        elif isinstance(head, VectorHead):
+            setattr(self, head.name, UnitVectors(head, sizes.width, **where))
 
     def _part(self, head: Head, part: str) -> Any:
         return getattr(self, part_of(head, part), None)
@@ -169,7 +175,11 @@ class Model(Switched):
             runs, heads = (*self.graph.remembered, *self.graph.written), (self.graph.words,)
         for run in runs:
             self._compute(run, given, outputs, shares)
-        found = {head.name: self._read(head, outputs[head.run], given, shares) for head in heads}
+        found = {
+            head.name: self._read(head, outputs[head.run], given, shares)
+            for head in heads
+            if head.run in outputs
+        }
         return next(iter(found.values())) if len(self.graph.heads) == 1 else found
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +208,7 @@ class Model(Switched):
             if shares is not None and isinstance(one, PatchInput):
                 x = shares.cut_of(one).take(x, 1)
         more: dict[str, Any] = {}
-        if run.memories and run.memories[0] in outputs:
+        if any(name in outputs for name in run.memories):
             more |= self._memory(run, given, outputs)
         if shares is not None:
             if given.get("token_weights") is not None:
@@ -253,19 +263,28 @@ class Model(Switched):
 
     def _memory(self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         """The memory of a run: the outputs of those that it attends to, one after the other."""
-        lengths = [self.lengths_of(self.graph.run(name), given) for name in run.memories]
-        every = [outputs[name] for name in run.memories]
+        names, asked = [name for name in run.memories if name in outputs], given.get("sees")
+        lengths = [self.lengths_of(self.graph.run(name), given) for name in names]
+        every = [outputs[name] for name in names]
         weights = given.get("token_weights")
         if weights is not None:
             assert len(every) == 1
             # Scores plus log w give w times the attention, before it is normalised.
             more, hidden = weights.to(every[0].dtype).log()[:, None, None], ~_seen(lengths[0], every[0])
             return {"memory": every[0], "memory_seen": more.masked_fill(hidden, -torch.inf)}
-        if len(every) == 1:
+        if len(run.memories) == 1:
             return {"memory": every[0], "memory_lengths": lengths[0]}
         seen = None
-        if any(length is not None for length in lengths):
-            seen = torch.cat([_seen(length, x) for length, x in zip(lengths, every)], dim=3)
+        if (
+            asked is not None
+            or given.get("past") is not None
+            or any(length is not None for length in lengths)
+        ):
+            each = [_seen(length, x) for length, x in zip(lengths, every)]
+            if asked is not None:
+                numbers = map(run.memories.index, names)
+                each = [part & (asked == number)[:, None, None, None] for number, part in zip(numbers, each)]
+            seen = torch.cat(each, dim=3)
         return {"memory": torch.cat(every, dim=1), "memory_seen": seen}
 
     def lengths_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
@@ -324,7 +343,11 @@ class Model(Switched):
             return x
         if isinstance(head, PixelHead):
             return self.pixels(x, head, given.get("condition"))
-        return self.classes(x, head, self.lengths_of(self.graph.run(head.run), given))
+        lengths = self.lengths_of(self.graph.run(head.run), given)
+        if isinstance(head, VectorHead):
+            pooled = x[:, 0].clone() if head.pool == "first" else _mean(x, lengths)
+            return getattr(self, head.name)(pooled)  # type: ignore[no-any-return]
+        return self.classes(x, head, lengths)
 
     def _asked(self, head: WordHead, value: Any) -> Tensor | None:
         if isinstance(value, Mapping):
@@ -475,6 +498,8 @@ class Model(Switched):
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d):
                 module.reset_parameters()
             elif isinstance(module, Branch | MixtureOfExperts):
+                module.init_weights()
+            if isinstance(module, UnitVectors):
                 module.init_weights()
         token: nn.Parameter | None = getattr(self, "class_token", None)
         if token is not None:

@@ -112,6 +112,8 @@ class TokenStack(nn.Module):
             if memory is not None:
                 context = self._beside(context, memory, memory_lengths, memory_seen, x)
         else:
+            if memory_seen is not None:
+                past.see(memory_seen)
             context = past.context(self, x, memory)
         x = x.transpose(0, 1) if self.sequence_first else x
         if removes and lengths is not None:

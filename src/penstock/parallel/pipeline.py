@@ -121,7 +121,8 @@ class Stages:
             return False
         given = dict(zip(graph.arguments, args)) | kwargs
         writes = self.cut.starts[graph.runs.index(graph.written[0])]
-        return given.get(graph.remembered[0].reads) is None and self.cut.edges[stage + 1] <= writes
+        inputs = (run.reads for run in graph.remembered if graph.enters(run))
+        return all(given.get(name) is None for name in inputs) and self.cut.edges[stage + 1] <= writes
 
     def _all(self, *args: Any, **kwargs: Any) -> Any:
         """All stages one after the other; every rank gets the outputs of the last."""

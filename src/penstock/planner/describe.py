@@ -19,6 +19,7 @@ from penstock.config.graph import (
     PixelHead,
     Run,
     TokenInput,
+    VectorHead,
     WordHead,
 )
 from penstock.config.model import ModelConfig, stacks
@@ -260,6 +261,8 @@ def _exit(to: Lister, graph: Graph) -> None:
         _shared_out(to, rows * run.stack.width, last=True)
         if isinstance(head, PixelHead):
             _pixels(to, graph, run)
+        elif isinstance(head, VectorHead):
+            _vector(to, head, run, graph.length(run))
         elif not isinstance(head, FeatureHead):
             (_classifier if head.before == "norm" else _pooled)(to, head, run, graph.length(run))
 
@@ -370,6 +373,26 @@ def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
         to.dropout("pooler.dropout", size, c, "output")
     with to.inside("head"):
         to.gemm("head", samples, head.classes, d, bias=True, group="output", narrow=False)
+
+
+def _vector(to: Lister, head: VectorHead, run: Run, tokens: int) -> None:
+    """A sample's vector: its first token or the mean, projected and brought to length 1. The contrast of a micro-batch
+    is small beside it."""
+    t, e, d = to.terms, to.terms.stream, run.stack.width
+    read = tokens if head.pool == "mean" else 1
+    to.move("pool", t.samples * d, (read * e, e), (e, tokens * e), kind="reduce")
+    with to.inside("head"):
+        to.gemm("head", t.samples, head.features, d, bias=False, group="output", narrow=False)
+    learned = 0 if head.scale is None else 1 + (head.offset is not None)
+    to.move(
+        "unit",
+        t.samples * head.features,
+        (4, 4),
+        (8, 4),
+        kind="norm",
+        weights=learned,
+        tensors=int(learned > 0),
+    )
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:

@@ -20,7 +20,6 @@ from penstock.planner.price import products_of
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.states import device_share, update_bytes
 
-
 FORMS: tuple[ProductForm, ...] = ("forward", "input", "weight")
 BETWEEN = "between products"
 """The row of what a compiler makes one kernel of: norms, activations, dropout, sums and casts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.config.model import ModelConfig
 from penstock.config.run import TaskName
 from penstock.config.trainable import TASKS, task_name
+from penstock.tasks.captions import Captioning
 from penstock.tasks.chat import Chat
 from penstock.tasks.denoise import Denoise
 from penstock.tasks.embedding import Embedding
@@ -19,6 +20,7 @@ from penstock.tasks.text import TextBatch, TextTask
 from penstock.tasks.translation import Translation
 
 __all__ = [
+    "Captioning",
     "Chat",
     "Denoise",
     "Embedding",
@@ -51,6 +53,7 @@ _TEXT: dict[str, type[TextTask]] = {
     "span_corruption": SpanCorruption,
     "translation": Translation,
     "embedding": Embedding,
+    "captions": Captioning,
 }
 
 

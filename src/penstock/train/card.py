@@ -17,7 +17,7 @@ _TAGS = {
     "images": "image-classification", "next_token": "text-generation", "chat": "text-generation",
     "masked_words": "fill-mask", "preferences": "text-generation",
     "sentences": "text-classification", "pairs": "text-classification", "translation": "translation",
-    "embedding": "sentence-similarity", "span_corruption": "text2text-generation",
+    "captions": "image-to-text", "embedding": "sentence-similarity", "span_corruption": "text2text-generation",
 }  # fmt: skip
 """The hub's words for tasks."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")

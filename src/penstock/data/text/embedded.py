@@ -104,7 +104,7 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
         raise ConfigError(
             f"data.source=numbers needs two languages for this task, such as numbers:en,de, not {quoted(languages[0])}."
         )
-    say = _speaker(languages)
+    say = speaker("numbers", languages)
     if digits:
         rows = [_digit_rows(languages, say, val) for val in (False, True)]
         return Content(rows, ["numbers", 1, _version(), [DIGITS, *languages]], labels=True)
@@ -112,17 +112,19 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
     return Content(parts, ["numbers", 1, _version(), list(languages)])
 
 
-def _speaker(languages: Sequence[str]) -> Callable[[int, str, str], str]:
+def speaker(source: str, languages: Sequence[str]) -> Callable[[int, str, str], str]:
+    """The words of a number in a language, `cardinal` or `ordinal`, for a source of this name. Raises ConfigError for a
+    language that is not spoken, EnvironmentProblem without num2words."""
     try:
         import num2words
     except ImportError:
         raise EnvironmentProblem(
-            "data.source=numbers needs the package num2words. Install it with: pip install 'penstock[text]'."
+            f"data.source={source} needs the package num2words. Install it with: pip install 'penstock[text]'."
         ) from None
     unknown = [language for language in languages if language not in num2words.CONVERTER_CLASSES]
     if unknown:
         raise ConfigError(
-            f"num2words does not speak {quoted(unknown[0])}; data.source=numbers: takes languages with commas, of "
+            f"num2words does not speak {quoted(unknown[0])}; data.source={source}: takes languages with commas, of "
             f"{', '.join(sorted(num2words.CONVERTER_CLASSES))}; {DIGITS}, of translations, comes first."
         )
 
@@ -132,7 +134,7 @@ def _speaker(languages: Sequence[str]) -> Callable[[int, str, str], str]:
             return str(num2words.num2words(number, lang=language, to=to))
         except Exception as error:  # of a language that it speaks in part, whatever its table then raises
             raise ConfigError(
-                f"num2words has no {to} number {number} in {quoted(language)}; give data.source=numbers: "
+                f"num2words has no {to} number {number} in {quoted(language)}; give data.source={source}: "
                 "another language, or two languages with a comma where one alone asks for ordinals."
             ) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.config.graph import FeatureHead, Graph, Input, PatchInput, PixelHead, Run, WordHead
+from penstock.config.graph import FeatureHead, Graph, Input, PatchInput, PixelHead, Run, VectorHead, WordHead
 from penstock.config.graph import Head as GraphHead
 from penstock.config.stack import Layer
 from penstock.config.stack import Stack as Sizes
@@ -103,6 +103,8 @@ def _head(head: GraphHead, graph: Graph) -> tuple[Role, ...]:
     if isinstance(head, PixelHead):
         modulation = (Modulation(part_of(head, "modulation")),) if graph.condition else ()
         return (Norm(part_of(head, "norm")), *modulation, Head(head.name))
+    if isinstance(head, VectorHead):
+        return (Pooler(head.name),)
     pooler = part_of(head, "pooler")
     kinds: dict[str, tuple[Role, ...]] = {
         "norm": (Norm(part_of(head, "norm")),),

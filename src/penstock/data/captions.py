@@ -1,0 +1,265 @@
+"""Images with names in many languages: digits with their names, and emoji with those of Unicode.
+
+A sample is an image, a name of what it shows, and another name of it that is to be written, which says whether the
+writer sees the image or the first name. Held out of training are some images; some names, in every place; and some
+pairs of languages, between which nothing is translated, among them all pairs with a language of which only captions
+are seen.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.boundary.files import quoted, read_bytes, shown
+from penstock.boundary.trees import Bounds, parse_json
+from penstock.config.run import DataConfig
+from penstock.data.source import Pixels, Source, Split
+from penstock.errors import ConfigError, DataError
+
+LANGUAGES = (
+    "en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "pl", "cs", "ru", "uk", "tr", "fi", "hu", "ro", "ca", "id",
+    "vi", "cy", "eo", "is", "lt", "lv", "sk", "sl", "sr", "be", "az", "tg", "kz", "tet", "no", "ar", "he", "ja", "ko",
+)  # fmt: skip
+"""Languages of `captions` by default."""
+IMAGE, TEXT = 0, 1
+"""Numbers of what a writer sees."""
+EMOJI_SIZE = 32
+_DRAWN = 109
+"""Pixels at which a font of bitmaps, such as Noto's, draws."""
+_WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _CODES_EVERY = 20, 5, 3, 10
+_LOOKS = 4
+"""Samples of each image for validation."""
+_MOST_FONT = 64 << 20
+_NAMES = Bounds(bytes=1 << 24, values=1 << 20)
+
+
+class Pictures(NamedTuple):
+    """Images, what each shows, and what that is called."""
+
+    images: Pixels
+    """(I, S, S, C)"""
+    concepts: NDArray[np.int64]
+    """(I,)"""
+    names: Mapping[str, Sequence[str]]
+    """By language, a name of each concept; empty where there is none."""
+    held: NDArray[np.bool_]
+    """(I,), images for validation."""
+    words: bool = True
+    """Whether names are held out, and not concepts as a whole."""
+
+
+class NameTable(NamedTuple):
+    """Names as a model takes them, W in all."""
+
+    languages: tuple[str, ...]
+    language: NDArray[np.int64]
+    concept: NDArray[np.int64]
+    held: NDArray[np.bool_]
+    """Names that training never sees."""
+    texts: tuple[str, ...]
+
+
+class Captions(Source):
+    """Samples of one split: images by number, and all else in tables by number. `rows` has, of each sample, its image,
+    the names that are read and written, and what the writer sees.
+    """
+
+    policy = "data.bad_images"
+
+    def __init__(self, name: str, pictures: Pictures, split: Split) -> None:
+        self.name = f"{name} ({split})"
+        self.pictures = pictures
+        self.words = _words(pictures)
+        self.tokenizer: Any = None
+        self.size, self.channels = pictures.images.shape[1], pictures.images.shape[3]
+        self.sample = np.dtype((np.uint8, pictures.images.shape[1:]))
+        self.trained = trained_pairs(self.words.languages)
+        """(L, L), pairs of languages between which training translates."""
+        made = list(_training(self) if split == "train" else _validation(self))
+        fields = [(field, np.int64) for field in ("image", "read", "written", "sees")]
+        self.rows = np.array(made, np.dtype(fields))
+        if not len(self.rows):
+            raise DataError(f"{name} has no names for {split}; give more languages, or more images.")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def load(self, index: int, out: Pixels) -> None:
+        out[...] = self.pictures.images[self.rows["image"][index]]
+
+
+def open_captions(data: DataConfig, split: Split, *, channels: int) -> Captions:
+    """Open `captions`, `captions:LANGUAGES` (digits and their names) or `emoji:FONT,NAMES`: a colour font, and a folder
+    with `LANGUAGE/annotations.json` of Unicode CLDR.
+
+    Raises ConfigError, DataError, and EnvironmentProblem without num2words.
+    """
+    data = data.filled("captions")
+    kind, _, rest = data.source.partition(":")
+    if kind == "captions":
+        return Captions(data.source, digits(tuple(rest.split(",")) if rest else LANGUAGES, channels), split)
+    font, comma, names = rest.rpartition(",")
+    if kind != "emoji" or not comma:
+        raise ConfigError(
+            f"data.source is {quoted(data.source)}, but this task takes images with captions: captions, "
+            "captions:LANGUAGES or emoji:FONT,NAMES."
+        )
+    return Captions(data.source, emoji(Path(font), Path(names), channels), split)
+
+
+def digits(languages: Sequence[str], channels: int) -> Pictures:
+    """The embedded digits, and their names as num2words has them. Raises ConfigError for fewer than two languages, and
+    for one that it does not speak."""
+    from penstock.data.digits import Digits
+    from penstock.data.text.embedded import speaker
+
+    if len(set(languages)) < 2:
+        raise ConfigError(
+            f"data.source=captions needs two languages, such as captions:en,de, not {quoted(','.join(languages))}."
+        )
+    languages = tuple(dict.fromkeys(languages))
+    say = speaker("captions", languages)
+    splits = [Digits("train", channels), Digits("val", channels)]
+    return Pictures(
+        images=np.concatenate([one.read(np.arange(len(one)))[0] for one in splits]),
+        concepts=np.concatenate([one.labels for one in splits]),
+        names={one: [say(number, one, "cardinal") for number in range(10)] for one in languages},
+        held=np.repeat([False, True], [len(one) for one in splits]),
+    )
+
+
+def emoji(font: Path, folder: Path, channels: int) -> Pictures:
+    """Emoji drawn by a font, and their short names in the languages of a folder of CLDR's annotations."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    files = {file.parent.name: file for file in sorted(folder.glob("*/annotations.json"))}
+    if not font.is_file() or len(files) < 2:
+        lacking = f"there is no font {shown(font)}" if not font.is_file() else (
+            f"the folder {shown(folder)} has no two languages with an annotations.json"
+        )  # fmt: skip
+        raise ConfigError(
+            f"data.source=emoji:FONT,NAMES: {lacking}. Install a colour font (Debian: fonts-noto-color-emoji) and the "
+            "annotations of Unicode CLDR (npm: cldr-annotations-full), and name both."
+        )
+    texts = {language: _annotations(file) for language, file in files.items()}
+    read_bytes(font, "The font", limit=_MOST_FONT)
+    try:
+        drawn = ImageFont.truetype(str(font), _DRAWN)
+    except OSError as error:
+        raise DataError(f"The font {shown(font)} cannot be read: {error}") from error
+    images, codes = [], []
+    for code in sorted({code for names in texts.values() for code in names if len(code) == 1}):
+        canvas = Image.new("RGB", (_DRAWN * 5 // 4,) * 2, "white")
+        ImageDraw.Draw(canvas).text((0, 0), code, font=drawn, fill="black", embedded_color=True)
+        if canvas.getextrema() != ((255, 255),) * 3:
+            small = canvas.resize((EMOJI_SIZE,) * 2).convert("L" if channels == 1 else "RGB")
+            images.append(np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels))
+            codes.append(code)
+    if len(codes) < _CODES_EVERY:
+        raise DataError(
+            f"The font {shown(font)} draws {len(codes)} of the named emoji; name a font of emoji."
+        )
+    held = np.array([zlib.crc32(code.encode()) % _CODES_EVERY == 0 for code in codes])
+    names = {language: [of.get(code, "") for code in codes] for language, of in texts.items()}
+    return Pictures(np.stack(images), np.arange(len(codes)), names, held, words=False)
+
+
+def _annotations(file: Path) -> dict[str, str]:
+    """The short name of each character in a file of CLDR's annotations."""
+    raw = read_bytes(file, "The annotations", limit=_NAMES.bytes).decode("utf-8", "replace")
+    tree = parse_json(raw, f"The file {shown(file)}", error=DataError, bounds=_NAMES)
+    every = tree.get("annotations")
+    every = every.get("annotations") if isinstance(every, dict) else None
+    if not isinstance(every, dict):
+        raise DataError(f"The file {shown(file)} holds no annotations.annotations, as CLDR's JSON has them.")
+    names = {code: one.get("tts") for code, one in every.items() if isinstance(one, dict)}
+    return {code: " ".join(map(str, name)) for code, name in names.items() if isinstance(name, list)}
+
+
+def beginning(language: str) -> str:
+    """The words that a text in a language begins with where it is written."""
+    return f"{language}: "
+
+
+def _chosen(*words: object, every: int) -> bool:
+    """Whether a name or a pair is held out, by its text alone."""
+    return zlib.crc32(":".join(map(str, words)).encode()) % every == 0
+
+
+def _words(pictures: Pictures) -> NameTable:
+    languages = tuple(pictures.names)
+    found = [
+        (number, concept, text)
+        for number, language in enumerate(languages)
+        for concept, text in enumerate(pictures.names[language])
+        if text
+    ]
+    held = [
+        pictures.words and _chosen(languages[number], concept, every=_WORDS_EVERY)
+        for number, concept, _ in found
+    ]
+    numbers, concepts, texts = zip(*found, strict=True)
+    return NameTable(languages, np.array(numbers), np.array(concepts), np.array(held), texts)
+
+
+def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
+    """(L, L), whether training translates from a language to another. Of every third language it sees captions alone,
+    of four or more; of the other pairs a fifth is held out, in both directions."""
+    count = len(languages)
+    alone = [count > 3 and number % _ALONE_EVERY == _ALONE_EVERY - 1 for number in range(count)]
+    pairs = np.zeros((count, count), np.bool_)
+    for one in range(count):
+        for other in range(one):
+            held = count > 3 and _chosen(languages[one], languages[other], every=_PAIRS_EVERY)
+            pairs[one, other] = pairs[other, one] = not (alone[one] or alone[other] or held)
+    return pairs
+
+
+def _table(words: NameTable, *, held: bool) -> NDArray[np.int64]:
+    """(L, concepts), the number of each name, −1 where there is none, or one that is held out is not wanted."""
+    table = np.full((len(words.languages), int(words.concept.max()) + 1), -1)
+    wanted = np.flatnonzero(held | ~words.held)
+    table[words.language[wanted], words.concept[wanted]] = wanted
+    return table
+
+
+def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
+    """Each image with its name in each language; half of the writers translate it where the language is translated."""
+    pictures, table, rng = source.pictures, _table(source.words, held=False), random.Random(0)
+    for image in np.flatnonzero(~pictures.held).tolist():
+        column = table[:, pictures.concepts[image]]
+        there = np.flatnonzero(column >= 0).tolist()
+        for language in there:
+            partners = [other for other in there if source.trained[language, other]]
+            sees = TEXT if partners and rng.random() < 0.5 else IMAGE
+            written = rng.choice(partners if sees == TEXT else there)
+            yield image, int(column[language]), int(column[written]), sees
+
+
+def _validation(source: Captions) -> Iterator[tuple[int, int, int, int]]:
+    """Each image some times, twice with a caption of it, once with a translation between trained languages, and once
+    with one between others. Languages take turns, so that all names come up."""
+    pictures, table, seen = source.pictures, _table(source.words, held=True), dict[int, int]()
+    for image in np.flatnonzero(pictures.held).tolist():
+        concept = int(pictures.concepts[image])
+        column = table[:, concept]
+        there = np.flatnonzero(column >= 0)
+        for look in range(_LOOKS):
+            turn = seen[concept] = seen.get(concept, -1) + 1
+            if len(there) < 2:
+                continue
+            language = there[turn % len(there)]
+            sees = IMAGE if look < _LOOKS // 2 else TEXT
+            others = there[there != language]
+            if sees == TEXT:
+                of_kind = others[source.trained[language, others] == (look == _LOOKS - 2)]
+                others = of_kind if len(of_kind) else others
+            written = others[(7 * turn) % len(others)]
+            yield image, int(column[language]), int(column[written]), sees

@@ -1,0 +1,385 @@
+"""Images and their names in one space, and captions and translations of either (Yu et al., TMLR 2022, "CoCa").
+
+Shapes: B samples, L tokens of a name that is read, T of one that is written, E features of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock.config.graph import PatchInput, TokenInput, VectorHead
+from penstock.config.model import ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.augment import augment_batch, center_batch
+from penstock.data.captions import IMAGE, Captions, beginning, open_captions
+from penstock.data.loader import HostBatch
+from penstock.data.sampler import Stream
+from penstock.data.source import Source, Split
+from penstock.decode.choose import NOTHING
+from penstock.decode.texts import Prompts, sharded
+from penstock.decode.write import write
+from penstock.errors import ConfigError
+from penstock.kernels.contrast import contrast
+from penstock.kernels.cross_entropy import IGNORED
+from penstock.tasks.task import Fullness, Prepare, plain
+from penstock.tasks.text import DRAWN, TextTask, first_samples, on_device, rounded, shifted, tokenizer_of
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+CHUNK = 4096
+"""Others whose logits are held at a time."""
+MOST = 1 << 22
+"""Numbers of the vectors that an evaluation keeps: of larger splits, the first images and names are compared."""
+SHOWN = 3
+
+
+class Weights(NamedTuple):
+    """The parts of the loss."""
+
+    contrast: float
+    words: float
+    form: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionBatch:
+    """A batch of images, names that are read, and names that are written."""
+
+    inputs: tuple[Any, ...]
+    """The model's arguments."""
+    concepts: Tensor
+    """(B,) what each sample shows."""
+    rows: NDArray[Any]
+    """(B,) records of `penstock.data.captions.Captions.rows`, on the host."""
+    beginnings: Tensor
+    """(B,) tokens at the beginning of what is written that are given."""
+    weights: Weights
+    tokens: int
+    """Tokens that are no padding."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Captioning(TextTask):
+    """Mean over samples of the contrast, half of finding each image's name among those of the batch and half the other
+    way round, and of the loss of the name that is written, the sum over its tokens; each times its weight in the
+    configuration of the model. Names in all languages of what an image shows are its own. With several ranks the batch
+    is that of all, and gradients go back to each.
+
+    A writer is given the language as the beginning of what it writes: `de: sieben`.
+
+    Metrics are of a whole split. `image_to_text` and `text_to_image` are recall@1 among the names of a language and
+    among images, the mean over languages; `unseen_words` the latter of names that training never saw; `captions` and
+    `translations` the shares of names that are written exactly, `unseen_pairs` those of translations between languages
+    between which nothing was translated. With a language behind it (`captions_de`), they are those of this language.
+    """
+
+    unit = "captions"
+    compares = True
+    augments = frozenset({field.name for field in fields(Augment)} - {"mixup", "cutmix"})
+
+    def __init__(self, init_from: str | None = None) -> None:
+        super().__init__(init_from)
+        self._names: _NameTokens | None = None
+
+    # -- data
+
+    def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
+        source = open_captions(data, split, channels=_images(model).channels)
+        source.tokenizer = self.tokenizer(data)
+        return source
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        """The model with a vocabulary as large as the tokenizer's. Raises ConfigError where names are too long."""
+        _NameTokens(cast(Captions, source), model)
+        return self.fit_vocabulary(model, tokenizer_of(source))
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        assert isinstance(source, Captions)
+        self._names = _NameTokens(source, model)
+        return PrepareCaptions(source, model, self._names, augment, seed)
+
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        images, one = _images(model), torch.zeros(1, 1, dtype=torch.int64, device=device)
+        size = images.image_size
+        empty = torch.zeros(1, images.channels, size, size, device=device)
+        return (
+            empty,
+            one,
+            one.expand(1, model.graph.inputs[2].length),
+            one[0] + 1,
+            None,
+            None,
+            0.0,
+            None,
+            one[0],
+        )
+
+    def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
+        assert isinstance(source, Captions)
+        names, rows = _NameTokens(source, model), source.rows
+        ids = Stream(len(source), 0).ids(0, DRAWN * batch)
+        read = names.read_lengths[rows["read"][ids]].reshape(DRAWN, batch)
+        written = names.written_lengths[rows["written"][ids]].reshape(DRAWN, batch)
+        most = [one.length for one in model.graph.inputs_of(TokenInput)]
+        sizes = [
+            max(1, round(float(np.mean([rounded(int(longest), limit) for longest in each.max(1)]))))
+            for each, limit in zip((read, written), most)
+        ]
+        sized = replace(model.with_lengths(0, *sizes), max_positions=model.graph.runs[1].rows)
+        asked = written - names.beginnings[rows["written"][ids]].reshape(DRAWN, batch)
+        return Fullness(sized, real=float(read.mean()) / sizes[0], words=float(asked.mean()) / sizes[1])
+
+    # -- training
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        inputs: tuple[Any, ...] = batch.inputs
+        return inputs
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: CaptionBatch) -> Tensor:
+        images, texts, words = outputs.values()
+        parts = self.contrast(images, texts, batch) * batch.weights.contrast
+        return parts + words / len(batch) * batch.weights.words
+
+    def contrast(self, images: Tensor, texts: Tensor, batch: CaptionBatch) -> Tensor:
+        """The mean contrast of vectors (B, E) of images and of texts, 0-d, with those of all ranks."""
+        every = self.peers.gathered(batch.concepts)
+
+        def compared(rows: Tensor, others: Tensor) -> Tensor:
+            wide = self.peers.gathered(others)
+            form, chunk = batch.weights.form, CHUNK if len(wide) > CHUNK else None
+            return contrast(rows, wide, batch.concepts, every, form=form, chunk=chunk).mean()
+
+        if batch.weights.form == "sigmoid":  # each pair once
+            return compared(images, texts)
+        return (compared(images, texts) + compared(texts, images)) / 2
+
+    def tokens(self, batch: Any) -> int:
+        return int(batch.tokens)
+
+    # -- evaluation
+
+    def assess(self, model: nn.Module, batch: CaptionBatch) -> Tensor:
+        outputs = model(*batch.inputs)
+        return self.tally(outputs, batch, self._written(model, batch))
+
+    def tally(
+        self, outputs: Mapping[str, Tensor], batch: CaptionBatch, written: Sequence[str] = ()
+    ) -> Tensor:
+        """The sum of the written loss; how many names are right, and how many there are, by language of captions, then
+        of translations between trained pairs and between others; and vectors by image and by name, with how often each
+        was made."""
+        images, texts, words = (output.double() for output in outputs.values())
+        names, rows = self._named, batch.rows
+        source, count = names.source, len(names.source.words.languages)
+        exact = np.zeros((2, count + 2))
+        for said, row in zip(written, rows):
+            language, other = (int(source.words.language[row[side]]) for side in ("written", "read"))
+            kind = language if row["sees"] == IMAGE else count + (not source.trained[other, language])
+            exact[:, kind] += said == source.words.texts[row["written"]], 1
+        kept = names.kept(images.shape[1])
+        tables = images.new_zeros(sum(kept), images.shape[1] + 1)
+        for begin, side, made, most in ((0, "image", images, kept[0]), (kept[0], "read", texts, kept[1])):
+            numbers = torch.from_numpy(rows[side]).to(images.device)
+            here = numbers < most
+            ones = made.new_ones(len(made), 1)
+            tables.index_add_(0, begin + numbers[here], torch.cat([made, ones], 1)[here])
+        counted = torch.from_numpy(exact.flatten()).to(images)
+        sizes = images.new_tensor([images.shape[1] + 1.0]) * len(batch)
+        return torch.cat([words[None], sizes, counted, tables.flatten()])
+
+    @property
+    def _named(self) -> _NameTokens:
+        assert self._names is not None  # `prepare` made the batch
+        return self._names
+
+    def accompany(self, model: nn.Module, blank: tuple[Any, ...]) -> None:
+        model(*blank)
+        if sharded(model):
+            images, source, _, lengths = blank[:4]
+            values = {"images": images, "source": source, "lengths": lengths, "sees": blank[-1]}
+            prompts = Prompts(source, lengths, values=values)
+            write(cast(Any, model), prompts, self._named.most, ends=())
+
+    def _written(self, model: nn.Module, batch: CaptionBatch) -> list[str]:
+        """Each name as the model writes it, behind its language."""
+        names, (images, source, target, lengths, *_, sees) = self._named, batch.inputs
+        begun, end = batch.beginnings + 1, names.tokenizer.end  # the decoder's first token
+        values = {"images": images, "source": source, "lengths": lengths, "sees": sees}
+        prompts = Prompts(target[:, : names.opened].contiguous(), begun, values=values)
+        steps = names.most if sharded(model) else names.longest
+        tokens = write(cast(Any, model), prompts, steps, ends=() if end is None else (end,))
+        return [names.tokenizer.decode([one for one in row if one != NOTHING]) for row in tokens.tolist()]
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        source = self._named.source
+        words, languages = source.words, source.words.languages
+        total, width, *rest = sums
+        exact = np.array(rest[: 2 * len(languages) + 4]).reshape(2, -1)
+        tables = np.array(rest[exact.size :]).reshape(-1, round(width / samples))
+        kept = self._named.kept(tables.shape[1] - 1)[0]
+        found = _recalls(source, tables[:kept], tables[kept:])
+        of_kind = exact[0] / np.maximum(exact[1], 1)
+        count = len(languages)
+        found["captions"] = float(exact[0, :count].sum() / max(1, exact[1, :count].sum()))
+        found |= {f"captions_{name}": float(share) for name, share in zip(languages, of_kind)}
+        found |= {"translations": float(of_kind[count]), "unseen_pairs": float(of_kind[count + 1])}
+        weights, found["words_loss"] = self._named.weights, total / samples
+        assert len(words.texts)
+        loss = weights.contrast * found["contrast_loss"] + weights.words * found["words_loss"]
+        return {"loss": loss, **found}
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        said = [
+            f"{words} {plain(metrics[name], '.1%')}"
+            for name, words in (
+                ("image_to_text", "image→text"), ("text_to_image", "text→image"), ("unseen_words", "unseen words"),
+                ("captions", "captions"), ("translations", "translations"), ("unseen_pairs", "unseen pairs"),
+            )
+        ]  # fmt: skip
+        return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
+
+    def describe_model(self, model: ModelConfig) -> str:
+        features = model.graph.heads_of(VectorHead)[0].features
+        return f"images and {super().describe_model(model)}, vectors of {features}"
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        """The first captions and translations, each beside its reference."""
+        assert isinstance(source, Captions)
+        config: Any = cast(Any, model).config
+        batch = self.prepare(source, config)(first_samples(source, SHOWN), device)
+        texts = source.words.texts
+        return "\n".join(
+            f"{'an image' if row['sees'] == IMAGE else texts[row['read']]} → {said} "
+            f"(reference: {texts[row['written']]})"
+            for said, row in zip(self._written(model, batch), batch.rows)
+        )
+
+
+def _images(model: ModelConfig) -> PatchInput:
+    return model.graph.inputs_of(PatchInput)[0]
+
+
+class _NameTokens:
+    """All names of a source in a tokenizer's numbers, to be read and to be written."""
+
+    def __init__(self, source: Captions, model: ModelConfig) -> None:
+        self.source, self.tokenizer = source, cast("Tokenizer", source.tokenizer)
+        config: Any = model
+        self.weights = Weights(config.contrast_weight, config.words_weight, config.contrast)
+        words, tokenizer = source.words, self.tokenizer
+        frame = tokenizer.frame()
+        end = () if tokenizer.end is None else (tokenizer.end,)
+        opened = tokenizer.encode_target([beginning(words.languages[number]) for number in words.language])
+        read = [[*frame.before, *text, *frame.behind] for text in tokenizer.encode(words.texts)]
+        text = tokenizer.encode_target(words.texts)
+        written = [[*before, *own, *end] for before, own in zip(opened, text, strict=True)]
+        self.beginnings = np.array([len(before) for before in opened])
+        limits = [one.length for one in model.graph.inputs_of(TokenInput)]
+        settings = ("model.sequence", "model.writer_sequence")
+        for rows, limit, setting in zip((read, written), limits, settings):
+            if (longest := max(map(len, rows))) > limit:
+                raise ConfigError(
+                    f"A name of {source.title} has {longest} tokens, but {setting} is {limit}; set it to {longest}."
+                )
+        self.read, self.read_lengths = _padded(read, tokenizer.pad)
+        self.written, self.written_lengths = _padded(written, tokenizer.pad)
+        self.longest = int((self.written_lengths - self.beginnings).max()) + 1
+        self.opened = int(self.beginnings.max()) + 1
+        self.most = limits[1] - int(self.beginnings.max())
+        """Tokens that there is room for behind any beginning."""
+        self.longest = min(self.longest, self.most)
+
+    def kept(self, width: int) -> tuple[int, int]:
+        """How many images and names an evaluation keeps the vectors of."""
+        most = MOST // (2 * (width + 1))
+        return min(len(self.source.pictures.images), most), min(len(self.source.words.texts), most)
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    lengths = np.array([len(row) for row in rows])
+    table = np.full((len(rows), int(lengths.max())), pad)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row
+    return table, lengths
+
+
+def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.float64]) -> dict[str, float]:
+    """Recall@1 both ways, by language and on average, and the contrast of all images with all names in nats, from sums
+    of vectors (I, E + 1) and (W, E + 1) with how often each was made."""
+    words = source.words
+    pictured, named = (np.flatnonzero(table[:, -1] > 0) for table in (images, texts))
+    rows = [table[there, :-1] / table[there, -1:] for table, there in ((images, pictured), (texts, named))]
+    near = rows[0] @ rows[1].T
+    shown, concept = source.pictures.concepts[pictured], words.concept[named]
+    language, held = words.language[named], words.held[named]
+    right = shown[:, None] == concept
+    lse = near.max(1) + np.log(np.exp(near - near.max(1, keepdims=True)).sum(1))
+    own = (near * right).sum(1) / np.maximum(right.sum(1), 1)
+    found = {"contrast_loss": float((lse - own)[right.any(1)].mean())}
+    best = right[near.argmax(0), np.arange(len(named))]
+    to_text, to_image = dict[str, float](), dict[str, float]()
+    for number, name in enumerate(words.languages):
+        here = np.flatnonzero(language == number)
+        asked = right[:, here].any(1) if len(here) else np.zeros(len(shown), bool)
+        if asked.any():
+            chosen = near[np.ix_(asked, here)].argmax(1)
+            to_text[name] = float(right[np.ix_(asked, here)][np.arange(len(chosen)), chosen].mean())
+            to_image[name] = float(best[here].mean())
+    for key, of in (("image_to_text", to_text), ("text_to_image", to_image)):
+        found[key] = float(np.mean([*of.values()])) if of else 0.0
+        found |= {f"{key}_{name}": share for name, share in of.items()}
+    found["unseen_words"] = float(best[held].mean()) if held.any() else 0.0
+    return found
+
+
+class PrepareCaptions:
+    """Makes batches: images as `PrepareImages` does, and names cut to the longest of the batch."""
+
+    def __init__(
+        self, source: Captions, model: ModelConfig, names: _NameTokens, augment: Augment | None, seed: int
+    ) -> None:
+        self.source, self.names, self.seed = source, names, seed
+        self.size = _images(model).image_size
+        self.smoothing = 0.0 if augment is None else augment.label_smoothing
+        self.limits = [one.length for one in model.graph.inputs_of(TokenInput)]
+        self.augment = None
+        if augment is not None:
+            self.augment = replace(augment, mixup=0.0, cutmix=0.0, label_smoothing=0.0)
+
+    def __call__(self, host: HostBatch, device: torch.device) -> CaptionBatch:
+        names, rows = self.names, self.source.rows[host.ids]
+        images, concepts = host.samples.to(device, non_blocking=True), self.source.words.concept[rows["read"]]
+        labels = on_device(concepts, device)
+        if self.augment is None:
+            images = center_batch(images, image_size=self.size, crop_share=1.0)
+        else:
+            images, _ = augment_batch(
+                images, labels, self.augment, image_size=self.size, classes=int(concepts.max()) + 1, seed=self.seed,
+                positions=host.positions,
+            )  # fmt: skip
+        lengths, ends = names.read_lengths[rows["read"]], names.written_lengths[rows["written"]]
+        source = names.read[rows["read"]][:, : rounded(int(lengths.max()), self.limits[0])]
+        target = names.written[rows["written"]][:, : rounded(int(ends.max()), self.limits[1])]
+        begun = names.beginnings[rows["written"]]
+        places = np.arange(target.shape[1])
+        asked = (places < ends[:, None]) & (places >= begun[:, None])
+        inputs = (
+            images, on_device(source, device), on_device(shifted(target, names.tokenizer.start), device),
+            on_device(lengths, device), on_device(np.where(asked, target, IGNORED), device), None, self.smoothing, None,
+            on_device(rows["sees"], device),
+        )  # fmt: skip
+        return CaptionBatch(
+            inputs, labels, rows, on_device(begun, device), names.weights, int(lengths.sum() + ends.sum())
+        )

@@ -1,0 +1,125 @@
+"""Images with names in many languages: what is held out of training, and emoji drawn by a font."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import ImageFont
+
+from penstock.config.run import DataConfig
+from penstock.data.captions import EMOJI_SIZE, IMAGE, LANGUAGES, TEXT, open_captions, trained_pairs
+from penstock.errors import ConfigError, DataError
+
+pytest.importorskip("num2words")
+
+
+@pytest.fixture(scope="module")
+def splits() -> dict[str, Any]:
+    return {split: open_captions(DataConfig(), split, channels=1) for split in ("train", "val")}  # type: ignore[arg-type]
+
+
+def test_names_are_in_many_languages_and_belong_to_their_images(splits: dict[str, Any]) -> None:
+    assert len(set(LANGUAGES)) == len(LANGUAGES) > 30
+    for source in splits.values():
+        rows, words, pictures = source.rows, source.words, source.pictures
+        for side in ("read", "written"):
+            assert np.array_equal(words.concept[rows[side]], pictures.concepts[rows["image"]])
+        out = np.empty(source.sample.shape, np.uint8)
+        source.load(5, out)
+        assert np.array_equal(out, pictures.images[rows["image"][5]])
+    words = splits["train"].words
+    seven = {words.languages[words.language[n]]: words.texts[n] for n in np.flatnonzero(words.concept == 7)}
+    assert (seven["en"], seven["de"], seven["ja"]) == ("seven", "sieben", "七")
+
+
+def test_training_sees_no_image_no_name_and_no_pair_that_is_held_out(splits: dict[str, Any]) -> None:
+    train, val = splits["train"], splits["val"]
+    words, rows = train.words, train.rows
+    assert not set(rows["image"]) & set(val.rows["image"])
+    assert len(set(val.rows["image"])) == 355
+    held = set(np.flatnonzero(words.held))
+    assert 5 < len(held) < len(words.texts) / 10
+    assert not held & (set(rows["read"]) | set(rows["written"]))
+    assert set(val.rows["read"]) == set(range(len(words.texts)))
+    texts = rows[rows["sees"] == TEXT]
+    assert 0.2 < len(texts) / len(rows) < 0.4  # a third of languages are not translated
+    assert train.trained[words.language[texts["read"]], words.language[texts["written"]]].all()
+    asked = val.rows[val.rows["sees"] == TEXT]
+    trained = val.trained[words.language[asked["read"]], words.language[asked["written"]]]
+    assert 0.2 < trained.mean() < 0.8
+    assert (asked["read"] != asked["written"]).all()
+    captioned = {words.languages[n] for n in set(words.language[rows["written"][rows["sees"] == IMAGE]])}
+    assert captioned == set(LANGUAGES)
+
+
+def test_pairs_are_held_out_both_ways_and_some_languages_as_a_whole() -> None:
+    pairs = trained_pairs(LANGUAGES)
+    assert np.array_equal(pairs, pairs.T)
+    assert not pairs.diagonal().any()
+    alone = np.flatnonzero(~pairs.any(1))
+    assert alone.tolist() == list(range(2, len(LANGUAGES), 3))
+    rest = np.delete(np.delete(pairs, alone, 0), alone, 1)
+    assert 0.7 < rest.sum() / (len(rest) * (len(rest) - 1)) < 0.9
+    assert trained_pairs(("en", "de")).tolist() == [[False, True], [True, False]]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("captions:en", "needs two languages, such as captions:en,de"),
+        ("captions:en,xx", "num2words does not speak 'xx'; data.source=captions:"),
+        ("digits", "this task takes images with captions"),
+        ("emoji:font.ttf,names", "there is no font font.ttf. Install a colour font"),
+        ("emoji:font.ttf", "this task takes images with captions"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(source: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_captions(DataConfig(source=source), "train", channels=1)
+    assert said in str(caught.value)
+
+
+def _annotations(folder: Path, language: str, names: dict[str, Any]) -> None:
+    (folder / language).mkdir(parents=True)
+    tree = {
+        "annotations": {
+            "identity": {},
+            "annotations": {code: {"tts": [name]} for code, name in names.items()},
+        }
+    }
+    (folder / language / "annotations.json").write_text(json.dumps(tree), encoding="utf-8")
+
+
+def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
+    """Letters stand for emoji, and Pillow's own font for one of emoji."""
+    loaded: Any = ImageFont.load_default(10)
+    assert isinstance(loaded.path, io.BytesIO)
+    font, folder = tmp_path / "font.ttf", tmp_path / "names"
+    font.write_bytes(loaded.path.getvalue())
+    letters = [chr(n) for n in (*range(48, 58), *range(65, 91), *range(97, 123))]
+    _annotations(folder, "en", {code: f"letter {code}" for code in letters})
+    _annotations(folder, "de", {code: f"Buchstabe {code}" for code in letters[:-1]})
+    opened = {
+        split: open_captions(DataConfig(source=f"emoji:{font},{folder}"), split, channels=3)  # type: ignore[arg-type]
+        for split in ("train", "val")
+    }
+    train, val = opened["train"], opened["val"]
+    assert train.pictures.images.shape == (62, EMOJI_SIZE, EMOJI_SIZE, 3)
+    assert len({image.tobytes() for image in train.pictures.images}) > 55
+    assert not train.words.held.any()
+    seen, unseen = (set(one.pictures.concepts[one.rows["image"]]) for one in (train, val))
+    assert not seen & unseen
+    assert len(unseen) >= 2
+    assert len(train.words.texts) == 62 + 61
+    broken = tmp_path / "broken.ttf"
+    broken.write_bytes(b"no font")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_captions(DataConfig(source=f"emoji:{broken},{folder}"), "train", channels=3)
+    (folder / "de" / "annotations.json").write_text("{}")
+    with pytest.raises(DataError, match=r"holds no annotations\.annotations"):
+        open_captions(DataConfig(source=f"emoji:{font},{folder}"), "train", channels=3)

@@ -11,6 +11,7 @@ from penstock.models.convert.load import Loaded as Loaded
 from penstock.models.convert.load import fitted as fitted
 from penstock.models.convert.load import load_weights as load_weights
 from penstock.models.convert.load import require_as_large as require_as_large
+from penstock.models.convert.parts import load_part as load_part
 from penstock.models.convert.pretrained import from_pretrained as from_pretrained
 from penstock.models.convert.pretrained import model_in as model_in
 from penstock.models.convert.pretrained import save_pretrained as save_pretrained

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.config.model import DecoderConfig as DecoderConfig
     from penstock.config.model import EncoderConfig as EncoderConfig
     from penstock.config.model import ModelConfig as ModelConfig
+    from penstock.config.model import MultimodalConfig as MultimodalConfig
     from penstock.config.model import Seq2SeqConfig as Seq2SeqConfig
     from penstock.config.model import ViTConfig as ViTConfig
     from penstock.config.plan import Plan as Plan
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.doctor import examine as examine
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import PenstockError as PenstockError
+    from penstock.infer.captions import Captioner as Captioner
     from penstock.infer.encode import Classified as Classified
     from penstock.infer.encode import Classifier as Classifier
     from penstock.infer.encode import Embedder as Embedder
@@ -96,6 +98,7 @@ _NAMES = {
         "DecoderConfig",
         "EncoderConfig",
         "ModelConfig",
+        "MultimodalConfig",
         "PRESETS",
         "Seq2SeqConfig",
         "ViTConfig",
@@ -107,6 +110,7 @@ _NAMES = {
     "data": ("Batch", "Loader", "image_loader", "open_source"),
     "doctor": ("Finding", "examine"),
     "errors": ("ConfigError", "PenstockError"),
+    "infer.captions": ("Captioner",),
     "infer.encode": ("Classified", "Classifier", "Embedder"),
     "infer.generator": ("Generated", "Generator"),
     "infer.images": ("ImageGenerator",),

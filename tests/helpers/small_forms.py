@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.images import encoded, photo, write_folder
-from penstock.config.model import PRESETS, ModelConfig, Seq2SeqConfig
+from penstock.config.model import PRESETS, ModelConfig, MultimodalConfig, Seq2SeqConfig
+from penstock.config.stack import Stack
 from penstock.data.text.tokenizers import Bytes
 from penstock.models import create
 from penstock.models.convert import save_pretrained
@@ -27,6 +28,11 @@ _MODEL = {
 _TEXT = {
     f"--model.{side}{name}": value
     for side in ("", "encoder.", "decoder.")
+    for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
+}
+_MULTIMODAL = {
+    f"--model.{run}.{name}": value
+    for run in ("vision", "text", "writer")
     for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
 }
 _LENGTHS = {"--model.sequence": "32", "--model.decoder_sequence": "32"}
@@ -47,8 +53,10 @@ _INSTEAD: dict[str, dict[str, str]] = {
 """By verb, the options that replace or complete those of a page."""
 _LEFT_OUT = ("--nnodes", "--rdzv", "--init_from", "--from")
 """Options with a value that need other machines or a network."""
-_TRAINED = {"generate": "gpt-tiny", "embed": "bert-tiny", "classify": "vit-digits", "export": "vit-digits",
-            "compress": "vit-digits", "sample": "ddigits-tiny"}  # fmt: skip
+_TRAINED = {
+    "generate": "gpt-tiny", "retrieve": "multimodal-tiny", "embed": "bert-tiny", "classify": "vit-digits",
+    "export": "vit-digits", "compress": "vit-digits", "sample": "ddigits-tiny",
+}  # fmt: skip
 """By verb, what a model is in place of the one that it names: untrained, in a folder of this name."""
 
 _FILES = {
@@ -109,6 +117,9 @@ def lay_out(folder: Path) -> None:
     (folder / "sentences.txt").write_text("A river.\nA turbine.\n", encoding="utf-8")
     for name in set(_TRAINED.values()):
         sizes: dict[str, Any] = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 32}
+        if name == "multimodal-tiny":
+            stack = Stack(**sizes)
+            sizes = {"vision": stack, "text": stack, "writer": stack}
         text = not PRESETS[name].graph.vision
         if text:
             sizes["vocabulary"] = Bytes.size
@@ -124,6 +135,8 @@ def lay_out(folder: Path) -> None:
 
 def _of_text(preset: ModelConfig) -> dict[str, str]:
     """Options that make a text model small, and its data few."""
+    if isinstance(preset, MultimodalConfig):
+        return {**_MULTIMODAL, "--data.source": "captions:en,de", "--plan.micro_batch": "256"}
     both = isinstance(preset, Seq2SeqConfig)
     sizes = {
         name: value
@@ -153,7 +166,8 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     passed = iter(words[1:end])
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
         text = not {"ctranslate2", "transformers"}.isdisjoint(words)
-        kept.append(str(folder / ("gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny"))))
+        name = "gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny")
+        kept.append(str(folder / ("multimodal-tiny" if "multimodal" in words[1] else name)))
         next(passed)
     if verb == "probe":
         kept.append("--quick")

@@ -32,6 +32,7 @@ _VERBS = {
     "generate": "Continue or translate texts with a trained model.",
     "sample": "Make images with a trained model that denoises.",
     "embed": "Turn texts into vectors with a trained encoder.",
+    "retrieve": "Find images by texts, or texts by images, with a trained model of both.",
     "classify": "Tell the classes of texts or images with a trained model.",
     "ladder": "Measure what each optimisation gains here.",
     "experts": "Show how experts were visited in a run.",
@@ -53,7 +54,7 @@ _CHECKPOINT_VERBS = {
     "average": "Write the mean of a run's newest checkpoints.",
 }
 _WITH_SETTINGS = (
-    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "sample", "embed", "classify",
+    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "sample", "embed", "retrieve", "classify",
     "compress",
 )  # fmt: skip
 """Verbs that have an option for each setting. Their usage is fixed here, because making it out of the options takes a

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from penstock.cli._app import configured
 from penstock.cli.generate import words
 from penstock.config.decoding import EncodeConfig
+from penstock.errors import ConfigError
 
 
 @configured(EncodeConfig, positional="model")
@@ -19,8 +20,11 @@ def embed(
     config: EncodeConfig,
     *texts: Annotated[str, Parameter(allow_leading_hyphen=False)],
     file: Annotated[Path | None, Parameter(help="Read texts from this file, one a line.")] = None,
+    image: Annotated[
+        tuple[Path, ...], Parameter(help="An image in place of texts; may be repeated.", negative="")
+    ] = (),
 ) -> None:
-    """Turn texts into vectors of length 1, each a JSON list on a line of its own.
+    """Turn texts, or images for a model of both, into vectors of length 1, each a JSON list on a line of its own.
 
     TEXTS come from the command line, from --file, or from what is piped in, one a line. With --plan, each of several
     processes does its part, and one prints.
@@ -32,8 +36,11 @@ def embed(
     model, plan = config.named("embed"), config.as_plan
     require_ranks(plan, launched(), weights=config.weights)
     main = launched() == 1 or os.environ["RANK"] == "0"
-    given = words(texts, file) if main else []
+    if image and (texts or file is not None):
+        raise ConfigError("Give texts, or images with --image, not both.")
+    given = words(texts, file) if main and not image else []
     with Embedder(model, plan, weights=config.weights, batch=config.batch, device=config.device) as found:
-        vectors = found.embed(told(given, found.dims)).tolist()
+        made = found.embed_images(image) if image else found.embed(told(given, found.dims))
+        vectors = made.tolist()
     for vector in vectors if main else ():
         print(json.dumps([round(number, 7) for number in vector]))

@@ -32,17 +32,25 @@ def generate(
     as_json: Annotated[
         bool, Parameter(name="--json", negative="", help="Print one JSON object a line.")
     ] = False,
+    image: Annotated[
+        tuple[Path, ...],
+        Parameter(help="Write a caption of this image, in the language of --label.", negative=""),
+    ] = (),
 ) -> None:
-    """Continue or translate texts.
+    """Continue or translate texts, or write captions of images with a model of both.
 
     PROMPTS come from the command line, from --file, or from what is piped in, one a line. One prompt's text is printed
     as it comes. With --plan, each of several processes does its part, and one prints.
     """
+    from penstock.infer.captions import writes_of_either
     from penstock.infer.generator import Generator
     from penstock.infer.ranks import require_ranks, told
     from penstock.parallel import launched
 
     model, plan, decoding = config.named("generate"), config.as_plan, config.decoding
+    if image or writes_of_either(model):
+        _caption(config, image, () if image else tuple(words(prompts, file)))
+        return
     require_ranks(plan, launched(), weights=config.weights, shortlist=config.shortlist is not None)
     # One rank reads, for several cannot read one pipe, and shows what all have made.
     main = launched() == 1 or os.environ["RANK"] == "0"
@@ -73,6 +81,21 @@ def generate(
             for number, one in enumerate(made.generate(some, decoding, label=config.label)):
                 if main:
                     _show(some[number // decoding.best], one, as_json)
+
+
+def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str, ...]) -> None:
+    """Print captions of images, or translations, a line for each."""
+    from penstock.infer.captions import Captioner
+
+    if config.label is None:
+        raise ConfigError("Say in which language to write, as training named it: --label de.")
+    made = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
+    most = config.decoding.max_tokens or None
+    said = (
+        made.caption(images, config.label, max_tokens=most) if images else made.translate(texts, config.label)
+    )
+    for one in said:
+        print(one)
 
 
 def _comes_in_pieces(decoding: Decoding) -> bool:

@@ -811,7 +811,7 @@ PRESETS: dict[str, ModelConfig] = {
     "marian-tiny": _translator(
         128, 2, 4, {"mlp": "silu"}, vocabulary=512, sequence=64, decoder_sequence=64, output_bias=True
     ),
-    # A ViT-L/14 with texts and a writer of 12 blocks, all 1,024 wide: like ERNIE-UniX2 (Shan et al., 2022), no copy of it.
+    # A ViT-L/14 with texts and a writer of 12 blocks, all 1,024 wide, as ERNIE-UniX2 may be (Shan et al., 2022).
     "multimodal-large": MultimodalConfig(
         vision=Stack(width=1024, depth=24, heads=16, mlp_width=4096), patch_size=14,
         text=Stack(width=1024, depth=12, heads=16, mlp_width=4096),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from penstock.boundary.files import Unreadable, read_bytes, shown
 from penstock.config.decoding import Weights
-from penstock.config.graph import TokenInput
+from penstock.config.graph import Input, PatchInput, TokenInput, VectorHead
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
@@ -43,12 +44,17 @@ class _Texts:
     """An encoder, its tokenizer, and batches by length: the base of all that reads texts here."""
 
     def __init__(
-        self, found: Loaded, batch: int, run: Callable[..., Tensor], dims: ParallelDims = ALONE
+        self,
+        found: Loaded,
+        batch: int,
+        run: Callable[..., Tensor],
+        dims: ParallelDims = ALONE,
+        most: int | None = None,
     ) -> None:
-        """`run` is the model, or what of it is to be run."""
+        """`run` is the model, or what of it is to be run, of texts of at most `most` tokens; none: as its first run."""
         assert isinstance(found.model, Model)
         self.model, self.tokenizer, self.batch, self.run = found.model, found.tokenizer, batch, run
-        self.dims = dims
+        self.dims, self.most = dims, most or found.model.graph.runs[0].most
         set_switch(self.model, "padding", "remove")
 
     def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
@@ -56,7 +62,7 @@ class _Texts:
         return [self._row(text) for text in texts]
 
     def _row(self, text: Any) -> tuple[list[int], int]:
-        most = self.model.graph.runs[0].most
+        most = self.most
         if not isinstance(text, str) and not (isinstance(text, tuple) and isinstance(text[0], str)):
             ids = list(text)[:most]
             return ids, len(ids)
@@ -110,7 +116,8 @@ class _Texts:
 
 
 class Embedder:
-    """Vectors of texts, by an encoder: one of ours, or a folder of transformers with BERT.
+    """Vectors of texts, by an encoder: one of ours, or a folder of transformers with BERT. A model of images and texts
+    gives vectors of both, whose length is 1 in any case.
 
     A text's vector is the mean of its tokens' features, or its first token's where the folder's `1_Pooling` says so.
 
@@ -144,12 +151,18 @@ class Embedder:
                 dims=self.dims,
                 careful=True,
             )
-            if found.model.graph.vision or found.model.graph.writer is not None:
+            graph, self.batch = found.model.graph, batch
+            head = _vectors(found.model, TokenInput)
+            if head is None and (graph.vision or graph.writer is not None):
                 raise ConfigError(
                     f"A {type(found.model).__name__} gives no vectors of texts; give an encoder."
                 )
-            self._texts = _Texts(found, batch, found.model.features, self.dims)
-            self.first = found.pooled_first
+            self.model, self.first, self._made = found.model, found.pooled_first, head is not None
+            self._texts = (
+                _Texts(found, batch, found.model.features, self.dims)
+                if head is None
+                else _Texts(found, batch, head[1], self.dims, head[0])
+            )
             self._joined = joining.pop_all()
 
     def __enter__(self) -> Self:
@@ -162,6 +175,8 @@ class Embedder:
         """Vectors (texts, D) in fp32 on the model's device; of length 1 unless `normalize` is false."""
 
         def finish(features: Tensor, lengths: Tensor) -> Tensor:
+            if self._made:
+                return features
             if self.first:
                 vectors = features[:, 0].float()
             else:
@@ -170,6 +185,47 @@ class Embedder:
             return F.normalize(vectors, dim=1) if normalize else vectors
 
         return self._texts.compute(self._texts.rows(texts), finish)
+
+    def embed_images(self, paths: Sequence[str | Path]) -> Tensor:
+        """Vectors (images, E) of length 1 of images in files, in the space of those of texts. Raises ConfigError for a
+        model without such vectors, DataError for a file that cannot be read."""
+        head = _vectors(self.model, PatchInput)
+        if head is None:
+            raise ConfigError("The model gives no vectors of images; give one of images and texts.")
+        if not paths:
+            raise ConfigError("There are no images; give at least one.")
+        found = []
+        for begin in range(0, len(paths), self.batch):
+            images = read_images(self.model, [Path(one) for one in paths[begin : begin + self.batch]])
+            with torch.inference_mode():
+                found.append(head[1](images))
+        return torch.cat(found)
+
+
+def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]] | None:
+    """Most tokens of a run over inputs of a kind of which a head makes vectors to compare, and their vectors of length
+    1; None without such a head."""
+    graph = model.graph
+    for head in graph.heads_of(VectorHead):
+        run = graph.run(head.run)
+        one = graph.input_of(run)
+        if isinstance(one, kind):
+            return run.most, partial(_compared, model, head, one.name)
+    return None
+
+
+def _compared(
+    model: Any,
+    head: VectorHead,
+    name: str,
+    values: Tensor,
+    lengths: Tensor | None = None,
+    segments: None = None,
+) -> Tensor:
+    """Vectors of length 1, (B, E), that a head makes of the values of an input."""
+    more = {} if lengths is None else {"lengths": lengths}
+    vectors: Tensor = model(**{name: values}, **more)[head.name]
+    return F.normalize(vectors[:, : head.features], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,26 +278,30 @@ class Classifier:
         return Classified(label, shares[best], tuple(shares))
 
     def _images(self, paths: list[Path]) -> Tensor:
-        from penstock.data.augment import center_batch
-        from penstock.data.decode import decode
-
-        if not paths:
-            raise ConfigError("There are no images; give at least one.")
-        config = self.model.config
-        size = round(config.image_size / _CROP)
-        first = next(self.model.parameters())
         found = []
         for begin in range(0, len(paths), self.batch):
-            some = paths[begin : begin + self.batch]
-            pixels = np.empty((len(some), size, size, config.channels), np.uint8)
-            for place, path in enumerate(some):
-                raw = read_bytes(path, "The image", limit=_MOST_BYTES)
-                try:
-                    decode(raw, pixels[place], max_pixels=_MOST_PIXELS)
-                except Unreadable as error:
-                    raise DataError(f"The image {shown(path)} cannot be read: {error}") from error
+            images = read_images(self.model, paths[begin : begin + self.batch], crop_share=_CROP)
             with torch.inference_mode():
-                images = torch.from_numpy(pixels).to(first.device)
-                images = center_batch(images, image_size=config.image_size, crop_share=_CROP)
-                found.append(self.model(images.to(first.dtype)).float())
+                found.append(self.model(images).float())
+        if not found:
+            raise ConfigError("There are no images; give at least one.")
         return torch.cat(found)
+
+
+def read_images(model: Model, paths: Sequence[Path], *, crop_share: float = 1.0) -> Tensor:
+    """The centres of images in files, as a model takes them: (B, C, S, S) in its type and on its device. Raises
+    DataError for a file that cannot be read."""
+    from penstock.data.augment import center_batch
+    from penstock.data.decode import decode
+
+    one = model.graph.inputs_of(PatchInput)[0]
+    size, first = round(one.image_size / crop_share), next(model.parameters())
+    pixels = np.empty((len(paths), size, size, one.channels), np.uint8)
+    for place, path in enumerate(paths):
+        raw = read_bytes(path, "The image", limit=_MOST_BYTES)
+        try:
+            decode(raw, pixels[place], max_pixels=_MOST_PIXELS)
+        except Unreadable as error:
+            raise DataError(f"The image {shown(path)} cannot be read: {error}") from error
+    images = torch.from_numpy(pixels).to(first.device)
+    return center_batch(images, image_size=one.image_size, crop_share=crop_share).to(first.dtype)

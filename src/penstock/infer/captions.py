@@ -1,0 +1,116 @@
+"""`penstock.Captioner`: texts that a model of images and texts writes of either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.graph import PatchInput, TokenInput
+from penstock.config.plan import Plan
+from penstock.decode.choose import NOTHING
+from penstock.decode.texts import Prompts
+from penstock.decode.write import write
+from penstock.errors import ConfigError
+from penstock.infer.encode import read_images
+from penstock.infer.load import loaded
+from penstock.infer.text import needed
+from penstock.models.convert.hub import local_weights
+from penstock.models.convert.pretrained import read_config
+from penstock.models.model import Model
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+
+def writes_of_either(folder: str | Path) -> bool:
+    """Whether a folder holds a model whose writer sees one of several memories."""
+    return any(len(run.memories) > 1 for run in read_config(local_weights(folder)).graph.written)
+
+
+class Captioner:
+    """Captions of images, and translations of texts, the likeliest token each time, by a model whose writer sees
+    either."""
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        plan: Plan | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        batch: int = 32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Raises ConfigError for a model that does not write of images."""
+        found = loaded(model, plan or Plan(), weights="plain", tokenizer=tokenizer, device=device)
+        graph = found.model.graph
+        memories = {name for run in graph.written for name in run.memories}
+        self._inputs = {
+            type(one): one for run in graph.runs if run.name in memories for one in (graph.input_of(run),)
+        }
+        if PatchInput not in self._inputs or TokenInput not in self._inputs:
+            raise ConfigError(
+                "The model writes no captions; give one of images and texts, such as multimodal-tiny."
+            )
+        self.model, self.tokenizer, self.batch = found.model, needed(found.tokenizer), batch
+        self.start, self.ends = found.start, found.ends
+
+    def caption(
+        self, paths: Sequence[str | Path], language: str, *, max_tokens: int | None = None
+    ) -> list[str]:
+        """A caption of each image, in a language by the name that training gave it. Raises DataError for a file that
+        cannot be read."""
+        name = self._inputs[PatchInput].name
+        batches = [paths[begin : begin + self.batch] for begin in range(0, len(paths), self.batch)]
+        return [
+            said
+            for some in batches
+            for said in self._written(
+                {name: read_images(self.model, [Path(one) for one in some])}, len(some), language, max_tokens
+            )
+        ]
+
+    def translate(self, texts: Sequence[str], language: str, *, max_tokens: int | None = None) -> list[str]:
+        """Each text in another language."""
+        frame, one = self.tokenizer.frame(), self._inputs[TokenInput]
+        said: list[str] = []
+        for begin in range(0, len(texts), self.batch):
+            encoded = self.tokenizer.encode(texts[begin : begin + self.batch])
+            rows = [[*frame.before, *text, *frame.behind] for text in encoded]
+            if (longest := max(map(len, rows))) > one.length:
+                raise ConfigError(
+                    f"A text has {longest} tokens, but the model reads {one.length}; shorten it."
+                )
+            values = {
+                one.name: torch.tensor(
+                    [[*row, *[0] * (longest - len(row))] for row in rows], device=self._device
+                ),
+                "lengths": torch.tensor([len(row) for row in rows], device=self._device),
+            }
+            said += self._written(values, len(rows), language, max_tokens)
+        return said
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def _written(
+        self, values: Mapping[str, Tensor], count: int, language: str, max_tokens: int | None
+    ) -> list[str]:
+        from penstock.data.captions import beginning
+
+        opened: Any = self.tokenizer.encode_target([beginning(language)])[0].tolist()
+        ids = torch.tensor([[self.start, *opened]] * count, device=self._device)
+        room = self.model.graph.written[-1].most - ids.shape[1]
+        if room < 1:
+            raise ConfigError(
+                f"The name of the language {language[:20]!r} leaves no room for a text; shorten it."
+            )
+        lengths = torch.full((count,), ids.shape[1], device=self._device)
+        prompts = Prompts(ids, lengths, even=True, values=values)
+        tokens = write(self.model, prompts, min(room, max_tokens or room), ends=self.ends).tolist()
+        return [self.tokenizer.decode([one for one in row if one != NOTHING]) for row in tokens]

@@ -36,6 +36,8 @@ _DRAWN = 109
 _WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _CODES_EVERY = 20, 5, 3, 10
 _LOOKS = 4
 """Samples of each image for validation."""
+_LONGEST = 56
+"""Bytes of an emoji's name."""
 _MOST_FONT = 64 << 20
 _NAMES = Bounds(bytes=1 << 24, values=1 << 20)
 
@@ -148,7 +150,7 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
             f"data.source=emoji:FONT,NAMES: {lacking}. Install a colour font (Debian: fonts-noto-color-emoji) and the "
             "annotations of Unicode CLDR (npm: cldr-annotations-full), and name both."
         )
-    texts = {language: _annotations(file) for language, file in files.items()}
+    texts = {language: names for language, file in files.items() if (names := _annotations(file))}
     read_bytes(font, "The font", limit=_MOST_FONT)
     try:
         drawn = ImageFont.truetype(str(font), _DRAWN)
@@ -156,8 +158,11 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
         raise DataError(f"The font {shown(font)} cannot be read: {error}") from error
     images, codes = [], []
     for code in sorted({code for names in texts.values() for code in names if len(code) == 1}):
-        canvas = Image.new("RGB", (_DRAWN * 5 // 4,) * 2, "white")
-        ImageDraw.Draw(canvas).text((0, 0), code, font=drawn, fill="black", embedded_color=True)
+        left, top, right, bottom = drawn.getbbox(code)
+        side = max(1, round(right - left), round(bottom - top))
+        canvas = Image.new("RGB", (side, side), "white")
+        corner = ((side - right - left) / 2, (side - bottom - top) / 2)
+        ImageDraw.Draw(canvas).text(corner, code, font=drawn, fill="black", embedded_color=True)
         if canvas.getextrema() != ((255, 255),) * 3:
             small = canvas.resize((EMOJI_SIZE,) * 2).convert("L" if channels == 1 else "RGB")
             images.append(np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels))
@@ -172,15 +177,16 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
 
 
 def _annotations(file: Path) -> dict[str, str]:
-    """The short name of each character in a file of CLDR's annotations."""
+    """The short name of each character in a file of CLDR's annotations, but for long ones."""
     raw = read_bytes(file, "The annotations", limit=_NAMES.bytes).decode("utf-8", "replace")
     tree = parse_json(raw, f"The file {shown(file)}", error=DataError, bounds=_NAMES)
-    every = tree.get("annotations")
-    every = every.get("annotations") if isinstance(every, dict) else None
+    whole = tree.get("annotations")
+    every = whole.get("annotations", {}) if isinstance(whole, dict) else None  # some languages have none yet
     if not isinstance(every, dict):
         raise DataError(f"The file {shown(file)} holds no annotations.annotations, as CLDR's JSON has them.")
     names = {code: one.get("tts") for code, one in every.items() if isinstance(one, dict)}
-    return {code: " ".join(map(str, name)) for code, name in names.items() if isinstance(name, list)}
+    told = {code: " ".join(map(str, name)) for code, name in names.items() if isinstance(name, list)}
+    return {code: name for code, name in told.items() if len(name.encode()) <= _LONGEST}
 
 
 def beginning(language: str) -> str:
@@ -235,11 +241,12 @@ def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
     pictures, table, rng = source.pictures, _table(source.words, held=False), random.Random(0)
     for image in np.flatnonzero(~pictures.held).tolist():
         column = table[:, pictures.concepts[image]]
-        there = np.flatnonzero(column >= 0).tolist()
-        for language in there:
-            partners = [other for other in there if source.trained[language, other]]
-            sees = TEXT if partners and rng.random() < 0.5 else IMAGE
-            written = rng.choice(partners if sees == TEXT else there)
+        there = np.flatnonzero(column >= 0)
+        partners = source.trained & (column >= 0)
+        for language in there.tolist():
+            others = np.flatnonzero(partners[language])
+            sees = TEXT if len(others) and rng.random() < 0.5 else IMAGE
+            written = rng.choice(others if sees == TEXT else there)
             yield image, int(column[language]), int(column[written]), sees
 
 

@@ -224,7 +224,7 @@ class Captioning(TextTask):
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         source = self._named.source
-        words, languages = source.words, source.words.languages
+        languages = source.words.languages
         total, width, *rest = sums
         exact = np.array(rest[: 2 * len(languages) + 4]).reshape(2, -1)
         tables = np.array(rest[exact.size :]).reshape(-1, round(width / samples))
@@ -236,7 +236,6 @@ class Captioning(TextTask):
         found |= {f"captions_{name}": float(share) for name, share in zip(languages, of_kind)}
         found |= {"translations": float(of_kind[count]), "unseen_pairs": float(of_kind[count + 1])}
         weights, found["words_loss"] = self._named.weights, total / samples
-        assert len(words.texts)
         loss = weights.contrast * found["contrast_loss"] + weights.words * found["words_loss"]
         return {"loss": loss, **found}
 

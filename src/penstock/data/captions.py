@@ -262,11 +262,12 @@ def _validation(source: Captions) -> Iterator[tuple[int, int, int, int]]:
             turn = seen[concept] = seen.get(concept, -1) + 1
             if len(there) < 2:
                 continue
-            language = there[turn % len(there)]
-            sees = IMAGE if look < _LOOKS // 2 else TEXT
-            others = there[there != language]
+            language, captions = there[turn % len(there)], _LOOKS // 2
+            sees = IMAGE if look < captions else TEXT
+            written = there[(turn // _LOOKS * captions + look) % len(there)]
             if sees == TEXT:
-                of_kind = others[source.trained[language, others] == (look == _LOOKS - 2)]
+                others = there[there != language]
+                of_kind = others[source.trained[language, others] == (look == captions)]
                 others = of_kind if len(of_kind) else others
-            written = others[(7 * turn) % len(others)]
+                written = others[7 * turn % len(others)]
             yield image, int(column[language]), int(column[written]), sees

@@ -233,7 +233,9 @@ class Captioning(TextTask):
         of_kind = exact[0] / np.maximum(exact[1], 1)
         count = len(languages)
         found["captions"] = float(exact[0, :count].sum() / max(1, exact[1, :count].sum()))
-        found |= {f"captions_{name}": float(share) for name, share in zip(languages, of_kind)}
+        found |= {
+            f"captions_{name}": float(share) for name, share, of in zip(languages, of_kind, exact[1]) if of
+        }
         found |= {"translations": float(of_kind[count]), "unseen_pairs": float(of_kind[count + 1])}
         weights, found["words_loss"] = self._named.weights, total / samples
         loss = weights.contrast * found["contrast_loss"] + weights.words * found["words_loss"]

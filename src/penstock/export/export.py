@@ -62,6 +62,11 @@ def export(
             f"The model has mixtures of experts, which --to {form} cannot hold: an expert has other tokens each time. "
             "Serve the folder with penstock serve."
         )
+    if config is not None and len(config.graph.heads) > 1:
+        raise ConfigError(
+            f"The model has {len(config.graph.heads)} heads, and --to {form} holds one output. Use the folder with "
+            "penstock itself."
+        )
     if form == "ctranslate2":
         with tempfile.TemporaryDirectory() as values:
             if rounded:  # its converter reads transformers' format

@@ -129,6 +129,9 @@ def lay_out(folder: Path) -> None:
         if text:
             Bytes().save(folder / name)
     (folder / "photo.png").write_bytes(encoded(photo(8, 8), "PNG"))
+    (folder / "digits").mkdir()
+    (folder / "digits" / "7-15.png").write_bytes(encoded(photo(8, 8, 7), "PNG"))
+    (folder / "words.txt").write_text("seven\nsieben\n", encoding="utf-8")
     write_folder(folder / "photos", per_class=12)
     write_folder(folder / "data" / "flowers", per_class=12)
 

@@ -131,11 +131,11 @@ def batches(config: ModelConfig, step: int, samples: int) -> tuple[Any, ...]:
     tokens = numbers(WORDS, samples, TOKENS)
     if isinstance(config, DiffusionConfig):
         shape = (samples, config.channels, config.image_size, config.image_size)
-        images, target = torch.randn(2, *shape, generator=generator)
+        noise, target = torch.randn(2, *shape, generator=generator)
         times = torch.rand(samples, generator=generator, dtype=torch.float64)
         more = {"tokens": tokens, "lengths": numbers(TOKENS, samples) + 1, "times": times}
         more |= {
-            "images": images,
+            "images": noise,
             "classes": numbers(config.classes + 1, samples),
             "routes": (times * 2).long(),
         }

@@ -172,8 +172,8 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
             f"The font {shown(font)} draws {len(codes)} of the named emoji; name a font of emoji."
         )
     held = np.array([zlib.crc32(code.encode()) % _CODES_EVERY == 0 for code in codes])
-    names = {language: [of.get(code, "") for code in codes] for language, of in texts.items()}
-    return Pictures(np.stack(images), np.arange(len(codes)), names, held, words=False)
+    named = {language: [names.get(code, "") for code in codes] for language, names in texts.items()}
+    return Pictures(np.stack(images), np.arange(len(codes)), named, held, words=False)
 
 
 def _annotations(file: Path) -> dict[str, str]:

@@ -96,7 +96,7 @@ class PrepareNoise:
         shown = table[:, 0] >= self._dropout
         noise = to_device(_normal(table[:, 1:], x0[0].numel()), device).view_as(x0)
         times = to_device(_times(self._seed, places), device)
-        x0, noise = x0.double(), noise.double()
+        t = times.float()  # mixing in fp64 would take a GPU long
         more: dict[str, Tensor] = {}
         if self._texts is not None:
             tokens, lengths = self._texts
@@ -113,9 +113,9 @@ class PrepareNoise:
             weights = found.float().view(-1, 1, 1, 1)
         return NoisyBatch.of(
             self._graph,
-            self._schedule.target(self._head.predicts, x0, noise, times).float(),
+            self._schedule.target(self._head.predicts, x0, noise, t),
             weights,
-            images=self._schedule.add_noise(x0, noise, times).float(),
+            images=self._schedule.add_noise(x0, noise, t),
             times=times,
             **more,
         )

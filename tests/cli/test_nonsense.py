@@ -24,7 +24,7 @@ from penstock.errors import ExitCode
         (["train", "--output", ""], "output is '', but must not be empty"),
         (
             ["train", "--data", ""],
-            "data.source is '', but must be auto, digits, stdlib, numbers, names, imagefolder:PATH, text:PATH",
+            "data.source is '', but must be auto, digits, captions, stdlib, numbers, names, emoji:FONT,NAMES, ",
         ),
         (["train", "--seed", "-1"], "seed is -1, but must be at least 0."),
         (["train", "--seed", str(2**64)], "but must have at most 64 bits."),

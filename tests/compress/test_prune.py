@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.families import ENROLLED, batches, small
+from helpers.families import ENROLLED, batches, flat, small
 from penstock.compress.prune import keep_experts, keep_heads, keep_hidden, keep_layers, keep_words
 from penstock.config.model import ModelConfig
 from penstock.config.stack import Layer
@@ -48,7 +48,7 @@ def _outputs(model: Model, config: ModelConfig) -> Tensor:
     *arguments, _ = batches(config, 3, 4)
     cast = [value.double() if value.is_floating_point() else value for value in arguments]
     with torch.no_grad():
-        return model(*cast)  # type: ignore[no-any-return]
+        return flat(model(*cast))
 
 
 @contextmanager

@@ -25,6 +25,10 @@ def _trees() -> dict[str, dict[str, Any]]:
     return {
         "theirs": theirs,
         "pairs": theirs | {"image_size": [96, 96], "patch_size": [8, 8], "id2label": {"0": "a", "1": "b"}},
+        "images and texts": {
+            "model_type": "penstock_multimodal",
+            "penstock": to_dict(PRESETS["multimodal-tiny"]),
+        },
         "ours": {"model_type": "penstock_vit", "architectures": ["ViT"], "penstock": to_dict(small)},
         "images from noise": {
             "model_type": "penstock_diffusion",

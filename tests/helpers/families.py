@@ -151,6 +151,12 @@ def batches(config: ModelConfig, step: int, samples: int) -> tuple[Any, ...]:
     return tokens, lengths, targets
 
 
+def flat(outputs: Any) -> Tensor:
+    """A model's outputs for each sample in a row, (B, …); of several heads one after the other."""
+    every = outputs.values() if isinstance(outputs, dict) else (outputs,)
+    return torch.cat([one.flatten(1) for one in every], dim=1)
+
+
 class Given(ImageClassification):
     """Mean cross entropy of a batch of `batches`, or mean squared error of its images."""
 

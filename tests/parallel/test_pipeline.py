@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.doomed_runs import config_in, finished, launched, same_end
-from helpers.families import ENROLLED, Given, batches
+from helpers.families import ENROLLED, Given, batches, flat
 from helpers.rank_pool import pool
 from helpers.spawn import RankFailed
 from penstock import checkpoint
@@ -83,7 +83,7 @@ def _trained(name: str, line: str, double: bool, recipe: dict[str, Any]) -> dict
     built = _built(name, plan, dims, double=double, **recipe)
     found: dict[str, Any] = {"told": _steps(built, name, range(STEPS), double=double)}
     with built.inference():
-        found["outputs"] = built.model(*_data(_config(name), 99, 3, double=double)[:-1])
+        found["outputs"] = flat(built.model(*_data(_config(name), 99, 3, double=double)[:-1]))
     found["weights"] = whole_state(built.model, dims)
     assert built.ema is not None
     with built.ema.swapped():

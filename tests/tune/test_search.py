@@ -313,6 +313,7 @@ def test_what_does_not_apply_is_not_started(
 def test_too_little_time_is_said(tuned: Callable[..., TuneReport]) -> None:
     report = tuned(World(gains={"optimizer=fused": 1.5}), budget=0.5, rungs=("optimizer",))
     assert _statuses(report)["optimizer-fused"] == "not run"
+    assert "Time was too short for fused optimizer; --budget 2 gives them more." in report.notes
     assert ending(report)[-1][0].startswith("Nothing that applies here was measured")
 
 

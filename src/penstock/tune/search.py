@@ -552,6 +552,9 @@ class _Tuning:
             replace(s, to_baseline=self._ratio(s.line, self.first) if s.ratio else None)
             for s in others.values()
         ]
+        if late := [step.title for step in rest if step.status == "not run"]:
+            longer = 2 * math.ceil(self.config.budget)
+            self.notes.append(f"Time was too short for {', '.join(late)}; --budget {longer} gives them more.")
         curves = [[x for x in self._curve(self.first, seed) if x is not None] for seed in (0, *SEEDS)]
         length = min(map(len, curves))
         return TuneReport(

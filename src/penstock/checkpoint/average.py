@@ -21,15 +21,15 @@ def newest(path: Path, count: int) -> list[Checkpoint]:
         ConfigError: there are fewer. CheckpointError: one of them cannot be trusted.
     """
     folder = path if steps(path) else path / "checkpoints"
-    found = steps(folder)
+    saved_steps = steps(folder)
     if count < 2:
         raise ConfigError(f"--last is {count}, but a mean is of 2 checkpoints or more.")
-    if len(found) < count:
+    if len(saved_steps) < count:
         raise ConfigError(
-            f"{path} has {len(found)} checkpoint{'' if len(found) == 1 else 's'}, but --last is {count}. Train with "
-            f"--keep {count} to keep as many."
+            f"{path} has {len(saved_steps)} checkpoint{'' if len(saved_steps) == 1 else 's'}, but --last is {count}. "
+            f"Train with --keep {count} to keep as many."
         )
-    return [open_verified(folder / f"step-{step}") for step in found[-count:]]
+    return [open_verified(folder / f"step-{step}") for step in saved_steps[-count:]]
 
 
 def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class BackgroundSaver:
         return self._saved
 
     def close(self) -> Path | None:
-        """Do what `wait` does, and free the memory of the copies."""
+        """`wait`, and free the memory of the copies."""
         try:
             return self.wait()
         finally:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
-from penstock.checkpoint.index import Chunk, file_name, held, share_out, to_json
+from penstock.checkpoint.index import Chunk, file_name, held_pieces, share_out, to_json
 from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, manifest_text, verify
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
 from penstock.checkpoint.stages import together
@@ -57,7 +57,7 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, group: dist.Process
 
 
 def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator) -> Path:
-    """Do what `save` does, for a snapshot that has been taken apart."""
+    """`save`, for a snapshot that is already split into parts."""
     final = folder / f"step-{parts.step}"
     temporary = folder / f"step-{parts.step}.tmp"
     try:
@@ -152,7 +152,7 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
     coordinator.all(shared)
     rank, world = coordinator.rank, coordinator.world
     document = together(parts.document, coordinator)
-    index = share_out(coordinator.all(lambda: held(parts.pieces)))
+    index = share_out(coordinator.all(lambda: held_pieces(parts.pieces)))
 
     def fetch(name: str, chunk: Chunk) -> Tensor:
         return next(piece.values for piece in parts.pieces[name] if tuple(piece.offsets) == chunk.offsets)

@@ -41,20 +41,20 @@ class Coordinator:
     world: int = 1
     group: dist.ProcessGroup | None = None
 
-    def all(self, what: Callable[[], T]) -> list[T]:
-        """Every rank calls `what`, and gets the results of all ranks.
+    def all(self, work: Callable[[], T]) -> list[T]:
+        """Every rank calls `work`, and gets all ranks' results.
 
-        `what` may use no collectives. Results and errors are pickled.
+        `work` may use no collectives. Results and errors are pickled.
 
         Raises:
             RankProblem: a rank of several failed; it holds the error of the lowest. A single process raises its own.
         """
         if self.group is None:
-            return [what()]
+            return [work()]
         outcome: tuple[bool, Any]
         own: Exception | None = None
         try:
-            outcome = (True, what())
+            outcome = (True, work())
         except Exception as error:  # noqa: BLE001  # every rank must answer, whatever happened
             own, outcome = error, (False, _portable(error))
         outcomes: list[Any] = [None] * self.world
@@ -64,15 +64,15 @@ class Coordinator:
                 raise RankProblem(rank, value) from (own if rank == self.rank else None)
         return [value for _, value in outcomes]
 
-    def first(self, what: Callable[[], T]) -> T:
-        """Rank 0 calls `what`. All ranks get its result, or its error.
+    def first(self, work: Callable[[], T]) -> T:
+        """Rank 0 calls `work`. All ranks get its result, or its error.
 
         Raises:
             RankProblem: as `all`.
         """
         if self.group is None:
-            return what()
-        result: T = self.all(lambda: what() if self.rank == 0 else None)[0]  # type: ignore[assignment]
+            return work()
+        result: T = self.all(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[assignment]
         return result
 
 
@@ -111,21 +111,21 @@ def new_group() -> dist.ProcessGroup | None:
     return group
 
 
-def collect(what: Callable[[], T]) -> list[T]:
-    """Every rank of all calls `what`, and gets the results of all ranks, by rank.
+def collect(work: Callable[[], T]) -> list[T]:
+    """Every rank of all calls `work`, and gets the results of all ranks, by rank.
 
     If one fails, all raise: that rank its own error, the others one of the same type that names the rank, or an
     `EnvironmentProblem` where the error is none of ours. So no rank waits for one that has given up.
     """
     try:
-        return current_coordinator().all(what)
+        return current_coordinator().all(work)
     except RankProblem as problem:
         raise problem.plain() from None
 
 
-def main_first(what: Callable[[], T]) -> T:
-    """Rank 0 of all calls `what`. The others wait for it and get its result, or an error as from `collect`."""
+def main_first(work: Callable[[], T]) -> T:
+    """Rank 0 of all calls `work`. The others wait for it and get its result, or an error as from `collect`."""
     try:
-        return current_coordinator().first(what)
+        return current_coordinator().first(work)
     except RankProblem as problem:
         raise problem.plain() from None

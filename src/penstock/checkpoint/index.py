@@ -68,7 +68,7 @@ class Held(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def held(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
+def held_pieces(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
     """The pieces of each tensor that this rank holds. A dimension of 3 over 4 ranks leaves one of them nothing.
 
     Raises:
@@ -90,16 +90,16 @@ def held(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
 
 
 def share_out(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]:
-    """Which rank writes what, if each holds what `ranks` says. What several hold is written once, by the one that has
-    the fewest bytes to write so far.
+    """The rank that writes each piece, given the pieces that each rank holds. A piece that several ranks hold is
+    written once, by the one with the fewest bytes to write so far.
 
     Raises:
         ValueError: what the ranks hold of a tensor does not fill it, or they hold different tensors under one name.
     """
     holders: dict[str, dict[Held, list[int]]] = {}
     for rank, pieces in enumerate(ranks):
-        for name, mine in pieces.items():
-            for piece in mine:
+        for name, held_pieces in pieces.items():
+            for piece in held_pieces:
                 holders.setdefault(name, {}).setdefault(piece, []).append(rank)
     load = [0] * len(ranks)
     index = {}
@@ -206,10 +206,10 @@ def _problem(
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
     """Whether two boxes share an element. Layouts cut tensors by a grid, so boxes that are apart in one dimension are
-    told from each other first; pairs are left only where no dimension does.
+    separated first; pairs are left only where no dimension does.
     """
     for dimension in range(len(chunks[0].offsets) if len(chunks) > 1 else 0):
-        groups = _apart(chunks, dimension)
+        groups = _groups_apart(chunks, dimension)
         if len(groups) > 1:
             return any(map(_overlap, groups))
     if len(chunks) > _PAIRED:
@@ -220,7 +220,7 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
     )
 
 
-def _apart(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
+def _groups_apart(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
     """Boxes in groups whose intervals of a dimension do not touch those of other groups."""
     groups: list[list[Chunk]] = []
     end = 0

@@ -86,12 +86,12 @@ def read_manifest(path: Path) -> Manifest:
 def _foreign(path: Path) -> str:
     """A sentence about a file in `path` that looks like a pickle; empty where there is none."""
     entries = path.iterdir() if path.is_dir() else ()
-    found = [entry.name for entry in entries if not _PICKLES.isdisjoint((entry.suffix, entry.name))]
-    if not found:
+    pickles = [entry.name for entry in entries if not _PICKLES.isdisjoint((entry.suffix, entry.name))]
+    if not pickles:
         return ""
     return (
-        f" It holds {min(found)}, which is read by unpickling, and that can run code. Penstock reads only safetensors "
-        f"and JSON. Convert it with the program that wrote it."
+        f" It holds {min(pickles)}, which is read by unpickling, and that can run code. Penstock reads only "
+        f"safetensors and JSON. Convert it with the program that wrote it."
     )
 
 

@@ -44,9 +44,9 @@ def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str,
     """
     home = {name: group for group in stored["param_groups"] for name in group["params"]}
     plain = by_name(current)
-    wanted = [name for group in plain["param_groups"] for name in group["params"]]
-    if set(wanted) != set(home):
-        unknown, missing = sorted(set(home) - set(wanted)), sorted(set(wanted) - set(home))
+    names = [name for group in plain["param_groups"] for name in group["params"]]
+    if set(names) != set(home):
+        unknown, missing = sorted(set(home) - set(names)), sorted(set(names) - set(home))
         raise CheckpointError(
             f"The stored optimizer state is of another model: it lacks {missing[:3] or 'nothing'} and also has "
             f"{unknown[:3] or 'nothing'}. Use the model that it was saved with."

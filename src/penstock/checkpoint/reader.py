@@ -93,8 +93,8 @@ class Checkpoint:
         """Whether it is of a Vision Transformer of ours, saved when parts of these had other names. A model of the
         user's own may have such names, too, and keeps them."""
         model = self.config.get("model")
-        ours = isinstance(model, dict) and model.get("family") == "vit" and not self.config.get("factory")
-        return ours and any("positions" in names for names in self.document["weights"].values())
+        own_vit = isinstance(model, dict) and model.get("family") == "vit" and not self.config.get("factory")
+        return own_vit and any("positions" in names for names in self.document["weights"].values())
 
     def rehearse(self, *, part: tuple[int, int] = (0, 1)) -> None:
         """All that `load` does but reading the tensors' values, so that nothing is called whole that cannot be loaded.
@@ -123,19 +123,19 @@ class Checkpoint:
         like: Mapping[str, Tensor],
         read: _Read,
     ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Sets of weights and trees of state, with the tensors that `read` gives in their places."""
-        wanted = {f"{group}/{name}": like.get(name) for group, names in sets.items() for name in names}
+        """Sets of weights and trees of state, filled with the tensors that `read` returns."""
+        parameters = {f"{group}/{name}": like.get(name) for group, names in sets.items() for name in names}
         for group, tree in trees.items():
             for path, parameter in _with_parameters(tree, like if group != LOCAL else {}):
-                if (name := f"{group}/{path}") in wanted:
+                if (name := f"{group}/{path}") in parameters:
                     raise ValueError(f"{quoted(name)} is named twice")
-                wanted[name] = parameter
-        found: dict[str, dict[str, Tensor]] = {group: {} for group in (*sets, *trees)}
-        for name, tensor in read(wanted).items():
+                parameters[name] = parameter
+        tensors: dict[str, dict[str, Tensor]] = {group: {} for group in (*sets, *trees)}
+        for name, tensor in read(parameters).items():
             group, _, path = name.partition("/")
-            found[group][path] = tensor
-        state = {group: unpack(tree, found[group]) for group, tree in trees.items()}
-        return {group: found[group] for group in sets}, state
+            tensors[group][path] = tensor
+        state = {group: unpack(tree, tensors[group]) for group, tree in trees.items()}
+        return {group: tensors[group] for group in sets}, state
 
     def _entry(self, name: str) -> Entry:
         if name not in self.index:
@@ -144,11 +144,11 @@ class Checkpoint:
             )
         return self.index[name]
 
-    def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    def read(self, parameters: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Tensors by `set/name`, each on the device and with the placements of its model, if the shapes agree."""
-        entries = {name: self._entry(name) for name in sorted(wanted)}  # the first by name is told
+        entries = {name: self._entry(name) for name in sorted(parameters)}  # an error names the first by name
         pieces, tensors = {}, {}
-        for name, like in wanted.items():
+        for name, like in parameters.items():
             tensors[name], pieces[name] = _empty(entries[name], like)
         read_pieces(self.path, self.index, self.world, pieces)
         return tensors
@@ -159,7 +159,7 @@ _Read = Callable[[Mapping[str, Tensor | None]], Mapping[str, Tensor]]
 
 @contextmanager
 def trusted(path: Path) -> Iterator[None]:
-    """Inside, what the checkpoint `path` holds is used as if it were what it should be. Where it is not, that becomes a
+    """Inside, the content of the checkpoint `path` is used without checks. An error that this causes becomes a
     CheckpointError.
     """
     try:
@@ -265,9 +265,9 @@ def _opened(path: Path, manifest: Manifest, *, part: tuple[int, int] = (0, 1)) -
     if not (isinstance(state.get("weights"), dict) and isinstance(state.get("state"), dict)):
         raise CheckpointError(f"Checkpoint {path} is refused: state.json is not a checkpoint's.")
     with trusted(path):
-        found = Checkpoint(path, manifest, index, state, config)
-        found.rehearse(part=part)
-    return found
+        checkpoint = Checkpoint(path, manifest, index, state, config)
+        checkpoint.rehearse(part=part)
+    return checkpoint
 
 
 _DOCUMENT = Bounds(bytes=1 << 28, values=1 << 25, infinite=True, control=True)
@@ -328,17 +328,17 @@ def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
     """The checkpoint `path`, if every rank trusts it."""
 
     def opened() -> Checkpoint:
-        with _readable(path):  # here, because it must be told to the other ranks
+        with _readable(path):  # here, because the other ranks must hear of it
             return _opened(path, manifest, part=(coordinator.rank, coordinator.world))
 
-    mine: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     try:
         with _readable(path):
             manifest = check(path, coordinator)
-        coordinator.all(lambda: mine.append(opened()))
+        coordinator.all(lambda: checkpoints.append(opened()))
     except RankProblem as problem:
         raise problem.error from problem
-    return mine[0]
+    return checkpoints[0]
 
 
 def settle(folder: Path, refused: Iterable[Path], name: str) -> None:
@@ -349,7 +349,7 @@ def settle(folder: Path, refused: Iterable[Path], name: str) -> None:
 
 
 def newest(folder: Path, *, group: dist.ProcessGroup | None = None) -> Snapshot | None:
-    """Read what `find` finds, whole on every rank: for models that each rank holds whole."""
+    """Read the checkpoint that `find` returns, all of it on every rank: for models that each rank holds whole."""
     coordinator = current_coordinator(group)
     stored = find(folder, group=group)
     return stored.load(rank=coordinator.rank, world=coordinator.world) if stored else None

@@ -39,12 +39,12 @@ def candidates(path: Path, *, step: int | None = None) -> list[Path]:
     if path.name.startswith("step-") and step is None and (path / MANIFEST).exists():
         return [path]
     for folder in (path, path / "checkpoints"):
-        found = [n for n in reversed(steps(folder)) if step in (None, n)]
-        if found:
-            return [folder / f"step-{n}" for n in found]
-    what = "checkpoint" if step is None else f"step-{step}"
+        matching = [n for n in reversed(steps(folder)) if step in (None, n)]
+        if matching:
+            return [folder / f"step-{n}" for n in matching]
+    missing = "checkpoint" if step is None else f"step-{step}"
     raise ConfigError(
-        f"There is no {what} in {path}. Give a directory step-N, a folder of them, or the output folder of a run."
+        f"There is no {missing} in {path}. Give a directory step-N, a folder of them, or the output folder of a run."
     )
 
 
@@ -55,9 +55,9 @@ def open_newest(path: Path, *, step: int | None = None) -> Checkpoint:
         CheckpointError: none can be trusted. ConfigError: there is none.
     """
     *others, last = candidates(path, step=step)
-    for one in others:
+    for candidate in others:
         try:
-            return open_verified(one)
+            return open_verified(candidate)
         except CheckpointError as problem:
             _log.warning("%s The checkpoint before it is taken.", problem)
     return open_verified(last)
@@ -180,9 +180,9 @@ def export_model(
     from penstock.models.lora import merged
 
     config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
-    held = sum(math.prod(checkpoint.index[f"{which}/{name}"].shape) for name in _names(checkpoint, which))
+    elements = sum(math.prod(checkpoint.index[f"{which}/{name}"].shape) for name in _names(checkpoint, which))
     where, remedy = f"config.json of {checkpoint.path}", "Export them with --names plain."
-    require_as_large(config.model, held, where, error=CheckpointError, remedy=remedy)
+    require_as_large(config.model, elements, where, error=CheckpointError, remedy=remedy)
     with torch.device("meta"):
         model = create(config.model)
     try:

@@ -97,12 +97,10 @@ def take_apart(snapshot: Snapshot, rank: int = 0) -> Parts:
         pieces |= {f"{name}/{path}": pieces_of(tensor) for path, tensor in tensors.items()}
     local, tensors = pack(dict(snapshot.local), str(rank))
     pieces |= {f"{LOCAL}/{path}": pieces_of(tensor) for path, tensor in tensors.items()}
-    taken = RESERVED.intersection([*snapshot.weights, *snapshot.state]) | set(snapshot.weights).intersection(
-        snapshot.state
-    )
-    if taken:
+    clashing = RESERVED & {*snapshot.weights, *snapshot.state} | {*snapshot.weights} & {*snapshot.state}
+    if clashing:
         raise ValueError(
-            f"A checkpoint has files of its own, or two parts, called {', '.join(sorted(taken))}."
+            f"A checkpoint has files of its own, or two parts, called {', '.join(sorted(clashing))}."
         )
     document = {
         "weights": {name: list(tensors) for name, tensors in snapshot.weights.items()},

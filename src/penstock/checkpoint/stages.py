@@ -1,4 +1,4 @@
-"""One document of what ranks hold that have different parts of a model, and of it what one of them holds.
+"""One document for ranks that hold different parts of a model: merged when saved, cut to a rank's part when loaded.
 
 Ranks of a pipeline hold other parameters each, under the names of the whole model. Nothing else of a document differs.
 """
@@ -14,39 +14,39 @@ from penstock.checkpoint.coordinator import Coordinator
 
 
 def together(document: Mapping[str, Any], coordinator: Coordinator) -> dict[str, Any]:
-    """The document of all ranks, on each of them. One that several share is sent once."""
+    """All ranks' documents merged, on every rank. A document that several ranks share is sent once."""
     text = json.dumps(document, sort_keys=True).encode()
     digests = coordinator.all(lambda: hashlib.sha256(text).hexdigest())
     if len(set(digests)) == 1:
         return dict(document)
     first = digests.index(digests[coordinator.rank]) == coordinator.rank
     every = coordinator.all(lambda: dict(document) if first else None)
-    return united([one for one in every if one is not None])
+    return united([shared for shared in every if shared is not None])
 
 
 def united(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Names of weights and an optimizer's state by name of all documents; of the rest, the first one's."""
-    found: dict[str, Any] = {}
+    """All documents merged: names of weights and optimizer state by name from each, the rest from the first."""
+    merged: dict[str, Any] = {}
     for document in documents:
         for key, value in document.items():
             if key == "param_groups":
-                found[key] = _groups(found.get(key, []), value)
+                merged[key] = _groups(merged.get(key, []), value)
             elif isinstance(value, Mapping):
-                found[key] = united([found.get(key, {}), value])
+                merged[key] = united([merged.get(key, {}), value])
             elif isinstance(value, list) and document is not documents[0] and _are_names(value):
-                found[key] = list(dict.fromkeys([*found.get(key, []), *value]))
+                merged[key] = list(dict.fromkeys([*merged.get(key, []), *value]))
             else:
-                found.setdefault(key, value)
-    return found
+                merged.setdefault(key, value)
+    return merged
 
 
 def _are_names(value: list[Any]) -> bool:
     return all(isinstance(item, str) for item in value)
 
 
-def _groups(known: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _groups(first: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Groups of parameters of the same settings as one."""
-    groups = [dict(group) for group in known]
+    groups = [dict(group) for group in first]
     for group in more:
         settings = {key: value for key, value in group.items() if key != "params"}
         for other in groups:

@@ -54,14 +54,14 @@ def write_chunks(
 
 
 def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """Fill `pieces` with what the checkpoint directory `folder` holds of them.
+    """Fill `pieces` from the checkpoint directory `folder`.
 
     Each rank reads what it needs and nothing is agreed upon, so this is not collective.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    wanted: dict[Path, list[tuple[str, tuple[slice, ...], Tensor]]] = {}
+    readings: dict[Path, list[tuple[str, tuple[slice, ...], Tensor]]] = {}
     for name, parts in pieces.items():
         entry = index[name]
         for piece, chunk in itertools.product(parts, entry.chunks):
@@ -69,9 +69,9 @@ def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Seq
             if box is not None:
                 file = folder / file_name(name.partition("/")[0], chunk.rank, world)
                 target = piece.values[_within(box, piece.offsets)]
-                found = (key_of(name, entry, chunk), _within(box, chunk.offsets), target)
-                wanted.setdefault(file, []).append(found)
-    for file, boxes in wanted.items():
+                reading = (key_of(name, entry, chunk), _within(box, chunk.offsets), target)
+                readings.setdefault(file, []).append(reading)
+    for file, boxes in readings.items():
         try:
             _fill(file, boxes)
         except (OSError, SafetensorError) as problem:
@@ -81,8 +81,8 @@ def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Seq
 def _overlap(chunk: Chunk, piece: Piece) -> list[tuple[int, int]] | None:
     """For each dimension of the tensor where the elements begin and end that both hold; None where there are none."""
     box = [
-        (max(first, other), min(first + size, other + wanted))
-        for first, size, other, wanted in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.values.shape)
+        (max(first, other), min(first + size, other + length))
+        for first, size, other, length in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.values.shape)
     ]
     return box if all(start < stop for start, stop in box) else None
 

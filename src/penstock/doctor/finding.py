@@ -49,5 +49,5 @@ def run(words: list[str]) -> tuple[int, str]:
 
 
 def run_python(program: str) -> tuple[int, str]:
-    """Do what `run` does, for a short program in a new interpreter, which a crash cannot hurt."""
+    """`run`, for a short program in a new Python interpreter, so that a crash does not end this one."""
     return run([sys.executable, "-c", program])

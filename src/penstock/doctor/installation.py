@@ -98,9 +98,9 @@ def devices() -> Iterator[Finding]:
     yield Finding("devices", "cpu", "ok", f"{cpu_name()}, {threads} threads on {cores} cores")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(index)
-            size = f"{found.total_memory / 1e9:.1f} GB, capability {found.major}.{found.minor}"
-            yield Finding("devices", f"cuda:{index}", "ok", f"{found.name}, {size}")
+            gpu = torch.cuda.get_device_properties(index)
+            size = f"{gpu.total_memory / 1e9:.1f} GB, capability {gpu.major}.{gpu.minor}"
+            yield Finding("devices", f"cuda:{index}", "ok", f"{gpu.name}, {size}")
         return
     # A GPU that torch cannot use is the most common problem, and its most common cause is a CPU build of torch.
     drivers = (Path("/dev/nvidia0"), Path("/dev/kfd"))

@@ -13,12 +13,12 @@ _EMULATED = 4.0
 """A type whose products take this many times as long as fp32's has no unit of its own here."""
 
 
-def _attempt(what: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of `what`, or why it failed: torch often states the reason in a warning."""
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
+    """The result of `call`, or why it failed: torch often states the reason in a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            return what(), ""
+            return call(), ""
         except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
             reasons = [str(warning.message) for warning in caught]
             useful = [reason for reason in reasons if "not used because" not in reason]
@@ -51,11 +51,11 @@ def types(device: Any) -> Iterator[Finding]:
     ]
     plain = 0.0
     for name, product, tolerance in products:
-        found, why = _attempt(product)
-        if found is None:
+        result, why = _attempt(product)
+        if result is None:
             yield Finding(f"types on {device.type}", name, "absent", why)
             continue
-        error = float((found.float() - exact).norm() / exact.norm())
+        error = float((result.float() - exact).norm() / exact.norm())
         right = error < tolerance  # not-a-number compares false with everything, so it is not right
         seconds = _fastest(product, device)
         plain = plain or seconds
@@ -97,9 +97,9 @@ def _fp8_product(a: Any, b: Any) -> Callable[[], Any]:
 
     from penstock.products.fp8 import E4M3, scaled_product
 
-    one = a.new_ones(())
+    unit_scale = a.new_ones(())
     left, right = a.to(E4M3), b.to(E4M3).t()
-    return lambda: scaled_product(left, right, one, one, torch.bfloat16)
+    return lambda: scaled_product(left, right, unit_scale, unit_scale, torch.bfloat16)
 
 
 def attention(device: Any) -> Iterator[Finding]:
@@ -129,8 +129,8 @@ def attention(device: Any) -> Iterator[Finding]:
     for name, backend in backends.items():
         able, reason = [], ""
         for dtype, word in {torch.float32: "fp32", **HALVES}.items():
-            found, why = _attempt(lambda backend=backend, dtype=dtype: run(backend, dtype))  # type: ignore[misc]
-            if found is not None and bool(found.isfinite().all()):
+            gradient, why = _attempt(lambda backend=backend, dtype=dtype: run(backend, dtype))  # type: ignore[misc]
+            if gradient is not None and bool(gradient.isfinite().all()):
                 able.append(word)
             reason = why or reason
         area, plainest = f"attention on {device.type}", name == "math"

@@ -388,7 +388,7 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 
 # Class names that more than one class has, still; take off what becomes unique, and add none.
 TWICE = """
-    _Kept Account Answer Asked Attention Batch Blocks Columns Costs Cut Decoding Dropout Embedding Entry Group Held
+    _Kept Account Answer Attention Batch Blocks Columns Costs Cut Decoding Dropout Embedding Entry Group Held
     Histogram Layout Library Link Loaded Loader Marian Outcome Own Parts Past PlainDisplay Pooler Scale
     Shared Space Stages Step Stream Table Task Terms Text Vocabulary _Layer _Part
     _Step

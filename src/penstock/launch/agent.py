@@ -11,7 +11,7 @@ from penstock.errors import ExitCode
 from penstock.launch.life import Life
 from penstock.launch.nodes import Nodes
 from penstock.launch.settings import LaunchSettings
-from penstock.launch.signals import STOPS, Asked, Requests
+from penstock.launch.signals import STOPS, Requests, StopRequested
 from penstock.launch.verdict import Outcome
 from penstock.launch.verdict import tell as lines_of
 from penstock.leftovers import temporary
@@ -40,7 +40,7 @@ def launch(
             try:
                 with requests.interrupting():
                     assignment = nodes.meet(restarts)
-            except Asked:
+            except StopRequested:
                 outcome = Outcome(130 if requests.signal is signal.SIGINT else int(ExitCode.SAVED_REQUEUE))
                 nodes.report(outcome)
                 return outcome.code

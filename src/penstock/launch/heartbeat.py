@@ -68,14 +68,14 @@ class Heartbeat:
         self._memory.close()
 
 
-_mine: tuple[str, Heartbeat] | None = None
+_own_heartbeat: tuple[str, Heartbeat] | None = None
 
 
 def beat(step: int) -> None:
     """Tell the agent, if there is one, that `step` is done. For any training loop under `penstock launch`."""
-    mine = _of_this_process()
-    if mine is not None:
-        mine.beat(step)
+    heartbeat = _of_this_process()
+    if heartbeat is not None:
+        heartbeat.beat(step)
 
 
 def promise() -> None:
@@ -91,10 +91,10 @@ def beating(items: Iterable[T], step: int) -> Iterator[T]:
 
 
 def _of_this_process() -> Heartbeat | None:
-    global _mine
+    global _own_heartbeat
     path = os.environ.get(VARIABLE)
     if path is None:
         return None
-    if _mine is None or _mine[0] != path:
-        _mine = (path, Heartbeat(Path(path)))
-    return _mine[1]
+    if _own_heartbeat is None or _own_heartbeat[0] != path:
+        _own_heartbeat = (path, Heartbeat(Path(path)))
+    return _own_heartbeat[1]

@@ -112,17 +112,17 @@ class Life:
         failures = [failure for rank in ended if (failure := rank.failure()) is not None]
         if self.requests.signal is signal.SIGINT:
             return Outcome(130, ())
-        mine = judge(failures, stopping=self.requests.signal is not None)
-        if mine.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
+        own = judge(failures, stopping=self.requests.signal is not None)
+        if own.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
             again = self._regrouping or self._goes_on_elsewhere()
-            return replace(mine, regroup=again, final=not again)
+            return replace(own, regroup=again, final=not again)
         if self.assignment.nodes == 1:
-            return mine
+            return own
         if failures and all(failure.consequence for failure in failures):
             # A lost node reports nothing. It is known only after it has been silent for long enough.
             heard = self._hear(lambda outcome: not outcome.regroup, self.settings.lost_seconds)
-            return heard or mine
-        return mine
+            return heard or own
+        return own
 
     def _goes_on_elsewhere(self) -> bool:
         """Whether this node restarts although its ranks stopped: ranks of all nodes stop when any node is asked to."""
@@ -131,11 +131,11 @@ class Life:
         heard = self._hear(lambda outcome: True)
         return heard is not None and not heard.final
 
-    def _hear(self, wanted: Callable[[Outcome], bool], seconds: float = 0.0) -> Outcome | None:
+    def _hear(self, accepts: Callable[[Outcome], bool], seconds: float = 0.0) -> Outcome | None:
         deadline = time.monotonic() + seconds + _CAUSE
         while True:
             heard = self.nodes.heard()
-            if (heard is not None and wanted(heard)) or time.monotonic() > deadline:
+            if (heard is not None and accepts(heard)) or time.monotonic() > deadline:
                 return heard
             time.sleep(_TICK)
 
@@ -205,11 +205,11 @@ class Life:
         silent = seen - (beat.seconds if beat.count else first.started)
         where = f"after step {beat.step}" if beat.count and beat.stepping else "before its first step"
         state = "; the process was stopped (SIGSTOP or a debugger)" if first.number in stopped else ""
-        told = [f"It has been silent for {silent:.0f} s, {where}{state}. Its stack:", first.stack()]
+        stacks = [f"It has been silent for {silent:.0f} s, {where}{state}. Its stack:", first.stack()]
         for rank in alive:
             if rank is not first:
-                told += [f"Stack of rank {rank.number}, step {beats[rank.number].step}:", rank.stack()]
-        failure = Failure(first.number, int(ExitCode.HANG), stacks="\n".join(told), seconds=time.time())
+                stacks += [f"Stack of rank {rank.number}, step {beats[rank.number].step}:", rank.stack()]
+        failure = Failure(first.number, int(ExitCode.HANG), stacks="\n".join(stacks), seconds=time.time())
         return Outcome(int(ExitCode.HANG), (failure,), final=self.requests.signal is not None)
 
 

@@ -103,7 +103,7 @@ class Meeting(Nodes):
     def __enter__(self) -> Self:
         # Without this the handler would serve one store for all lives of the ranks; see the first lines of this file.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        # What it means, the agent says.
+        # The agent says what it means.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         settings = self._settings
         alive = max(1, round(settings.lost_seconds / 3))
@@ -144,7 +144,7 @@ class Meeting(Nodes):
             info = self._handler.next_rendezvous()
             self._store = PrefixStore("penstock", info.store)
             address, port = self._reserve(_address_towards(self._settings.endpoint()[0]))
-            mine = Member(
+            member = Member(
                 place=self._settings.node_rank,
                 procs=self._procs,
                 address=address,
@@ -153,7 +153,7 @@ class Meeting(Nodes):
                 restarts=restarts,
                 host=socket.gethostname(),
             )
-            self._store.set(f"member/{info.rank}", json.dumps(asdict(mine)))
+            self._store.set(f"member/{info.rank}", json.dumps(asdict(member)))
             keys = [f"member/{node}" for node in range(info.world_size)]
             self._store.wait(keys, timedelta(seconds=self._settings.lost_seconds))
             members = [understood(Member, value) for value in self._store.multi_get(keys)]
@@ -202,14 +202,14 @@ class Meeting(Nodes):
     def _reported(self) -> Outcome | None:
         """The first report of another node in this life. One that ends the run comes before one that makes room."""
         assert self._store is not None
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         number = 1
         while self._store.check([f"report/{number}"]):
-            told = understood(Message, self._store.get(f"report/{number}"))
-            if told.node != self._node:
-                found.append(told.outcome)
+            message = understood(Message, self._store.get(f"report/{number}"))
+            if message.node != self._node:
+                outcomes.append(message.outcome)
             number += 1
-        return next((outcome for outcome in found if not outcome.regroup), found[0] if found else None)
+        return next((o for o in outcomes if not o.regroup), outcomes[0] if outcomes else None)
 
     def _lost(self) -> Outcome | None:
         """Raise this agent's count, and check that every other agent's count has risen too."""

@@ -24,7 +24,7 @@ _TAIL = 4000
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which ranks of all are this node's."""
+    """This node's ranks among all."""
 
     node: int
     nodes: int
@@ -127,10 +127,10 @@ class Rank:
         assert self.code is not None
         if self.code == ExitCode.DONE:
             return None
-        told = report.read_report(self._report)
-        if told is not None:
+        error = report.read_report(self._report)
+        if error is not None:
             return Failure(
-                self.number, self.code, told.text, told.consequence, told.seconds, hopeless=told.hopeless
+                self.number, self.code, error.text, error.consequence, error.seconds, hopeless=error.hopeless
             )
         # A process that a signal kills writes no report, but faulthandler may have written its stack.
         stack = self.read_stack() if self.code < 0 else ""

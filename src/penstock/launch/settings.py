@@ -45,7 +45,7 @@ class LaunchSettings(Checked):
     max_restarts: Natural = 3
     """How often all ranks are restarted after a fault."""
     hang_seconds: Seconds = 600.0
-    """A rank that finishes no step for so many seconds hangs: stacks are shown, and it is a fault. 0 turns it off."""
+    """A rank that finishes no step for this many seconds hangs: stacks are shown, and it is a fault. 0 turns it off."""
     start_seconds: Seconds = 1800.0
     """Limit until the first step, which may compile."""
     join_seconds: Seconds = 600.0
@@ -53,7 +53,7 @@ class LaunchSettings(Checked):
     settle_seconds: Seconds = 10.0
     """How long to wait for more nodes once there are enough."""
     lost_seconds: Seconds = 15.0
-    """A node that has been silent for so many seconds is lost."""
+    """A node that has been silent for this many seconds is lost."""
 
     def _problems(self) -> Iterator[str]:
         low, high = self.nodes
@@ -118,5 +118,5 @@ def _number(option: str, text: str, words: str) -> int:
     try:
         return int(convert(text, Ranks, text=True))
     except BadValue as bad:
-        said = str(bad) if isinstance(bad, OutOfRange) else f"must be {words}."
-        raise ConfigError(f"{option} is {quoted(text)}, but {said}") from None
+        reason = str(bad) if isinstance(bad, OutOfRange) else f"must be {words}."
+        raise ConfigError(f"{option} is {quoted(text)}, but {reason}") from None

@@ -13,7 +13,7 @@ STOPS = (signal.SIGTERM, signal.SIGUSR1)
 """How schedulers ask: SIGTERM, and SIGUSR1 as Slurm's warning before preemption."""
 
 
-class Asked(BaseException):
+class StopRequested(BaseException):
     """A signal came while the agent waited for other agents, when it has no rank to forward it to."""
 
 
@@ -67,11 +67,11 @@ class Requests:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a signal raises `Asked`; one that came before does so at once."""
+        """Inside, a signal raises `StopRequested`; one that came before does so at once."""
         self._raises = True
         try:
             if self.signal is not None:
-                raise Asked
+                raise StopRequested
             yield
         finally:
             self._raises = False
@@ -80,4 +80,4 @@ class Requests:
         self.signal = self.signal or signal.Signals(number)
         self._pending.append(signal.Signals(number))
         if self._raises:
-            raise Asked
+            raise StopRequested

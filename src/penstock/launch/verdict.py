@@ -97,7 +97,7 @@ def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 def tell(failures: Sequence[Failure]) -> list[str]:
     """The failures as lines to show, the first failure and its traceback first."""
-    told: list[str] = []
+    lines: list[str] = []
     left = list(failures)
     while left:
         first = left.pop(0)
@@ -106,15 +106,15 @@ def tell(failures: Sequence[Failure]) -> list[str]:
             f for f in left if first is failures[0] and f.consequence and not f.stacks and f not in alike
         ]
         left = [f for f in left if f not in alike]
-        told.append(f"rank {first.rank} {first.how}{':' if first.text or first.stacks else '.'}")
-        told += [part.rstrip("\n") for part in (first.text, first.stacks) if part]
+        lines.append(f"rank {first.rank} {first.how}{':' if first.text or first.stacks else '.'}")
+        lines += [part.rstrip("\n") for part in (first.text, first.stacks) if part]
         same = [f.rank for f in alike if not f.consequence]
         lost = [f.rank for f in alike if f.consequence]
         if same:
-            told.append(f"{_ranks(same)} ended the same way.")
+            lines.append(f"{_ranks(same)} ended the same way.")
         if lost:
-            told.append(f"{_ranks(lost)} then lost {'it' if not same else 'them'}.")
-    return told
+            lines.append(f"{_ranks(lost)} then lost {'it' if not same else 'them'}.")
+    return lines
 
 
 def _ranks(ranks: Sequence[int]) -> str:

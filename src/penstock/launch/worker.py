@@ -45,8 +45,8 @@ def main(arguments: Sequence[str]) -> int:
         promise()  # its loop beats; other programs may not
     try:
         _run(list(arguments))
-    except SystemExit as left:
-        return _code_of(left)
+    except SystemExit as ending:
+        return _code_of(ending)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # noqa: BLE001  # whatever it is, the agent shows it
@@ -76,10 +76,10 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
     return first or trace
 
 
-def _code_of(left: SystemExit) -> int:
-    if left.code is None or isinstance(left.code, int):
-        return left.code or 0
-    print(left.code, file=sys.stderr)  # noqa: T201  # what Python itself does with a text
+def _code_of(ending: SystemExit) -> int:
+    if ending.code is None or isinstance(ending.code, int):
+        return ending.code or 0
+    print(ending.code, file=sys.stderr)  # noqa: T201  # what Python itself does with a text
     return 1
 
 

@@ -75,9 +75,9 @@ def per_stage(name: str, value: PerStage, stages: int) -> list[Number]:
     if isinstance(value, Sequence):
         numbers = list(value)
         if len(numbers) != stages:
-            what = "boundaries between stages" if name == "transfer" else "stages"
+            places = "boundaries between stages" if name == "transfer" else "stages"
             raise ConfigError(
-                f"{name} has {len(numbers)} values, but the schedule has {stages} {what}; give one for each, or one "
+                f"{name} has {len(numbers)} values, but the schedule has {stages} {places}; give one for each, or one "
                 "number for all."
             )
     else:

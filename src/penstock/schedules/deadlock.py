@@ -19,11 +19,11 @@ def waits(schedule: Schedule, done: Sequence[int]) -> list[str]:
         missing = _computed(order[i]) if order[i].kind.startswith("SEND") else []
         if not missing or any(_is_done(a, where, done) for a in missing):
             missing = awaited(schedule, order[i])
-        known = [a for a in missing if a in where]
-        needed = " or ".join(map(str, known[:1] or missing))
+        on_ranks = [a for a in missing if a in where]
+        needed = " or ".join(map(str, on_ranks[:1] or missing))
         problems.append(
             f"Deadlock: rank {rank} cannot run {order[i]}, its action {i + 1} of {len(order)}: it waits for {needed}, "
-            + (_whereabouts(rank, *where[known[0]], schedule, done) if known else "which no rank runs.")
+            + (_whereabouts(rank, *where[on_ranks[0]], schedule, done) if on_ranks else "which no rank runs.")
         )
     return problems
 
@@ -113,8 +113,8 @@ def rendezvous(schedule: Schedule) -> list[int]:
             if home == rank or head(home) != other or not ready(other):
                 continue  # when the partner's rank reaches its end, it advances both
             together[home] = other
-        for moved, what in together.items():
-            finished.add(what)
+        for moved, action in together.items():
+            finished.add(action)
             done[moved] += 1
             able.append(moved)
     return done

@@ -45,9 +45,9 @@ def _shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> I
         yield f"There is no schedule {name!r}.{nearest(name, SCHEDULE_NAMES)} Known: {', '.join(SCHEDULE_NAMES)}."
     elif chunks > 1 and name != "interleaved":
         yield f"The schedule {name} runs one chunk of the model per rank, not {chunks}; use interleaved, or chunks=1."
-    for what, count in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+    for field, count in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            yield f"A schedule's {what} must be a whole number of at least 1, but it is {count!r}."
+            yield f"A schedule's {field} must be a whole number of at least 1, but it is {count!r}."
 
 
 def _gpipe(ranks: int, micro_batches: int) -> Schedule:

@@ -26,7 +26,7 @@ class Measured(Simulation):
         moved = tuple(
             span._replace(start=span.start - first, end=span.end - first) for spans in ranks for span in spans
         )
-        peaks = tuple(map(_held, schedule.ranks))
+        peaks = tuple(map(_most_held, schedule.ranks))
         return cls(
             schedule=schedule,
             costs=Costs(),
@@ -43,7 +43,7 @@ class Measured(Simulation):
         return list(self.spans)
 
 
-def _held(order: Sequence[object]) -> Number:
+def _most_held(order: Sequence[object]) -> Number:
     """The most micro-batches that a rank held at a time."""
     held = most = 0
     for action in order:

@@ -61,10 +61,10 @@ def _absent(schedule: Schedule, counts: Counter[Action]) -> list[str]:
         for i in range(schedule.micro_batches):
             kinds: list[Kind] = [kind for kind in COMPUTE_KINDS if Action(stage, kind, i) in counts]
             if kinds not in (["F", "B"], ["F", "I", "W"]):
-                found = ", ".join(f"{stage}{kind}{i}" for kind in kinds) or "nothing"
+                present = ", ".join(f"{stage}{kind}{i}" for kind in kinds) or "nothing"
                 problems.append(
                     f"Stage {stage} and micro-batch {i} must have {stage}F{i} and either {stage}B{i} or both "
-                    f"{stage}I{i} and {stage}W{i}, but the schedule has {found}."
+                    f"{stage}I{i} and {stage}W{i}, but the schedule has {present}."
                 )
     if schedule.communicates:
         problems += _strays(schedule, counts)

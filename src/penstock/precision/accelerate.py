@@ -124,12 +124,12 @@ def accelerate(
     if properties.weights == "half" and properties.master == "none":
         assert properties.dtype is not None
         cast_in_place(bare, properties.dtype, norms=properties.norms, lists=properties.lists)
-        for one in optimizers:
-            _follow_weights(one, properties)
+        for each in optimizers:
+            _follow_weights(each, properties)
     for module in bare:
         apply_precision(module, properties, device)
-    for one in optimizers:
-        own = Gradients(one, session)
+    for each in optimizers:
+        own = Gradients(each, session)
         session.gradients.append(own)
         own.optimizer.__dict__["_penstock"] = own
         if session.masters is not None or properties.scales:
@@ -147,17 +147,17 @@ def restore(model: Any, optimizer: Any = None) -> None:
         ConfigError: the optimizer was not accelerated.
     """
     optimizers = _listed(optimizer)
-    for one in optimizers:
-        gradients_beside(one)
+    for each in optimizers:
+        gradients_beside(each)
     for module in map(unwrapped, _listed(model)):
         widen(module)
         strip(module)
-    for one in optimizers:
-        release(one)
-        if isinstance(one, RemainderAdamW):
-            for state in one.state.values():
+    for each in optimizers:
+        release(each)
+        if isinstance(each, RemainderAdamW):
+            for state in each.state.values():
                 state.pop("remainder", None)
-        _state_follows(one)
+        _state_follows(each)
 
 
 @contextmanager
@@ -219,9 +219,11 @@ def clip_grad_norm_(target: Target | Iterable[Target], max_norm: float) -> Tenso
     if not max_norm > 0.0:
         raise ConfigError(f"max_norm is {max_norm}, but must be above 0.")
     listed = [target] if isinstance(target, Optimizer | nn.Module | Tensor) else list(target)
-    if any(isinstance(one, Optimizer) for one in listed):
-        return scaling.clip([gradients_beside(one) for one in listed], max_norm)  # type: ignore[arg-type]
-    parameters = [p for one in listed for p in (one.parameters() if isinstance(one, nn.Module) else [one])]
+    if any(isinstance(item, Optimizer) for item in listed):
+        return scaling.clip([gradients_beside(item) for item in listed], max_norm)  # type: ignore[arg-type]
+    parameters = [
+        p for item in listed for p in (item.parameters() if isinstance(item, nn.Module) else [item])
+    ]
     if wrong := next((p for p in parameters if not isinstance(p, Tensor)), None):
         raise ConfigError(
             f"clip_grad_norm_ was given {type(wrong).__name__}; give it the optimizer, the model, or "

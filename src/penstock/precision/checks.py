@@ -20,21 +20,21 @@ from penstock.precision.state_hooks import is_half
 
 
 def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
-    """Refuse what is no model and what is no optimizer."""
-    for value, kind, wanted in [(m, "model", nn.Module) for m in models] + [
+    """Refuse models that are no modules, and optimizers that are none."""
+    for value, kind, expected in [(m, "model", nn.Module) for m in models] + [
         (o, "optimizer", Optimizer) for o in optimizers
     ]:
-        if kind == "optimizer" and not isinstance(value, wanted) and hasattr(value, "param_groups"):
+        if kind == "optimizer" and not isinstance(value, expected) and hasattr(value, "param_groups"):
             raise ConfigError(
                 f"A {type(value).__name__} is no torch.optim.Optimizer, though it has param_groups: it wraps one, "
                 "perhaps. Accelerate the optimizer inside, wrap that afterwards, and call "
                 "penstock.precision.unscale_(optimizer) on the one inside before each step, so that the wrapper reads "
                 "gradients without loss scale."
             )
-        if not isinstance(value, wanted):
+        if not isinstance(value, expected):
             raise ConfigError(
-                f"accelerate was given a {type(value).__name__} as {kind}; give it a {wanted.__module__}."
-                f"{wanted.__name__}, or a list of them."
+                f"accelerate was given a {type(value).__name__} as {kind}; give it a {expected.__module__}."
+                f"{expected.__name__}, or a list of them."
             )
     if not models:
         raise ConfigError("accelerate was given no model.")

@@ -50,22 +50,22 @@ class ModuleStandIns(StandIns):
 
     def _deep(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         adopt_weights(module)
-        made = self._copied(module, lambda: copy.deepcopy(module, memo))
-        precision = made.__dict__.get("_penstock_precision")
+        copied = self._copied(module, lambda: copy.deepcopy(module, memo))
+        precision = copied.__dict__.get("_penstock_precision")
         if precision is not None and precision.autocast:
-            take_masters(made)  # no optimizer publishes them into a copy
-        return made
+            take_masters(copied)  # no optimizer publishes them into a copy
+        return copied
 
     def _copied(self, module: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
         # The original's own ways of being copied, `__getstate__` above all, are those of its own class.
         self.take_off(module)
         try:
-            made = make()
+            copied = make()
         finally:
             self.put_on(module)
-        if any(key.startswith("_penstock") for key in made.__dict__):
-            self.put_on(made)
-        return made
+        if any(key.startswith("_penstock") for key in copied.__dict__):
+            self.put_on(copied)
+        return copied
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def strip(model: nn.Module) -> None:
 @torch.no_grad()
 def widen(model: nn.Module) -> None:
     """Give a model its fp32 weights back, in place: the masters where there are any, which optimizers hold."""
-    found: dict[int, Tensor] = {}
+    widened: dict[int, Tensor] = {}
     for module in model.modules():
         stored = fp32_state_of(module)
         if stored is None:
@@ -111,12 +111,12 @@ def widen(model: nn.Module) -> None:
             if not is_half(weight):
                 continue
             if weight in stored.masters or isinstance(weight, HalfWeight):
-                if id(weight) not in found:
+                if id(weight) not in widened:
                     stored.fp32(weight)  # takes over what was written to it
-                    found[id(weight)] = (
+                    widened[id(weight)] = (
                         stored.masters[weight] if weight in stored.masters else _fp32(weight, stored)
                     )
-                setattr(module, key, found[id(weight)])
+                setattr(module, key, widened[id(weight)])
             else:  # the optimizer holds this very parameter
                 weight.grad = None
                 weight.data = stored.fp32(weight)

@@ -65,13 +65,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def living(kind: type[M]) -> Iterator[M]:
     """The modules of a kind that are alive in this process: some tens of milliseconds."""
-    for found in gc.get_objects():
-        if issubclass(type(found), kind):  # isinstance would ask objects that pretend to be of other classes
+    for alive in gc.get_objects():
+        if issubclass(type(alive), kind):  # isinstance would ask objects that pretend to be of other classes
             try:
-                next(found.children(), None)
+                next(alive.children(), None)
             except AttributeError:  # its `__init__` has not run
                 continue
-            yield found
+            yield alive
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
@@ -116,27 +116,27 @@ class _Inside:
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     """The entries into a model: `forward`, and the public methods of its class."""
-    made = {name: _entered(function, always=False) for name, function in _own_methods(cls)}
-    made["forward"] = _entered(cls.forward, always=True, counts=bool(made))
+    methods = {name: _entered(function, always=False) for name, function in _own_methods(cls)}
+    methods["forward"] = _entered(cls.forward, always=True, counts=bool(methods))
     if hasattr(cls, "save_pretrained"):
         # Hugging Face's, which writes the type of the weights beside a state dict.
-        made["save_pretrained"] = _of_the_plain_model(cls.save_pretrained)
-    return made
+        methods["save_pretrained"] = _of_the_plain_model(cls.save_pretrained)
+    return methods
 
 
 def _own_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public methods that a class or its bases define, but for those of torch and of Lightning, whose own loop sees
     to them. Generators are left out, for their code runs after the call has returned.
     """
-    theirs = set(dir(nn.Module))
+    skipped = set(dir(nn.Module))
     for base in reversed(cls.__mro__):
         framework = base.__module__.partition(".")[0] in _FRAMEWORKS
         for name, function in vars(base).items():
             if framework and name not in _STEPS:
-                theirs.add(name)
+                skipped.add(name)
             later = inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
             plainly = isinstance(function, FunctionType) and not later and not name.startswith("_")
-            if plainly and name not in theirs and getattr(cls, name) is function:
+            if plainly and name not in skipped and getattr(cls, name) is function:
                 yield name, function
 
 
@@ -203,10 +203,10 @@ def _to(dtype: torch.dtype | str, value: Any, but: Any = ()) -> Any:
     """Floating tensors of a nest as `dtype`, or as they are where this is "keep"; fp64 stays."""
     if dtype == "keep":
         return value
-    wanted = torch.float32 if dtype == "fp32" else dtype
+    target = torch.float32 if dtype == "fp32" else dtype
 
     def cast(tensor: Tensor) -> Tensor:
         stays = not tensor.is_floating_point() or tensor.dtype == torch.float64 or isinstance(tensor, but)
-        return tensor if stays else tensor.to(wanted)
+        return tensor if stays else tensor.to(target)
 
     return replaced(value, cast)

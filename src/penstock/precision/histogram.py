@@ -143,7 +143,7 @@ class GradientHistogram:
 
     @property
     def all(self) -> Histogram:
-        """Both: what passes through fp16."""
+        """Both together: all gradients that pass through fp16."""
         return self.activations + self.weights
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,19 +189,19 @@ def recommend(histogram: Histogram | GradientHistogram, *, headroom: float = 2.0
         NumericError: a gradient is not finite, so that no scale helps, or all are zero.
     """
     require("headroom", headroom, Headroom)
-    found = histogram.all if isinstance(histogram, GradientHistogram) else histogram
-    if found.wrong:
+    values = histogram.all if isinstance(histogram, GradientHistogram) else histogram
+    if values.wrong:
         raise NumericError(
-            f"{found.wrong:,} of {found.values:,} gradients are infinite or not a number in fp32 already, which no "
+            f"{values.wrong:,} of {values.values:,} gradients are infinite or not a number in fp32 already, which no "
             "loss scale can change; look for the layer with penstock.precision.report(model, batch, precision='O0')."
         )
-    if not found.largest:
+    if not values.largest:
         raise NumericError("All gradients are zero: there is nothing to choose a loss scale by.")
-    scale = power_of_two(LARGEST / (found.largest * headroom))
+    scale = power_of_two(LARGEST / (values.largest * headroom))
     return Recommendation(
-        scale=scale, largest=found.largest, headroom=headroom,
-        lost_before=found.lost(), lost=found.lost(scale),
-        denormal_before=found.denormal(), denormal=found.denormal(scale),
+        scale=scale, largest=values.largest, headroom=headroom,
+        lost_before=values.lost(), lost=values.lost(scale),
+        denormal_before=values.denormal(), denormal=values.denormal(scale),
     )  # fmt: skip
 
 

@@ -169,27 +169,27 @@ def report(
     settled = _settled(bare, precision, dtype)
     passing = _scale(settled, optimizer, scale)
     batch = moved(batch, device_of([bare]))
-    wanted = loss or default_loss
+    loss_of = loss or default_loss
     with torch.enable_grad():
         with _in_precision(bare, settled) as subject:
             trace = OverflowTrace([subject])
             with undisturbed(subject), trace:
-                value = checked(wanted(subject, batch))
-                made = gradients(subject, value.float() * passing if passing != 1.0 else value)
-            overflow = trace.first(made)
+                value = checked(loss_of(subject, batch))
+                weight_gradients = gradients(subject, value.float() * passing if passing != 1.0 else value)
+            overflow = trace.first(weight_gradients)
         meters: dict[tuple[str, Kind], Meter] = defaultdict(Meter)
         value_fp32 = pass_in_fp32(
-            bare, batch, wanted, lambda layer, kind, gradient: meters[layer, kind].add(gradient)
+            bare, batch, loss_of, lambda layer, kind, gradient: meters[layer, kind].add(gradient)
         )
     compared = power_of_two(passing) if passing != 1.0 else STARTING_SCALE
     places = {name or type(bare).__name__: place for place, (name, _) in enumerate(bare.named_modules())}
-    found = [
+    rows = [
         layer_gradients(layer, kind, meters[layer, kind].read(), compared)
         for layer, kind in sorted(meters, key=lambda key: (places[key[0]], key[1]))
     ]
     return PrecisionReport(
         precision=settled.describe(), scale=passing, loss=value.item(), loss_fp32=value_fp32.item(),
-        compared_scale=compared, gradients=tuple(found), overflow=overflow,
+        compared_scale=compared, gradients=tuple(rows), overflow=overflow,
     )  # fmt: skip
 
 
@@ -254,8 +254,8 @@ def pass_in_fp32(model: nn.Module, batch: Any, loss: Loss | None, note: Note) ->
     with undisturbed(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
         with _watched(model, note):
             value = checked((loss or default_loss)(model, batch))
-            found = gradients(model, value)
-        for name, gradient in found:
+            weight_gradients = gradients(model, value)
+        for name, gradient in weight_gradients:
             if gradient is not None:
                 note(name.rpartition(".")[0] or type(model).__name__, "weights", gradient)
     return value.detach()
@@ -275,8 +275,8 @@ def _watched(model: nn.Module, note: Note) -> Iterator[None]:
             for tensor in tensors_of(args):
                 seen[id(tensor)] = weakref.ref(tensor)
             for tensor in tensors_of(output):
-                known = seen.get(id(tensor))
-                if tensor.requires_grad and not (known is not None and known() is tensor):
+                before = seen.get(id(tensor))
+                if tensor.requires_grad and not (before is not None and before() is tensor):
                     seen[id(tensor)] = weakref.ref(tensor)
                     tensor.register_hook(lambda g: note(name, "activations", g))  # type: ignore[no-untyped-call]
 
@@ -294,12 +294,12 @@ def _watched(model: nn.Module, note: Note) -> Iterator[None]:
             handle.remove()
 
 
-def layer_gradients(layer: str, kind: Kind, found: Histogram, scale: float) -> LayerGradients:
+def layer_gradients(layer: str, kind: Kind, histogram: Histogram, scale: float) -> LayerGradients:
     """The row of a layer from its histogram, at a loss scale that is a power of two."""
     return LayerGradients(
-        layer=layer, kind=kind, values=found.values, zero=found.zeros / max(found.values, 1),
-        lost=found.lost(), lost_scaled=found.lost(scale),
-        infinite=found.infinite(), infinite_scaled=found.infinite(scale), largest=found.largest,
+        layer=layer, kind=kind, values=histogram.values, zero=histogram.zeros / max(histogram.values, 1),
+        lost=histogram.lost(), lost_scaled=histogram.lost(scale),
+        infinite=histogram.infinite(), infinite_scaled=histogram.infinite(scale), largest=histogram.largest,
     )  # fmt: skip
 
 
@@ -340,7 +340,7 @@ def _gradients(report: PrecisionReport) -> str:
     totals = [report.total(kind) for kind in ("activations", "weights")]
     rows += [_row(total) for total in totals if total]
     troubled = _troubled(report)
-    rows += [_row(one) for one in troubled[:_MOST_LAYERS]]
+    rows += [_row(row) for row in troubled[:_MOST_LAYERS]]
     text = (
         "What fp16 would make of the gradients of the pass in fp32: lost is what becomes zero, inf what becomes "
         "infinite, at loss scale 1 and another.\n\n" + _aligned(rows, left=(0, 1))
@@ -355,13 +355,13 @@ def _gradients(report: PrecisionReport) -> str:
 
 def _troubled(report: PrecisionReport) -> list[LayerGradients]:
     """Layers of which fp16 would lose some gradients, the worst first."""
-    worst = sorted(report.gradients, key=lambda one: (-one.infinite_scaled, -one.infinite, -one.lost))
-    return [one for one in worst if one.lost or one.infinite or one.infinite_scaled]
+    worst = sorted(report.gradients, key=lambda row: (-row.infinite_scaled, -row.infinite, -row.lost))
+    return [row for row in worst if row.lost or row.infinite or row.infinite_scaled]
 
 
-def _row(one: LayerGradients) -> list[str]:
-    shares = (one.zero, one.lost, one.lost_scaled, one.infinite, one.infinite_scaled)
-    return [one.layer, one.kind, f"{one.values:,}", *map(percent, shares), f"{one.largest:.3g}"]
+def _row(row: LayerGradients) -> list[str]:
+    shares = (row.zero, row.lost, row.lost_scaled, row.infinite, row.infinite_scaled)
+    return [row.layer, row.kind, f"{row.values:,}", *map(percent, shares), f"{row.largest:.3g}"]
 
 
 def _scale_word(scale: float) -> str:

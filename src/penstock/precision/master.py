@@ -64,7 +64,7 @@ class MasterWeights:
         self._masters: dict[Parameter, Parameter] = {}
         """Masters by half weight."""
         self._trained: dict[Optimizer, dict[Parameter, Parameter]] = {}
-        """The same of what each optimizer trains."""
+        """The same by optimizer, each with the weights that it trains."""
         swapped: dict[int, Parameter] = {}
         frozen: list[str] = []
         for name, module in _to_halve(models, norms, lists):
@@ -91,12 +91,12 @@ class MasterWeights:
         swapped: dict[int, Parameter],
         frozen: list[str],
     ) -> None:
-        mine = False
+        has_weights = False
         stored = Fp32State(self.dtype)
         for key, parameter in own_parameters(module):
             if not parameter.is_floating_point():
                 continue
-            mine = True
+            has_weights = True
             half = swapped.get(id(parameter))
             if half is None:
                 half = HalfWeight(parameter.detach().to(self.dtype), requires_grad=parameter.requires_grad)
@@ -111,7 +111,7 @@ class MasterWeights:
             if half in self._masters:
                 stored.masters[half] = self._masters[half]
             setattr(module, key, half)  # not by _parameters: recurrent layers keep a second list
-        if mine:
+        if has_weights:
             stored.attach(module)
 
     def _add(self, optimizer: Optimizer, half: Parameter, master: Parameter) -> None:
@@ -186,10 +186,10 @@ class MasterWeights:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
         if self._parallel is None:
-            self._parallel = [weakref.ref(found) for found in _parallel_around(self._masters)]
+            self._parallel = [weakref.ref(model) for model in _parallel_around(self._masters)]
         return any(
-            found is not None and not found.require_backward_grad_sync
-            for found in (reference() for reference in self._parallel)
+            model is not None and not model.require_backward_grad_sync
+            for model in (reference() for reference in self._parallel)
         )
 
     def joining(self, group: dict[str, Any]) -> tuple[dict[str, Any], dict[Parameter, Parameter]]:
@@ -282,9 +282,9 @@ def _parallel_around(
     weights: Mapping[Parameter, Parameter],
 ) -> Iterator[nn.parallel.DistributedDataParallel]:
     """The living DistributedDataParallel that average gradients of some weights."""
-    for found in living(nn.parallel.DistributedDataParallel):
-        if any(parameter in weights for parameter in found.parameters()):
-            yield found
+    for parallel in living(nn.parallel.DistributedDataParallel):
+        if any(parameter in weights for parameter in parallel.parameters()):
+            yield parallel
 
 
 def _refers(reference: weakref.ref[Tensor] | None, value: Tensor | None) -> bool:

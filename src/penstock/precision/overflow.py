@@ -86,16 +86,16 @@ class OverflowTrace:
                     module.register_forward_hook(self._leaving(full), with_kwargs=True, always_call=True),
                 ]
 
-    def _own(self, made: Iterable[Tensor], layer: str) -> None:
+    def _own(self, outputs: Iterable[Tensor], layer: str) -> None:
         """Give all nodes behind some tensors to a layer, but for those that have an owner."""
-        left = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
-        while left:
-            node = left.pop()
+        nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        while nodes:
+            node = nodes.pop()
             if node in self._known or hasattr(node, "variable"):  # where a parameter's gradient is kept
                 continue
             self._known[node] = layer
             self._handles.append(self._watch(node, layer))
-            left += [behind for behind, _ in node.next_functions if behind is not None]
+            nodes += [behind for behind, _ in node.next_functions if behind is not None]
 
     def _entering(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -120,27 +120,27 @@ class OverflowTrace:
         return hook
 
     def _watch(self, node: Node, layer: str) -> RemovableHandle:
-        def hook(made: Any, given: Any) -> None:
-            self._note(Overflow(layer, "gradient of the output"), tensors_of(given))
-            self._note(Overflow(layer, "backward pass"), tensors_of(made))
+        def hook(input_gradients: Any, output_gradients: Any) -> None:
+            self._note(Overflow(layer, "gradient of the output"), tensors_of(output_gradients))
+            self._note(Overflow(layer, "backward pass"), tensors_of(input_gradients))
 
         return node.register_hook(hook)
 
     @torch.no_grad()
-    def _note(self, seen: Overflow, values: list[Tensor]) -> None:
+    def _note(self, place: Overflow, values: list[Tensor]) -> None:
         for value in values:
             inside = value.coalesce().values() if value.is_sparse else value
-            if seen.where in ("input", "computation") and not value.requires_grad:
+            if place.where in ("input", "computation") and not value.requires_grad:
                 inside = inside.masked_fill(inside == -math.inf, 0.0)  # which masks hold on purpose
-            self._notes.append((seen, ~inside.isfinite().all()))
+            self._notes.append((place, ~inside.isfinite().all()))
 
     def first(self, gradients: Iterable[tuple[str, Tensor | None]] = ()) -> Overflow | None:
         """The first non-finite value in time. `gradients`, those of the parameters by name in model order, are asked
         where no backward pass was seen. Waits for the device.
         """
         if self._notes:
-            found = torch.stack([bad.to("cpu") for _, bad in self._notes]).tolist()
-            for (seen, _), bad in zip(self._notes, found):
+            non_finite = torch.stack([bad.to("cpu") for _, bad in self._notes]).tolist()
+            for (seen, _), bad in zip(self._notes, non_finite):
                 if bad:
                     return seen
         if any(seen.where == "backward pass" for seen, _ in self._notes):

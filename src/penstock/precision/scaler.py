@@ -17,7 +17,7 @@ Agree = Callable[[Tensor], None]
 
 PATIENCE = 4
 """Overflows in a row at the floor after which a run is taken to be lost."""
-# What is saved, by attribute, with its name in files.
+# Attributes that are saved, each with its name in files.
 _ENTRIES = {"scale": "scale", "clean": "clean", "overflows": "overflows", "spared": "spared", "stuck": "lost"}
 
 

@@ -1,4 +1,4 @@
-"""The factor of an optimizer's gradients at present, and how its step takes that off again.
+"""The factor of an optimizer's gradients at present, and how its step divides by it.
 
 Each accelerated optimizer has a `Gradients` beside it. Gradients stay scaled until `clip_grad_norm_` or the step: a
 fused kernel divides them on their way into the update, so that unscaling costs no pass of its own.
@@ -43,8 +43,8 @@ class Gradients:
         """Whether some of them are this rank's alone, until a later backward pass averages them."""
         self.yielded: weakref.ref[Tensor] | None = None
         """The scaled loss that was handed out last."""
-        self.found: list[tuple[LossScaler, Tensor]] = []
-        """Noted when gradients were unscaled before the step: whose they were, and 0-d fp32, 1 if any is not finite."""
+        self.overflows: list[tuple[LossScaler, Tensor]] = []
+        """Noted when gradients were unscaled before the step: their scaler, and 0-d fp32, 1 if any is not finite."""
         self._left: list[tuple[int, int]] | None = None
         """The gradients as the latest scaled backward pass left them: which tensors, and how often written to."""
         self._warned = False
@@ -65,10 +65,10 @@ class Gradients:
         if scaler is None:
             self.prepared = True
             return
-        held = self.prepared and (self.scale is None or self.scaler is not scaler)
-        if held:
+        accumulates = self.prepared and (self.scale is None or self.scaler is not scaler)
+        if accumulates:
             self._put_aside()
-        if not self.prepared or held:
+        if not self.prepared or accumulates:
             self.scale = scaler.scale.clone()
             self.scaler = scaler
         self.prepared = True
@@ -114,9 +114,9 @@ class Gradients:
         """Divide the gradients by their scale, once, and note whether any is not finite."""
         self.collect()
         if self.scale is not None:
-            found = unscale_gradients(gradients_of(self.optimizer), self.scale)
-            if found is not None and self.scaler is not None:
-                self.found.append((self.scaler, found))
+            overflow = unscale_gradients(gradients_of(self.optimizer), self.scale)
+            if overflow is not None and self.scaler is not None:
+                self.overflows.append((self.scaler, overflow))
             self.scale = None
         if self.stash:
             for parameter, gradient in self.stash:
@@ -186,25 +186,25 @@ class Gradients:
         divisor = self.scale
         sparse = any(gradient.is_sparse for gradient in gradients)
         if folds(self.optimizer) and not self.stash and divisor is not None and not sparse:
-            self.found.append((scaler, (~grad_norm(gradients).isfinite()).float()))
+            self.overflows.append((scaler, (~grad_norm(gradients).isfinite()).float()))
         else:
             divisor = None
             self.unscale()
-        found = self._decision()
+        overflow = self._decision()
         if folds(self.optimizer):
-            with folded(self.optimizer, grad_scale=divisor, found_inf=found):
+            with folded(self.optimizer, grad_scale=divisor, found_inf=overflow):
                 return update()
-        return update() if found.item() == 0.0 else None
+        return update() if overflow.item() == 0.0 else None
 
     def _decision(self, *, stepped: bool = True) -> Tensor:
         """Whether any gradient of any loss, on any rank, is not finite; each loss scale learns of its own."""
-        assert self.found
+        assert self.overflows
         merged: Tensor | None = None
-        for scaler, found in self.found:
+        for scaler, overflow in self.overflows:
             if self.session.agree is not None:
-                self.session.agree(found)
-            self.session.note(scaler, found, stepped=stepped)
-            merged = found if merged is None else torch.maximum(merged, found.to(merged.device))
+                self.session.agree(overflow)
+            self.session.note(scaler, overflow, stepped=stepped)
+            merged = overflow if merged is None else torch.maximum(merged, overflow.to(merged.device))
         assert merged is not None
         return merged
 
@@ -214,8 +214,8 @@ class Gradients:
         if self.scale is not None and self.scaler is not None:
             given = [p.grad for p in self._given() if p.grad is not None and not p.grad.is_sparse]
             if given:
-                self.found.append((self.scaler, (~grad_norm(given).isfinite()).float()))
-        if self.found:
+                self.overflows.append((self.scaler, (~grad_norm(given).isfinite()).float()))
+        if self.overflows:
             self._decision(stepped=False)
         self.forget()
 
@@ -238,15 +238,15 @@ class Gradients:
             else {id(masters.master_of(w)): w for w in masters.weights_of(self.optimizer)}
         )
         pairs = [(p, halves.get(id(p), p)) for p in parameters_of(self.optimizer)]
-        found: list[Tensor] = [p for p, half in pairs if id(p) in given or id(half) in given]
-        ids = set(map(id, found))
-        return found, all(id(p) in ids or (p.grad is None and half.grad is None) for p, half in pairs)
+        chosen: list[Tensor] = [p for p, half in pairs if id(p) in given or id(half) in given]
+        ids = set(map(id, chosen))
+        return chosen, all(id(p) in ids or (p.grad is None and half.grad is None) for p, half in pairs)
 
     def forget(self) -> None:
         """Gradients are used up or thrown away."""
         self.unsynced = False
         self.scale = self.scaler = None
-        self.found = []
+        self.overflows = []
         self.stash = []
         self.prepared = False
         self._left = None
@@ -256,23 +256,23 @@ def unscale_gradients(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
     """Divide in place; returns whether any gradient is not finite, on the first one's device."""
     if not gradients:
         return None
-    founds: dict[torch.device, Tensor] = {}
+    overflows: dict[torch.device, Tensor] = {}
     kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     for gradient in gradients:
         kinds.setdefault((gradient.device, gradient.dtype, gradient.is_sparse), []).append(gradient)
     for (device, _, sparse), alike in kinds.items():
-        found = founds.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
+        overflow = overflows.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         inverse = scale.to(device, non_blocking=True).double().reciprocal().float()
         if not sparse:
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
             continue
         for gradient in alike:
-            found.add_(~gradient.coalesce().values().isfinite().all()).clamp_(max=1.0)
+            overflow.add_(~gradient.coalesce().values().isfinite().all()).clamp_(max=1.0)
             gradient.mul_(inverse)
     first = gradients[0].device
-    merged = founds.pop(first)
-    for found in founds.values():
-        merged = torch.maximum(merged, found.to(first, non_blocking=True))
+    merged = overflows.pop(first)
+    for overflow in overflows.values():
+        merged = torch.maximum(merged, overflow.to(first, non_blocking=True))
     return merged
 
 
@@ -280,7 +280,7 @@ def unscale_gradients(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
 def clip_parameters(parameters: list[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients of parameters, taken as one vector, wherever they are: at themselves or at their masters."""
     given = set(map(id, parameters))
-    picked = {own: found for own in list(_EVERY) if (found := own.chosen(given))[0]}
+    picked = {own: choice for own in list(_EVERY) if (choice := own.chosen(given))[0]}
     order = {id(p): at for at, p in enumerate(parameters)}
     # In the order of the parameters, so that all ranks add up alike.
     owners = sorted(picked, key=lambda own: min(order.get(id(p), len(order)) for p in own._given()))
@@ -320,7 +320,7 @@ def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
     scale = None if alone is None else alone.scale
     if alone is not None and scale is not None:
         if alone.scaler is not None:
-            alone.found.append((alone.scaler, (~norm.isfinite()).float()))
+            alone.overflows.append((alone.scaler, (~norm.isfinite()).float()))
         norm = norm / scale.to(norm.device)
     divisor = clipping_divisor(norm, max_norm, scale)
     if alone is not None and isinstance(alone.optimizer, RemainderAdamW):

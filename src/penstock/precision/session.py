@@ -81,7 +81,7 @@ class Session:
             own.forget()
 
     def move_scale(self, scaler: LossScaler) -> None:
-        """Move the scale by what was noted since it last moved.
+        """Move the scale by the overflows that were noted since it last moved.
 
         Raises:
             NumericError: gradients have overflowed at the lowest scale for some steps.
@@ -118,8 +118,8 @@ class Session:
     def _named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         for model in self.models:
             for name, parameter in model.named_parameters():
-                held = parameter if self.masters is None else self.masters.master_of(parameter)
-                yield name, held.grad
+                weight = parameter if self.masters is None else self.masters.master_of(parameter)
+                yield name, weight.grad
 
     def move_scales(self) -> None:
         """Move every scale; none is in use."""
@@ -148,18 +148,18 @@ class _Poll:
     def look(self, value: Tensor) -> float | None:
         if value.device.type != "cuda":
             return float(value)
-        seen = None
+        late = None
         if len(self._under_way) == _LATE:
             host, event = self._under_way.popleft()
             event.synchronize()
-            seen = float(host)
+            late = float(host)
         else:
             host = torch.empty((), dtype=value.dtype, pin_memory=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         host.copy_(value, non_blocking=True)
         event.record()
         self._under_way.append((host, event))
-        return seen
+        return late
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:

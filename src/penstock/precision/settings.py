@@ -168,10 +168,10 @@ def properties_of(
     if overrides.get("weights") == "fp32" and base.weights == "half":
         # fp32 weights need no master and no half norms.
         overrides = {"master": "none", "norms": "fp32", "autocast": True, **overrides}
-    found = replace(base, **overrides)
-    if problems := list(_contradictions(found)):
+    properties = replace(base, **overrides)
+    if problems := list(_contradictions(properties)):
         raise ConfigError(problems)
-    return found
+    return properties
 
 
 def precision_of(plan: Plan, lists: Lists | None = None, device: torch.device | str = "cpu") -> Precision:
@@ -221,9 +221,9 @@ def _level(level: str) -> Level:
     )
 
 
-def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torch.dtype | None:
+def _dtype(level: Level, dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
     """The half type; None at O0."""
-    name = next((n for d, n in HALVES.items() if asked in (n, d)), asked)
+    name = next((n for d, n in HALVES.items() if dtype in (n, d)), dtype)
     if level == "O0":
         if name != "auto":
             raise ConfigError(
@@ -241,10 +241,10 @@ def _dtype(level: Level, asked: str | torch.dtype, device: torch.device) -> torc
             )
         return DTYPES[chosen]
     if name not in HALVES.values():
-        known = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": 'precision="O0"'}
-        meant = known.get(str(asked).removeprefix("torch."))
+        synonyms = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": 'precision="O0"'}
+        meant = synonyms.get(str(dtype).removeprefix("torch."))
         hint = f"write {meant}" if meant else "choose bf16, fp16 or auto"
-        raise ConfigError(f"dtype={brief(asked)} is not known; {hint}.")
+        raise ConfigError(f"dtype={brief(dtype)} is not known; {hint}.")
     if name == "fp16" and device.type == "cpu":
         _once(
             "fp16 on a CPU is emulated and several times slower than fp32: it serves to study numerics. "

@@ -131,7 +131,7 @@ class Fp32State:
         )
 
     def attach(self, module: nn.Module) -> None:
-        """See to what is saved of a module and loaded into it, from now on."""
+        """From now on, handle what is saved of a module and loaded into it."""
         target: Any = module
         module.__dict__["_penstock_stored"] = self
         keep_handles(
@@ -158,7 +158,7 @@ class Fp32State:
         self.wide = {}
         for key, parameter in own_parameters(module):
             value = state.get(prefix + key)
-            # Of another shape torch reports it.
+            # torch reports a tensor of another shape.
             if isinstance(value, Tensor) and value.shape == parameter.shape and self.knows(parameter):
                 self.wide[parameter] = value
 
@@ -203,8 +203,8 @@ class HalfWeight(Parameter):
     @property
     def data(self) -> Tensor:
         self.__dict__["_penstock_touched"] = True
-        found: Tensor = _DATA.__get__(self)
-        return found
+        values: Tensor = _DATA.__get__(self)
+        return values
 
     @data.setter
     def data(self, value: Tensor) -> None:

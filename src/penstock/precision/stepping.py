@@ -26,8 +26,8 @@ def gradients_beside(optimizer: Optimizer) -> Gradients:
             f"This {type(optimizer).__name__} was not accelerated; call "
             "`model, optimizer = penstock.accelerate(model, optimizer)` first."
         )
-    found: Gradients = own
-    return found
+    beside: Gradients = own
+    return beside
 
 
 def attend(own: Gradients) -> None:
@@ -46,7 +46,7 @@ def attend(own: Gradients) -> None:
 
 
 def release(optimizer: Optimizer) -> None:
-    """Undo `attend`, and forget what is beside the optimizer."""
+    """Undo `attend`, and remove the optimizer's `Gradients`."""
     optimizer.__dict__.pop("_penstock", None)
     if not _STAND_INS.on(optimizer):
         return

@@ -71,15 +71,15 @@ def gradients(model: nn.Module, loss: Tensor) -> list[tuple[str, Tensor | None]]
             "No gradient flows from this loss to a parameter: all are frozen, or the loss was computed without "
             "gradients. Give a model with parameters that require gradients, and a loss that depends on them."
         )
-    found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
-    return [(name, gradient) for (name, _), gradient in zip(trained, found)]
+    values = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+    return [(name, gradient) for (name, _), gradient in zip(trained, values)]
 
 
 def checked(loss: Any) -> Tensor:
     """The loss as a 0-d tensor. Raises ConfigError for anything else."""
     if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"loss(model, batch) returned {what}, but must return a scalar tensor.")
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"loss(model, batch) returned {kind}, but must return a scalar tensor.")
     return loss
 
 
@@ -93,8 +93,8 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
         ConfigError: neither is there; give `loss=`.
     """
     targets: Any = None
-    if is_dataclass(batch) and hasattr(batch, "targets") and len(found := list(tensors(batch))) == 2:
-        batch = found if found[1] is batch.targets else found[::-1]
+    if is_dataclass(batch) and hasattr(batch, "targets") and len(pair := list(tensors(batch))) == 2:
+        batch = pair if pair[1] is batch.targets else pair[::-1]
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, Sequence) and len(batch) == 2:

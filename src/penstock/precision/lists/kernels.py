@@ -47,14 +47,14 @@ def _casting(overload: Callable[..., Any], policy: Policy) -> Callable[..., Any]
     """An operation that casts its arguments as its list says, `promote` or `half`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = list(tensors((args, kwargs)))
+        operands = list(tensors((args, kwargs)))
         if policy == "promote":
             dtype = torch.float32
-            casts = len({tensor.dtype for tensor in given if tensor.dtype in CASTABLE}) > 1
+            casts = len({tensor.dtype for tensor in operands if tensor.dtype in CASTABLE}) > 1
         else:
             dtype = torch.get_autocast_dtype("cpu")
             # One number beside a tensor is multiplied with, and no product.
-            casts = all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in given)
+            casts = all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in operands)
         if casts:
             args, kwargs = replaced((args, kwargs), lambda t: t.to(dtype) if t.dtype in CASTABLE else t)
         with torch.autocast("cpu", enabled=False):

@@ -142,11 +142,11 @@ def chosen_type(policy: str, values: Any, device_type: str, half: torch.dtype) -
     """
     if policy in ("fp32", "half"):
         return half if policy == "half" else torch.float32
-    found = [tensor.dtype for tensor in castable(values, device_type)]
-    if not found:
+    dtypes = [tensor.dtype for tensor in castable(values, device_type)]
+    if not dtypes:
         return None
     # fp16 and bf16 each lack what the other has, so the widest of both is fp32.
-    return found[0] if policy == "keep" or len(set(found)) == 1 else torch.float32
+    return dtypes[0] if policy == "keep" or len(set(dtypes)) == 1 else torch.float32
 
 
 def castable(values: Any, device_type: str) -> Iterator[Tensor]:
@@ -160,8 +160,8 @@ def cast(values: Any, dtype: torch.dtype, device_type: str) -> Any:
     """A nest with its castable tensors in another type; containers stay what they are."""
 
     def change(tensor: Tensor) -> Tensor:
-        wanted = tensor.device.type == device_type and tensor.dtype in CASTABLE
-        return tensor.to(dtype) if wanted else tensor
+        castable_here = tensor.device.type == device_type and tensor.dtype in CASTABLE
+        return tensor.to(dtype) if castable_here else tensor
 
     return replaced(values, change)
 

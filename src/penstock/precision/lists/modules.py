@@ -69,10 +69,10 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
     problems = []
     for kind, choices in (("half", lists.half_modules), ("fp32", lists.fp32_modules)):
         for choice in present_patterns(model, choices):
-            found = list(_matching(modules, choice))
-            if not found:
+            matching = list(_matching(modules, choice))
+            if not matching:
                 problems.append(_unmatched(modules, choice, kind))
-            chosen |= {name: _Treatment("half" if kind == "half" else "fp32", lists) for name in found}
+            chosen |= {name: _Treatment("half" if kind == "half" else "fp32", lists) for name in matching}
     if problems:
         raise ConfigError(problems)
     for name, module in modules.items():

@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 
 # The places in which one operation goes by one last name. torch.linalg and torch.fft have names of their own.
 _ALIKE = ("torch.nn.functional", "torch", "torch.Tensor", "torch.special")
-# What torch.ops holds: operations, and their variants by the types of arguments.
+# Contents of torch.ops: operations, and their variants by the types of arguments.
 _PACKET, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 _OPERATORS = {
     "add": ("__add__", "__radd__"),
@@ -37,10 +37,10 @@ def functions_of(name: str) -> frozenset[Function]:
 
     Raises ConfigError when there is no such operation of torch, or when it is no function that torch lets others watch.
     """
-    found = frozenset(function for full in _aliases(name) if (function := _lookup(full)) is not None)
-    if not found:
+    functions = frozenset(function for full in _aliases(name) if (function := _lookup(full)) is not None)
+    if not functions:
         raise ConfigError(_unknown(name))
-    return found
+    return functions
 
 
 def name_of(function: Function | str) -> str:
@@ -53,7 +53,7 @@ def name_of(function: Function | str) -> str:
         return _canonical(function)
     if isinstance(function, _PACKET):
         return f"torch.ops.{str(function).replace('::', '.')}"
-    name = resolve_name(function) if function in _known() else None
+    name = resolve_name(function) if function in _watchable() else None
     if not name:
         what = getattr(function, "__qualname__", repr(function))
         module = getattr(function, "__module__", None)
@@ -66,7 +66,7 @@ def name_of(function: Function | str) -> str:
 
 
 @functools.cache
-def _known() -> frozenset[Function]:
+def _watchable() -> frozenset[Function]:
     """Every function that a TorchFunctionMode sees."""
     return frozenset(function for group in get_overridable_functions().values() for function in group)
 
@@ -96,21 +96,21 @@ def _lookup(name: str) -> Function | None:
     first, *rest = name.split(".")
     if first != "torch":
         return None
-    found: Any = torch
+    resolved: Any = torch
     for part in rest:
         try:
-            found = getattr(found, part)
+            resolved = getattr(resolved, part)
         except (AttributeError, RuntimeError):  # torch.ops raises RuntimeError of its own for some names
             return None
-    if isinstance(found, _PACKET | _OVERLOAD):
-        return found
-    return found if callable(found) and found in _known() else None
+    if isinstance(resolved, _PACKET | _OVERLOAD):
+        return resolved
+    return resolved if callable(resolved) and resolved in _watchable() else None
 
 
 def _unknown(name: str) -> str:
     last = name.rpartition(".")[2]
-    names = {found for function in _known() if (found := resolve_name(function))}
-    close = sorted(found for found in names if found.rpartition(".")[2] == last)
+    names = {full for function in _watchable() if (full := resolve_name(function))}
+    close = sorted(full for full in names if full.rpartition(".")[2] == last)
     hint = f" Did you mean {' or '.join(close[:3])}?" if close else nearest(name, sorted(names))
     if not name.startswith("torch."):
         return (

@@ -166,14 +166,14 @@ def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:
 
     `keep` is a difference only where torch.autocast would widen the operation.
     """
-    found = {}
+    policies = {}
     for name, policy in lists.policies().items():
-        theirs = autocast_policy(name, device_type)
-        if policy == "keep" and theirs != "fp32":
+        autocast = autocast_policy(name, device_type)
+        if policy == "keep" and autocast != "fp32":
             continue
-        if policy != theirs or (policy == "banned" and dict(lists.banned)[name] != BANNED.get(name)):
-            found[name] = policy
-    return found
+        if policy != autocast or (policy == "banned" and dict(lists.banned)[name] != BANNED.get(name)):
+            policies[name] = policy
+    return policies
 
 
 def intercepted(lists: OpLists, device_type: str) -> dict[Function, tuple[Policy, str]]:
@@ -182,9 +182,9 @@ def intercepted(lists: OpLists, device_type: str) -> dict[Function, tuple[Policy
 
     `keep` alone is no reason to watch every call: it saves time, and watching costs some.
     """
-    found = differences(lists, device_type)
+    policies = differences(lists, device_type)
     if device_type == "cpu":
-        found = {name: policy for name, policy in found.items() if registered().get(name) != policy}
-    if all(policy == "keep" for policy in found.values()):
+        policies = {name: policy for name, policy in policies.items() if registered().get(name) != policy}
+    if all(policy == "keep" for policy in policies.values()):
         return {}
-    return {function: (policy, name) for name, policy in found.items() for function in functions_of(name)}
+    return {function: (policy, name) for name, policy in policies.items() for function in functions_of(name)}

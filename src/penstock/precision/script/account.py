@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 
 class Account:
-    """Gathers what happened and tells it with `say`, on the first rank, when the next optimizer step is over."""
+    """Gathers what happened and reports it with `say`, on the first rank, when the next optimizer step is over."""
 
     def __init__(self, level: str, dtype: str, say: Say) -> None:
         self._level = level
@@ -23,7 +23,7 @@ class Account:
         self._say = say
         self._header: str | None = None
         self._lines: list[str] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._accelerated = 0
 
     def accelerated(
@@ -53,22 +53,22 @@ class Account:
                 f"{_names(optimizers)}"
             )
 
-    def left(self, what: str, why: str) -> None:
+    def left(self, words: str, why: str) -> None:
         """Something stays as the script made it."""
-        self._line(f"left alone {what}: {why}")
+        self._line(f"left alone {words}: {why}")
 
     def _line(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._reported:
+            self._reported.add(line)
             self._lines.append(line)
 
     @property
-    def untold(self) -> bool:
+    def unreported(self) -> bool:
         """Whether `tell` has something to say."""
         return bool(self._lines)
 
     def tell(self) -> None:
-        """Say what has not been said."""
+        """Report what has not been reported yet."""
         lines, self._lines = self._lines, []
         if not lines or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             return
@@ -83,7 +83,7 @@ class Account:
                 "the script",
                 "it made no optimizer of torch.optim; whether it updates weights by hand cannot be seen from outside",
             )
-        elif not self._accelerated and not self._told:
+        elif not self._accelerated and not self._reported:
             self.left("the script", "no model that an optimizer trains was called with gradients")
 
 

@@ -110,14 +110,14 @@ class ScaledBackward:
         # Two optimizers may hold the same parameter; then the second only looks.
         fresh = [g for g in gradients if id(g) not in done]
         again = [g for g in gradients if id(g) in done]
-        found = unscale_gradients(fresh, scale)
-        seen = unscale_gradients(again, torch.ones_like(scale))
+        overflow = unscale_gradients(fresh, scale)
+        earlier = unscale_gradients(again, torch.ones_like(scale))
         done.update(id(g) for g in fresh)
         if not new:
             return
         scaler = own.session.scalers[0]
-        flags = [f for f in (found, seen, *(flag for _, flag in own.found)) if f is not None]
-        own.found = [(scaler, torch.stack([f.to(flags[0].device) for f in flags]).amax())]
+        flags = [f for f in (overflow, earlier, *(flag for _, flag in own.overflows)) if f is not None]
+        own.overflows = [(scaler, torch.stack([f.to(flags[0].device) for f in flags]).amax())]
         own.scaler = scaler
         own.prepared = True
 
@@ -135,25 +135,25 @@ class ScaledBackward:
         else:
             reached = {id(t): t for t in _listed(inputs) if isinstance(t, Tensor)}
         taking = []
-        known: set[int] = set()
+        owned: set[int] = set()
         for own in scaled:
-            mine = _leaves_of(own)
-            if hidden or not mine.isdisjoint(reached):
+            own_leaves = _leaves_of(own)
+            if hidden or not own_leaves.isdisjoint(reached):
                 taking.append(own)
-                known |= mine
-        return taking, [leaf for key, leaf in reached.items() if key not in known]
+                owned |= own_leaves
+        return taking, [leaf for key, leaf in reached.items() if key not in owned]
 
 
 def _leaves_of(own: Gradients) -> set[int]:
-    """The ids of what the gradients of an optimizer gather at."""
-    found = {id(p) for p in parameters_of(own.optimizer)}
+    """The ids of the leaves at which an optimizer's gradients accumulate."""
+    leaves = {id(p) for p in parameters_of(own.optimizer)}
     if own.session.masters is not None:
-        found |= {id(half) for half in own.session.masters.weights_of(own.optimizer)}
-    return found
+        leaves |= {id(half) for half in own.session.masters.weights_of(own.optimizer)}
+    return leaves
 
 
 def _scale(taking: list[Gradients]) -> Tensor:
-    """The least scale of those that take part, after they have moved by what the last steps noted."""
+    """The smallest loss scale of the optimizers that take part, after they have moved by the last steps' overflows."""
     for own in taking:
         if own.prepared and not any(p.grad is not None for p in parameters_of(own.optimizer)):
             own.discard()  # the script threw its gradients away by itself
@@ -169,24 +169,24 @@ def leaves_behind(starts: Iterable[Any]) -> tuple[dict[int, Tensor], bool]:
     """Every tensor that a backward pass from some nodes gives a gradient, by id, and whether one of the nodes may run
     a backward pass of its own, as checkpointing does, whose leaves are not to be seen from here.
     """
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     hidden = False
     seen = set(starts)
-    left = list(seen)
-    while left:
-        node = left.pop()
+    nodes = list(seen)
+    while nodes:
+        node = nodes.pop()
         if node is None:
             continue
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         elif isinstance(node, torch.autograd.function.BackwardCFunction):
             hidden = True
         for behind, _ in node.next_functions:
             if behind is not None and behind not in seen:
                 seen.add(behind)
-                left.append(behind)
-    return found, hidden
+                nodes.append(behind)
+    return leaves, hidden
 
 
 # -- tensors

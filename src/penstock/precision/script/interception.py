@@ -46,17 +46,17 @@ class Interception:
         switches: Switches | None = None,
         **overrides: Any,
     ) -> None:
-        found = properties_of(precision, dtype=dtype, device="meta", **overrides)
-        if found.weights == "half" and found.master == "none" and found.scales:
+        level = properties_of(precision, dtype=dtype, device="meta", **overrides)
+        if level.weights == "half" and level.master == "none" and level.scales:
             raise ConfigError(
-                f"loss_scale={found.loss_scale!r} needs gradients in fp32 between the backward pass and the step, and "
-                f"{found.level} has none; use O2."
+                f"loss_scale={level.loss_scale!r} needs gradients in fp32 between the backward pass and the step, and "
+                f"{level.level} has none; use O2."
             )
         self._settings = {
             "precision": precision, "dtype": dtype, "say": say, "switches": switches, **overrides
         }  # fmt: skip
-        self._plain = found.dtype is None and switches is None
-        self._account = Account(found.level, dtype, say)
+        self._plain = level.dtype is None and switches is None
+        self._account = Account(level.level, dtype, say)
         self._switches = switches
         self._pairing = Pairing(precision, dtype, overrides, self._account, switches)
         self._patches = ExitStack()
@@ -74,7 +74,7 @@ class Interception:
         if self._plain:
             return self
         patch = functools.partial(_patch, self._patches)
-        patch(Optimizer, "__init__", _after(Optimizer.__init__, self._made))
+        patch(Optimizer, "__init__", _after(Optimizer.__init__, self._optimizer_made))
         patch(Optimizer, "add_param_group", _before(Optimizer.add_param_group, self._pairing.extended))
         patch(torch.autograd, "backward", self._backward(torch.autograd.backward))
         patch(torch, "compile", _before(torch.compile, self._compiles))
@@ -113,10 +113,10 @@ class Interception:
 
     # -- what the script does
 
-    def _made(self, optimizer: Optimizer) -> None:
+    def _optimizer_made(self, optimizer: Optimizer) -> None:
         if self._switches is not None:
             self._switches.prepare(optimizer)
-        self._pairing.made(optimizer)
+        self._pairing.note_optimizer(optimizer)
         self._update_hooks()
 
     def _compiles(self, *_: Any, **__: Any) -> None:
@@ -168,7 +168,7 @@ class Interception:
 
     def _update_hooks(self) -> None:
         """Be told of modules' calls and of steps while there is something to see, and no longer."""
-        if self._step_hook is None and (self._pairing.waits or self._account.untold):
+        if self._step_hook is None and (self._pairing.waits or self._account.unreported):
             self._step_hook = register_optimizer_step_post_hook(self._stepped)
         if self._pairing.waits and not self._watches:
             _patch(self._watching, nn.Module, "__call__", _before(nn.Module.__call__, self._called))

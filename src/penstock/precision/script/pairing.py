@@ -54,7 +54,7 @@ class Pairing:
         account: Account,
         switches: Switches | None = None,
     ) -> None:
-        self._asked = {"precision": precision, "dtype": dtype, **overrides}
+        self._given = {"precision": precision, "dtype": dtype, **overrides}
         self._account = account
         self._switches = switches
         self._switched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -83,7 +83,7 @@ class Pairing:
 
     # -- what the script does
 
-    def made(self, optimizer: Optimizer) -> None:
+    def note_optimizer(self, optimizer: Optimizer) -> None:
         """The script constructed an optimizer."""
         self.made_count += 1
         self._waiting[optimizer] = None
@@ -184,7 +184,7 @@ class Pairing:
         self, module: nn.Module, root: nn.Module, takers: list[Optimizer], *, called: bool = True
     ) -> None:
         models = [root] if called else roots_owning({key for o in takers for key in _ids(o)})
-        if self._asked["precision"] == "O0":
+        if self._given["precision"] == "O0":
             self._done(takers)
             self._note_rest(models, takers)
         elif (why := self._mixed_already(root)) is not None:
@@ -205,14 +205,14 @@ class Pairing:
         self, module: nn.Module, root: nn.Module, models: list[nn.Module], takers: list[Optimizer]
     ) -> None:
         device = next(root.parameters()).device
-        asked = dict(self._asked)
-        precision = properties_of(asked.pop("precision"), dtype=asked.pop("dtype"), device=device, **asked)
+        given = dict(self._given)
+        precision = properties_of(given.pop("precision"), dtype=given.pop("dtype"), device=device, **given)
         self._refuse(module, root, precision)
         if root in self._ours:
             unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them
         if precision.weights == "half":
             self._require_one(root, takers, precision.level)
-        accelerate(models, takers, **self._asked)
+        accelerate(models, takers, **self._given)
         self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
         self._ours.update(models)
@@ -235,8 +235,8 @@ class Pairing:
         for optimizer, left in list(self._partly.items()):
             if owned.isdisjoint(left):
                 continue
-            if self._asked["precision"] != "O0":
-                accelerate(root, **self._asked)
+            if self._given["precision"] != "O0":
+                accelerate(root, **self._given)
                 gradients_beside(optimizer).session.models.append(root)
                 self._ours.add(root)
                 self._account.joined(root)
@@ -293,13 +293,13 @@ class Pairing:
     def _require_one(self, root: nn.Module, takers: list[Optimizer], level: str) -> None:
         """Raise ConfigError unless a model that gets half weights, and one optimizer of it, are all that is trained."""
         others = {*self._waiting, *self._accelerated} - {*takers}
-        apart = roots_owning(_ids(takers[0]) - {id(p) for p in root.parameters()})
+        other_models = roots_owning(_ids(takers[0]) - {id(p) for p in root.parameters()})
         why = ""
         if others or len(takers) > 1:
             every = sorted(type(optimizer).__name__ for optimizer in (*takers, *others))
             why = f"several optimizers ({', '.join(every)})"
-        elif apart:
-            models = ", ".join(type(model).__name__ for model in (root, *apart))
+        elif other_models:
+            models = ", ".join(type(model).__name__ for model in (root, *other_models))
             why = f"several models ({models}) of one {type(takers[0]).__name__}"
         if why:
             raise ConfigError(

@@ -241,7 +241,7 @@ def test_load_is_read_once_a_second_and_its_end_counts(monkeypatch: pytest.Monke
     assert load.sustained_share(readings, burst=100.0) == pytest.approx(0.5)
     assert load.sustained_share(readings, burst=1.0) == 1.0
     told = [load.Reading(10.0, 1900.0, 500.0), load.Reading(8.0, 1500.0, 690.0)]
-    assert "80.0% of its burst, at 1500 MHz after 1900 MHz, at 690 W" in load.said(told, 0.8)
+    assert "80.0% of its burst, at 1500 MHz after 1900 MHz, at 690 W" in load.describe_load(told, 0.8)
 
 
 def test_a_page_costs_what_its_own_thread_takes(monkeypatch: pytest.MonkeyPatch) -> None:

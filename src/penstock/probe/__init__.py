@@ -123,23 +123,23 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
     return machine
 
 
-def _best_of(one: Machine, other: Machine) -> Machine:
+def _best_of(first: Machine, second: Machine) -> Machine:
     """The better of two measurements of each figure of a CPU: others can only slow it down."""
-    gemm = {(s.dtype, s.form, s.m, s.n, s.k): s for s in sorted(one.gemm + other.gemm, key=_rate)}
+    gemm = {(s.dtype, s.form, s.m, s.n, s.k): s for s in sorted(first.gemm + second.gemm, key=_rate)}
     kernels = {
-        (s.name, s.dtype, s.tokens, s.features): s for s in sorted(one.kernels + other.kernels, key=_rate)
+        (s.name, s.dtype, s.tokens, s.features): s for s in sorted(first.kernels + second.kernels, key=_rate)
     }
     best: dict[str, float] = {}
     for sample in gemm.values():
         best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
     return replace(
-        other,
-        peak_flops=other.peak_flops | best,
-        achievable_flops=other.achievable_flops | best,
-        memory_bytes_per_second=max(one.memory_bytes_per_second, other.memory_bytes_per_second),
-        launch_seconds=min(one.launch_seconds, other.launch_seconds),
-        operator_seconds=min(one.operator_seconds, other.operator_seconds),
-        page_seconds=min(one.page_seconds, other.page_seconds),
+        second,
+        peak_flops=second.peak_flops | best,
+        achievable_flops=second.achievable_flops | best,
+        memory_bytes_per_second=max(first.memory_bytes_per_second, second.memory_bytes_per_second),
+        launch_seconds=min(first.launch_seconds, second.launch_seconds),
+        operator_seconds=min(first.operator_seconds, second.operator_seconds),
+        page_seconds=min(first.page_seconds, second.page_seconds),
         gemm=tuple(gemm.values()),
         kernels=tuple(kernels.values()),
     )

@@ -45,9 +45,9 @@ def measure_link(device: torch.device) -> Link:
     every, ranks = _link(device, None), distributed.get_world_size()
     if device.type != "cpu" or ranks == 2 or ranks % 2:
         return Link(**asdict(every))
-    mine, _ = distributed.new_subgroups(2)  # type: ignore[no-untyped-call]
-    pairs = _link(device, mine)
-    distributed.destroy_process_group(mine)
+    pair, _ = distributed.new_subgroups(2)  # type: ignore[no-untyped-call]
+    pairs = _link(device, pair)
+    distributed.destroy_process_group(pair)
     return Link(**asdict(every), pairs=pairs)
 
 
@@ -75,8 +75,8 @@ def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
     call = reduced(SMALL)
     bytes_, share = float(whole.nbytes), (ranks - 1) / ranks
 
-    def rate(taken: float, moved: float) -> float:
-        return moved / max(taken - call, 0.1 * taken)
+    def rate(elapsed: float, moved: float) -> float:
+        return moved / max(elapsed - call, 0.1 * elapsed)
 
     return LinkRates(
         collective_bytes_per_second=rate(reduced(LARGE), 2.0 * share * bytes_),
@@ -106,8 +106,8 @@ def alone_speedup(device: torch.device) -> float:
         shared += products.done(TURN_SECONDS)
         for turn in range(ranks):
             alone += products.done(TURN_SECONDS if turn == rank else 0.0)
-    found = _summed(torch.tensor([shared, alone], dtype=torch.float64, device=device))
-    return max(1.0, float(found[1] / found[0]))
+    products_done = _summed(torch.tensor([shared, alone], dtype=torch.float64, device=device))
+    return max(1.0, float(products_done[1] / products_done[0]))
 
 
 def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
@@ -158,14 +158,14 @@ def _summed(values: Tensor) -> Tensor:
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds of one call, of the rank for which it is longest."""
-    taken = []
+    times = []
     for _ in range(REPEATS):
         distributed.barrier()
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    longest = torch.tensor(sorted(taken)[REPEATS // 2], dtype=torch.float64, device=device)
+        times.append(time.perf_counter() - start)
+    longest = torch.tensor(sorted(times)[REPEATS // 2], dtype=torch.float64, device=device)
     distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
     return float(longest)

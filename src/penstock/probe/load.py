@@ -53,16 +53,16 @@ def under_load(call: Callable[[], object], device: torch.device, seconds: float 
 def sustained_share(readings: list[Reading], burst: float) -> float:
     """The rate of the last third of the readings, over `burst`, the calls per second of a short run; at most 1."""
     last = readings[-max(1, len(readings) // 3) :]
-    return min(1.0, statistics.median(one.calls_per_second for one in last) / burst)
+    return min(1.0, statistics.median(reading.calls_per_second for reading in last) / burst)
 
 
-def said(readings: list[Reading], share: float) -> str:
+def describe_load(readings: list[Reading], share: float) -> str:
     """One line about a minute of load."""
     last = readings[-1]
     words = [f"under load for {SECONDS:.0f} s it sustains {share:.1%} of its burst"]
     if last.clock_mhz is not None:
         words.append(
-            f"at {last.clock_mhz:.0f} MHz after {max(one.clock_mhz or 0 for one in readings):.0f} MHz"
+            f"at {last.clock_mhz:.0f} MHz after {max(reading.clock_mhz or 0 for reading in readings):.0f} MHz"
         )
     if last.watts is not None:
         words.append(f"at {last.watts:.0f} W")
@@ -70,20 +70,20 @@ def said(readings: list[Reading], share: float) -> str:
 
 
 def _clock(device: torch.device) -> float | None:
-    return _asked(lambda: float(torch.cuda.clock_rate(device)), device)
+    return _reading(lambda: float(torch.cuda.clock_rate(device)), device)
 
 
 def _power(device: torch.device) -> float | None:
-    return _asked(lambda: torch.cuda.power_draw(device) / 1e3, device)
+    return _reading(lambda: torch.cuda.power_draw(device) / 1e3, device)
 
 
-def _asked(question: Callable[[], float], device: torch.device) -> float | None:
+def _reading(read: Callable[[], float], device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     try:
-        return question()
+        return read()
     except (RuntimeError, ImportError, AttributeError) as error:
-        log.info("the driver does not tell: %s", str(error).partition("\n")[0])
+        log.info("the driver does not report it: %s", str(error).partition("\n")[0])
         return None
 
 

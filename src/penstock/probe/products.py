@@ -102,8 +102,8 @@ def _int8_operands(shape: Shape, device: torch.device, generator: torch.Generato
 
 def _fp8_operands(shape: Shape, device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
     a, b = _float_operands(E4M3)(shape, device, generator)
-    one = torch.ones((), device=device)
-    return a, b.t(), one, one, torch.bfloat16
+    unit_scale = torch.ones((), device=device)
+    return a, b.t(), unit_scale, unit_scale, torch.bfloat16
 
 
 def _kinds(device: torch.device) -> list[_Kind]:
@@ -143,22 +143,22 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
                 with _one_thread():
                     alone = _gemm_sample(kind, first, device, generator, 0.0).flops_per_second
                 each = agreed(1.0 / alone)
-                asked = [name for name in names if 2.0 * math.prod(shapes[name]) * each < patience]
+                affordable = [name for name in names if 2.0 * math.prod(shapes[name]) * each < patience]
                 samples += [
                     _gemm_sample(kind, shape, device, generator, budget)
-                    for shape in (_FIRST_SHAPE, *(shapes[name] for name in asked))
+                    for shape in (_FIRST_SHAPE, *(shapes[name] for name in affordable))
                 ]
                 if device.type == "cpu":
                     gradients = [*_gradient_samples(kind, _FIRST_SHAPE, generator, budget)]
                     each = agreed(1.0 / min(sample.flops_per_second for sample in gradients))
-                    for name in asked:
+                    for name in affordable:
                         if name in _LAYERS and 2.0 * math.prod(shapes[name]) * each < patience:
                             gradients += _gradient_samples(kind, shapes[name], generator, budget)
                     samples += gradients
-                    if _RAGGED in asked:
+                    if _RAGGED in affordable:
                         m, n, k = shapes[_RAGGED]
-                        one = _gemm_sample(kind, (m, n + 1, k), device, generator, budget)
-                        samples.append(replace(one, form="ragged"))
+                        ragged = _gemm_sample(kind, (m, n + 1, k), device, generator, budget)
+                        samples.append(replace(ragged, form="ragged"))
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
     return samples
@@ -174,10 +174,10 @@ def _gradient_samples(
     weight = weight.view(n, k) if weight.is_contiguous() else weight.t()  # some products take it transposed
     gradient = kind.operands((m, k, n), cpu, generator)[0]
     flops = 2.0 * m * n * k
-    taken = seconds(lambda: kind.gradients(gradient, weight), cpu, budget)
-    yield GemmSample(dtype=kind.name, m=m, n=k, k=n, flops_per_second=flops / taken, form="input")
-    taken = seconds(lambda: kind.gradients(gradient.t(), x), cpu, budget)
-    yield GemmSample(dtype=kind.name, m=n, n=k, k=m, flops_per_second=flops / taken, form="weight")
+    spent = seconds(lambda: kind.gradients(gradient, weight), cpu, budget)
+    yield GemmSample(dtype=kind.name, m=m, n=k, k=n, flops_per_second=flops / spent, form="input")
+    spent = seconds(lambda: kind.gradients(gradient.t(), x), cpu, budget)
+    yield GemmSample(dtype=kind.name, m=n, n=k, k=m, flops_per_second=flops / spent, form="weight")
 
 
 def sustained(device: torch.device, samples: list[GemmSample]) -> tuple[float, str]:
@@ -190,7 +190,7 @@ def sustained(device: torch.device, samples: list[GemmSample]) -> tuple[float, s
     operands = kinds[name].operands(shape, device, torch.Generator(device=device).manual_seed(0))
     readings = load.under_load(lambda: kinds[name].product(*operands), device)
     share = load.sustained_share(readings, burst.flops_per_second / (2.0 * math.prod(shape)))
-    return share, load.said(readings, share)
+    return share, load.describe_load(readings, share)
 
 
 def measured_again(sample: GemmSample, budget: float) -> GemmSample:
@@ -205,6 +205,6 @@ def _gemm_sample(
     kind: _Kind, shape: Shape, device: torch.device, generator: torch.Generator, budget: float
 ) -> GemmSample:
     operands = kind.operands(shape, device, generator)
-    taken = seconds(lambda: kind.product(*operands), device, budget)
+    spent = seconds(lambda: kind.product(*operands), device, budget)
     m, n, k = shape
-    return GemmSample(dtype=kind.name, m=m, n=n, k=k, flops_per_second=2.0 * m * n * k / taken)
+    return GemmSample(dtype=kind.name, m=m, n=n, k=k, flops_per_second=2.0 * m * n * k / spent)

@@ -17,7 +17,7 @@ from penstock.report import record
 
 _PAGE_BYTES = 4096
 _sharing = ContextVar("_sharing", default=0.0)
-"""How many times as long work takes than a process computes, where ranks measure together; 0 where they do not."""
+"""Elapsed over processor time of a computing rank, where ranks measure together; 0 where they do not."""
 _WAITS_SECONDS = 1.0
 """Time that ranks compute to learn how long they wait: many turns of the scheduler."""
 
@@ -34,7 +34,7 @@ def shared(device: torch.device) -> Iterator[None]:
 
 
 def agreed(value: float) -> float:
-    """The largest that any rank has of a figure by which they choose what to measure together; `value` where this
+    """The largest value over the ranks of a figure by which they choose what to measure together; `value` where this
     process measures alone. Ranks that chose by their own figures would wait for each other for ever."""
     if not _sharing.get():
         return value
@@ -53,10 +53,10 @@ def _waits(device: torch.device) -> float:
     start, worked = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < _WAITS_SECONDS:
         factor @ factor
-    taken = (time.perf_counter() - start) / (time.process_time() - worked)
-    found = torch.tensor(taken, dtype=torch.float64)
-    distributed.all_reduce(found)
-    return max(1.0, float(found) / distributed.get_world_size())
+    ratio = (time.perf_counter() - start) / (time.process_time() - worked)
+    ratio_sum = torch.tensor(ratio, dtype=torch.float64)
+    distributed.all_reduce(ratio_sum)
+    return max(1.0, float(ratio_sum) / distributed.get_world_size())
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:

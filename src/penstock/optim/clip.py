@@ -29,7 +29,7 @@ class Scaler(Protocol):
         """1 where the norm of scaled gradients is not finite, on all ranks alike."""
 
     def update(self, found_inf: Tensor) -> None:
-        """Let the scale follow what `judge` found."""
+        """Move the scale by the overflow flag that `judge` returned."""
 
 
 vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -158,20 +158,20 @@ def clipped_step(
     gradients = gradients_of(optimizer)
     norm = grad_norm(gradients)
     norm = norm if whole is None else whole(norm)
-    found: Tensor | None = None
+    overflow: Tensor | None = None
     if divisor is not None:
         divisor = divisor.to(norm.device, norm.dtype, non_blocking=True)
     if scaler is not None:
-        found = scaler.judge(norm)
+        overflow = scaler.judge(norm)
         norm = norm.float()
         scale = scaler.scale.to(norm.device, non_blocking=True)
         divisor = scale if divisor is None else scale * divisor.float()
     if divisor is not None:
         norm = norm / divisor
-    stops = found
+    stops = overflow
     if refuse is not None:
-        refused = refuse(norm if found is None else None)
-        stops = refused if found is None else torch.maximum(found, refused.to(found.device))
+        refused = refuse(norm if overflow is None else None)
+        stops = refused if overflow is None else torch.maximum(overflow, refused.to(overflow.device))
     if max_norm is not None:
         divisor = clipping_divisor(norm, max_norm, divisor)
     if folds(optimizer):
@@ -185,8 +185,8 @@ def clipped_step(
         if divisor is not None:
             divide_(gradients, divisor)
         optimizer.step()
-    if scaler is not None and found is not None:
-        scaler.update(found)
+    if scaler is not None and overflow is not None:
+        scaler.update(overflow)
     return norm
 
 

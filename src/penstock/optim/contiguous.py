@@ -112,10 +112,10 @@ class Contiguous(Optimizer):
             self._collect()
             inner = self._inner
             assert inner is not None
-            for mine, theirs in zip(self.param_groups, inner.param_groups):
-                theirs.update({k: v for k, v in mine.items() if k not in ("params", "param_names")})
-            given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-            with folded(inner, **given):  # set by GradScaler and clipped_step, during the step only
+            for own_group, inner_group in zip(self.param_groups, inner.param_groups):
+                inner_group.update({k: v for k, v in own_group.items() if k not in ("params", "param_names")})
+            scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+            with folded(inner, **scaling):  # set by GradScaler and clipped_step, during the step only
                 inner.step()
             self._expose_state()
         return loss
@@ -311,15 +311,15 @@ class Contiguous(Optimizer):
 def in_own_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict that does not change how the optimizer runs its steps when it is loaded."""
     groups = [dict(group) for group in state_dict["param_groups"]]
-    for mine, theirs in zip(optimizer.param_groups, groups):
-        theirs.update({flag: mine[flag] for flag in _EXECUTION if flag in mine})
+    for own_group, loaded_group in zip(optimizer.param_groups, groups):
+        loaded_group.update({flag: own_group[flag] for flag in _EXECUTION if flag in own_group})
     return {**state_dict, "param_groups": groups}
 
 
 def _laid_out(buckets: Iterable[Bucket], parameters: list[Parameter]) -> bool:
     """Whether the buffers hold these parameters, whole, and where they put them."""
-    held = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
-    return held == {id(p) for p in parameters} and not any(bucket.strayed() for bucket in buckets)
+    buffered = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+    return buffered == {id(p) for p in parameters} and not any(bucket.strayed() for bucket in buckets)
 
 
 def _own(value: Any) -> Any:

@@ -59,8 +59,8 @@ class EMA:
             average, weight = tensors.local(self._shadows[name]), tensors.local(parameter.detach())
             if self._remainders is not None and self._remainders.completes(parameter):
                 pieces = self._remainders.fp32_chunks(parameter, _CHUNK)
-                for mine, theirs in zip(torch.split(tensors.flat(average), _CHUNK), pieces):
-                    mine.lerp_(theirs, 1.0 - self.decay)
+                for average_piece, weight_piece in zip(torch.split(tensors.flat(average), _CHUNK), pieces):
+                    average_piece.lerp_(weight_piece, 1.0 - self.decay)
             elif weight.dtype == average.dtype and weight.device == average.device:
                 averages.append(average)
                 weights.append(weight)
@@ -77,10 +77,10 @@ class EMA:
         # A cast of all at once would allocate a whole fp32 copy at every step: 31 ms for 22 million, against 4.
         if self._scratch is None:
             self._scratch = torch.empty(_CHUNK, dtype=shadow.dtype)
-        for mine, theirs in zip(torch.split(shadow.view(-1), _CHUNK), torch.split(value.view(-1), _CHUNK)):
-            cast = self._scratch[: theirs.numel()]
-            cast.copy_(theirs)
-            mine.lerp_(cast, 1.0 - self.decay)
+        for into, piece in zip(torch.split(shadow.view(-1), _CHUNK), torch.split(value.view(-1), _CHUNK)):
+            cast = self._scratch[: piece.numel()]
+            cast.copy_(piece)
+            into.lerp_(cast, 1.0 - self.decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages under the names of `model.named_parameters()`."""

@@ -53,7 +53,7 @@ class Bucket:
         self.strides = [_dense_strides(part) for part in own]
         self.gradient_views = self.views(self.gradients, 0, len(parameters))
         self.exposed_gradients = [whole(p, view) for p, view in zip(parameters, self.gradient_views)]
-        """The same as what each parameter's gradient is: sharded where the parameter is."""
+        """The same views, as each parameter's gradient is: sharded where the parameter is."""
         self.segments: list[Segment] = []
         self._handles: list[RemovableHandle] = []
         with torch.no_grad():

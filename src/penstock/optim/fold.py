@@ -29,14 +29,14 @@ def folded(
     """
     if found_inf is not None:
         begin_momentum(optimizer)
-    given = {"grad_scale": grad_scale, "found_inf": found_inf}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
+    attributes = {"grad_scale": grad_scale, "found_inf": found_inf}
+    attributes = {name: value for name, value in attributes.items() if value is not None}
+    for name, value in attributes.items():
         setattr(optimizer, name, value)
     try:
         yield
     finally:
-        for name in given:
+        for name in attributes:
             delattr(optimizer, name)
 
 

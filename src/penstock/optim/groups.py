@@ -82,14 +82,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     names = [name for name, _ in uncompiled(model).named_parameters()]
     frozen: set[str] = set()
     for pattern in present_patterns(uncompiled(model), patterns):
-        found = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
-        if not found:
+        matching = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        if not matching:
             parts = sorted({name.partition(".")[0] for name in names})
             raise ConfigError(
                 f"recipe.freeze names {pattern!r}, but the model has no such part.{nearest(pattern, names)} Its parts "
                 f"are {', '.join(parts)}."
             )
-        frozen |= found
+        frozen |= matching
     if len(frozen) == len(names):
         raise ConfigError(
             "recipe.freeze freezes the whole model, so nothing would learn; leave out the head."

@@ -25,7 +25,7 @@ __all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "remainder": torch.int16}
-"""Types of what is kept of each Parameter besides its count of steps."""
+"""Types of the state of each Parameter, except for its count of steps."""
 
 
 class RemainderAdamW(Optimizer):
@@ -149,7 +149,7 @@ class RemainderAdamW(Optimizer):
 
     def completes(self, parameter: Tensor) -> bool:
         """Whether this optimizer knows more bits of a weight than the Parameter has: a bf16 one of its groups."""
-        return parameter.dtype == torch.bfloat16 and self._mine(parameter)
+        return parameter.dtype == torch.bfloat16 and self._holds(parameter)
 
     @torch.no_grad()
     def fp32_weights(self) -> Iterator[tuple[Parameter, Tensor]]:
@@ -207,7 +207,7 @@ class RemainderAdamW(Optimizer):
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The Parameters of a group that have a gradient, by device and type."""
-        found: dict[tuple[torch.device, torch.dtype], Batch] = {}
+        batches: dict[tuple[torch.device, torch.dtype], Batch] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -219,10 +219,10 @@ class RemainderAdamW(Optimizer):
             if local.numel() == 0:  # a shard may be empty
                 continue
             key = (local.device, parameter.dtype)
-            if key not in found:
+            if key not in batches:
                 remainders: list[Tensor] | None = [] if parameter.dtype == torch.bfloat16 else None
-                found[key] = Batch([], remainders, [], [], [], [])
-            batch = found[key]
+                batches[key] = Batch([], remainders, [], [], [], [])
+            batch = batches[key]
             state = self._state_of(parameter)
             batch.weights.append(tensors.flat(local))
             batch.gradients.append(tensors.flat(tensors.ordered(tensors.local(parameter.grad), local)))
@@ -231,7 +231,7 @@ class RemainderAdamW(Optimizer):
             batch.steps.append(state["step"])
             if batch.remainders is not None:
                 batch.remainders.append(tensors.flat(tensors.local(state["remainder"])))
-        return list(found.values())
+        return list(batches.values())
 
     def _state_of(self, parameter: Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -242,13 +242,13 @@ class RemainderAdamW(Optimizer):
                 state["remainder"] = torch.zeros_like(parameter.detach(), dtype=torch.int16)
         return state
 
-    def _mine(self, parameter: Tensor) -> bool:
+    def _holds(self, parameter: Tensor) -> bool:
         # Found by identity, and at once where it has a state.
-        return parameter in self.state or any(parameter is mine for mine in parameters_of(self))
+        return parameter in self.state or any(parameter is own for own in parameters_of(self))
 
     def _halves(self, parameter: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and remainder as they lie here; no remainder where nothing was left out yet."""
-        if not self._mine(parameter):
+        if not self._holds(parameter):
             raise ConfigError(
                 f"A Parameter of shape {tuple(parameter.shape)} is not in this optimizer's groups; give it one of the "
                 "Parameters that it was built with."

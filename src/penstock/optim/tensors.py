@@ -1,4 +1,4 @@
-"""Tensors as an optimizer works on them: the shard of a DTensor that lies here, and dense memory as one flat stretch.
+"""Tensors as an optimizer works on them: the local shard of a DTensor, and dense memory as one flat stretch.
 
 Parameters that `fully_shard` has sharded are torch's DTensors. Each rank works on its own rows, and only the norm is
 that of all ranks. Nothing here imports that part of torch: while nobody has, no tensor can be a DTensor.
@@ -28,7 +28,7 @@ def _sharded(tensor: Tensor) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor that lies here; any other tensor itself. Call it while no gradients are recorded."""
+    """The local shard of a DTensor; any other tensor itself. Call it while no gradients are recorded."""
     sharded = _sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
 
@@ -54,8 +54,8 @@ def flat_like(tensor: Tensor, flat: Tensor) -> Tensor:
 
     # Whichever dimension of the tensors is sharded, a flat buffer has one.
     placements = [placement if placement.is_replicate() else Shard(0) for placement in sharded.placements]
-    made: Tensor = type(sharded).from_local(flat, sharded.device_mesh, placements, run_check=False)
-    return made
+    rows: Tensor = type(sharded).from_local(flat, sharded.device_mesh, placements, run_check=False)
+    return rows
 
 
 def alike(parameter: Tensor, value: Tensor) -> Tensor:

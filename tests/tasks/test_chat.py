@@ -243,7 +243,7 @@ def test_a_model_is_tuned_exported_with_its_template_and_asked(tmp_path: Path) -
     command += ["--recipe.steps=12", "--plan.micro_batch=8", "--device=cpu"]
     assert main(command) == 0
     export = tmp_path / "run" / "export"
-    from penstock.serve.asked import chat
+    from penstock.serve.parse import chat
 
     tokenizer = in_folder(export)
     asked = chat({"messages": ASKED[:1]}, template_of(tokenizer))

@@ -1,4 +1,4 @@
-"""One text of an answer as it is made, and the forms in which OpenAI's routes tell it."""
+"""One text of an answer as it is made, and its forms in OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.infer.text import Stream
-from penstock.serve.asked import Asked
 from penstock.serve.backend import Lost, Ticket
 from penstock.serve.metrics import Metrics
+from penstock.serve.parse import TextRequest
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -25,7 +25,9 @@ Piece = tuple[str, tuple[int, ...]]
 class Text:
     """One text as it is made."""
 
-    def __init__(self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: Asked) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: TextRequest
+    ) -> None:
         self._tokenizer, self._metrics, self._ticket, self._stop = tokenizer, metrics, ticket, wanted.stop
         self._every = wanted.token_ids or tokenizer is None
         self.ids: list[int] = []
@@ -36,12 +38,12 @@ class Text:
     async def run(self, tell: Callable[[Piece], None] | None = None) -> None:
         """Take tokens until the last, and tell each piece of text as soon as it is sure, or where token numbers are
         wanted every token as soon as it comes. Raises as `Ticket.events`."""
-        words, metrics, told = self._words(), self._metrics, False
+        words, metrics, sent = self._words(), self._metrics, False
         first = last = 0.0
         async with contextlib.aclosing(self._ticket.events()) as events:
             async for event in events:
                 if event.again:
-                    if told:
+                    if sent:
                         raise Lost("The worker died while it made this text, and has been started again.")
                     words, self.ids = self._words(), []
                     continue
@@ -56,7 +58,7 @@ class Text:
                     piece += words.end()
                 if tell is not None and (piece or (self._every and event.tokens)):
                     tell((piece, event.tokens if self._every else ()))
-                    told = True
+                    sent = True
                 if words is not None and words.stopped:
                     self.finished = "stop"
                     break
@@ -73,7 +75,7 @@ class Text:
 
 @dataclass(slots=True)
 class Whole:
-    """One text with what it follows."""
+    """One text with its prompt."""
 
     prompt: list[int]
     ids: list[int]
@@ -89,7 +91,7 @@ class Whole:
         return sum(logs) / len(logs)
 
 
-def likeliest(texts: Sequence[Whole], wanted: Asked) -> list[Whole]:
+def likeliest(texts: Sequence[Whole], wanted: TextRequest) -> list[Whole]:
     """The `choices` likeliest of each prompt's texts, in the order in which they were made."""
     if wanted.best_of == wanted.choices or wanted.most == 0:
         return list(texts)
@@ -103,34 +105,38 @@ def likeliest(texts: Sequence[Whole], wanted: Asked) -> list[Whole]:
 
 def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
     """How many tokens were read and made."""
-    read, made = sum(map(len, prompts)), sum(len(one.ids) for one in texts)
+    read, made = sum(map(len, prompts)), sum(len(text.ids) for text in texts)
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
-def choice(place: int, one: Whole, kind: str, wanted: Asked, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def choice(
+    place: int, whole: Whole, kind: str, wanted: TextRequest, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """A whole text; behind its prompt, and with log-probabilities, where these are wanted."""
     shown = wanted.echo or wanted.logprobs is not None
-    prompt = tokenizer.decode(one.prompt) if shown and tokenizer is not None else ""
+    prompt = tokenizer.decode(whole.prompt) if shown and tokenizer is not None else ""
     logs = None
-    if wanted.logprobs is not None and one.scores is not None:
-        logs = _logs(one, prompt, chats=kind.startswith("chat"), echo=wanted.echo, tokenizer=tokenizer)
-    shared = {"index": place, "finish_reason": one.finished, "logprobs": logs}
+    if wanted.logprobs is not None and whole.scores is not None:
+        logs = _logs(whole, prompt, chats=kind.startswith("chat"), echo=wanted.echo, tokenizer=tokenizer)
+    shared = {"index": place, "finish_reason": whole.finished, "logprobs": logs}
     if kind.startswith("chat"):
-        return shared | {"message": {"role": "assistant", "content": one.text}}
-    text, ids = (prompt + one.text, [*one.prompt, *one.ids]) if wanted.echo else (one.text, one.ids)
+        return shared | {"message": {"role": "assistant", "content": whole.text}}
+    text, ids = (prompt + whole.text, [*whole.prompt, *whole.ids]) if wanted.echo else (whole.text, whole.ids)
     return shared | {"text": text, "token_ids": ids}
 
 
-def _logs(one: Whole, prompt: str, *, chats: bool, echo: bool, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _logs(
+    whole: Whole, prompt: str, *, chats: bool, echo: bool, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Log-probabilities in the form of the route. Nothing comes before a first token, so that it has none."""
-    assert one.scores is not None
+    assert whole.scores is not None
 
     def word(number: int) -> str:
         return str(number) if tokenizer is None else tokenizer.decode([number])
 
-    ids = [*one.prompt, *one.ids]
-    logs, tops = [None, *one.scores[0]], [[], *one.scores[1]]
-    first = 0 if echo else len(one.prompt)
+    ids = [*whole.prompt, *whole.ids]
+    logs, tops = [None, *whole.scores[0]], [[], *whole.scores[1]]
+    first = 0 if echo else len(whole.prompt)
     if chats:
 
         def entry(number: int, log: float) -> dict[str, Any]:
@@ -161,13 +167,13 @@ def delta(place: int, more: dict[str, str], finished: str | None) -> dict[str, A
     return {"index": place, "delta": more, "finish_reason": finished}
 
 
-def piece(place: int, one: Piece, kind: str) -> dict[str, Any]:
+def piece(place: int, part: Piece, kind: str) -> dict[str, Any]:
     """A part of a text."""
-    text, ids = one
+    text, ids = part
     if kind.startswith("chat"):
         return delta(place, {"content": text}, None)
-    told = {"index": place, "text": text, "finish_reason": None}
-    return told | {"token_ids": ids} if ids else told
+    entry = {"index": place, "text": text, "finish_reason": None}
+    return entry | {"token_ids": ids} if ids else entry
 
 
 def end(place: int, finished: str, kind: str) -> dict[str, Any]:

@@ -123,18 +123,18 @@ class Backend:
         """Send a request, `count` times as one: all or none is taken. Raises QueueFull where too many wait."""
         if self.open + count > self.room:
             raise QueueFull(f"{self.open} requests are served or wait, and no more than {self.room} may.")
-        found = []
+        tickets = []
         for _ in range(count):
             self._number += 1
             ticket = Ticket(self, self._number, message)
             self._tickets[ticket.number] = ticket
-            found.append(ticket)
+            tickets.append(ticket)
             if self.ready.is_set():
                 self._send(ticket)
-        return found
+        return tickets
 
     def forget(self, ticket: Ticket) -> None:
-        """Nobody waits for the ticket any more; the worker is told if it is under way."""
+        """Nobody waits for the ticket any more; where it is under way, the worker stops it."""
         if self._tickets.pop(ticket.number, None) is not None and self.ready.is_set():
             self._write({"cancel": ticket.number})
 
@@ -165,14 +165,14 @@ class Backend:
             await asyncio.sleep(pause)
 
     async def _run(self, first: asyncio.Future[None]) -> PenstockError:
-        """One worker from its start to its end; gives why it ended."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "penstock.serve.worker", str(theirs.fileno())]
+        """One worker from its start to its end; returns why it ended."""
+        own_end, worker_end = socket.socketpair()
+        command = [sys.executable, "-m", "penstock.serve.worker", str(worker_end.fileno())]
         try:
-            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(theirs.fileno(),))
+            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(worker_end.fileno(),))
         finally:
-            theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=MOST_BYTES)
+            worker_end.close()
+        reader, self._writer = await asyncio.open_connection(sock=own_end, limit=MOST_BYTES)
         self._write({"opener": self.opener, "settings": self.settings})
         self._heard = time.monotonic()
         while True:

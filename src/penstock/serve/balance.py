@@ -23,16 +23,16 @@ GAIN = 0.05
 _LOOK = 256
 """Steps between two looks where experts stay: loads are reported all the same."""
 _SHARE = 20
-"""In a move one in so many slots of a mixture may change, and two at least: an exchange."""
+"""A move changes at most one in this many slots of a mixture, but at least two: an exchange."""
 
 
 def placed(slots: Slots) -> Placement:
     """A placement whose replicas have even shares."""
     count: dict[int, int] = {}
-    for held in slots:
-        for expert in held:
+    for experts in slots:
+        for expert in experts:
             count[expert] = count.get(expert, 0) + 1
-    return Placement(slots, tuple(tuple(1 / count[expert] for expert in held) for held in slots))
+    return Placement(slots, tuple(tuple(1 / count[expert] for expert in experts) for experts in slots))
 
 
 def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int) -> list[Slots]:
@@ -60,7 +60,7 @@ def unevenness_of(record: LoadRecord, slots: Sequence[Slots]) -> float:
     what `slots_by` places by, where the record has several."""
     made_from, later = record.history()
     loads = made_from if later is None else later
-    return sum(placed(one).figure(row) for one, row in zip(slots, loads)) / max(1, len(slots))
+    return sum(placed(mixture).figure(row) for mixture, row in zip(slots, loads)) / max(1, len(slots))
 
 
 def spare_for(record: LoadRecord, ranks: int, target: float = 1.05) -> int:
@@ -144,11 +144,11 @@ class Balance:
         if not self.every:
             return []
         room = Room(gpus=len(now), slots=count)
-        found = place(loads, room, before=before, moves=max(2, count // _SHARE))
-        if self.figures[number] - found.figure(loads) < GAIN:
+        placement = place(loads, room, before=before, moves=max(2, count // _SHARE))
+        if self.figures[number] - placement.figure(loads) < GAIN:
             return []
-        self._number, self._after, self._pieces, self._last = number, found.devices, -1, self.clock()
-        return [("begin", number, found.devices)]
+        self._number, self._after, self._pieces, self._last = number, placement.devices, -1, self.clock()
+        return [("begin", number, placement.devices)]
 
     def _go_on(self, pieces: int, complete: bool) -> list[tuple[Any, ...]]:
         assert self._number is not None

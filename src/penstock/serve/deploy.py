@@ -37,14 +37,14 @@ CHANGES: tuple[Dtype, ...] = ("int8", "fp8", "int4")
 SLOTS = (256, 64, 16, 4)
 """Sequences at a time that are tried. Fewer make the tokens of each come faster."""
 PATIENCE = 10.0
-"""Without a limit, 95 % of requests may take so many times as long as one takes alone."""
+"""Without a limit, 95 % of requests may take this many times as long as a request alone."""
 ENDLESS = 1 << 20
 """The queue of a simulation, in which waiting must show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to serve, and what it would do."""
+    """One way to serve, and its predicted speed and memory."""
 
     type: Dtype
     tp: int
@@ -96,53 +96,53 @@ class Found:
 
 def types_of(wanted: Sequence[WeightType], machine: Machine) -> list[Dtype]:
     """The types of weights to choose from on a machine. Raises ConfigError for one that it cannot compute in."""
-    found: list[Dtype] = []
+    types: list[Dtype] = []
     for name in wanted:
         if name == "auto":
             half: Dtype = next((kind for kind in HALVES if kind in machine.peak_flops), "fp32")
-            found.append("fp32" if machine.device == "cpu" else half)
+            types.append("fp32" if machine.device == "cpu" else half)
         elif name in (*HALVES, "fp8") and name not in machine.peak_flops:
             have = ", ".join(machine.peak_flops)
             raise ConfigError(f"types names {name}, but {machine.name} computes in {have} only.")
         else:
-            found.append(name)
-    return list(dict.fromkeys(found))
+            types.append(name)
+    return list(dict.fromkeys(types))
 
 
-def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], asked: DeployConfig) -> Found:
+def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], config: DeployConfig) -> Found:
     """Try layouts of `model` on `machine` for some traffic.
 
     Raises ConfigError where prompts and answers are longer than the model's positions, or the model cannot be served.
     """
-    context = max(one.prompt + one.made for one in arrivals)
+    context = max(arrival.prompt + arrival.made for arrival in arrivals)
     if model.graph.vision:
         raise ConfigError(
             "A vision model takes images and no requests of tokens; penstock deploy is for text models."
         )
     if not generates(model):
-        arrivals = [one._replace(made=1) for one in arrivals]
+        arrivals = [arrival._replace(made=1) for arrival in arrivals]
     learned = [run.rows for run in model.graph.runs if run.stack.positions == "learned"]
     most = min(learned, default=context)
     if context > most:
         raise ConfigError(
             f"The longest request has {context:,} tokens, but the model has {most:,} positions."
         )
-    chosen = types_of(asked.types, machine)
+    chosen = types_of(config.types, machine)
     offered = [kind for kind in CHANGES if kind not in chosen and generates(model)]
     offered = [kind for kind in offered if kind != "fp8" or kind in machine.peak_flops]
     experts = experts_of(model)
-    if asked.loads is not None and not experts:
+    if config.loads is not None and not experts:
         raise ConfigError("loads are of mixtures of experts, and the model has none; leave loads out.")
-    record = None if asked.loads is None else read_loads(Path(asked.loads))
+    record = None if config.loads is None else read_loads(Path(config.loads))
     tried: list[Layout] = []
     ways: dict[int, list[_Hosting]] = {}
     for kind in (*chosen, *offered):
-        for tp, pp in _degrees(model, machine, max(asked.devices), kind):
+        for tp, pp in _degrees(model, machine, max(config.devices), kind):
             if tp not in ways:
                 ways[tp] = _hostings(model, record, _serving(model, machine, kind, tp, pp).ep)
             for way in ways[tp]:
-                tried += _replicas(model, machine, arrivals, asked, (kind, tp, pp), context, way)
-    return _judged(tried, chosen, asked)
+                tried += _replicas(model, machine, arrivals, config, (kind, tp, pp), context, way)
+    return _judged(tried, chosen, config)
 
 
 class _Hosting(NamedTuple):
@@ -161,11 +161,11 @@ def _hostings(model: ModelConfig, record: LoadRecord | None, ep: int) -> list[_H
     """Placements of a record's experts on `ep` devices: one of each, and as many replicas as make loads even."""
     if record is None:
         return [_Hosting()]
-    found = []
+    hostings = []
     for spare in sorted({0, spare_for(record, ep) if ep > 1 else 0}):
         slots = slots_by(record, experts_of(model), ep, spare)
-        found.append(_Hosting(spare, unevenness_of(record, slots)))
-    return found
+        hostings.append(_Hosting(spare, unevenness_of(record, slots)))
+    return hostings
 
 
 def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: Dtype) -> Iterator[tuple[int, int]]:
@@ -201,36 +201,36 @@ def _room(model: ModelConfig, machine: Machine, serving: Serving) -> float:
 
 
 def _replicas(
-    model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], asked: DeployConfig,
+    model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], config: DeployConfig,
     how: tuple[Dtype, int, int], context: int, way: _Hosting,
 ) -> Iterator[Layout]:  # fmt: skip
     """One layout with more and more replicas, until it is in time."""
     kind, tp, pp = how
-    counts = sorted({gpus // (tp * pp) for gpus in asked.devices if gpus % (tp * pp) == 0})
+    counts = sorted({gpus // (tp * pp) for gpus in config.devices if gpus % (tp * pp) == 0})
     if not counts:
         return
     serving = replace(_serving(model, machine, kind, tp, pp), spare=way.spare, uneven=way.uneven)
     each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
-    held = int(min(1 << 30, room / each if each else 1 << 30)) if room > 0 else 0
+    capacity = int(min(1 << 30, room / each if each else 1 << 30)) if room > 0 else 0
     plain = Layout(
-        type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=max(0, held), context=context,
+        type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=max(0, capacity), context=context,
         memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=way.spare, uneven=way.uneven,
     )  # fmt: skip
-    if held < Limits(context=context).blocks(context):
+    if capacity < Limits(context=context).blocks(context):
         needs = plain.memory_bytes + each * context
         yield replace(
             plain, why=f"needs {needs / 2**30:.1f} GiB a device, which has {machine.memory_bytes / 2**30:.1f}"
         )
         return
-    mean = sum(one.prompt + one.made for one in arrivals) / len(arrivals)
-    slots = min(SLOTS[0], max(1, int(held // mean)))
+    mean = sum(arrival.prompt + arrival.made for arrival in arrivals) / len(arrivals)
+    slots = min(SLOTS[0], max(1, int(capacity // mean)))
     costs = predicted_costs(model, machine, serving, slots=slots, longest=context)
-    alone = max(_alone(one, costs) for one in arrivals)
-    limit = asked.seconds or PATIENCE * alone
+    alone = max(_alone(arrival, costs) for arrival in arrivals)
+    limit = config.seconds or PATIENCE * alone
     for count in counts:
         best = None
         for number in sorted({min(size, slots) for size in SLOTS}, reverse=True):
-            limits = Limits(slots=number, waiting=ENDLESS, context=context, cache=held)
+            limits = Limits(slots=number, waiting=ENDLESS, context=context, cache=capacity)
             served = simulate(arrivals, limits, costs, replicas=count)
             if best is None or served.latency.p95 < best[1].latency.p95:
                 best = number, served
@@ -238,7 +238,7 @@ def _replicas(
                 break
         assert best is not None
         number, served = best
-        memory = plain.memory_bytes + each * min(held, number * mean)
+        memory = plain.memory_bytes + each * min(capacity, number * mean)
         late = ""
         if served.latency.p95 > limit:
             late = f"95 % of requests take up to {served.latency.p95:.3g} s, more than {limit:.3g} s"
@@ -251,46 +251,47 @@ def _replicas(
             return
 
 
-def _alone(one: Arrival, costs: StepCosts) -> float:
+def _alone(request: Arrival, costs: StepCosts) -> float:
     """Seconds of a request on an idle server."""
-    decoded = (one.made - 1) * costs.decode(1, one.prompt + one.made / 2) if one.made > 1 else 0.0
-    return costs.request + costs.prefill(one.prompt) + decoded
+    last = request.made - 1
+    decoded = last * costs.decode(1, request.prompt + request.made / 2) if last > 0 else 0.0
+    return costs.request + costs.prefill(request.prompt) + decoded
 
 
-def _judged(tried: Sequence[Layout], chosen: Sequence[str], asked: DeployConfig) -> Found:
+def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig) -> Found:
     """The layout on the fewest devices that is in time, and why each other is not the choice."""
 
-    def rank(one: Layout) -> tuple[bool, int, float]:
-        late = one.served is None or bool(one.why)
-        return late, one.gpus, one.served.latency.p95 if one.served else one.memory_bytes
+    def rank(layout: Layout) -> tuple[bool, int, float]:
+        late = layout.served is None or bool(layout.why)
+        return late, layout.gpus, layout.served.latency.p95 if layout.served else layout.memory_bytes
 
-    allowed = sorted((one for one in tried if one.type in chosen), key=rank)
+    allowed = sorted((layout for layout in tried if layout.type in chosen), key=rank)
     if not allowed:
         raise ConfigError(
-            f"gpus is {asked.gpus}, which no layout of this model takes; allow fewer devices too."
+            f"gpus is {config.gpus}, which no layout of this model takes; allow fewer devices too."
         )
     best = allowed[0] if not allowed[0].why else None
     layouts = []
-    for one in sorted(tried, key=rank):
-        if one is best:
+    for layout in sorted(tried, key=rank):
+        if layout is best:
             continue
-        if not one.why and best is not None and best.served is not None and one.served is not None:
-            one = replace(one, why=_loses(one, best, chosen))
-        elif not one.why:
-            one = replace(one, why="in time, but changes results")
-        layouts.append(one)
+        if not layout.why and best is not None and best.served is not None and layout.served is not None:
+            layout = replace(layout, why=_loses(layout, best, chosen))
+        elif not layout.why:
+            layout = replace(layout, why="in time, but changes results")
+        layouts.append(layout)
     return Found(choice=best, layouts=(*([best] if best else []), *layouts))
 
 
-def _loses(one: Layout, best: Layout, chosen: Sequence[str]) -> str:
-    assert one.served is not None
+def _loses(layout: Layout, best: Layout, chosen: Sequence[str]) -> str:
+    assert layout.served is not None
     assert best.served is not None
-    if one.type not in chosen:
-        if one.gpus < best.gpus:
-            return f"{best.gpus / one.gpus:.2g}× cheaper, but changes results"
-        faster = 1 - one.served.latency.p95 / best.served.latency.p95
-        gain = f"{faster:.0%} faster" if one.gpus == best.gpus and faster > 0 else "no cheaper"
+    if layout.type not in chosen:
+        if layout.gpus < best.gpus:
+            return f"{best.gpus / layout.gpus:.2g}× cheaper, but changes results"
+        faster = 1 - layout.served.latency.p95 / best.served.latency.p95
+        gain = f"{faster:.0%} faster" if layout.gpus == best.gpus and faster > 0 else "no cheaper"
         return f"{gain}, and changes results"
-    if one.gpus > best.gpus:
-        return f"{one.gpus / best.gpus:.2g}× the devices"
-    return f"{one.served.latency.p95 / best.served.latency.p95 - 1:.0%} slower on as many devices"
+    if layout.gpus > best.gpus:
+        return f"{layout.gpus / best.gpus:.2g}× the devices"
+    return f"{layout.served.latency.p95 / best.served.latency.p95 - 1:.0%} slower on as many devices"

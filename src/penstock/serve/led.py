@@ -50,7 +50,7 @@ _HELD = ExitStack()
 
 
 class Ranks(ABC):
-    """Ranks of which the first leads: it tells the others the news of each of its steps, and they take the same."""
+    """Ranks of which the first leads: it sends the news of each of its steps to the others, which do the same."""
 
     dims: ParallelDims
 
@@ -104,7 +104,7 @@ class Led(Ranks):
         if decoding.draws and decoding.seed is None:
             seed = random.SystemRandom().randrange(1 << 31)
             request = replace(request, decoding=replace(decoding, seed=seed))
-        rank = min(range(len(self._texts)), key=lambda one: sum(self._texts[one]))
+        rank = min(range(len(self._texts)), key=lambda candidate: sum(self._texts[candidate]))
         if all(self._texts[rank]):
             return None
         slot = self._texts[rank].index(False)
@@ -156,14 +156,14 @@ class Led(Ranks):
                     self.mover.give_up()
             self.mover.step()
         with torch.inference_mode():
-            made = self.engine.step(chunk)
+            results = self.engine.step(chunk)
             attend(self.engine.model)
-        return made if self.dims.data_world == 1 else self._all(made)
+        return results if self.dims.data_world == 1 else self._all(results)
 
-    def _all(self, made: Sequence[Made]) -> list[Made]:
+    def _all(self, results: Sequence[Made]) -> list[Made]:
         """The results of all ranks' engines: at most one token in each slot."""
         here = torch.full((self.engine.slots, 2), -1, dtype=torch.int64, device=self.engine.device)
-        for slot, tokens, finished in made:
+        for slot, tokens, finished in results:
             here[slot] = torch.tensor([tokens[0] if tokens else -1, _ENDS.index(finished)])
         every = [torch.empty_like(here) for _ in range(self.dims.data_world)]
         distributed.all_gather(every, here, group=self.dims.group(*DATA))
@@ -236,15 +236,15 @@ def _start(settings: dict[str, Any], count: int) -> None:
     }  # fmt: skip
     for rank in range(1, count):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _FOLLOWS: "1"}
-        ours, theirs = socket.socketpair()
-        with theirs:
+        leader_end, worker_end = socket.socketpair()
+        with worker_end:
             process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.serve.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-m", "penstock.serve.worker", str(worker_end.fileno())],
+                pass_fds=(worker_end.fileno(),),
                 env={**os.environ, **shared, **own},
             )
-        ours.sendall(packed({"opener": _OPENER, "settings": settings}))
-        threading.Thread(target=_end_with, args=(process, ours), daemon=True).start()
+        leader_end.sendall(packed({"opener": _OPENER, "settings": settings}))
+        threading.Thread(target=_end_with, args=(process, leader_end), daemon=True).start()
     os.environ.update({**shared, "RANK": "0", "LOCAL_RANK": "0"})
 
 

@@ -36,11 +36,11 @@ class Link:
 
     def receive(self, *, wait: bool) -> list[dict[str, Any]]:
         """Messages that have come; with `wait`, at least one. Raises Closed."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         while True:
-            block = wait and not found
+            block = wait and not messages
             if not block and not select.select([self._socket], [], [], 0)[0]:
-                return found
+                return messages
             try:
                 more = self._socket.recv(1 << 16)
             except OSError:
@@ -48,4 +48,4 @@ class Link:
             if not more:
                 raise Closed
             *lines, self._partial = (self._partial + more).split(b"\n")
-            found += [json.loads(line) for line in lines]
+            messages += [json.loads(line) for line in lines]

@@ -56,7 +56,7 @@ class Client:
     key: str | None = None
 
     async def ask(self, prompt: int, made: int, draw: random.Random) -> Answer | int:
-        """Ask for `made` tokens after a prompt of so many; gives the status where that is not 200."""
+        """Request `made` tokens after a prompt of so many; returns the status where it is not 200."""
         ids = [draw.randrange(self.vocabulary) for _ in range(prompt)]
         settings = {
             "prompt": ids, "max_tokens": made, "temperature": 0, "ignore_eos": True, "stream": True,
@@ -109,16 +109,16 @@ async def replay(client: Client, arrivals: Sequence[Arrival], *, seed: int = 0) 
     draw = random.Random(seed)
     begun = time.monotonic()
 
-    async def one(arrival: Arrival) -> Answer | int:
+    async def answer_to(arrival: Arrival) -> Answer | int:
         await asyncio.sleep(max(0.0, begun + arrival.at - time.monotonic()))
         return await client.ask(arrival.prompt, arrival.made, draw)
 
-    found = await asyncio.gather(*map(one, arrivals))
-    odd = sorted({status for status in found if isinstance(status, int) and status != 429})
+    outcomes = await asyncio.gather(*map(answer_to, arrivals))
+    odd = sorted({status for status in outcomes if isinstance(status, int) and status != 429})
     if odd:
         raise EnvironmentProblem(f"The server has answered requests with {', '.join(map(str, odd))}.")
-    answers = [one.outcome() for one in found if isinstance(one, Answer)]
-    return Served.of(answers, refused=found.count(429))
+    answers = [answer_to.outcome() for answer_to in outcomes if isinstance(answer_to, Answer)]
+    return Served.of(answers, refused=outcomes.count(429))
 
 
 async def step_costs(
@@ -145,7 +145,7 @@ async def step_costs(
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """Times what a server does that has nothing else to do."""
+    """Times the steps of a server that serves no other client."""
 
     client: Client
     draw: random.Random
@@ -153,8 +153,8 @@ class _Timing:
 
     async def group(self, batch: int, prompt: int, tokens: int) -> list[Answer]:
         """Answers to requests that are sent at once."""
-        asked = (self.client.ask(prompt, tokens, self.draw) for _ in range(batch))
-        return [one for one in await asyncio.gather(*asked) if isinstance(one, Answer)]
+        requests = (self.client.ask(prompt, tokens, self.draw) for _ in range(batch))
+        return [answer for answer in await asyncio.gather(*requests) if isinstance(answer, Answer)]
 
     async def prefill(self, tokens: int) -> tuple[float, float]:
         """Seconds for which the engine is busy with a prompt, and those that its request takes besides: the former is
@@ -162,12 +162,12 @@ class _Timing:
         alone: list[float] = []
         together: list[float] = []
         for _ in range(REPEATS):
-            alone += [one.times[0] - one.at for one in await self.group(1, tokens, 1)]
+            alone += [reply.times[0] - reply.at for reply in await self.group(1, tokens, 1)]
             every = await self.group(BURST, tokens, 1)
-            together.append(max(one.times[0] for one in every) - min(one.at for one in every))
-        one = statistics.median(alone)
-        busy = min(one, max(0.0, (statistics.median(together) - one) / (BURST - 1)))
-        return busy, one - busy
+            together.append(max(reply.times[0] for reply in every) - min(reply.at for reply in every))
+        single = statistics.median(alone)
+        busy = min(single, max(0.0, (statistics.median(together) - single) / (BURST - 1)))
+        return busy, single - busy
 
     async def steps(self, batch: int, made: int, far: int) -> tuple[float, float]:
         """Seconds of a step with an empty cache, and of each token in the cache of the longest text."""
@@ -179,15 +179,15 @@ class _Timing:
 
     async def _step(self, batch: int, prompt: int, made: int) -> tuple[float, float]:
         """Seconds of a step of so many texts, and how many tokens each had then on average."""
-        found = [_steady(await self.group(batch, prompt, made)) for _ in range(REPEATS)]
-        seconds, tokens = (statistics.median(each) for each in zip(*found, strict=True))
+        steady = [_steady(await self.group(batch, prompt, made)) for _ in range(REPEATS)]
+        seconds, tokens = (statistics.median(each) for each in zip(*steady, strict=True))
         return seconds, prompt + tokens
 
 
 def _steady(answers: Sequence[Answer]) -> tuple[float, float]:
     """Seconds of a step while all texts were under way, and the tokens that each had made then on average."""
-    begin, end = max(one.times[0] for one in answers), min(one.times[-1] for one in answers)
-    first = min(answers, key=lambda one: one.times[0])
+    begin, end = max(answer.times[0] for answer in answers), min(answer.times[-1] for answer in answers)
+    first = min(answers, key=lambda answer: answer.times[0])
     places = [place for place, at in enumerate(first.times) if begin <= at <= end]
     if len(places) <= STEADY:  # of few tokens, all that there are
         places = list(range(len(first.times)))
@@ -205,7 +205,7 @@ class Measured:
 
 async def compare(client: Client, arrivals: Sequence[Arrival], limits: Limits) -> Measured:
     """Time the steps of a server that has nothing else to do, simulate the traffic from them, and send it."""
-    longest = max(one.prompt + one.made for one in arrivals)
-    prompt = max(one.prompt for one in arrivals)
+    longest = max(arrival.prompt + arrival.made for arrival in arrivals)
+    prompt = max(arrival.prompt for arrival in arrivals)
     costs = await step_costs(client, slots=limits.slots, longest=longest, prompt=prompt, chunk=limits.chunk)
     return Measured(simulated=simulate(arrivals, limits, costs), measured=await replay(client, arrivals))

@@ -10,7 +10,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Histogram:
-    """How long something took: counts of what took at most each of `SECONDS`."""
+    """A histogram of durations: how many took at most each of `SECONDS`."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
@@ -44,7 +44,7 @@ class Metrics:
         self.first_token, self.per_token, self.latency = Histogram(), Histogram(), Histogram()
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """Everything; `gauges` are what is so now, by name."""
+        """All metrics as text; `gauges` are present values by name."""
         return "\n".join([*self._lines(gauges), ""])
 
     def _lines(self, gauges: Mapping[str, float]) -> Iterator[str]:

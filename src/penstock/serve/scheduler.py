@@ -149,7 +149,7 @@ class Scheduler:
         if job is not None:
             self._held -= self.limits.blocks(job.tokens)
             return job
-        job = next((one for one in self._waiting if one.number == number), None)
+        job = next((waiting for waiting in self._waiting if waiting.number == number), None)
         if job is not None:
             self._waiting.remove(job)
         return job
@@ -192,6 +192,6 @@ class Scheduler:
             read.job.made = 1
 
     def has_made(self, job: Job, tokens: int = 1) -> bool:
-        """Report tokens; gives whether the job has all that it may have. The caller removes what is done."""
+        """Report tokens; returns whether the job has all that it may have. The caller removes finished jobs."""
         job.made += tokens
         return job.made >= job.most

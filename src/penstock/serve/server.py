@@ -26,11 +26,11 @@ from penstock.data.text.chat import Template
 from penstock.errors import ConfigError, PenstockError
 from penstock.infer.labels import TextLabels
 from penstock.infer.text import needed, prompt_numbers, usual_tokens
-from penstock.serve import answers, asked
+from penstock.serve import answers, parse
 from penstock.serve.answers import Piece, Text, Whole
-from penstock.serve.asked import Asked
 from penstock.serve.backend import Backend, Lost, Refused, Ticket
 from penstock.serve.metrics import Metrics
+from penstock.serve.parse import TextRequest
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.settings import ServeConfig
 
@@ -148,7 +148,7 @@ class Service:
         except TimeoutError:
             seconds = f"{self.config.body_seconds:g} s"
             raise Fault(408, f"The body did not come within {seconds}.") from None
-        body = asked.body_of(bytes(raw), route, most=most)
+        body = parse.body_of(bytes(raw), route, most=most)
         named = body.get("model", self.name)
         if named != self.name:
             raise Fault(404, f"There is no model {quoted(named)} here; it is {self.name!r}.")
@@ -157,26 +157,26 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """Texts continued."""
         body = await self._table(request, "completions")
-        return await self._made(request, asked.completion(body), "text_completion")
+        return await self._generate(request, parse.completion(body), "text_completion")
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation."""
         body = await self._table(request, "chat")
-        return await self._made(request, asked.chat(body, self.template), "chat.completion")
+        return await self._generate(request, parse.chat(body, self.template), "chat.completion")
 
     async def translate(self, request: Request) -> Response:
         """Texts translated, or whatever an encoder–decoder makes of them."""
         body = await self._table(request, "translate")
         if self.backend.about and not self.source:
             raise Fault(400, "This model is no encoder–decoder; use /v1/completions.")
-        wanted = asked.translation(body)
+        wanted = parse.translation(body)
         prompts = await self._numbers(wanted)
         tickets = self._submit(wanted, prompts)
         texts = [Text(self.tokenizer, self.metrics, ticket, wanted) for ticket in tickets]
         await self._all(request, texts)
         return JSONResponse({
             "object": "translation", "model": self.name,
-            "translations": [{"text": one.text, "finish_reason": one.finished} for one in texts],
+            "translations": [{"text": text.text, "finish_reason": text.finished} for text in texts],
             "usage": answers.usage(prompts, texts),
         })  # fmt: skip
 
@@ -187,8 +187,8 @@ class Service:
             raise Fault(400, "encoding_format must be float.")
         if self.backend.about and self.backend.about["writes"]:
             raise Fault(400, "This model makes text; embeddings come from encoders.")
-        texts = asked.texts_of(body, "input")
-        rows = [self._sentence(one) for one in texts]
+        texts = parse.texts_of(body, "input")
+        rows = [self._sentence(text) for text in texts]
         longest = self.backend.about.get("context", 0)
         if longest and max(map(len, rows)) > longest:
             raise Fault(400, f"A text has {max(map(len, rows)):,} tokens, but the model reads {longest:,}.")
@@ -206,7 +206,7 @@ class Service:
         self.metrics.prompt_tokens += count
         return JSONResponse({
             "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
-            "data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)],
+            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
         })  # fmt: skip
 
     def _sentence(self, text: str | tuple[int, ...]) -> list[int]:
@@ -225,8 +225,8 @@ class Service:
     async def models(self, request: Request) -> Response:
         """The one model."""
         about = self.backend.about
-        one = {"id": self.name, "object": "model", "owned_by": "penstock", "context": about.get("context")}
-        return JSONResponse({"object": "list", "data": [one]})
+        model = {"id": self.name, "object": "model", "owned_by": "penstock", "context": about.get("context")}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def experts(self, request: Request) -> Response:
         """The record of experts' loads while the model serves, as `penstock experts` reads it."""
@@ -247,7 +247,7 @@ class Service:
             }  # fmt: skip
         return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
-    async def _made(self, request: Request, wanted: Asked, kind: str) -> Response:
+    async def _generate(self, request: Request, wanted: TextRequest, kind: str) -> Response:
         if self.backend.about and not self.backend.about["writes"]:
             raise Fault(400, "This model is an encoder, which makes no text; use /v1/embeddings.")
         prompts = await self._numbers(wanted)
@@ -267,40 +267,40 @@ class Service:
             )
         await self._all(request, texts)
         of = [prompt for prompt in prompts for _ in range(wanted.best_of)]
-        whole = [Whole(prompt, one.ids, one.text, one.finished) for prompt, one in zip(of, texts)]
+        whole = [Whole(prompt, made.ids, made.text, made.finished) for prompt, made in zip(of, texts)]
         whole = whole or [Whole(prompt, [], "", "length") for prompt in prompts]
         if wanted.scored:
             await self._while_there(request, self._score(whole, wanted))
         chosen = answers.likeliest(whole, wanted)
-        choices = [answers.choice(i, one, kind, wanted, self.tokenizer) for i, one in enumerate(chosen)]
+        choices = [answers.choice(i, made, kind, wanted, self.tokenizer) for i, made in enumerate(chosen)]
         return JSONResponse(
             {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
         )
 
-    async def _score(self, texts: Sequence[Whole], wanted: Asked) -> None:
+    async def _score(self, texts: Sequence[Whole], wanted: TextRequest) -> None:
         """Give each text its scores, one after the other, so that they take no more than one place in the queue."""
-        for one in texts:
-            (ticket,) = self._send({"score": [*one.prompt, *one.ids], "top": wanted.logprobs or 0})
+        for text in texts:
+            (ticket,) = self._send({"score": [*text.prompt, *text.ids], "top": wanted.logprobs or 0})
             async for event in ticket.events():
-                one.scores = event.scores
+                text.scores = event.scores
 
-    async def _numbers(self, wanted: Asked) -> list[list[int]]:
+    async def _numbers(self, wanted: TextRequest) -> list[list[int]]:
         """Token numbers of all prompts."""
-        long = sum(len(one) for one in wanted.prompts) > LONG_TEXT
+        long = sum(len(prompt) for prompt in wanted.prompts) > LONG_TEXT
 
         def work() -> list[list[int]]:
             if wanted.marked:  # the template has said all that stands before the text
                 words = needed(self.tokenizer)
-                return [ids.tolist() for ids, _ in words.encode_marked([str(one) for one in wanted.prompts])]
-            return [prompt_numbers(one, self.tokenizer, source=self.source) for one in wanted.prompts]
+                return [ids.tolist() for ids, _ in words.encode_marked([*map(str, wanted.prompts)])]
+            return [prompt_numbers(prompt, self.tokenizer, source=self.source) for prompt in wanted.prompts]
 
         return await asyncio.to_thread(work) if long else work()
 
-    def _submit(self, wanted: Asked, prompts: Sequence[list[int]]) -> list[Ticket]:
+    def _submit(self, wanted: TextRequest, prompts: Sequence[list[int]]) -> list[Ticket]:
         """Queue each prompt as often as it has choices. Raises as `Backend.submit`, and ConfigError for labels that are
         missing or unknown."""
         routes = self.labels.numbers(wanted.prompts, wanted.label)
-        found: list[Ticket] = []
+        tickets: list[Ticket] = []
         if self.backend.open + len(prompts) * wanted.best_of > self.backend.room:
             raise QueueFull(
                 f"{self.backend.open} requests are served or wait, of at most {self.backend.room}."
@@ -314,8 +314,8 @@ class Service:
                     decoding["seed"] += choice
                 never = self.backend.about.get("never", [])
                 decoding["bias"] = [*decoding.get("bias", []), *never]
-                found += self._send({"ids": row, "decoding": decoding, "route": route})
-        return found
+                tickets += self._send({"ids": row, "decoding": decoding, "route": route})
+        return tickets
 
     def _send(self, message: dict[str, Any]) -> list[Ticket]:
         if self.stopping:
@@ -327,8 +327,8 @@ class Service:
 
         async def gather() -> None:
             async with asyncio.TaskGroup() as group:
-                for one in texts:
-                    group.create_task(one.run())
+                for text in texts:
+                    group.create_task(text.run())
 
         await self._while_there(request, gather())
 
@@ -349,15 +349,15 @@ class Service:
             else:
                 raise Fault(504, f"The request took longer than {self.config.seconds:g} s.", "timeout_error")
         finally:
-            for one in (task, gone):
-                one.cancel()
+            for waited in (task, gone):
+                waited.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await one
+                    await waited
 
     async def _parts(
         self,
         texts: Sequence[Text],
-        wanted: Asked,
+        wanted: TextRequest,
         prompts: Sequence[list[int]],
         head: dict[str, Any],
         kind: str,
@@ -366,14 +366,14 @@ class Service:
         chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
         pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
 
-        async def run(place: int, one: Text) -> None:
-            await one.run(lambda piece: pieces.put_nowait((place, piece)))
+        async def run(place: int, text: Text) -> None:
+            await text.run(lambda piece: pieces.put_nowait((place, piece)))
 
         async def all_() -> None:
             try:
                 async with asyncio.timeout(self.config.seconds), asyncio.TaskGroup() as group:
-                    for place, one in enumerate(texts):
-                        group.create_task(run(place, one))
+                    for place, text in enumerate(texts):
+                        group.create_task(run(place, text))
             finally:
                 pieces.put_nowait(None)
 
@@ -396,9 +396,9 @@ class Service:
             except (TimeoutError, ExceptionGroup) as problem:
                 yield answers.line({"error": {"message": self._why(problem), "type": "server_error"}})
                 return
-            for place, one in enumerate(texts):
+            for place, text in enumerate(texts):
                 yield answers.line(
-                    {**head, "object": chunk, "choices": [answers.end(place, one.finished, kind)]}
+                    {**head, "object": chunk, "choices": [answers.end(place, text.finished, kind)]}
                 )
             if wanted.usage:
                 yield answers.line(
@@ -412,9 +412,9 @@ class Service:
 
     def _why(self, problem: BaseException) -> str:
         if isinstance(problem, ExceptionGroup):
-            known = [one for one in problem.exceptions if isinstance(one, PenstockError)]
-            if known:
-                return str(known[0])
+            own = [error for error in problem.exceptions if isinstance(error, PenstockError)]
+            if own:
+                return str(own[0])
             log.error("A stream has failed by a fault of the server.", exc_info=problem)
             return "The server has a fault; its log says more."
         return f"The request took longer than {self.config.seconds:g} s."

@@ -33,7 +33,7 @@ class DeployConfig(Checked):
     machine: FilledText = "h100"
     """Name of a known machine, a file that probe wrote, or `here`."""
     gpus: FilledText = "1..8"
-    """Devices: a number, or a range such as 1..8, of which the fewest that do are taken."""
+    """Devices: a number, or a range such as 1..8, of which the fewest that suffice are used."""
     requests: FilledText = "rate=1 in=512 out=128"
     """Requests per second and tokens of prompts and answers (`in=64..512` is a range), or a file of lines
     {"at": SECONDS, "in": TOKENS, "out": TOKENS}."""
@@ -64,7 +64,7 @@ class DeployConfig(Checked):
 
     @property
     def devices(self) -> range:
-        """The numbers of devices that may be taken."""
+        """The numbers of devices that are allowed."""
         match = _GPUS.fullmatch(self.gpus)
         assert match is not None
         return range(int(match[1]), int(match[2] or match[1]) + 1)
@@ -108,13 +108,13 @@ class ServeConfig(Checked):
     host: FilledText = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every network that this machine is on."""
     port: Annotated[int, Range(0, 65535)] = 8000
-    """0 takes any that is free."""
+    """Port to listen on; 0 is any free one."""
     name: FilledText | None = None
     """Name of the model for clients; by default its folder's name."""
     api_key_file: FilledText | None = None
     """File with the key that clients must send; by default $PENSTOCK_API_KEY, and without one there is no key."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The type that it computes in."""
+    """Type that the model computes in."""
     weights: Weights = "auto"
     """How the weights of linear layers are kept, as in `penstock generate`; int8, int4 and fp8 change results."""
     device: FilledText = "cpu"
@@ -149,15 +149,15 @@ class ServeConfig(Checked):
     chunk: Count = 512
     """Tokens of prompts that are read between two steps, so that texts under way do not stall."""
     seconds: Positive = 300.0
-    """Within which a request must be done."""
+    """Seconds after which an unfinished request is ended."""
     body_seconds: Positive = 20.0
-    """Within which a request's body must have come."""
+    """Seconds after which a request whose body has not come is refused."""
     body_bytes: Annotated[int, Range(1024, 1 << 28)] = 1 << 20
-    """The most that a request's body may have."""
+    """Bytes of a request's body at most."""
     stop_seconds: Positive = 30.0
-    """Seconds for requests under way, when the server is told to stop."""
+    """Seconds for unfinished requests when the server is asked to stop."""
     stall_seconds: Positive = 300.0
-    """A worker that makes no token for so long, while it has requests, is replaced."""
+    """Seconds without a token after which a worker that has requests is replaced."""
 
     def _problems(self) -> Iterator[str]:
         if max(self.tp, self.ep) > 1 and self.device.startswith("cuda:"):

@@ -24,7 +24,7 @@ class Costs(Protocol):
         """Seconds of a request's way to the engine and back, while the engine works on others."""
 
     def prefill(self, tokens: float) -> float:
-        """Reading a prompt of so many tokens."""
+        """Seconds of reading a prompt of so many tokens."""
 
     def decode(self, batch: int, cached: float) -> float:
         """One token for each of `batch` sequences, which look at `cached` tokens each."""
@@ -56,7 +56,7 @@ class _One:
         """Slots below the highest that has been in use."""
 
     def run(self) -> tuple[list[Outcome], int]:
-        """Serve all: what became of each that was taken, and how many were refused."""
+        """Serve all requests; returns the outcome of each that was accepted, and how many were refused."""
         arrivals, scheduler, coming = self.arrivals, self.scheduler, 0
         while coming < len(arrivals) or scheduler.running or scheduler.waiting:
             while coming < len(arrivals) and self._comes(coming) <= self.now:
@@ -75,9 +75,9 @@ class _One:
         return self.arrivals[number].at + self.costs.request
 
     def _take(self, number: int) -> None:
-        one = self.arrivals[number]
+        arrival = self.arrivals[number]
         try:
-            self.scheduler.submit(Job(number, one.prompt, one.made))
+            self.scheduler.submit(Job(number, arrival.prompt, arrival.made))
         except QueueFull:
             self.refused += 1
 
@@ -107,7 +107,7 @@ class _One:
 
 
 def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, float]:
-    """How many times the turn is taken before anything changes, and what that takes.
+    """How many turns pass before anything changes, and the seconds that they take.
 
     With prompts to read it is once. Otherwise the same sequences go on until the first of them is done, or until a
     request comes that finds a free slot, `until` seconds from now.

@@ -1,4 +1,4 @@
-"""Requests over time: what is asked of a server, read from a trace or drawn, and what came of it."""
+"""Requests over time, read from a trace or drawn at random, and the latencies with which they were served."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Rate(Checked):
             f"{quoted(name)} is no part of a rate." for name in words if name not in ("rate", "in", "out")
         ]
         problems += [f"{name}= is missing." for name in ("rate", "in", "out") if name not in words]
-        found: dict[str, tuple[int, int]] = {}
+        lengths: dict[str, tuple[int, int]] = {}
         rate = 0.0
         for name, value in words.items():
             try:
@@ -70,8 +70,8 @@ class Rate(Checked):
                 elif name in ("in", "out"):
                     low, dots, high = value.partition("..")
                     first = convert(low, Count, text=True)
-                    found[name] = first, convert(high, Count, text=True) if dots else first
-                    if not first <= found[name][1] <= LONGEST:
+                    lengths[name] = first, convert(high, Count, text=True) if dots else first
+                    if not first <= lengths[name][1] <= LONGEST:
                         problems.append(
                             f"{name}={quoted(value)} must be 1 to {LONGEST:,} tokens, the fewest first."
                         )
@@ -79,16 +79,16 @@ class Rate(Checked):
                 problems.append(problem.sentence(f"{name}="))
         if problems:
             raise ConfigError([f"requests {quoted(text)}: {problem}" for problem in problems] + [_FORM])
-        return cls(rate=rate, prompt=found["in"], made=found["out"])
+        return cls(rate=rate, prompt=lengths["in"], made=lengths["out"])
 
     def arrivals(self, count: int, *, seed: int = 0) -> list[Arrival]:
         """`count` requests, the same for the same seed."""
         draw = random.Random(seed)
-        at, found = 0.0, []
+        at, arrivals = 0.0, []
         for _ in range(count):
-            found.append(Arrival(at, draw.randint(*self.prompt), draw.randint(*self.made)))
+            arrivals.append(Arrival(at, draw.randint(*self.prompt), draw.randint(*self.made)))
             at += draw.expovariate(self.rate)
-        return found
+        return arrivals
 
 
 _FORM = (
@@ -100,14 +100,14 @@ _Length = Range(1, LONGEST)
 
 def read_trace(path: Path) -> list[Arrival]:
     """The requests of a JSON-lines file, in order of their time. Raises ConfigError naming the first bad line."""
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for line in read_lines(path, "The trace", longest=_LINE.bytes):
         where = f"Line {line.number:,} of the trace {shown(path)}"
         if line.problem:
             raise ConfigError(f"{where} cannot be read: {line.problem}.")
         if not line.text.strip():
             continue
-        if len(found) >= MOST_REQUESTS:
+        if len(arrivals) >= MOST_REQUESTS:
             raise ConfigError(f"The trace {shown(path)} has more than {MOST_REQUESTS:,} requests; cut it.")
         values = parse_json(line.text, where, bounds=_LINE)
         try:
@@ -117,12 +117,12 @@ def read_trace(path: Path) -> list[Arrival]:
             raise ConfigError(f"{where}: {problem}. {_FORM}") from None
         if not 0 <= at < math.inf or any(_Length.problem(size) for size in sizes):
             raise ConfigError(f"{where} has a time below 0, or lengths out of 1 to {LONGEST:,}. {_FORM}")
-        found.append(Arrival(at, *sizes))
-    if not found:
+        arrivals.append(Arrival(at, *sizes))
+    if not arrivals:
         raise ConfigError(f"The trace {shown(path)} has no request. {_FORM}")
-    found.sort()
-    first = found[0].at
-    return [one._replace(at=one.at - first) for one in found]
+    arrivals.sort()
+    first = arrivals[0].at
+    return [arrival._replace(at=arrival.at - first) for arrival in arrivals]
 
 
 def requests_of(
@@ -176,18 +176,18 @@ class Served:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, refused: int = 0) -> Served:
-        span = max((one.last for one in outcomes), default=0.0) - min(
-            (one.at for one in outcomes), default=0.0
+        span = max((each.last for each in outcomes), default=0.0) - min(
+            (each.at for each in outcomes), default=0.0
         )
-        tokens = sum(one.tokens for one in outcomes)
+        tokens = sum(each.tokens for each in outcomes)
         return cls(
             requests=len(outcomes) + refused,
             refused=refused,
             seconds=span,
             tokens_per_second=tokens / span if span > 0 else 0.0,
-            first_token=Spread.of([one.first - one.at for one in outcomes]),
+            first_token=Spread.of([each.first - each.at for each in outcomes]),
             per_token=Spread.of(
-                [(one.last - one.first) / (one.tokens - 1) for one in outcomes if one.tokens > 1]
+                [(each.last - each.first) / (each.tokens - 1) for each in outcomes if each.tokens > 1]
             ),
-            latency=Spread.of([one.last - one.at for one in outcomes]),
+            latency=Spread.of([each.last - each.at for each in outcomes]),
         )

@@ -47,7 +47,7 @@ class Opened(NamedTuple):
     vectors: Any
     """Function of lists of token numbers to their vectors; None of a model that makes text."""
     request: Callable[..., Any]
-    """Makes what the engine takes of `ids`, `decoding` and `route`."""
+    """Makes an engine's request from `ids`, `decoding` and `route`."""
     about: dict[str, Any]
     """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source), `labels`
     (which choose experts), `labels_in_prompts`, and `mixtures` (names of those whose experts several ranks host)."""
@@ -71,7 +71,7 @@ class Worker:
         self._places: dict[int, int] = {}
 
     def run(self) -> None:
-        """Serve until told to stop, or the server has gone."""
+        """Serve until the server asks to stop, or has gone."""
         while True:
             busy = bool(self.scheduler.running or self.scheduler.waiting)
             for message in self.link.receive(wait=not busy):
@@ -188,7 +188,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     if plan.gpus > 1:
         dims, device = join(settings)
     hosted = _hosted(settings, config) if plan.ep > 1 else ()
-    found = loaded(
+    start = loaded(
         where,
         plan,
         weights=settings["weights"],
@@ -200,33 +200,33 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     )
     own, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
     if dims.data_world > 1:  # any texts that get slots of one device find room in its cache
-        most = found.model.graph.written[-1].most + 1
+        most = start.model.graph.written[-1].most + 1
         tokens = own * limits.blocks(min(settings["context"] or most, most))
     engine = Engine(
-        found.model, slots=own, context=settings["context"], cache=settings["cache"],
-        tokens=tokens, block=limits.block, chunk=limits.chunk, start=found.start, ends=found.ends,
-        compiled=None if settings["compile"] == "none" else Compiled(found.model),
+        start.model, slots=own, context=settings["context"], cache=settings["cache"],
+        tokens=tokens, block=limits.block, chunk=limits.chunk, start=start.start, ends=start.ends,
+        compiled=None if settings["compile"] == "none" else Compiled(start.model),
     )  # fmt: skip
     if settings["compile"] != "none":
         engine.warm()
-    remembered = found.model.graph.remembered
+    remembered = start.model.graph.remembered
     source = remembered[0].most if remembered else 0
-    rounds, balance = rounds_of(found.model), None
+    rounds, balance = rounds_of(start.model), None
     if rounds is not None and dims.main:
         balance = Balance(settings["rebalance"], [hosts.slots for hosts in rounds.hosts], time.monotonic)
-        names = [name for name, one in found.model.named_modules() if isinstance(one, MixtureOfExperts)]
+        names = [name for name, module in start.model.named_modules() if isinstance(module, MixtureOfExperts)]
         about["mixtures"] = names
     led = None if dims.alone else Led(engine, dims, balance)
-    decodes = dims.alone and found.model.graph.form == "causal tokens"
+    decodes = dims.alone and start.model.graph.form == "causal tokens"
     return Opened(
         led or engine,
         None,
         Request,
         about | {
-            "context": engine.context, "source": source, "never": list(found.never),
-            "labels": list(found.labels.names), "labels_in_prompts": found.labels.in_prompts,
+            "context": engine.context, "source": source, "never": list(start.never),
+            "labels": list(start.labels.names), "labels_in_prompts": start.labels.in_prompts,
         },
-        Scorer(found.model) if decodes else None,
+        Scorer(start.model) if decodes else None,
         led,
         None if balance is None or led is None else led.experts_news,
     )  # fmt: skip

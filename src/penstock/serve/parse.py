@@ -54,8 +54,8 @@ _KEYS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One request, understood."""
+class TextRequest:
+    """A request for texts, checked."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     decoding: dict[str, Any]
@@ -72,13 +72,13 @@ class Asked:
     marked: bool = False
     """Whether prompts spell special tokens, as chat templates do."""
     logprobs: int | None = None
-    """Likeliest tokens in each place that are told beside each token's own log-probability; None: neither."""
+    """Likeliest tokens in each place that are returned beside each token's own log-probability; None: neither."""
     echo: bool = False
     """Whether a text begins with its prompt."""
     best_of: int = 1
-    """Texts of which the `choices` likeliest are told."""
+    """Texts of which the `choices` likeliest are returned."""
     token_ids: bool = False
-    """Whether a stream tells every token by its number as soon as it comes, even where it makes no whole character."""
+    """Whether a stream sends every token's number as soon as it comes, even where it makes no whole character."""
 
     @property
     def scored(self) -> bool:
@@ -96,116 +96,116 @@ def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
 
-def completion(body: Mapping[str, Any]) -> Asked:
+def completion(body: Mapping[str, Any]) -> TextRequest:
     """A request for /v1/completions. Raises ConfigError for what is missing or no prompt."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, str) or _numbers(prompt):
-        prompt = [prompt]
-    if (
-        not isinstance(prompt, list)
-        or not prompt
-        or not all(isinstance(one, str) or _numbers(one) for one in prompt)
-    ):
+    prompts = _texts(body.get("prompt"))
+    if prompts is None:
         raise ConfigError("prompt must be a text, token numbers, or a list of either.")
-    asked = _asked(body, [one if isinstance(one, str) else tuple(one) for one in prompt], temperature=1.0)
+    request = _request(body, prompts, temperature=1.0)
     return _scored(replace(
-        asked,
+        request,
         logprobs=_field(body, "logprobs", Annotated[int, Range(0, MOST_LIKELIEST)], None),
         echo=_field(body, "echo", bool, False),
-        best_of=_field(body, "best_of", Annotated[int, Range(1, MOST_CHOICES)], asked.choices),
+        best_of=_field(body, "best_of", Annotated[int, Range(1, MOST_CHOICES)], request.choices),
     ))  # fmt: skip
 
 
-def chat(body: Mapping[str, Any], template: Template | None) -> Asked:
+def chat(body: Mapping[str, Any], template: Template | None) -> TextRequest:
     """A request for /v1/chat/completions. Raises ConfigError without messages, or without a template of the model."""
     if template is None:
         raise ConfigError("The model's folder has no chat template, so it cannot chat. Use /v1/completions.")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError("messages must be a list of tables with role and content.")
-    for one in messages:
-        if not isinstance(one, dict) or {*one} - {"role", "content", "name"}:
+    for message in messages:
+        if not isinstance(message, dict) or {*message} - {"role", "content", "name"}:
             raise ConfigError("A message must be a table with role and content, and no more.")
-        if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ConfigError("role and content of a message must be text.")
-    given = dict(body)
-    if "max_completion_tokens" in given:
-        given["max_tokens"] = given.pop("max_completion_tokens")
-    asked = replace(_asked(given, [template.text(messages)], temperature=1.0), marked=True)
+    fields = dict(body)
+    if "max_completion_tokens" in fields:
+        fields["max_tokens"] = fields.pop("max_completion_tokens")
+    request = replace(_request(fields, [template.text(messages)], temperature=1.0), marked=True)
     top = _field(body, "top_logprobs", Annotated[int, Range(0, MOST_LIKELIEST)], None)
     if not _field(body, "logprobs", bool, False):
         if top is not None:
             raise ConfigError("top_logprobs is for logprobs=true; give both or neither.")
-        return asked
-    return _scored(replace(asked, logprobs=top or 0))
+        return request
+    return _scored(replace(request, logprobs=top or 0))
 
 
-def _scored(asked: Asked) -> Asked:
+def _scored(request: TextRequest) -> TextRequest:
     """The same request. Raises ConfigError for settings that contradict each other."""
-    if asked.best_of < asked.choices:
-        raise ConfigError(f"best_of is {asked.best_of}, fewer than the {asked.choices} texts of n.")
-    given = {
-        "logprobs": asked.logprobs is not None,
-        "echo": asked.echo,
-        "best_of": asked.best_of > asked.choices,
+    if request.best_of < request.choices:
+        raise ConfigError(f"best_of is {request.best_of}, fewer than the {request.choices} texts of n.")
+    unstreamable = {
+        "logprobs": request.logprobs is not None,
+        "echo": request.echo,
+        "best_of": request.best_of > request.choices,
     }
-    if asked.stream and any(given.values()):
-        named = " and ".join(name for name, there in given.items() if there)
+    if request.stream and any(unstreamable.values()):
+        named = " and ".join(name for name, there in unstreamable.items() if there)
         raise ConfigError(f"{named} cannot be streamed; leave stream out.")
-    return asked
+    return request
 
 
-def translation(body: Mapping[str, Any]) -> Asked:
+def translation(body: Mapping[str, Any]) -> TextRequest:
     """A request for /v1/translate: `text`, one or a list."""
-    return _asked(body, texts_of(body, "text"), temperature=0.0)
+    return _request(body, texts_of(body, "text"), temperature=0.0)
 
 
 def texts_of(body: Mapping[str, Any], key: str) -> list[str | tuple[int, ...]]:
     """One text or several, or token numbers. Raises ConfigError for anything else, and for too many."""
-    found = body.get(key)
-    if isinstance(found, str) or _numbers(found):
-        found = [found]
-    if (
-        not isinstance(found, list)
-        or not found
-        or not all(isinstance(one, str) or _numbers(one) for one in found)
-    ):
+    texts = _texts(body.get(key))
+    if texts is None:
         raise ConfigError(f"{key} must be a text or a list of texts.")
-    if len(found) > MOST_PROMPTS:
+    if len(texts) > MOST_PROMPTS:
         raise ConfigError(
-            f"{key} has {len(found):,} texts, and at most {MOST_PROMPTS} are taken; send several requests."
+            f"{key} has {len(texts):,} texts, and at most {MOST_PROMPTS} are taken; send several requests."
         )
-    return [one if isinstance(one, str) else tuple(one) for one in found]
+    return texts
+
+
+def _texts(value: Any) -> list[str | tuple[int, ...]] | None:
+    """One text or several, each a string or token numbers; None for anything else."""
+    items = [value] if isinstance(value, str) or _numbers(value) else value
+    if not isinstance(items, list) or not items:
+        return None
+    if not all(isinstance(item, str) or _numbers(item) for item in items):
+        return None
+    return [item if isinstance(item, str) else tuple(item) for item in items]
 
 
 def _numbers(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(one) is int and 0 <= one < 1 << 31 for one in value)
+        and all(type(number) is int and 0 <= number < 1 << 31 for number in value)
     )
 
 
-def _asked(body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *, temperature: float) -> Asked:
+def _request(
+    body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *, temperature: float
+) -> TextRequest:
     if len(prompts) > MOST_PROMPTS:
         raise ConfigError(f"prompt has {len(prompts):,} texts, and at most {MOST_PROMPTS} are taken.")
     decoding: dict[str, Any] = {"temperature": temperature}
-    decoding |= {ours: body[key] for key, ours in DECODING.items() if key in body}
+    decoding |= {option: body[key] for key, option in DECODING.items() if key in body}
     if bias := _field(body, "logit_bias", dict, {}):
         decoding["bias"] = [f"{key}={_decimal(amount)}" for key, amount in bias.items()]
     stop = body.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(one, str) and one for one in stop):
+    if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) and s for s in stop):
         raise ConfigError("stop must be a text, or a list of at most 16 texts.")
     label = body.get("label")
-    if isinstance(label, list) and all(isinstance(one, str) for one in label):
+    if isinstance(label, list) and all(isinstance(part, str) for part in label):
         label = tuple(label)
     elif not isinstance(label, str | None):
         raise ConfigError("label must be a text, or a list with one for each prompt.")
-    from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are told at once
+    from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are refused at once
     options = _field(body, "stream_options", dict, {})
     choices = _field(body, "n", Annotated[int, Range(1, MOST_CHOICES)], 1)
-    return Asked(
+    return TextRequest(
         prompts=tuple(prompts),
         decoding=decoding,
         most=_field(

@@ -68,7 +68,7 @@ class InputRecord:
             self.end *= 2
 
     def limit(self, how: Limit) -> float:
-        """The magnitude that 127 stands for; larger inputs are cut to it."""
+        """The magnitude that 127 represents; larger inputs are clipped to it."""
         top = float(self.largest.max())
         if how == "absmax" or top <= _LEAST:
             return max(top, _LEAST)
@@ -102,8 +102,8 @@ class InputRecord:
 
 
 def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tensor | None]:
-    """Which tokens (B, N) of each run of a model are no padding in a batch; None where none is. Those of a run that
-    writes end with its last target, where the arguments have targets."""
+    """Masks (B, N) of each run's tokens that are no padding in a batch; None without padding. Those of a run
+    that writes end with its last target, where the arguments have targets."""
     if not isinstance(model, Model):
         return {}
     given, masks = model.given(arguments, {}), dict[str, Tensor | None]()
@@ -116,7 +116,7 @@ def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tenso
 
 
 def _runs_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """By the name of each linear the run whose tokens it reads: its own, or of keys of cross attention the memory's."""
+    """The run whose tokens each linear reads, by its name: its own run, or the memory's for keys of cross attention."""
     if not isinstance(model, Model):
         return {}
     reads = {name: name.partition(".")[0] for name in names}
@@ -142,7 +142,7 @@ class _InputRows:
         self.see = see
         self.modules = {name: model.get_submodule(name) for name in names}
         self.mixtures = {
-            name: one for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)
+            name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)
         }
         self.reads = _runs_of(model, [*self.modules, *self.mixtures])
         self.masks: Mapping[str, Tensor | None] = {}
@@ -150,14 +150,14 @@ class _InputRows:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, passes of the model are seen."""
-        visited = {f"{name}.up": one.up for name, one in self.mixtures.items()}
+        """Inside, passes of the model are recorded."""
+        visited = {f"{name}.up": module.up for name, module in self.mixtures.items()}
         hooks = [
-            *((one, self._blank, name) for name, one in self.mixtures.items()),
-            *((one, self._keep_visits, name) for name, one in visited.items()),
-            *((one, self._rows, name) for name, one in self.modules.items()),
+            *((module, self._blank, name) for name, module in self.mixtures.items()),
+            *((module, self._keep_visits, name) for name, module in visited.items()),
+            *((module, self._rows, name) for name, module in self.modules.items()),
         ]
-        handles = [one.register_forward_pre_hook(_named(hook, name)) for one, hook, name in hooks]
+        handles = [module.register_forward_pre_hook(_named(hook, name)) for module, hook, name in hooks]
         try:
             yield
         finally:
@@ -168,22 +168,22 @@ class _InputRows:
         mask = self.masks.get(self.reads.get(name, ""))
         return mask if mask is not None and x.shape[:2] == mask.shape else None
 
-    def _blank(self, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        mask = self._mask(name, given[0])
-        return given if mask is None else (given[0].masked_fill(~mask[..., None], 0.0), *given[1:])
+    def _blank(self, name: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        mask = self._mask(name, inputs[0])
+        return inputs if mask is None else (inputs[0].masked_fill(~mask[..., None], 0.0), *inputs[1:])
 
-    def _keep_visits(self, name: str, given: tuple[Any, ...]) -> None:
-        self.visits[name.removesuffix(".up")] = (given[0] != 0).any(1)
+    def _keep_visits(self, name: str, inputs: tuple[Any, ...]) -> None:
+        self.visits[name.removesuffix(".up")] = (inputs[0] != 0).any(1)
 
-    def _rows(self, name: str, given: tuple[Any, ...]) -> None:
-        x, mask = given[0], self._mask(name, given[0])
+    def _rows(self, name: str, inputs: tuple[Any, ...]) -> None:
+        x, mask = inputs[0], self._mask(name, inputs[0])
         if isinstance(self.modules[name], ExpertLinear):
             mask = self.visits[name.rpartition(".")[0]]
         self.see(name, x.flatten(0, -2) if mask is None else x[mask])
 
 
 def _named(hook: Callable[[str, tuple[Any, ...]], Any], name: str) -> Callable[..., Any]:
-    return lambda _, given: hook(name, given)
+    return lambda _, inputs: hook(name, inputs)
 
 
 @torch.no_grad()

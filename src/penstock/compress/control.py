@@ -24,12 +24,12 @@ NOISE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controlled:
-    """The layers of a model that stay as they are, and what that gives."""
+    """The layers of a model that stay as they are, and the score with these."""
 
     before: float
     """Score of the model as it was, in points."""
     after: float
-    """Score of what is left, in points: `before` where nothing could be rounded."""
+    """Score with the other layers rounded, in points; `before` where nothing could be rounded."""
     rounded: frozenset[str]
     """Names of the layers that are rounded; none where no choice keeps within the bound."""
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -61,8 +61,8 @@ def keep_within(
     def fits(chosen: Collection[str]) -> float | None:
         nonlocal count
         count += 1
-        found = score(chosen)
-        return found if before - found <= drop + 1e-9 else None
+        reached = score(chosen)
+        return reached if before - reached <= drop + 1e-9 else None
 
     after = fits(names)
     if after is not None:
@@ -73,15 +73,15 @@ def keep_within(
     low, high, after = 0, len(order), before  # all of the first `low` fit, those of `high` do not
     while high - low > 1:
         middle = (low + high) // 2
-        if (found := fits(order[:middle])) is None:
+        if (reached := fits(order[:middle])) is None:
             high = middle
         else:
-            low, after = middle, found
+            low, after = middle, reached
     chosen = set(order[:low])
     for name in order[low + 1 : low + 1 + TRIES]:  # the one at `low` was just refused
-        if (found := fits({*chosen, name})) is not None:
+        if (reached := fits({*chosen, name})) is not None:
             chosen.add(name)
-            after = found
+            after = reached
     reasons = {
         name: f"rounding it, the model would lose more than {drop:g} points"
         for name in order

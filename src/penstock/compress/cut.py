@@ -121,9 +121,9 @@ def _cut_experts(
     size = stack.experts // stack.router_groups
     most = count // stack.router_groups
     kept = [
-        None if one is None
-        else sorted(e for group in range(0, stack.experts, size) for e in _best(one[group : group + size], most, group))
-        for one in scores
+        None if row is None
+        else sorted(e for group in range(0, stack.experts, size) for e in _best(row[group : group + size], most, group))
+        for row in scores
     ]  # fmt: skip
     words = f"{run.name}: experts {stack.experts} → {count}"
     return [PruneCut(words, keep_experts(model, run.name, kept))]
@@ -137,23 +137,23 @@ def _best(scores: Tensor, count: int, first: int = 0) -> list[int]:
 def _cut_heads(model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores]) -> Model:
     """Without the share of heads that matter least."""
     stack = run.stack
-    own = [one.heads for one in blocks]
-    beside = [one.cross for one in blocks if one.cross is not None]
+    own = [block.heads for block in blocks]
+    beside = [block.cross for block in blocks if block.cross is not None]
     if stack.biased:
         # Blocks share the biases of their heads, and so the choice of heads; ALiBi is refused where heads are removed.
         count = _left(stack.layers[0].kv, options.heads)
         kept = [_best(torch.stack(_comparable(own, options)).sum(0), count)] * len(own)
-        return keep_heads(model, run.name, kept, [_best(one, count) for one in beside] or None)
+        return keep_heads(model, run.name, kept, [_best(row, count) for row in beside] or None)
     if options.even:
         counts = [_left(layer.kv, options.heads) for layer in stack.layers]
     else:
-        ranked = [one.sort(descending=True).values for one in _comparable(own, options)]
-        for number, one in enumerate(_comparable(beside, options)):
-            ranked[number] = ranked[number] + one.sort(descending=True).values
+        ranked = [row.sort(descending=True).values for row in _comparable(own, options)]
+        for number, row in enumerate(_comparable(beside, options)):
+            ranked[number] = ranked[number] + row.sort(descending=True).values
         counts = _counts(ranked, options.heads, 1)
-    kept = [_best(one, count) for one, count in zip(own, counts, strict=True)]
+    kept = [_best(row, count) for row, count in zip(own, counts, strict=True)]
     return keep_heads(
-        model, run.name, kept, [_best(one, count) for one, count in zip(beside, counts)] or None
+        model, run.name, kept, [_best(row, count) for row, count in zip(beside, counts)] or None
     )
 
 
@@ -167,22 +167,20 @@ def _cut_hidden(
             _aligned(layer.hidden * (1.0 - options.hidden), layer.hidden, multiple) for layer in stack.layers
         ]
     else:
-        every = _comparable([one.hidden for one in blocks], options)
-        ranked = [
-            one.sort(dim=-1, descending=True).values.reshape(-1, one.shape[-1]).mean(0) for one in every
-        ]
+        every = _comparable([block.hidden for block in blocks], options)
+        ranked = [rows.sort(-1, descending=True).values.reshape(-1, rows.shape[-1]).mean(0) for rows in every]
         counts = _counts(ranked, options.hidden, multiple)
     kept, shared = list[Tensor](), list[Tensor | None]()
-    for one, count in zip(blocks, counts, strict=True):
-        rows = one.hidden.reshape(-1, one.hidden.shape[-1])
+    for block, count in zip(blocks, counts, strict=True):
+        rows = block.hidden.reshape(-1, block.hidden.shape[-1])
         numbers = torch.tensor([_best(row, count) for row in rows])
-        kept.append(numbers if one.hidden.dim() > 1 else numbers[0])
-        common = None if one.shared is None else torch.tensor(_best(one.shared, count * stack.shared_experts))
-        shared.append(common)
+        kept.append(numbers if block.hidden.dim() > 1 else numbers[0])
+        common, most = block.shared, count * stack.shared_experts
+        shared.append(None if common is None else torch.tensor(_best(common, most)))
     where = next(model.parameters()).device
     return keep_hidden(
-        model, run.name, [one.to(where) for one in kept],
-        [None if one is None else one.to(where) for one in shared],
+        model, run.name, [indices.to(where) for indices in kept],
+        [None if indices is None else indices.to(where) for indices in shared],
     )  # fmt: skip
 
 
@@ -191,18 +189,18 @@ def _comparable(scores: Sequence[Tensor], options: Prune) -> list[Tensor]:
     their block's (Molchanov et al., ICLR 2017, section 2.2)."""
     if options.by == "taylor":
         return list(scores)
-    return [one / one.norm().clamp(min=torch.finfo(one.dtype).tiny) for one in scores]
+    return [block / block.norm().clamp(min=torch.finfo(block.dtype).tiny) for block in scores]
 
 
 def _counts(ranked: Sequence[Tensor], share: float, multiple: int) -> list[int]:
     """How many parts each block keeps, where the share of all with the lowest scores goes in pieces of `multiple`; the
     first piece of each block stays. `ranked` are the scores of each block, falling."""
-    counts = [len(one) for one in ranked]
+    counts = [len(scores) for scores in ranked]
     wanted, removed = share * sum(counts), 0
     pieces = sorted(
-        (float(one[begin : begin + multiple].mean()), -begin, block, min(multiple, len(one) - begin))
-        for block, one in enumerate(ranked)
-        for begin in range(multiple, len(one), multiple)
+        (float(scores[begin : begin + multiple].mean()), -begin, block, min(multiple, len(scores) - begin))
+        for block, scores in enumerate(ranked)
+        for begin in range(multiple, len(scores), multiple)
     )
     for _, _, block, size in pieces:
         if removed + size / 2 > wanted:

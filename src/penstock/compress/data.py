@@ -55,8 +55,8 @@ def task_data(
 
     def batches() -> Iterator[tuple[Any, ...]]:
         with Loader(train, chosen.prepare(train, config), batch=size, workers=data.workers) as loader:
-            for one in islice(loader, -(-samples // size)):
-                yield chosen.inputs(one)
+            for samples_of_batch in islice(loader, -(-samples // size)):
+                yield chosen.inputs(samples_of_batch)
 
     def score(module: nn.Module) -> float:
         prepare = chosen.prepare(validation, config)

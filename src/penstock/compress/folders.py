@@ -26,6 +26,6 @@ class StepCall:
 
 
 def save_beside(model: Model, source: Path, target: Path) -> None:
-    """Write a model with the files that stand beside another one's weights: its tokenizer's, and what its config.json
+    """Write a model with the files beside another model's weights: its tokenizer's, and what its config.json
     says besides sizes."""
     save_values(model, target, source=local_weights(source))

@@ -76,9 +76,9 @@ def gptq(weight: Tensor, hessian: Tensor, form: StoredFormat) -> RoundedWeight:
                 # A group's scale is that of its weights as they are by now.
                 grids.append(round_groups(weight[:, column : column + group]))
             values = weight[:, column : column + 1]
-            one = nearest(values, grids[-1].scales, grids[-1].offsets)
-            numbers[:, column] = one.numbers[:, 0]
-            error = (values - one.values()) / upper[column, column]
+            rounded = nearest(values, grids[-1].scales, grids[-1].offsets)
+            numbers[:, column] = rounded.numbers[:, 0]
+            error = (values - rounded.values()) / upper[column, column]
             weight[:, column:end] -= error * upper[column, column:end]
             errors[:, column - begin] = error[:, 0]
         weight[:, end:] -= errors @ upper[begin:end, end:]

@@ -116,7 +116,7 @@ class Workbench:
             ) as loader,
             torch.no_grad(),
         ):
-            found = evaluate(task, model, loader)
+            evaluation = evaluate(task, model, loader)
         inputs = self._inputs(model)
         held = [*model.state_dict().values(), *stored_tensors(model)]
         with torch.inference_mode(), TensorMemory(held=held, ignored=inputs) as memory:
@@ -127,7 +127,7 @@ class Workbench:
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
             predicted_seconds=self.predicted_of(folder, model.config),
-            metrics=dict(found.metrics), words=task.describe(found.metrics),
+            metrics=dict(evaluation.metrics), words=task.describe(evaluation.metrics),
         )  # fmt: skip
 
     def predicted_of(self, folder: Path, model: ModelConfig) -> float | None:
@@ -136,8 +136,8 @@ class Workbench:
         formats = {form for form, _ in rounded_weights(folder).values()}
         if not formats:
             return self.predicted(model)
-        known = "int8" in formats and "int8" in self.machine.peak_flops
-        return self.predicted(model, int8=True) if known else None
+        predictable = "int8" in formats and "int8" in self.machine.peak_flops
+        return self.predicted(model, int8=True) if predictable else None
 
     def predicted(self, model: ModelConfig, *, int8: bool = False) -> float:
         """Predicted seconds of a pass, with products in int8 where `int8` says so."""
@@ -154,13 +154,13 @@ class Workbench:
     def latencies(self, models: Sequence[Model]) -> list[float]:
         """Measured seconds of a pass of each model: the fastest tenth of all passes, because other processes can only
         lengthen them. Models take turns in rounds."""
-        made = [(model, self._inputs(model)) for model in models]
-        seconds: list[list[float]] = [[] for _ in made]
+        passes = [(model, self._inputs(model)) for model in models]
+        seconds: list[list[float]] = [[] for _ in passes]
         with torch.inference_mode():
-            for model, inputs in made:
+            for model, inputs in passes:
                 model(*inputs)
             for _ in range(ROUNDS):
-                for (model, inputs), times in zip(made, seconds, strict=True):
+                for (model, inputs), times in zip(passes, seconds, strict=True):
                     begun = time.perf_counter()
                     while (started := time.perf_counter()) - begun < ROUND_SECONDS:
                         model(*inputs)
@@ -176,5 +176,5 @@ class Workbench:
 
     def _inputs(self, model: Model) -> list[Tensor]:
         lengths = model.graph.lengths
-        found = inputs_of(model, self.config.batch, lengths[0], lengths[-1])
-        return [value.to(self.device) for value in found.values()]
+        inputs = inputs_of(model, self.config.batch, lengths[0], lengths[-1])
+        return [value.to(self.device) for value in inputs.values()]

@@ -46,8 +46,8 @@ def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
     save_values(written, target, source=local_weights(source))
     inputs = inputs_of(model, 3, 11, 9).values()
     with torch.inference_mode():
-        expected, found = model(*inputs), from_pretrained(target).eval()(*inputs)
-    difference = float((found - expected).abs().max() / expected.abs().max())
+        expected, outputs = model(*inputs), from_pretrained(target).eval()(*inputs)
+    difference = float((outputs - expected).abs().max() / expected.abs().max())
     if not difference <= CLOSE:
         raise NumericError(
             f"{target} gives other outputs than the model, by {difference:.2g} of their largest."

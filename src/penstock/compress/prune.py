@@ -165,10 +165,10 @@ def keep_words(model: Model, rows: Sequence[int]) -> Model:
     Raises ConfigError for a model without one vocabulary.
     """
     graph = model.graph
-    sizes = {one.vocabulary for one in graph.inputs_of(TokenInput)} | {
+    sizes = {tokens.vocabulary for tokens in graph.inputs_of(TokenInput)} | {
         h.vocabulary for h in graph.heads_of(WordHead)
     }
-    tables = {one.table for one in graph.inputs_of(TokenInput)}
+    tables = {tokens.table for tokens in graph.inputs_of(TokenInput)}
     if len(sizes) != 1 or not tables or not hasattr(model.config, "vocabulary"):
         raise ConfigError("Only a model with one vocabulary of tokens can lose some of them.")
     _require_numbers("the vocabulary", rows, sizes.pop())
@@ -223,12 +223,12 @@ def _run_of(model: Model, name: str) -> Run:
     return model.graph.run(name)
 
 
-def _require_numbers(what: str, numbers: Sequence[int], count: int) -> None:
+def _require_numbers(parts: str, numbers: Sequence[int], count: int) -> None:
     """Raise ConfigError unless the numbers rise from 0 on to less than `count`, and are not empty."""
-    given = list(numbers)
-    if not given or given != sorted(set(given)) or given[0] < 0 or given[-1] >= count:
+    kept = list(numbers)
+    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= count:
         raise ConfigError(
-            f"What is kept of {what} must be rising numbers from 0 to {count - 1}, at least one, not {given[:9]}."
+            f"What is kept of {parts} must be rising numbers from 0 to {count - 1}, at least one, not {kept[:9]}."
         )
 
 
@@ -271,6 +271,6 @@ def made_like(model: Model, config: ModelConfig, state: State) -> Model:
     """A model with these weights, in the mode and on the device of another."""
     first = next(model.parameters())
     with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
-        made = create(config, device=first.device, dtype=first.dtype)
-    made.load_state_dict(state)
-    return made.train(model.training)
+        smaller = create(config, device=first.device, dtype=first.dtype)
+    smaller.load_state_dict(state)
+    return smaller.train(model.training)

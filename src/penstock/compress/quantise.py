@@ -58,7 +58,7 @@ class Quantised:
     """Bytes of all weights in fp32."""
     bytes_after: int = 0
     smoothed: Mapping[str, float] = field(default_factory=dict)
-    """By the name of each norm that was smoothed, how much less its largest feature stands out from its median one."""
+    """Factors by which smoothing brought the largest feature of each norm closer to its median feature, by name."""
 
     @property
     def lost(self) -> float | None:
@@ -94,11 +94,11 @@ def quantise_folder(
     if not result.formats:
         save_values(from_pretrained(folder), target, source=folder)
         return result
-    said = {
+    account = {
         "options": to_dict(options), "kept": dict(result.kept), "before": result.before, "after": result.after,
     }  # fmt: skip
     chosen = {name: (form, work.rounded[name]) for name, form in result.formats.items()}
-    save_rounded(work.model, target, chosen, source=folder, said=said)
+    save_rounded(work.model, target, chosen, source=folder, said=account)
     return result
 
 
@@ -169,23 +169,22 @@ class _Work:
         if not self.options.smooth and self.options.inputs == "token":
             return {}
         assert self.data is not None
-        read = (
-            [name for one in norm_readers(self.model) for name in one.linears] if self.options.smooth else []
-        )
+        norms = norm_readers(self.model) if self.options.smooth else ()
+        read = [name for norm in norms for name in norm.linears]
         # Experts that no token visits say nothing of what their norm gives, and the router sees all of it.
         return record(self.model, self.data.batches(), dict.fromkeys([*self.linears, *read]))
 
     def _round(self, records: Mapping[str, InputRecord]) -> None:
         options = self.options
-        by_gptq = {name: one for name, one in self.linears.items() if isinstance(one, nn.Linear)}
+        by_gptq = {name: layer for name, layer in self.linears.items() if isinstance(layer, nn.Linear)}
         if options.weights == "gptq":
             assert self.data is not None
             # Layers that stay as they are keep these.
-            before = {name: one.weight.detach().clone() for name, one in by_gptq.items()}
+            before = {name: layer.weight.detach().clone() for name, layer in by_gptq.items()}
             self.rounded |= round_by_blocks(self.model, self.data.batches, dict.fromkeys(by_gptq, self.form))
             with torch.no_grad():
-                for name, one in by_gptq.items():
-                    one.weight.copy_(before[name])
+                for name, layer in by_gptq.items():
+                    layer.weight.copy_(before[name])
         for name, module in self.linears.items():
             if name not in self.rounded:
                 least = options.weights != "absmax"
@@ -222,28 +221,28 @@ class _Work:
         assert self.options.drop is not None
         assert before is not None
         assert self.data is not None
-        given = list(islice(self.data.batches(), _HARM_BATCHES))
-        plain = self._features(given)
+        batches = list(islice(self.data.batches(), _HARM_BATCHES))
+        plain = self._features(batches)
 
         def harm(name: str) -> float:
             with self.swapped([name]):
-                found = self._features(given)
+                features = self._features(batches)
             return sum(
-                float((one - other).square().sum() / other.square().sum()) for one, other in zip(found, plain)
+                float((new - old).square().sum() / old.square().sum()) for new, old in zip(features, plain)
             )
 
         return keep_within(chosen, self._score, self.options.drop, harm, before=before)
 
     def _features(self, batches: list[tuple[Any, ...]]) -> list[Tensor]:
         """The outputs of the last block for batches."""
-        found: list[Tensor] = []
+        features: list[Tensor] = []
         block = anatomy_of(self.model).block_modules(self.model)[-1]
-        handle = block.register_forward_hook(lambda *given: found.append(given[2].detach().clone()))
+        handle = block.register_forward_hook(lambda _, __, output: features.append(output.detach().clone()))
         try:
             watch(self.model, batches, (), lambda *_: None, last=block)
         finally:
             handle.remove()
-        return found
+        return features
 
     def _score(self, chosen: Collection[str]) -> float:
         assert self.data is not None
@@ -298,7 +297,7 @@ def _slower(own: nn.Module, form: nn.Module, shape: tuple[int, int, int], name: 
 
 
 def _saved(module: nn.Linear | ExpertLinear, weight: RoundedWeight) -> int:
-    """Bytes that a weight takes less than in fp32."""
+    """Bytes that a weight saves against fp32."""
     return module.weight.numel() * 4 - sum(
         part.numel() * part.element_size() for part in weight.stored("").values()
     )

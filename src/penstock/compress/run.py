@@ -87,10 +87,10 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
         keep()
     shares = config.prune
     if config.speedup is not None and "shares" not in report:
-        found, tried = reach(bench, shares, config.speedup, say)
+        reached, tried = reach(bench, shares, config.speedup, say)
         report |= {
-            "shares": {name: getattr(found, name) for name in SHARES},
-            "tried": [asdict(one) for one in tried],
+            "shares": {name: getattr(reached, name) for name in SHARES},
+            "tried": [asdict(choice) for choice in tried],
         }
         keep()
     shares = replace(shares, **report.get("shares", {}))
@@ -138,19 +138,19 @@ def _record(config: CompressConfig, output: Path) -> Report:
     path = output / RECORD
     if not path.exists():
         return {"settings": settings, "environment": environment(), "rows": []}
-    found: Report = parse_json(
+    record: Report = parse_json(
         read_bytes(path, "The record of the compression", limit=1 << 26),
         f"{path} cannot be read: it",
         error=CheckpointError,
     )
-    before = from_dict(CompressConfig, found.get("settings", {}), origin=str(path), error=CheckpointError)
+    before = from_dict(CompressConfig, record.get("settings", {}), origin=str(path), error=CheckpointError)
     differ = [name for name in settings if getattr(before, name) != getattr(config, name)]
     if differ:
         raise ConfigError(
             f"{output} holds a compression with other settings of {', '.join(differ)}; restore these to go on with it, "
             "or choose another output."
         )
-    return found
+    return record
 
 
 def _export(config: CompressConfig, folder: Path, output: Path) -> None:

@@ -60,13 +60,13 @@ def part_scores(
         blocks = gauges[run.name] = []
         for block, layer in zip(getattr(model, run.name).blocks, run.stack.layers, strict=True):
             size = layer.heads // layer.kv * features
-            found = {"heads": _Gauge(block.attention.out, size), "hidden": _Gauge(block.mlp.down, 1)}
+            gauges_of = {"heads": _Gauge(block.attention.out, size), "hidden": _Gauge(block.mlp.down, 1)}
             if block.cross is not None:
-                found["cross"] = _Gauge(block.cross.out, size)
+                gauges_of["cross"] = _Gauge(block.cross.out, size)
             if getattr(block.mlp, "shared", None) is not None:
-                found["shared"] = _Gauge(block.mlp.shared.down, 1)
-            blocks.append(found)
-    every = [gauge for blocks in gauges.values() for found in blocks for gauge in found.values()]
+                gauges_of["shared"] = _Gauge(block.mlp.shared.down, 1)
+            blocks.append(gauges_of)
+    every = [gauge for blocks in gauges.values() for gauges_of in blocks for gauge in gauges_of.values()]
     if criterion != "magnitude":
         with ExitStack() as hooks, _evaluating(model):
             for gauge in every:
@@ -80,15 +80,15 @@ def part_scores(
                 for gauge in every:
                     gauge.close_batch()
     scores = {
-        name: [{part: gauge.score(criterion) for part, gauge in found.items()} for found in blocks]
+        name: [{part: gauge.score(criterion) for part, gauge in gauges_of.items()} for gauges_of in blocks]
         for name, blocks in gauges.items()
     }
     return {
         name: [
             BlockScores(
-                heads=one["heads"], cross=one.get("cross"), hidden=one["hidden"], shared=one.get("shared")
+                heads=row["heads"], cross=row.get("cross"), hidden=row["hidden"], shared=row.get("shared")
             )
-            for one in blocks
+            for row in blocks
         ]
         for name, blocks in scores.items()
     }
@@ -144,13 +144,13 @@ class _Gauge:
         weight = self.linear.weight.detach().double()
         columns = weight.norm(dim=-2)  # of each input feature
         if criterion == "taylor":
-            found = torch.stack(self.sums).mean(0)
+            scores = torch.stack(self.sums).mean(0)
         elif criterion == "activation":
             assert self.squares is not None
-            found = self._grouped(columns.square() * self.squares).sum(-1).sqrt()
+            scores = self._grouped(columns.square() * self.squares).sum(-1).sqrt()
         else:
-            found = self._grouped(columns.square()).sum(-1).sqrt()
-        return found.cpu()
+            scores = self._grouped(columns.square()).sum(-1).sqrt()
+        return scores.cpu()
 
     def _grouped(self, values: Tensor) -> Tensor:
         return values.reshape(*values.shape[:-1], -1, self.size)
@@ -231,26 +231,26 @@ def expert_scores(
             scores.append(None)
             continue
         mixture: MixtureOfExperts = block.mlp
-        found = torch.zeros(mixture.experts, dtype=torch.float64)
+        sums = torch.zeros(mixture.experts, dtype=torch.float64)
         layer, sizes = stack.layers[number], replace(stack, experts=stack.experts - 1)
         if by_error:
-            handle = mixture.register_forward_hook(partial(_add_errors, found, stack, sizes, layer))
+            handle = mixture.register_forward_hook(partial(_add_errors, sums, stack, sizes, layer))
         else:
-            handle = mixture.down.register_forward_pre_hook(partial(_add_visits, found))
+            handle = mixture.down.register_forward_pre_hook(partial(_add_visits, sums))
         try:
             mean_loss(model, batches, loss)
         finally:
             handle.remove()
-        scores.append(found / len(batches))
+        scores.append(sums / len(batches))
     return scores
 
 
-def _add_visits(found: Tensor, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-    found += torch.bincount(inputs[2].cpu(), minlength=len(found))
+def _add_visits(visits: Tensor, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+    visits += torch.bincount(inputs[2].cpu(), minlength=len(visits))
 
 
 def _add_errors(
-    found: Tensor,
+    errors: Tensor,
     stack: Stack,
     sizes: Stack,
     layer: Layer,
@@ -265,7 +265,7 @@ def _add_errors(
         with torch.random.fork_rng(devices=[output.device] if output.is_cuda else []):
             smaller = MixtureOfExperts(sizes, layer, device=output.device, dtype=output.dtype)
         smaller.load_state_dict(state)
-        found[expert] += ((smaller.eval()(*inputs) - output).norm() / output.norm()).double().cpu()
+        errors[expert] += ((smaller.eval()(*inputs) - output).norm() / output.norm()).double().cpu()
 
 
 @contextmanager

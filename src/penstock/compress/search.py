@@ -49,7 +49,7 @@ def reach(
     fast_enough: list[Prune] = []
     while len(tried) < TRIES:
         hopeful = [choice for choice, speed in reached.items() if speed * factor >= target]
-        if not hopeful or _shares(hopeful[0]) in [one.shares for one in tried]:
+        if not hopeful or _shares(hopeful[0]) in [shares.shares for shares in tried]:
             break
         choice = hopeful[0]
         small = bench.drawn(sized(bench.model, choice, multiple=multiple))
@@ -66,7 +66,7 @@ def reach(
         factor = slow / fast / reached[choice]
     if fast_enough:
         return fast_enough[-1], tried
-    best = max([factor * max(reached.values()), *(one.measured for one in tried)])
+    best = max([factor * max(reached.values()), *(shares.measured for shares in tried)])
     raise ConfigError(
         f"target is {target:g}x, but pruning up to {MOST:.0%} gives {best:.2f}x at most on this machine; choose a "
         "lower target, or remove other parts."

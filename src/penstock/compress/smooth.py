@@ -43,10 +43,10 @@ def norm_readers(model: nn.Module) -> tuple[NormReaders, ...]:
             "come first; open its folder with penstock.from_pretrained, or set smooth to 0."
         )
     runs = {run.name: run for run in model.graph.runs}
-    found: list[NormReaders] = []
+    readers: list[NormReaders] = []
     for block in (block for stack in anatomy_of(model).stacks for block in stack.blocks):
-        found += _of_block(block, runs[block.name.partition(".")[0]])
-    return tuple(one for one in found if next(model.get_submodule(one.norm).parameters(), None) is not None)
+        readers += _of_block(block, runs[block.name.partition(".")[0]])
+    return tuple(r for r in readers if next(model.get_submodule(r.norm).parameters(), None) is not None)
 
 
 def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:
@@ -71,7 +71,7 @@ def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:
 
 
 def _read_by(part: Perceptron | Experts) -> list[str]:
-    """Names of the linears that read what the part reads."""
+    """Names of the linears that read the same input as the part."""
     return [linear.name for linear in (part.up, part.gate) if linear is not None]
 
 

@@ -39,8 +39,8 @@ def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     seconds = bench.latencies([bench.ready(each) for each in models])
     return {
         "cuts": [
-            {"words": told, "seconds": measured, "predicted_seconds": bench.predicted(each.config)}
-            for told, measured, each in zip(words, seconds, models, strict=True)
+            {"words": cut_words, "seconds": measured, "predicted_seconds": bench.predicted(each.config)}
+            for cut_words, measured, each in zip(words, seconds, models, strict=True)
         ]
     }
 
@@ -53,19 +53,19 @@ def distil_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
 
 def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
     """The run of a distil step."""
-    asked = config.distil
+    distil = config.distil
     recipe = replace(
         config.recipe,
-        steps=asked.steps,
-        epochs=asked.epochs or config.recipe.epochs,
-        lr=asked.lr or config.recipe.lr,
+        steps=distil.steps,
+        epochs=distil.epochs or config.recipe.epochs,
+        lr=distil.lr or config.recipe.lr,
         warmup_steps=0,
-        warmup_share=asked.warmup_share,
+        warmup_share=distil.warmup_share,
         teacher=str(call.original),
-        teacher_weight=asked.weight,
-        teacher_hidden=asked.hidden,
-        teacher_attention=asked.attention,
-        temperature=asked.temperature,
+        teacher_weight=distil.weight,
+        teacher_hidden=distil.hidden,
+        teacher_attention=distil.attention,
+        temperature=distil.temperature,
         eval_every_epochs=NEVER,
     )
     return RunConfig(

@@ -27,15 +27,15 @@ class Clock:
 def test_plain_lines_begin_each_phase_and_each_long_thing() -> None:
     out, clock = io.StringIO(), Clock()
     display = PlainDisplay(out, clock=clock)
-    display.told(
+    display.show(
         replace(NOW, phase="baseline", doing="building", what="the baseline", expected_seconds=0.0, spent=0.0)
     )
-    display.told(NOW)
+    display.show(NOW)
     for second in range(7):  # short ones are not told one by one
         clock.now = float(second)
-        display.told(replace(NOW, doing="timing", expected_seconds=0.5))
+        display.show(replace(NOW, doing="timing", expected_seconds=0.5))
     clock.now = 100.0
-    display.told(replace(NOW, doing="timing", expected_seconds=0.5))
+    display.show(replace(NOW, doing="timing", expected_seconds=0.5))
     display.end()
     assert out.getvalue().splitlines() == [
         "[0:00 of 6:00] baseline: building the baseline",

@@ -49,7 +49,7 @@ def ladder(
     require_folder(config.output)
     display = display_for(sys.stderr)
     try:
-        report = climb(config=config, on_progress=display.told)
+        report = climb(config=config, on_progress=display.show)
     finally:
         display.end()
     html, data = write(report, config.output)

@@ -62,8 +62,8 @@ class Account:
 
     def ratio(self, setting: Setting, over: Setting, by: str = "samples") -> Estimate | None:
         """Speed of a setting over another's, in samples or in model FLOPs per second."""
-        found = self.arena.ratio(setting, over)
-        return found and found.times(self._work(setting, over, by))
+        speed = self.arena.ratio(setting, over)
+        return speed and speed.times(self._work(setting, over, by))
 
     def _work(self, setting: Setting, over: Setting, by: str) -> float:
         """Work of a sample of one setting, in samples of another."""
@@ -77,14 +77,14 @@ class Account:
         """`ratio` in processor time; on a CPU only."""
         if self.subject.device.type != "cpu":
             return None
-        found = self.arena.processor.joint().ratio(setting, over, self.arena.floor)
-        return found and found.times(self.subject.samples(setting) / self.subject.samples(over))
+        step_speed = self.arena.processor.joint().ratio(setting, over, self.arena.floor)
+        return step_speed and step_speed.times(self.subject.samples(setting) / self.subject.samples(over))
 
     def rate(self, setting: Setting) -> Estimate | None:
         """Samples per second: the baseline's at the machine's usual pace, times the ratio to it."""
-        found = self.ratio(setting, self.first)
+        speed = self.ratio(setting, self.first)
         usual = self.subject.samples(self.first) / self.arena.wall.joint().seconds(self.first)
-        return found and found.times(usual)
+        return speed and speed.times(usual)
 
     def with_figures(self, result: RungResult, setting: Setting, before: Setting) -> RungResult:
         """A result with all that was measured of a setting."""
@@ -99,7 +99,7 @@ class Account:
             to_previous=self.ratio(setting, before, by),
             to_baseline=self.ratio(setting, self.first, by),
             processor_to_baseline=self.processor_ratio(setting, self.first),
-            interleaved=setting not in self.arena.apart,
+            interleaved=setting not in self.arena.timed_alone,
             memory_bytes=max(memory, default=None),
             memory_by_rank=tuple(memory) if len(memory) > 1 else (),
             compile_seconds=self.arena.compile_seconds.get(setting),
@@ -142,14 +142,14 @@ class Account:
 
     def tried(self, search: Search) -> tuple[Tried, ...]:
         """Every candidate that was measured, the fastest first."""
-        found = []
+        rows = []
         for candidate in sorted(search.measured.values(), key=search.speed, reverse=True):
             setting = candidate.setting
             ratio = self.ratio(setting, self.first)
             if ratio is None:
                 continue
             predicted = self.forecast(setting, self.first).to_baseline
-            found.append(
+            rows.append(
                 Tried(
                     plan=setting.plan.line(),
                     model=changes(self.first, setting),
@@ -160,20 +160,20 @@ class Account:
                     build_seconds=self.arena.build_seconds.get(setting, 0.0),
                 )
             )
-        return tuple(found)
+        return tuple(rows)
 
 
 def changes(first: Setting, setting: Setting) -> dict[str, Any]:
     """Changes of a setting besides the Plan: fields of the model, and of the data."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if first.model is not None and setting.model is not None:
-        found = {
+        changed = {
             f.name: getattr(setting.model, f.name)
             for f in fields(setting.model)
             if getattr(setting.model, f.name) != getattr(first.model, f.name)
         }
     if setting.by_length != first.by_length:
-        found["group_by_length"] = setting.by_length
+        changed["group_by_length"] = setting.by_length
     if setting.packed != first.packed:
-        found["packed"] = setting.packed
-    return found
+        changed["packed"] = setting.packed
+    return changed

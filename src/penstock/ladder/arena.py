@@ -23,12 +23,12 @@ T = TypeVar("T")
 COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0}
 """Seconds of compiling before any was measured: those of ViT-Ti/16 on one core. What is compiled first corrects it."""
 AGAIN = 0.3
-"""Share of that which a form takes that was compiled before: torch's cache has its kernels."""
+"""Compile time of a form that was compiled before, as a share of the first time: torch's cache has its kernels."""
 MEMORY_SHARE = 0.5
 """Share of a CPU's memory that waiting contenders may fill."""
 
 Tell = Callable[[str, str, Sequence[Setting], float], None]
-"""Called before anything that takes long: what is done, in which words, with which settings, for how many seconds."""
+"""Called before anything that takes long with the activity, its subject in words, the settings and the seconds."""
 
 
 class Arena:
@@ -44,7 +44,7 @@ class Arena:
         """Settings that stay built while there is memory: they race again and again."""
         self.wall: Journal[Setting] = Journal()
         self.processor: Journal[Setting] = Journal()
-        self.apart: set[Setting] = set()
+        self.timed_alone: set[Setting] = set()
         """Settings that memory did not hold beside the others, so that they were timed by themselves."""
         self.floor = 0.0
         self.step_seconds: dict[Setting, float] = {}
@@ -59,19 +59,19 @@ class Arena:
 
     def build(self, setting: Setting) -> Contender:
         """The contender of a setting; built now if it is not there. Raises whatever building raises."""
-        found = self._built.pop(setting, None)
-        if found is None or not found.alive:
+        contender = self._built.pop(setting, None)
+        if contender is None or not contender.alive:
             compiles = setting.plan.compile != "none"
             self._make_room(setting)
             words = "compiling" if compiles else "building"
             self._tell(words, setting.plan.line(), (setting,), self.building(setting))
             start = time.perf_counter()
-            found = Contender(self._crew(setting), setting, self.seed)
+            contender = Contender(self._crew(setting), setting, self.seed)
             self.build_seconds[setting] = time.perf_counter() - start
-            self.compile_seconds[setting] = found.compile_seconds
-            self.step_seconds[setting] = found.step_seconds
-        self._built[setting] = found  # the last in the queue for being let go
-        return found
+            self.compile_seconds[setting] = contender.compile_seconds
+            self.step_seconds[setting] = contender.step_seconds
+        self._built[setting] = contender  # the last in the queue for being let go
+        return contender
 
     def building(self, setting: Setting) -> float:
         """Seconds that building a setting should take; 0 where it is built."""
@@ -83,8 +83,8 @@ class Arena:
             return least
         alike = [s for at, s in self.build_seconds.items() if at.plan.compile == region]
         compiling = max(alike) if alike else COMPILE_SECONDS[region]
-        known = any(_form(at) == _form(setting) for at in self.build_seconds)
-        return least + compiling * (AGAIN if known else 1.0)
+        compiled_before = any(_form(at) == _form(setting) for at in self.build_seconds)
+        return least + compiling * (AGAIN if compiled_before else 1.0)
 
     def _room(self, setting: Setting) -> int:
         """Contenders like this one that a CPU's memory holds; at least two, and any number on a GPU, which says so
@@ -98,8 +98,8 @@ class Arena:
         """Let go of those that waited longest, so that those who wait fit into memory beside this one."""
         room = self._room(setting)
         while len(self._built) + 1 > room:
-            waiting = [one for one in self._built if one not in self._playing]
-            free = [one for one in waiting if one not in self.keep] or waiting
+            waiting = [setting_built for setting_built in self._built if setting_built not in self._playing]
+            free = [setting_built for setting_built in waiting if setting_built not in self.keep] or waiting
             if not free:
                 return
             self.retire(free[0], force=True)
@@ -127,8 +127,8 @@ class Arena:
     # Measuring
 
     def play(self, settings: Sequence[Setting], rounds: int) -> None:
-        """So many rounds, in which all settings take turns; each round begins with another. Those of one form of host
-        memory follow each other, because each change of it costs a step.
+        """Play rounds in which all settings take turns; each begins with another. Those of one form of host memory
+        follow each other, because each change of it costs a step.
 
         Where memory does not hold all of them, the last is timed by itself, and compared with what the others took
         last. Raises whatever building one of them raises.
@@ -149,15 +149,15 @@ class Arena:
             self._turn += 1
             order = contenders[first:] + contenders[:first]
             form = _host_memory(order[0].setting)
-            order.sort(key=lambda one: _host_memory(one.setting) != form)
-            taken = {contender.setting: contender.timed(self.round_seconds) for contender in order}
-            walls = {setting: timing.wall for setting, timing in taken.items()}
+            order.sort(key=lambda contender: _host_memory(contender.setting) != form)
+            timings = {contender.setting: contender.timed(self.round_seconds) for contender in order}
+            walls = {setting: timing.wall for setting, timing in timings.items()}
             self.step_seconds |= walls
             if together is None:
                 walls |= {s: self.step_seconds[s] for s in settings if s not in walls}
-                self.apart.add(settings[-1])
+                self.timed_alone.add(settings[-1])
             else:
-                self.processor.add({s: max(timing.processor, 1e-9) for s, timing in taken.items()})
+                self.processor.add({s: max(timing.processor, 1e-9) for s, timing in timings.items()})
             self.wall.add(walls)
 
     def turn_seconds(self, setting: Setting) -> float:
@@ -177,20 +177,20 @@ class Arena:
 
     def ratio(self, setting: Setting, over: Setting) -> Estimate | None:
         """Speed of a setting over another's in samples per second, from all rounds of the run."""
-        found = self.wall.joint().ratio(setting, over, self.floor)
-        return found and found.times(self.subject.samples(setting) / self.subject.samples(over))
+        step_speed = self.wall.joint().ratio(setting, over, self.floor)
+        return step_speed and step_speed.times(self.subject.samples(setting) / self.subject.samples(over))
 
     def speed(self, setting: Setting) -> float | None:
         """A setting's speed over the baseline's by all rounds, without an interval."""
         if setting == self.baseline:
             return 1.0
-        found = self.wall.joint().speed(setting, self.baseline)
-        return found and found * self.subject.samples(setting) / self.subject.samples(self.baseline)
+        step_speed = self.wall.joint().speed(setting, self.baseline)
+        return step_speed and step_speed * self.subject.samples(setting) / self.subject.samples(self.baseline)
 
     def says(self, setting: Setting, over: Setting, least: int) -> Verdict:
         """The verdict of all rounds so far on the two."""
-        found = self.ratio(setting, over)
-        return "open" if found is None else verdict(found, found.rounds, least)
+        ratio = self.ratio(setting, over)
+        return "open" if ratio is None else verdict(ratio, ratio.rounds, least)
 
     def memory(self, setting: Setting) -> list[int]:
         """Peak bytes of one step of a setting that is built, by rank."""
@@ -204,13 +204,13 @@ class Arena:
         self._tell("training", setting.plan.line(), (setting,), steps * step)
 
         def run() -> LossRun:
-            found: LossRun = crew.ask("trained", setting, seed, steps)[0]
-            return found
+            losses: LossRun = crew.ask("trained", setting, seed, steps)[0]
+            return losses
 
         return self._with_room(run) or run()
 
     def _with_room(self, work: Callable[[], T], alone: Setting | None = None) -> T | None:
-        """Do some work; None where a GPU's memory runs out: all others had to go then, and `alone` is built."""
+        """Result of `work`; None where a GPU's memory runs out: then all others are let go, and `alone` is built."""
         try:
             return work()
         except Exception as error:
@@ -242,11 +242,11 @@ def busy_seconds() -> float | None:
     """Processor time that all programs together took so far on the cores that this one may use; None if unknown."""
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
-        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        own_cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     except (OSError, AttributeError):
         return None
     # user, nice, system, then idle and waiting, then interrupts
-    ticks = [[int(word) for word in line.split()[1:7]] for line in lines if line.split()[0] in mine]
+    ticks = [[int(word) for word in line.split()[1:7]] for line in lines if line.split()[0] in own_cores]
     return sum(sum(t[:3]) + t[5] for t in ticks) / os.sysconf("SC_CLK_TCK")
 
 

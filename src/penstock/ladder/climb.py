@@ -21,11 +21,11 @@ from penstock.config.model import ModelConfig
 from penstock.errors import EnvironmentProblem
 from penstock.ladder import measure
 from penstock.ladder.account import Account
-from penstock.ladder.apart import Apart
 from penstock.ladder.arena import Arena, busy_seconds
 from penstock.ladder.factory import Factory
 from penstock.ladder.judge import NO_GAIN, UNPROVEN, WORTH
 from penstock.ladder.losses import Losses
+from penstock.ladder.offer import Offer
 from penstock.ladder.own import subject_of
 from penstock.ladder.result import Control, LadderReport, Nearest, Phase, Progress, RungResult
 from penstock.ladder.rung import Rung, Setting, Situation
@@ -40,7 +40,7 @@ from penstock.probe import machine_for, resolve_device
 from penstock.report import record
 
 UNTIL: dict[Phase, float] = {"search": 0.55, "top": 0.75, "path": 0.85, "apart": 0.96, "race": 1.0}
-"""Share of the budget after which a phase begins nothing new; what a phase leaves is the next one's."""
+"""Share of the budget after which a phase begins nothing new; the next phase gets the rest."""
 SCOUT_UNTIL = 0.42
 """Share of the budget after which the search looks at no new setting, and races the best of those it saw."""
 CONTROL_ROUNDS, CONTROL_SHARE = 10, 0.06
@@ -97,30 +97,30 @@ def ladder(
 
 
 def _require_devices(procs: int, device: torch.device) -> None:
-    if device.type == "cuda" and procs > (found := torch.cuda.device_count()):
+    if device.type == "cuda" and procs > (gpus := torch.cuda.device_count()):
         raise EnvironmentProblem(
-            f"procs is {procs}, and each process takes one GPU, but this machine has {found}. Give --procs {found}, or "
+            f"procs is {procs}, and each process takes one GPU, but this machine has {gpus}. Give --procs {gpus}, or "
             "--device cpu, where processes share the cores."
         )
 
 
 def _notes(subject: Subject) -> list[str]:
     """Notes for a reader on the subject's samples, and on several processes."""
-    found = []
+    notes = []
     if (share := subject.unpacked_padding) is not None:
-        found.append(f"Documents are packed into samples: one document in each would be {share:.0%} padding.")
+        notes.append(f"Documents are packed into samples: one document in each would be {share:.0%} padding.")
     if subject.procs == 1 or subject.device.type != "cpu":
-        return found
+        return notes
     alone, each = torch.get_num_threads(), threads_of(subject.procs)
     return [
-        *found,
+        *notes,
         f"On this CPU one process computes with {alone} thread{'s' if alone > 1 else ''}, and each of "
         f"{subject.procs} with {each}.",
     ]
 
 
 class _Climb:
-    """One climb. `run` and `_climbed` read from top to bottom as what happens."""
+    """One climb. `run` and `_climbed` are its phases from top to bottom."""
 
     def __init__(
         self, subject: Subject, machine: Machine, config: LadderConfig, on_progress: OnProgress
@@ -149,9 +149,9 @@ class _Climb:
             return report
         others = max(0.0, (after - busy - own) / max(report.wall_seconds, 1e-9))
         if others > BUSY * (os.cpu_count() or 1):
-            said = f"Other programs kept {others:.1f} of {os.cpu_count()} cores busy while this measured: "
-            said += "settings took turns, so ratios stand, but a quiet machine tells small gains better."
-            report = replace(report, notes=(*report.notes, said))
+            note = f"Other programs kept {others:.1f} of {os.cpu_count()} cores busy while this measured: "
+            note += "settings took turns, so ratios stand, but a quiet machine tells small gains better."
+            report = replace(report, notes=(*report.notes, note))
         return replace(report, others_busy=others)
 
     def _climbed(self, rungs: Sequence[Rung]) -> LadderReport:
@@ -168,7 +168,7 @@ class _Climb:
         self.phase = "top"
         best = self._same_results(search, search.top(best, self._until("top")))
         self.phase = "path"
-        # What changes results may have been left out; then its time is the path's.
+        # Rungs that change results may have been left out; then their time is the path's.
         others = [rung for rung in rungs if not rung.searched]
         best, path = search.path(best, self._until("apart" if not others else "path", weighing=True))
         if search.space.computes_otherwise(best):
@@ -176,17 +176,17 @@ class _Climb:
         for setting in (first, *(step.setting for _, step in path)):
             self.account.weigh(setting)
         self.phase = "apart"
-        apart = Apart(self.account, search, self.situation, best.setting, [name for name, _ in path])
-        apart.climb(others, self._until("apart"))
+        offer = Offer(self.account, search, self.situation, best.setting, [name for name, _ in path])
+        offer.climb(others, self._until("apart"))
         self.phase = "race"
-        self._race([first, best.setting, apart.best], [step.setting for _, step in path])
-        # What every round together does not call faster is no Plan to recommend; a part of it may be one.
+        self._race([first, best.setting, offer.best], [step.setting for _, step in path])
+        # A Plan that all rounds together do not call faster is not recommended; a part of it may be.
         while path and not self._faster(best.setting, first):
             path = path[:-1]
             best = path[-1][1] if path else space.first
             if search.space.computes_otherwise(best):
                 self.losses.curve(best.setting)
-        return self._report(rungs, control, best, path, apart)
+        return self._report(rungs, control, best, path, offer)
 
     def _faster(self, setting: Setting, over: Setting) -> bool:
         """Whether all rounds so far say that one setting is faster than another, beyond the noise."""
@@ -248,8 +248,8 @@ class _Climb:
 
     def _narrow(self, setting: Setting) -> bool:
         """Whether a setting's ratio to the baseline is known well enough to end before the time is up."""
-        found = self.account.ratio(setting, self.subject.first)
-        return found is not None and found.high <= (1 + SMALL) * found.value
+        ratio = self.account.ratio(setting, self.subject.first)
+        return ratio is not None and ratio.high <= (1 + SMALL) * ratio.value
 
     def _until(self, phase: Phase, *, weighing: bool = False) -> float:
         """Time after which a phase begins nothing new: at its share of the budget, or earlier, so that what must come
@@ -335,12 +335,12 @@ class _Climb:
         if not known:
             return None
         best = max(known, key=lambda c: known[c].value)
-        found = known[best]
-        gain, width = math.log(found.value), math.log(found.high / found.value)
+        estimate = known[best]
+        gain, width = math.log(estimate.value), math.log(estimate.high / estimate.value)
         longer = (width**2 - limit**2) / (gain**2 - limit**2) if gain > limit else math.inf
         # Half as much again: the gain itself is known no better than this.
         budget = 1.5 * longer * self.budget if longer < MOST_LONGER else None
-        return Nearest(plan=best.setting.plan.line(), ratio=found, budget=budget)
+        return Nearest(plan=best.setting.plan.line(), ratio=estimate, budget=budget)
 
     def _left_out(self, search: Search, best: Candidate, rung: Rung) -> RungResult:
         """A rung that keeps results and is not in the best Plan: what it does there, or in the fastest that has it."""
@@ -385,7 +385,7 @@ class _Climb:
         control: Control | None,
         best: Candidate,
         path: Sequence[tuple[str, Candidate]],
-        apart: Apart,
+        offer: Offer,
     ) -> LadderReport:
         search = self.search
         assert search is not None
@@ -393,15 +393,15 @@ class _Climb:
         others = {
             r.name: self._left_out(search, best, r) for r in rungs if r.searched and r.name not in best.rungs
         }
-        fastest = apart.best if apart.taken and self._faster(apart.best, best.setting) else None
-        others |= {result.name: result for result in apart.results(carried=fastest is not None)}
+        fastest = offer.best if offer.taken and self._faster(offer.best, best.setting) else None
+        others |= {result.name: result for result in offer.results(carried=fastest is not None)}
         names = [result.name for result in kept]
         return LadderReport(
             title=self.subject.title,
             unit=self.subject.unit,
             rungs=(self._baseline(), *kept, *(others[rung.name] for rung in rungs if rung.name in others)),
             same=self.account.chosen(best.setting, names),
-            fastest=None if fastest is None else self.account.chosen(fastest, (*apart.rungs, *apart.taken)),
+            fastest=None if fastest is None else self.account.chosen(fastest, (*offer.rungs, *offer.taken)),
             nearest=None if kept else self._nearest(search),
             control=control,
             tried=self.account.tried(search),

@@ -41,7 +41,7 @@ class PlainDisplay:
         self._stream, self._clock = stream, clock
         self._phase, self._last = "", -float("inf")
 
-    def told(self, now: Progress) -> None:
+    def show(self, now: Progress) -> None:
         """Write a line on what begins now, unless it is short and a line was written just before."""
         begins = now.phase != self._phase
         if not (begins or now.expected_seconds >= _LONG or self._clock() - self._last >= _QUIET):
@@ -64,7 +64,7 @@ class LiveDisplay:
         self._spinner = Spinner("dots")
         self._live = Live(console=console, transient=True, get_renderable=self.drawn, refresh_per_second=4)
 
-    def told(self, now: Progress) -> None:
+    def show(self, now: Progress) -> None:
         """Show what begins now."""
         if self._now is None:
             self._live.start()
@@ -79,15 +79,15 @@ class LiveDisplay:
         now = self._now
         if now is None:
             return Text("")
-        taken = self._clock() - self._since
-        spent = min(now.spent + taken, now.budget)
+        since = self._clock() - self._since
+        spent = min(now.spent + since, now.budget)
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
-        left = Text(f"{_minutes(now.budget - spent)} left")
-        head.add_row(Text(_PHASES[now.phase], "bold"), ProgressBar(now.budget, spent), left)
-        doing = Text(f"{describe(now)}, {taken:.0f} s so far", overflow="ellipsis", no_wrap=True)
+        remaining = Text(f"{_minutes(now.budget - spent)} left")
+        head.add_row(Text(_PHASES[now.phase], "bold"), ProgressBar(now.budget, spent), remaining)
+        doing = Text(f"{describe(now)}, {since:.0f} s so far", overflow="ellipsis", no_wrap=True)
         self._spinner.update(text=doing)
         return Group(head, self._spinner, _standings(now))
 
@@ -99,12 +99,12 @@ def _standings(now: Progress) -> Table:
     table.add_column(ratio=1)
     table.add_column(ratio=3, no_wrap=True, overflow="ellipsis")
     shown = now.standings[:_STANDINGS]
-    most = max((found.value for _, found in shown), default=1.0)
-    for plan, found in shown:
+    most = max((speed.value for _, speed in shown), default=1.0)
+    for plan, speed in shown:
         # The whole bar is drawn as far as it reaches; what is in play at this moment is bold.
         style = "bold" if plan in now.plans else ""
-        bar = ProgressBar(most, found.value, complete_style="green", finished_style="green", style="black")
-        table.add_row(Text(f"{found.value:.2f}×", style), bar, Text(plan or "baseline", style))
+        bar = ProgressBar(most, speed.value, complete_style="green", finished_style="green", style="black")
+        table.add_row(Text(f"{speed.value:.2f}×", style), bar, Text(plan or "baseline", style))
     if more := len(now.standings) - len(shown):
         table.add_row("", "", Text(f"and {more} more", "dim"))
     return table

@@ -30,10 +30,10 @@ def path_of(factory: Factory) -> str | None:
     if module in (None, "__main__") or getattr(sys.modules.get(str(module)), name, None) is not factory:
         return None
     try:
-        found = importlib.util.find_spec(str(module))
+        spec = importlib.util.find_spec(str(module))
     except (ImportError, ValueError):
         return None
-    return f"{module}:{name}" if found is not None else None
+    return f"{module}:{name}" if spec is not None else None
 
 
 def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Loss]:
@@ -44,16 +44,19 @@ def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Los
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = factory()
+        parts = factory()
     if not (
-        isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])
+        isinstance(parts, tuple)
+        and len(parts) == 3
+        and isinstance(parts[0], nn.Module)
+        and callable(parts[2])
     ):
         raise ConfigError(
-            f"The factory {name} returned {type(made).__name__}, but must return three things: a "
+            f"The factory {name} returned {type(parts).__name__}, but must return three things: a "
             f"torch.nn.Module, an example batch, and a function loss(model, batch) that returns a scalar tensor, or "
             "(sum, count)."
         )
-    model, batch, loss = made
+    model, batch, loss = parts
     return copy.deepcopy(model).train(), batch, loss
 
 

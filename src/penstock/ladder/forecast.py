@@ -73,17 +73,17 @@ class Corrected:
         return self._means[key]
 
     def deviation(self, key: tuple[str, ...]) -> float:
-        """Standard deviation of what is still unknown of it."""
+        """Standard deviation of its error."""
         shared = [self._shared(key, k) for k in self._keys]
-        known = sum(
+        explained = sum(
             a * sum(b * c for b, c in zip(row, shared, strict=True))
             for a, row in zip(shared, self._inverse, strict=True)
         )
-        return math.sqrt(max(0.0, self._shared(key, key) - known))
+        return math.sqrt(max(0.0, self._shared(key, key) - explained))
 
     @classmethod
-    def _shared(cls, one: tuple[str, ...], other: tuple[str, ...]) -> float:
-        same = float(sum(map(operator.eq, one, other)))
+    def _shared(cls, first: tuple[str, ...], second: tuple[str, ...]) -> float:
+        same = float(sum(map(operator.eq, first, second)))
         return cls.SINGLE**2 * same + cls.PAIR**2 * same * (same - 1) / 2
 
 

@@ -30,7 +30,7 @@ UNPROVEN = "part of the Plan, though its own gain is within the noise"
 WORTH = "its step is within the noise, but the Plan is surely slower without it"
 
 
-def offered(result: RungResult, said: Verdict, *, carried: bool) -> tuple[Status, str]:
+def offered(result: RungResult, verdict: Verdict, *, carried: bool) -> tuple[Status, str]:
     """The status of a measured rung that changes results, and the reason."""
     if not carried:
         return "reported", "measured for comparison, not built upon"
@@ -38,7 +38,7 @@ def offered(result: RungResult, said: Verdict, *, carried: bool) -> tuple[Status
         return "not kept", "its loss became infinite or NaN"
     if result.equality is not None and not result.equality.holds:
         return "not kept", "its results differ from those of one process"
-    return ("offered", "") if said == "faster" else ("not kept", NO_GAIN[said])
+    return ("offered", "") if verdict == "faster" else ("not kept", NO_GAIN[verdict])
 
 
 def tail_mean(curve: Sequence[float]) -> float:
@@ -57,18 +57,18 @@ def equality(
     """Losses and gradient norms of several processes under `plan` against those of one."""
     return Equality(
         steps=len(losses),
-        loss=_apart(losses, others),
-        norm=_apart(norms, other_norms) if norms and other_norms else None,
+        loss=_largest_difference(losses, others),
+        norm=_largest_difference(norms, other_norms) if norms and other_norms else None,
         tolerance=TOLERANCES[numerics_of(plan).compute],
     )
 
 
-def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference, infinite where only one is finite; a loss scale may skip a step for both."""
     worst = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        if math.isfinite(one) != math.isfinite(other):
+    for a, b in zip(losses, expected, strict=True):
+        if math.isfinite(a) != math.isfinite(b):
             return math.inf
-        if math.isfinite(one):
-            worst = max(worst, abs(one - other) / max(abs(other), 1e-12))
+        if math.isfinite(a):
+            worst = max(worst, abs(a - b) / max(abs(b), 1e-12))
     return worst

@@ -83,8 +83,8 @@ class Losses:
         affordable = int(SHARE * self._budget / ((self._seeds + 3) * step))
         if affordable < self.steps:
             wished, self.steps = self.steps, affordable if affordable >= LEAST_STEPS else 0
-            said = f"to {self.steps} steps" if self.steps else "to none"
-            self.notes.append(f"The budget shortened loss runs from {wished} steps {said}.")
+            length = f"to {self.steps} steps" if self.steps else "to none"
+            self.notes.append(f"The budget shortened loss runs from {wished} steps {length}.")
 
 
 def finite(curve: Sequence[float]) -> bool:

@@ -95,11 +95,11 @@ class Bench:
         compiled = setting.plan.compile != "none"
         # Now, and not with a step that is not timed, which would be the one that compiles.
         set_host_memory(keep=setting.plan.host_memory == "keep")
-        taken: list[float] = []
-        while len(taken) < 2 or (len(taken) < WARM_UP_STEPS and (compiled or sum(taken) < LONG_WARM_UP)):
-            taken.append(_timed(contender, 1).wall)
+        times: list[float] = []
+        while len(times) < 2 or (len(times) < WARM_UP_STEPS and (compiled or sum(times) < LONG_WARM_UP)):
+            times.append(_timed(contender, 1).wall)
         self._warm[setting] = contender
-        *first, last = taken
+        *first, last = times
         return last, max(0.0, sum(first) - len(first) * last) if compiled else None
 
     def timed(self, setting: Setting, steps: int) -> Timing:
@@ -146,7 +146,7 @@ class Contender:
         self._life = crew.life
         self.step_seconds: float = max(step for step, _ in answers)
         """As last measured, of the slowest process."""
-        self.compile_seconds = max((taken for _, taken in answers if taken is not None), default=None)
+        self.compile_seconds = max((spent for _, spent in answers if spent is not None), default=None)
 
     @property
     def alive(self) -> bool:
@@ -186,7 +186,7 @@ def _timed(contender: Warm, steps: int) -> Timing:
 
 
 def release(device: torch.device, *, compiled: bool) -> None:
-    """Give back what dropped contenders held; `compiled` forgets all compiled code too."""
+    """Free the memory of dropped contenders; with `compiled` all compiled code too."""
     if compiled:
         torch.compiler.reset()
     gc.collect()

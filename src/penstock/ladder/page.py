@@ -56,10 +56,10 @@ def to_html(report: LadderReport) -> str:
         Section(title="What each rung does", facts={rung.title: rung.why for rung in report.rungs}),
         origin(report.environment, command=report.command, more=_facts(report)),
     ]
-    made = (
+    footer = (
         f"Made by Penstock in {report.wall_seconds:.0f} s. The figures are in ladder.json beside this page."
     )
-    return page(heading(report), _lead(report), _tiles(report), sections, made)
+    return page(heading(report), _lead(report), _tiles(report), sections, footer)
 
 
 @cell.register
@@ -119,7 +119,7 @@ def _tiles(report: LadderReport) -> list[Tile]:
         )
     if best.model_flops_per_second and first.model_flops_per_second:
         scale, unit = flop_unit(report)
-        now, before = (number(one.model_flops_per_second.times(1 / scale).value) for one in (best, first))  # type: ignore[union-attr]
+        now, before = (number(plan.model_flops_per_second.times(1 / scale).value) for plan in (best, first))  # type: ignore[union-attr]
         tiles.append(Tile(value=now, words=f"{unit} of the model, from {before}"))
     if same.memory_bytes and first.memory_bytes:
         words = f"peak memory, from {number(first.memory_bytes / MIB)}"
@@ -133,7 +133,7 @@ def _tiles(report: LadderReport) -> list[Tile]:
 def _plans(report: LadderReport) -> list[Section]:
     """The Plan with the same results, and the fastest of all where that is another."""
     title = "The fastest Plan with the same results"
-    made = [
+    sections = [
         Section(
             title=title,
             text=plan_words(report, report.same),
@@ -144,8 +144,8 @@ def _plans(report: LadderReport) -> list[Section]:
     if report.fastest is not None:
         words = f"It changes results, so decide for yourself. {plan_words(report, report.fastest)}"
         code = report.fastest.train_command
-        made.append(Section(title="The fastest of all", text=words, code=code))
-    return made
+        sections.append(Section(title="The fastest of all", text=words, code=code))
+    return sections
 
 
 def _gain_words(report: LadderReport) -> str:
@@ -200,13 +200,13 @@ def _search(report: LadderReport) -> list[Section]:
         Cell("corrected", "by those before", rank=2), Cell("build s", rank=2), Cell("compile s", rank=3),
     ]  # fmt: skip
     rows = []
-    for one in report.tried[:TRIED]:
-        changed = ", ".join(f"{name} {value}" for name, value in one.model.items())
+    for tried in report.tried[:TRIED]:
+        changed = ", ".join(f"{name} {value}" for name, value in tried.model.items())
         cells = [
-            Cell(one.plan, changed, words=True), ratio(one.to_baseline), Cell(f"{one.predicted:.2f}×"),
-            Cell(f"{one.corrected:.2f}×"), Cell(f"{one.build_seconds:.1f}"), Cell(seconds(one.compile_seconds)),
+            Cell(tried.plan, changed, words=True), ratio(tried.to_baseline), Cell(f"{tried.predicted:.2f}×"),
+            Cell(f"{tried.corrected:.2f}×"), Cell(f"{tried.build_seconds:.1f}"), Cell(seconds(tried.compile_seconds)),
         ]  # fmt: skip
-        rows.append(("strong" if one.plan == report.plan else "", cells))
+        rows.append(("strong" if tried.plan == report.plan else "", cells))
     text = (
         f"Of {report.candidates:,} combinations that keep results the planner put the most promising first, and "
         "was corrected by each that had been measured. The slower half of those built was dropped, again and again."
@@ -238,7 +238,7 @@ def _losses(report: LadderReport) -> list[Section]:
     if noise is None:
         return []
     steps = list(enumerate(zip(*noise.curves, strict=True), 1))
-    band = ([(step, min(found)) for step, found in steps], [(step, max(found)) for step, found in steps])
+    band = ([(step, min(losses)) for step, losses in steps], [(step, max(losses)) for step, losses in steps])
     text = (
         f"{report.loss_steps} optimizer steps on real data, from the same weights, with samples in the same order. "
         f"The grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that "
@@ -277,8 +277,8 @@ def _curves(report: LadderReport) -> list[Line]:
         if not rung.losses:
             continue
         for group in groups:
-            apart = (abs(a - b) for a, b in zip(group[0].losses, rung.losses, strict=True))
-            if all(difference <= SAME_LOSS for difference in apart):
+            differences = (abs(a - b) for a, b in zip(group[0].losses, rung.losses, strict=True))
+            if all(difference <= SAME_LOSS for difference in differences):
                 group.append(rung)
                 break
         else:
@@ -326,5 +326,5 @@ def _facts(report: LadderReport) -> dict[str, str]:
     peaks = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in machine.get("peak_flops", {}).items())
     memory = machine.get("memory_bytes_per_second", 0) / 1e9
     name = f"with Machine {machine.get('name')} ({machine.get('source')})"
-    made = f"{name}: peak {peaks} TFLOP/s; memory {memory:.0f} GB/s"
-    return {"predictions": made}
+    words = f"{name}: peak {peaks} TFLOP/s; memory {memory:.0f} GB/s"
+    return {"predictions": words}

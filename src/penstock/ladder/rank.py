@@ -47,7 +47,7 @@ def _read(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueue
 
 
 def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueue[Hello | Task]) -> None:
-    """Join the others and do what is asked. Anything that fails ends this rank, for others wait for it."""
+    """Join the others and answer requests. Anything that fails ends this rank, for others wait for it."""
     hello = tasks.get()
     assert isinstance(hello, Hello)
     sys.path[:] = [*hello.path, *(entry for entry in sys.path if entry not in hello.path)]
@@ -66,7 +66,7 @@ def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueu
 
 class _Bench(measure.Bench):
     def link(self) -> Link:
-        """Measure what collectives between the ranks cost."""
+        """Measure the cost of collectives between the ranks."""
         return measure_link(self.subject.device)
 
 

@@ -1,4 +1,4 @@
-"""Penstock's own rungs, in the order in which they are climbed. `ladder/rung.py` says what a rung is."""
+"""Penstock's own rungs, in the order in which they are climbed. `ladder/rung.py` defines a rung."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _parallel(sharding: Sharding, place: int, title: str, why: str) -> Rung:
 _ALONE: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1, "tp": 1}
 
 
-def _split(what: str, place: int, title: str, why: str, **fields: Any) -> Rung:
+def _split(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung:
     """A rung of several processes that have one replica of the model together."""
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
@@ -160,7 +160,7 @@ def _split(what: str, place: int, title: str, why: str, **fields: Any) -> Rung:
         return None
 
     return Rung(
-        name=f"parallel-{what}", place=place, title=title, why=why, apply=plan(**{**_ALONE, **fields}),
+        name=f"parallel-{kind}", place=place, title=title, why=why, apply=plan(**{**_ALONE, **fields}),
         obstacle=obstacle, twin=True,
     )  # fmt: skip
 

@@ -34,9 +34,9 @@ LOOKS = 3
 SURPRISE = 0.1
 """How far a look may be from its forecast, in logarithms, before it is doubted."""
 FINALISTS, WITHIN = 8, 0.15
-"""How many settings race at most, and how far behind the fastest they may be, in logarithms."""
+"""Settings that race at most, and how far behind the fastest they may be, in logarithms."""
 MOST_ROUNDS = 30
-"""A race ends after so many rounds, whether decided or not."""
+"""Rounds after which a race ends, decided or not."""
 BEAM = 120
 """Keys that are kept while choices are answered in turn: more than candidates, as some are not legal."""
 DEVIATIONS_FOR = 80
@@ -48,8 +48,8 @@ IDLE = 0.002
 no more than it needs. The forecast has a say because a few rounds beside other work find nearly everything idle."""
 
 AGREED = 0.01
-"""A setting that no race could tell from the best is taken all the same, if it is faster by more than this both by what
-was measured and by the planner's forecast. Between equal kernels the planner knows no difference."""
+"""A setting that no race could separate from the best replaces it if it is faster by more than this both as measured
+and by the planner's forecast. Between equal kernels the planner knows no difference."""
 
 
 class Search:
@@ -77,17 +77,17 @@ class Search:
         """Rungs that must not come together: a setting with them failed, or its results were not the same."""
         self.took(space.first)
 
-    # What is known
+    # Knowledge
 
     def took(self, candidate: Candidate) -> None:
         """Note that a candidate was measured, and correct the forecasts by it."""
         self.measured[candidate.key] = candidate
         errors = {}
-        for key, one in self.measured.items():
-            found = self.arena.speed(one.setting)
-            if found is not None:
-                variance = self.arena.wall.joint().variance(one.setting, self.arena.baseline) or 0.0
-                errors[key] = math.log(found) - self.forecast(one), variance
+        for key, measured in self.measured.items():
+            speed = self.arena.speed(measured.setting)
+            if speed is not None:
+                variance = self.arena.wall.joint().variance(measured.setting, self.arena.baseline) or 0.0
+                errors[key] = math.log(speed) - self.forecast(measured), variance
         self.corrected.learn(errors)
         self._centre_on_fastest()
 
@@ -135,9 +135,9 @@ class Search:
         while centre is None or self.speed(fastest) > self.speed(centre):
             centre, near = fastest, sorted(self._near(fastest), key=self.speed)
             key = centre.key
-            for one in near:
-                if self.speed(one) > self.speed(centre):
-                    key = tuple(b if b != c else a for a, b, c in zip(key, one.key, centre.key, strict=True))
+            for step in near:
+                if self.speed(step) > self.speed(centre):
+                    key = tuple(b if b != c else a for a, b, c in zip(key, step.key, centre.key, strict=True))
             together = self.space.at(key)
             fastest = max([centre, *near[-1:], *self._usable([together])], key=self.speed)
         if centre != self.centre:
@@ -157,8 +157,8 @@ class Search:
 
     def speed(self, candidate: Candidate) -> float:
         """Speed to the baseline's: as measured, or as forecast and corrected."""
-        found = self.arena.speed(candidate.setting) if candidate.key in self.measured else None
-        return math.exp(self._expected(candidate.key)) if found is None else found
+        speed = self.arena.speed(candidate.setting) if candidate.key in self.measured else None
+        return math.exp(self._expected(candidate.key)) if speed is None else speed
 
     def _sure_speed(self, candidate: Candidate) -> float:
         """`speed`, with a forecast of the planner's own."""
@@ -169,16 +169,16 @@ class Search:
         return self._composed(key) + self.corrected.mean(key)
 
     def allowed(self, candidate: Candidate) -> bool:
-        """Whether nothing is known that keeps a candidate from being taken."""
+        """Whether a candidate has no combination of rungs that was refused."""
         return not any(rungs <= candidate.rungs for rungs in self.refused)
 
     def ranked(self) -> list[Candidate]:
-        """Measured candidates that may be taken, the fastest first."""
+        """Allowed candidates that were measured, the fastest first."""
         return sorted(filter(self.allowed, self.measured.values()), key=self.speed, reverse=True)
 
     @property
     def best(self) -> Candidate:
-        """The fastest of them."""
+        """The fastest allowed candidate."""
         return self.ranked()[0]
 
     # Races
@@ -209,9 +209,9 @@ class Search:
             self.arena.play(running, 1)
 
     def _blame(self, candidate: Candidate) -> None:
-        """Keep others from failing alike: of its rungs, those that never worked are under suspicion together."""
+        """Refuse candidates that may fail alike: those with all of its rungs that never worked."""
         self.refused.append(candidate.rungs)
-        worked = frozenset[str]().union(*(one.rungs for one in self.measured.values()))
+        worked = frozenset[str]().union(*(measured.rungs for measured in self.measured.values()))
         self.refused = [rungs - worked or rungs for rungs in self.refused]
 
     # The search
@@ -250,9 +250,9 @@ class Search:
     def _look(self, candidate: Candidate) -> None:
         """Some rounds beside the best. Where steps are slow these are few; a surprise gets the rounds of short steps,
         because other work on the machine slows single steps by a third."""
-        best, said, rounds = self.best, self.speed(candidate), self._looks(candidate)
+        best, expected, rounds = self.best, self.speed(candidate), self._looks(candidate)
         there = self.try_out(candidate, [best], rounds)
-        if there and rounds < LOOKS and abs(math.log(self.speed(candidate) / said)) > SURPRISE:
+        if there and rounds < LOOKS and abs(math.log(self.speed(candidate) / expected)) > SURPRISE:
             self.try_out(candidate, [best], LOOKS - rounds)
 
     def _first(self, end: float) -> Candidate | None:
@@ -284,8 +284,8 @@ class Search:
                 gain += self._factor(place, name) if name != centre[place] else 0.0
                 every |= {(*key[:place], name, *end): total + gain for key, total in sums.items()}
             sums = dict(heapq.nlargest(width, every.items(), key=lambda pair: (pair[1], pair[0])))
-        found = (self.space.at(key) for key in sums if key not in self.measured)
-        unseen = (c for c in found if c is not None and c not in self.failures and self.allowed(c))
+        candidates = (self.space.at(key) for key in sums if key not in self.measured)
+        unseen = (c for c in candidates if c is not None and c not in self.failures and self.allowed(c))
         return heapq.nlargest(count, unseen, key=lambda c: (self._expected(c.key), c.key))
 
     def _precisions(self) -> list[Callable[[str], bool]]:
@@ -300,13 +300,13 @@ class Search:
         rates = {c: self._rate(c, left) for c in {*likely, *eager}}
         # A composed forecast is made by the planner before it is believed.
         while rates:
-            found = max(rates, key=lambda c: (rates[c], c.key))
-            if rates[found] <= 0:
+            best = max(rates, key=lambda c: (rates[c], c.key))
+            if rates[best] <= 0:
                 break
-            if found.key in self._forecasts:
-                return found
-            self.forecast(found)
-            rates[found] = self._rate(found, left)
+            if best.key in self._forecasts:
+                return best
+            self.forecast(best)
+            rates[best] = self._rate(best, left)
         return None
 
     def _rate(self, candidate: Candidate, left: float) -> float:
@@ -389,15 +389,15 @@ class Search:
         """The neighbour to move to: the fastest that is surely faster, or that is so by measurement and forecast alike,
         or one without a rung that gains nothing."""
 
-        def said(candidate: Candidate) -> str:
+        def verdict(candidate: Candidate) -> str:
             return self.arena.says(candidate.setting, best.setting, self.rounds)
 
         near = [c for c in near if c.key in self.measured and self.allowed(c)]
-        faster = [c for c in near if said(c) == "faster"]
+        faster = [c for c in near if verdict(c) == "faster"]
         agreed = [
             c
             for c in near
-            if said(c) == "open"
+            if verdict(c) == "open"
             and math.log(self.speed(c) / self.speed(best)) > AGREED
             and self.forecast(c) - self.forecast(best) > AGREED
         ]
@@ -405,7 +405,7 @@ class Search:
             c
             for c in away
             if c in near
-            and said(c) != "slower"
+            and verdict(c) != "slower"
             and self.speed(c) > (1 - IDLE) * self.speed(best)
             and self.forecast(c) > self.forecast(best) - IDLE
         ]
@@ -470,10 +470,10 @@ class Search:
         faster = self.arena.says(*pair, self.rounds) == "faster"
         return simpler if self._judged(best, simpler) and not faster else None
 
-    def _judged(self, one: Candidate, over: Candidate) -> bool:
+    def _judged(self, candidate: Candidate, over: Candidate) -> bool:
         """Whether there were rounds enough to see a large difference."""
-        found = self.arena.ratio(one.setting, over.setting)
-        return found is not None and found.rounds >= FEWEST
+        ratio = self.arena.ratio(candidate.setting, over.setting)
+        return ratio is not None and ratio.rounds >= FEWEST
 
     def _walked(self, best: Candidate, end: float, share: float) -> list[tuple[str, Candidate]]:
         """The steps to a candidate, built and raced for a share of the time until `end`. What cannot be built on the

@@ -23,7 +23,7 @@ from penstock.config.run import DataConfig, TaskName
 
 QUICK_LOSS_STEPS = 8
 BUDGET, QUICK_BUDGET = 360.0, 150.0
-"""Seconds of a climb where nobody says."""
+"""Seconds of a climb by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,21 +42,21 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
 def table(report: LadderReport, width: int = PLAIN_WIDTH, *, every: bool = False) -> Table:
     """A row for each rung of the Plans, for a terminal of `width` columns; with `every` for each that was measured."""
     shown = [rung for rung in report.rungs if in_plans(rung) or (every and rung.measured)]
-    made = terminal_table(figures(report, shown), width)
-    made.title, made.title_justify, made.title_style = heading(report), "left", "bold"
-    return made
+    printed = terminal_table(figures(report, shown), width)
+    printed.title, printed.title_justify, printed.title_style = heading(report), "left", "bold"
+    return printed
 
 
 def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
     """Lines that the table has no room for: rungs that it leaves out, in a line or with `every` each with its reason;
     the noise floor; and notes on the whole climb."""
-    said = _reasons(report) if every else _counted(report)
+    lines = _reasons(report) if every else _counted(report)
     if any(not rung.interleaved for rung in report.rungs):
-        said.append("* timed after the others and not in turn with them, because memory did not hold both.")
-    said += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
+        lines.append("* timed after the others and not in turn with them, because memory did not hold both.")
+    lines += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
-        said.append("The MiB of several processes are those of the fullest one.")
-    return [*said, *filter(None, [noise_words(report)]), *report.notes]
+        lines.append("The MiB of several processes are those of the fullest one.")
+    return [*lines, *filter(None, [noise_words(report)]), *report.notes]
 
 
 def ending(report: LadderReport) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def ending(report: LadderReport) -> list[tuple[str, str]]:
     offered = [("Same results", report.same)]
     if report.fastest is not None:
         offered.insert(0, ("Fastest of all", report.fastest))
-    return [(f"{name}: {plan_words(report, one)}", one.train_command) for name, one in offered]
+    return [(f"{name}: {plan_words(report, plan)}", plan.train_command) for name, plan in offered]
 
 
 def _counted(report: LadderReport) -> list[str]:
@@ -74,13 +74,13 @@ def _counted(report: LadderReport) -> list[str]:
         (rung for rung in report.rungs if rung.measured and not in_plans(rung) and rung.to_previous),
         key=lambda rung: -rung.to_previous.value if rung.to_previous else 0.0,
     )
-    said = []
+    lines = []
     if slow:
         named = ", ".join(
             f"{rung.title} {times(rung.to_previous)}" for rung in slow[:_LISTED] if rung.to_previous
         )
         more = f", and {len(slow) - _LISTED} more" if len(slow) > _LISTED else ""
-        said.append(f"{len(slow)} measured that do not pay beyond the noise: {named}{more}.")
+        lines.append(f"{len(slow)} measured that do not pay beyond the noise: {named}{more}.")
     absent = Counter(rung.status for rung in report.rungs if not rung.measured)
     words = {
         "unsupported": "do not apply here",
@@ -88,11 +88,11 @@ def _counted(report: LadderReport) -> list[str]:
         "not run": "were not run",
     }
     if absent:
-        said.append(
+        lines.append(
             ", ".join(f"{n} {words.get(status, status)}" for status, n in absent.items())
             + " (--all says why)."
         )
-    return said
+    return lines
 
 
 def _reasons(report: LadderReport) -> list[str]:

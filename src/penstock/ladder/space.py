@@ -41,8 +41,8 @@ class Space:
         self._places = {name: place for place, names in enumerate(choices.values()) for name in names if name}
         self.first = Candidate(("",) * len(choices), first)
         self._known: dict[Key, Candidate | None] = {self.first.key: self.first}
-        found = {name: self._least(name) for name in self.rungs}
-        self.least = {name: candidate for name, candidate in found.items() if candidate is not None}
+        least = {name: self._least(name) for name in self.rungs}
+        self.least = {name: candidate for name, candidate in least.items() if candidate is not None}
         """For each rung that some combination allows, one with the fewest rungs."""
         self.answers = [[n for n in names if not n or n in self.least] for names in choices.values()]
         """The rungs of each choice that some combination allows, after none of them."""
@@ -55,10 +55,10 @@ class Space:
     def at(self, key: Key) -> Candidate | None:
         """The candidate of a key, if it is legal and each of its rungs changes something."""
         if key not in self._known:
-            self._known[key] = self._made(key)
+            self._known[key] = self._combined(key)
         return self._known[key]
 
-    def _made(self, key: Key) -> Candidate | None:
+    def _combined(self, key: Key) -> Candidate | None:
         setting = self.first.setting
         for rung in (self.rungs[name] for name in key if name):
             if rung.hindrance(setting, self.situation) is not None:
@@ -74,7 +74,7 @@ class Space:
         alone = self.replaced(self.first.key, name)
         for count in range(3):
             for others in itertools.combinations([o for o in self.rungs if o != name], count):
-                if len({self._places[one] for one in (name, *others)}) > count:
+                if len({self._places[rung] for rung in (name, *others)}) > count:
                     candidate = self.at(functools.reduce(self.replaced, others, alone))
                     if candidate is not None:
                         return candidate
@@ -92,14 +92,14 @@ class Space:
             first = self.first.setting
             return getattr((self.rungs[name].apply(first, self.situation) if name else first).plan, field)
 
-        found = self.answers
+        answers = self.answers
         for field, fits in wanted.items():
-            sets = [len({value(name, field) for name in names}) > 1 for names in found]
-            found = [
+            sets = [len({value(name, field) for name in names}) > 1 for names in answers]
+            answers = [
                 [name for name in names if not choice or fits(value(name, field))]
-                for names, choice in zip(found, sets, strict=True)
+                for names, choice in zip(answers, sets, strict=True)
             ]
-        return found
+        return answers
 
     def computes_otherwise(self, of: Candidate) -> frozenset[str]:
         """Rungs of a candidate that compute in other types than the baseline, so that its loss must be compared."""
@@ -137,7 +137,7 @@ class Space:
                 path.append((left[-1], to))
                 break
             gains = [(name, step) for name, step in steps if speed(step) > 1.005 * speed(here)]
-            name, here = gains[0] if gains else max(steps, key=lambda one: speed(one[1]))
+            name, here = gains[0] if gains else max(steps, key=lambda step: speed(step[1]))
             path.append((name, here))
             left.remove(name)
         return path

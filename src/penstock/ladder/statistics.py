@@ -69,7 +69,7 @@ class Journal(Generic[K]):
 
     def add(self, seconds: Mapping[K, float]) -> None:
         """One round in which these settings took turns."""
-        self._rounds.append({setting: math.log(taken) for setting, taken in seconds.items()})
+        self._rounds.append({setting: math.log(spent) for setting, spent in seconds.items()})
         self._solved = None
 
     def rounds_of(self, *settings: K) -> int:
@@ -99,13 +99,13 @@ class Joint(Generic[K]):
 
     def speed(self, setting: K, over: K) -> float | None:
         """The value of `ratio` alone, which takes far less time; None too where only one of the two took turns."""
-        one, other = self._index.get(setting), self._index.get(over)
-        return None if one is None or other is None else math.exp(self._levels[other] - self._levels[one])
+        i, j = self._index.get(setting), self._index.get(over)
+        return None if i is None or j is None else math.exp(self._levels[j] - self._levels[i])
 
     def variance(self, setting: K, over: K) -> float | None:
         """Variance of the logarithm of that ratio; None where no rounds connect the two."""
-        one, other = self._index.get(setting), self._index.get(over)
-        return None if one is None or other is None else self._variance(one, other)
+        i, j = self._index.get(setting), self._index.get(over)
+        return None if i is None or j is None else self._variance(i, j)
 
     def ratio(self, setting: K, over: K, floor: float = 0.0) -> Estimate | None:
         """Speed of one setting over another's; None where no rounds connect the two.
@@ -114,13 +114,13 @@ class Joint(Generic[K]):
         """
         if setting == over:
             return Estimate.exact(1.0)
-        one, other = self._index.get(setting), self._index.get(over)
-        if one is None or other is None:
+        i, j = self._index.get(setting), self._index.get(over)
+        if i is None or j is None:
             return None
-        variance = self._variance(one, other)
+        variance = self._variance(i, j)
         if variance is None:
             return None
-        value = self._levels[other] - self._levels[one]
+        value = self._levels[j] - self._levels[i]
         rounds = 2.0 * self._common * self._follows / variance if variance > 0 else float(len(self._turns))
         wide = factor(rounds, self._freedom) * math.sqrt(variance) if variance > 0 else 0.0
         wide = math.hypot(wide, math.log1p(floor))
@@ -138,11 +138,11 @@ class Joint(Generic[K]):
         estimated variance at f degrees of freedom, the mean square of Student's t. Never less than `FLOOR`, which is
         all that three rounds can show.
         """
-        one, other = self._index[setting], self._index[twin]
+        i, j = self._index[setting], self._index[twin]
         if self._freedom <= 2:
             return FLOOR
-        explained = (self._variance(one, other) or 0.0) * self._freedom / (self._freedom - 2)
-        excess = (self._levels[one] - self._levels[other]) ** 2 - explained
+        explained = (self._variance(i, j) or 0.0) * self._freedom / (self._freedom - 2)
+        excess = (self._levels[i] - self._levels[j]) ** 2 - explained
         return max(FLOOR, math.expm1(math.sqrt(max(0.0, excess))))
 
     def seconds(self, first: K) -> float:
@@ -220,17 +220,17 @@ class Joint(Generic[K]):
         correlation = min(0.8, max(0.0, follow / total)) if total > 0 else 0.0
         self._follows = (1.0 + correlation) / (1.0 - correlation)
 
-    def _variance(self, one: int, other: int) -> float | None:
+    def _variance(self, i: int, j: int) -> float | None:
         """Variance of the difference of two levels; None where no chain of rounds connects them."""
-        if self._group[one] != self._group[other]:
+        if self._group[i] != self._group[j]:
             return None
-        row = [a - b for a, b in zip(self._inverse[one], self._inverse[other], strict=True)]
+        row = [a - b for a, b in zip(self._inverse[i], self._inverse[j], strict=True)]
         pulls = (sum(map(operator.mul, scatter, row)) for scatter in self._scatter)
         return self._follows * float(sum(map(operator.mul, row, pulls)))
 
     @functools.cached_property
     def _scatter(self) -> list[list[float]]:
-        """Variances and covariances of what all timings together pull each level by."""
+        """Variances and covariances of the pull of all timings on each level."""
         count = len(self._index)
         scatter = [[0.0] * count for _ in range(count)]
         for turn, weights in zip(self._turns, self._weights, strict=True):
@@ -249,7 +249,7 @@ class Joint(Generic[K]):
         group = list(range(len(self._index)))
         for turn in self._turns:
             joined = {group[self._index[s]] for s in turn}
-            group = [min(joined) if one in joined else one for one in group]
+            group = [min(joined) if number in joined else number for number in group]
         return group
 
 

@@ -38,7 +38,7 @@ from penstock.tasks.task import Fullness
 from penstock.tasks.text import WordTask, tokenizer_of
 
 BATCH = {"cpu": 8, "cuda": 64}
-"""Samples per step of the baseline, where nobody says."""
+"""Samples per step of the baseline, by default."""
 
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
@@ -113,14 +113,14 @@ class Subject(ABC):
         size, count = self.size_of(setting), setting.plan.accumulate
         batches = self.batches(setting, seed)
         try:
-            found = list(itertools.islice(batches, count if size is None else max(count, LOOKED_AT)))
+            looked_at = list(itertools.islice(batches, count if size is None else max(count, LOOKED_AT)))
         finally:
             close(batches)
         if size is None:
-            return found
-        sizes = torch.tensor([size(batch) for batch in found], dtype=torch.float64)
-        apart = (sizes / sizes.mean(dim=0) - 1).abs().sum(dim=1)
-        return [found[i] for i in sorted(apart.argsort(stable=True)[:count].tolist())]
+            return looked_at
+        sizes = torch.tensor([size(batch) for batch in looked_at], dtype=torch.float64)
+        distances = (sizes / sizes.mean(dim=0) - 1).abs().sum(dim=1)
+        return [looked_at[i] for i in sorted(distances.argsort(stable=True)[:count].tolist())]
 
     @abstractmethod
     def workload(self, setting: Setting) -> Workload:
@@ -165,7 +165,7 @@ class Configured(Subject):
         self.unit = self._task.unit
         self.data = self._source.title
         self._full: dict[tuple[ModelConfig | None, int, bool, bool], Fullness] = {}
-        self._asked, self._data = config.task, config.data
+        self._task_name, self._data = config.task, config.data
         self.packable = not getattr(self._source, "packed", True)
         self._packed = replace(config.data, packed=True)
         self.groupable = self._source.lengths is not None and not self._source.group_by_length
@@ -216,8 +216,8 @@ class Configured(Subject):
         ranks = setting.plan.gpus
         verb = "penstock train" if ranks == 1 else f"penstock launch --procs {ranks} --"
         words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
-        if self._asked != "auto":
-            words.append(f"--task {self._asked}")
+        if self._task_name != "auto":
+            words.append(f"--task {self._task_name}")
         words += data_words(self._packed if setting.packed else self._data)
         if setting.by_length:
             words.append("--data.group_by_length true")
@@ -241,9 +241,7 @@ class Configured(Subject):
         """Worth by the tokens that are not padding, where documents are packed."""
         if not setting.packed:
             return 1.0
-        each = [
-            found.model.graph.lengths[0] * found.real for found in map(self._fullness, (setting, self.first))
-        ]
+        each = [f.model.graph.lengths[0] * f.real for f in map(self._fullness, (setting, self.first))]
         return each[0] / each[1]
 
     def _source_of(self, setting: Setting) -> Source:

@@ -58,24 +58,24 @@ def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
     ]
 
 
-def ratio(found: Estimate | None, note: str = "") -> Cell:
-    if found is None:
+def ratio(estimate: Estimate | None, note: str = "") -> Cell:
+    if estimate is None:
         return Cell("")
-    between = f"{found.low:.2f} – {found.high:.2f}" if found.high > found.low else ""
-    return Cell(times(found) + note, between)
+    between = f"{estimate.low:.2f} – {estimate.high:.2f}" if estimate.high > estimate.low else ""
+    return Cell(times(estimate) + note, between)
 
 
-def times(found: Estimate) -> str:
+def times(estimate: Estimate) -> str:
     """A ratio as page, table and terminal write it."""
-    return f"{found.value:.2f}×"
+    return f"{estimate.value:.2f}×"
 
 
 def mebibytes(size: float | None) -> str:
     return "" if size is None else number(size / MIB)
 
 
-def seconds(taken: float | None) -> str:
-    return "" if taken is None else f"{taken:.1f}"
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def flop_unit(report: LadderReport) -> tuple[float, str]:
@@ -89,16 +89,16 @@ def titles(rungs: Sequence[RungResult]) -> str:
     return ", ".join(rung.title for rung in rungs)
 
 
-def equality_words(found: Equality) -> str:
+def equality_words(equality: Equality) -> str:
     """How far the losses of several processes are from one's, with what is allowed."""
     norms = (
         ""
-        if found.norm is None
-        else f", gradient norms within {found.norm:.1e} (of {10 * found.tolerance:.1e})"
+        if equality.norm is None
+        else f", gradient norms within {equality.norm:.1e} (of {10 * equality.tolerance:.1e})"
     )
     return (
-        f"{'equal' if found.holds else 'NOT equal'} to one process on the same samples: losses of {found.steps} steps "
-        f"within {found.loss:.1e} (of {found.tolerance:.1e}){norms}, relatively"
+        f"{'equal' if equality.holds else 'NOT equal'} to one process on the same samples: losses of "
+        f"{equality.steps} steps within {equality.loss:.1e} (of {equality.tolerance:.1e}){norms}, relatively"
     )
 
 

@@ -145,15 +145,15 @@ class Team:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for one in ready:
-                member = waiting.pop(one)  # type: ignore[call-overload]
+            for peer in ready:
+                member = waiting.pop(peer)  # type: ignore[call-overload]
                 answers[member.rank] = answer = member.answer()
                 if answer.failed:
                     deadline = min(deadline, time.monotonic() + GRACE)
         failed = [(answer.failed[-1], rank) for rank, answer in answers.items() if answer.failed]
         if failed:
             _, rank = min(failed)
-            raise as_error(answers[rank], rank, self._members[rank].said())
+            raise as_error(answers[rank], rank, self._members[rank].last_output())
         if waiting:
             silent = sorted(member.rank for member in waiting.values())
             raise EnvironmentProblem(
@@ -181,17 +181,17 @@ class _Member:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody else hosts a store
         }
-        self.connection, theirs = connection.Pipe()
+        self.connection, rank_end = connection.Pipe()
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.ladder.rank", str(theirs.fileno())],
+                [sys.executable, "-m", "penstock.ladder.rank", str(rank_end.fileno())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[rank_end.fileno()],
             )
-        theirs.close()
+        rank_end.close()
 
     def answer(self) -> Answer:
         """The rank's message; a failure for a rank that is gone."""
@@ -204,7 +204,7 @@ class _Member:
             return Answer(failed=("Died", f"it {how}", "", 0.0))
         return answer
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         """The end of what it wrote."""
         return self._log.read_text(errors="replace")[-_TAIL:].strip() if self._log.exists() else ""
 
@@ -219,7 +219,7 @@ def threads_of(procs: int) -> int:
     return max(1, torch.get_num_threads() // procs)
 
 
-def as_error(answer: Answer, rank: int, said: str) -> Exception:
+def as_error(answer: Answer, rank: int, output: str) -> Exception:
     """The error of a rank as this process would raise it: our own errors by their type, and lack of memory as ours."""
     assert answer.failed is not None
     name, message, trace, _ = answer.failed
@@ -228,7 +228,7 @@ def as_error(answer: Answer, rank: int, said: str) -> Exception:
         return kind(f"On rank {rank}: {message}")
     lines = message.strip().splitlines()
     error = RuntimeError(f"rank {rank}: {name}: {lines[0] if lines else '(no message)'}")
-    for note in (trace, said):
+    for note in (trace, output):
         if note:
             error.add_note(note)
     return error

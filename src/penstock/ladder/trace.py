@@ -34,7 +34,7 @@ _KINDS: tuple[tuple[str, OpKind], ...] = (
 def trace(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], samples: int, *, units: int = 1
 ) -> Workload:
-    """Run `loss(model, batch)` and its backward once, as they are, and say what they did.
+    """Run `loss(model, batch)` and its backward once, as they are, and return the work that they did.
 
     `units` are the repeated blocks, which are gathered one by one where weights are sharded.
 
@@ -71,7 +71,7 @@ class _Kept:
         self._alive: list[Tensor] = []  # so that no address is used twice while counting
 
     def let_go(self) -> None:
-        """Stop holding what was kept, once all is counted: backward frees it as it goes."""
+        """Let go of saved tensors once all are counted: backward frees them as it goes."""
         self._alive.clear()
 
     def pack(self, saved: Tensor) -> Tensor:
@@ -122,28 +122,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read, written = tensors
         name = func.overloadpacket.__name__
         kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
-        made = sum(tensor.numel() for tensor in written)
+        count = sum(tensor.numel() for tensor in written)
         # Backward, a product that reads no weight makes the gradient of one.
         learns = kind == "gemm" and not self.forward
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)
         sides = (m, n) if learns else (n, k)
         return Op(
             name, kind, self.forward, batch, m, n, k,
-            4.0 * sum(tensor.numel() for tensor in read), 4.0 * made, batch * m * k if kind == "attention" else made,
+            4.0 * sum(tensor.numel() for tensor in read), 4.0 * count, batch * m * k if kind == "attention" else count,
             weights=m * n if learns else 0, narrow=kind == "gemm" and frozenset(sides) in self._linears,
             module="attention" if kind in ("bmm", "attention") else "", in_place=_in_place(func, kwargs),
         )  # fmt: skip
 
 
 class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within an operator autograd has not yet taken those apart that are made of others, such as `linear`."""
+    """Decomposes operators made of others, such as `linear`, which autograd has not yet done within an operator."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with self:
-            found = func.decompose(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+            parts = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if parts is NotImplemented else parts
 
 
 def _in_place(func: Any, kwargs: dict[str, Any] | None) -> bool:

@@ -1,5 +1,5 @@
-"""Rungs that change results: a larger batch, another classifier, several processes. Each is tried on top of the
-best."""
+"""Rungs that change results: a larger batch, another classifier, several processes. Each is tried on top of the best
+Plan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.ladder.statistics import Verdict, verdict
 log = logging.getLogger(__name__)
 
 EQUAL_STEPS = 6
-"""Steps for which several processes are held to one."""
+"""Steps after which the losses of several processes are compared with one process's."""
 
 
-class Apart:
-    """Climbs on from the best Plan with rungs that change results. Those that pay make the fastest Plan."""
+class Offer:
+    """The fastest Plan, with rungs that change results: each is tried on top of the best, and kept where it pays."""
 
     def __init__(
         self, account: Account, search: Search, situation: Situation, best: Setting, rungs: Sequence[str]
@@ -37,7 +37,7 @@ class Apart:
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """Names of the rungs that pay, without those that a later one of the same choice took the place of."""
+        """Names of the rungs that pay, without those that a later one of the same choice replaced."""
         return tuple(self._taken.values())
 
     def climb(self, rungs: Sequence[Rung], end: float) -> None:
@@ -55,7 +55,7 @@ class Apart:
     def results(self, *, carried: bool) -> list[RungResult]:
         """The results, with figures of all rounds that were measured by now. Without `carried` there is no fastest
         Plan, and nothing is part of it."""
-        found = []
+        results = []
         for result, setting, before in self._results:
             if result.measured:
                 change = result.loss_difference
@@ -64,8 +64,8 @@ class Apart:
                     result = replace(result, status="unproven", reason=UNPROVEN)
                 if not carried and result.status in ("offered", "unproven"):
                     result = replace(result, status="not kept", reason=NO_GAIN["open"])
-            found.append(result)
-        return found
+            results.append(result)
+        return results
 
     def _rung(self, rung: Rung, seconds: float, end: float) -> RungResult:
         """The result of one rung, also where it cannot be applied or fails."""
@@ -88,7 +88,7 @@ class Apart:
             self.search.arena.clear()
 
     def _least_seconds(self, rung: Rung, setting: Setting, result: RungResult) -> float:
-        """The least time that measuring a setting takes, if its speed is as predicted; noted as that."""
+        """Seconds that measuring a setting takes at least if its speed is as predicted; notes its predicted step."""
         arena, account = self.search.arena, self.account
         before = account.predict(self.best).iteration_seconds
         slower = account.predict(setting).iteration_seconds / before
@@ -112,9 +112,9 @@ class Apart:
                 shard=1, offload="none", accumulate=plan.accumulate * plan.dp,
             )  # fmt: skip
             ranks = arena.trained(setting, seed, EQUAL_STEPS)
-            one = arena.trained(replace(setting, plan=single), seed, EQUAL_STEPS)
-            equal = equality(plan, ranks.losses, one.losses, ranks.norms, one.norms)
-            change = ranks.losses[-1] - one.losses[-1]
+            alone = arena.trained(replace(setting, plan=single), seed, EQUAL_STEPS)
+            equal = equality(plan, ranks.losses, alone.losses, ranks.norms, alone.norms)
+            change = ranks.losses[-1] - alone.losses[-1]
         else:
             account.losses.curve(setting)
         result = account.with_figures(result, setting, self.best)

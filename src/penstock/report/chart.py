@@ -109,10 +109,10 @@ class Label:
 
     def overlaps(self, other: Label) -> bool:
         """Whether the two share more than an edge."""
-        apart = 0.5
+        least = 0.5
         return (
-            min(self.x2, other.x2) - max(self.x1, other.x1) > apart
-            and min(self.y2, other.y2) - max(self.y1, other.y1) > apart
+            min(self.x2, other.x2) - max(self.x1, other.x1) > least
+            and min(self.y2, other.y2) - max(self.y1, other.y1) > least
         )
 
 
@@ -187,8 +187,8 @@ class Chart:
     ) -> None:  # fmt: skip
         """A line through points; `closed` makes it a polygon. `tips` say what a pointer near each point is shown."""
         listed = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        told = f' data-tips="{escape("|".join(tips))}"' if tips else ""
-        self._add("polygon" if closed else "polyline", f'points="{listed}"{told}', look, tip)
+        shown_tips = f' data-tips="{escape("|".join(tips))}"' if tips else ""
+        self._add("polygon" if closed else "polyline", f'points="{listed}"{shown_tips}', look, tip)
 
     def circle(self, x: float, y: float, radius: float, *, tip: str = "", **look: Unpack[Look]) -> None:
         """A disc."""
@@ -283,8 +283,8 @@ class Chart:
         space, row, at = 20.0, 19.0, x
         for entry in entries:
             lines = wrap(entry.words, width - space, bold=entry.bold, most=3)
-            taken = space + max(text_width(line, bold=entry.bold) for line in lines)
-            if at > x and at + taken > x + width:
+            needed = space + max(text_width(line, bold=entry.bold) for line in lines)
+            if at > x and at + needed > x + width:
                 at, y = x, y + row
             self._parts.append(f'<g class="key" data-key="{escape(entry.words)}">')
             self.text(at + 2, y, _MARKS[entry.mark], size=13, fill=entry.color, bold=entry.bold)
@@ -292,11 +292,11 @@ class Chart:
                 y += 15.0 if extra else 0.0
                 self.text(at + space, y, line, bold=entry.bold, fill="--ink" if entry.bold else "--muted")
             self._parts.append("</g>")
-            at += taken + 18
+            at += needed + 18
         return y + (row if entries else 0.0)
 
     def svg(self, title: str, description: str = "", *, alone: bool = False) -> str:
-        """The drawing as an `<svg>` element. `alone` adds what a file of its own needs."""
+        """The drawing as an `<svg>` element; with `alone` also the styles that a file of its own needs."""
         margin = 14 if alone else 0
         size = f"{self.width + 2 * margin:g} {self.height + 2 * margin:g}"
         head = f'viewBox="{-margin} {-margin} {size}" role="img" class="figure"'

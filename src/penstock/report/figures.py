@@ -50,7 +50,7 @@ class Bar:
     high: float | None = None
     """The interval around `value`."""
     floor: float | None = None
-    """The value before the step; what is above it is the gain."""
+    """The value before the step; the gain is the rest of the bar."""
     predicted: float | None = None
     note: str = ""
     """A few words behind the value."""
@@ -97,15 +97,15 @@ def waterfall(
         for line in wrap(note, width - 4, 13):
             rows.text(2, rows.height + 16, line, size=13)
             rows.height += 20
-    said = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
-    return rows.svg(title, said, alone=alone)
+    description = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
+    return rows.svg(title, description, alone=alone)
 
 
 def memory_bars(bars: Sequence[Bar], *, title: str, x_label: str, width: float = WIDE) -> str:
     """Peak memory step by step, measured as bars and predicted as diamonds."""
     entries = [_BASELINE, Entry("kept", "--accent"), *_others(bars)]
-    said = "; ".join(f"{bar.label} {bar.value:.3g}" for bar in bars)
-    return _bars(bars, x_label, entries, number, width).svg(title, said)
+    description = "; ".join(f"{bar.label} {bar.value:.3g}" for bar in bars)
+    return _bars(bars, x_label, entries, number, width).svg(title, description)
 
 
 def difference_bars(
@@ -117,16 +117,16 @@ def difference_bars(
         Entry("higher", "--bad"), Entry("lower", "--c1"),
     ]  # fmt: skip
     drawn = _bars(bars, x_label, entries, lambda value: signed(value, 3), width, band=2 * noise)
-    said = "; ".join(f"{bar.label} {bar.value:+.4f}" for bar in bars)
-    return drawn.svg(title, said)
+    description = "; ".join(f"{bar.label} {bar.value:+.4f}" for bar in bars)
+    return drawn.svg(title, description)
 
 
 def _others(bars: Sequence[Bar]) -> list[Entry]:
     """Legend entries for bars that were not kept, so far as there are any."""
     states = {bar.state for bar in bars}
     entries = {"unproven": _UNPROVEN, "offered": _OFFERED, "not kept": _UNKEPT}
-    found = [entry for state, entry in entries.items() if state in states]
-    return [*found, _PREDICTED] if any(bar.predicted is not None for bar in bars) else found
+    states_shown = [entry for state, entry in entries.items() if state in states]
+    return [*states_shown, _PREDICTED] if any(bar.predicted is not None for bar in bars) else states_shown
 
 
 class _Rows(Chart):
@@ -280,8 +280,8 @@ def lines(
     for line, look in zip(drawn, looks, strict=True):
         with chart.series(look.words):
             _line(chart, line, look, x_label)
-    said = "; ".join(f"{line.label} ends at {line.points[-1][1]:.4g}" for line in drawn)
-    return chart.svg(title, said)
+    description = "; ".join(f"{line.label} ends at {line.points[-1][1]:.4g}" for line in drawn)
+    return chart.svg(title, description)
 
 
 def _finite(line: Line) -> Line:

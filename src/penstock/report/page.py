@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_WIDTH = 132
-"""Columns of what is written to a file or a pipe."""
+"""Width in columns of output to a file or a pipe."""
 
 _STYLES = {"strong": "green", "faint": "dim"}
 
@@ -122,13 +122,13 @@ def terminal_table(section: Section, width: int) -> Table:
     for i in sorted(shown, key=lambda i: (-section.columns[i].rank, -i)):
         if section.columns[i].rank and sum(sizes[j] + 2 for j in shown) - 2 > width:
             shown.remove(i)
-    made = Table(box=None, pad_edge=False, padding=(0, 1))
+    printed = Table(box=None, pad_edge=False, padding=(0, 1))
     for i in shown:
         head = section.columns[i]
-        made.add_column(head.value, justify="left" if head.words else "right", no_wrap=not head.words)
+        printed.add_column(head.value, justify="left" if head.words else "right", no_wrap=not head.words)
     for look, cells in section.rows:
-        made.add_row(*(cells[i].value for i in shown), style=_STYLES.get(look))
-    return made
+        printed.add_row(*(cells[i].value for i in shown), style=_STYLES.get(look))
+    return printed
 
 
 def plain_console() -> Console:

@@ -24,17 +24,17 @@ _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def gradient_figure(
-    found: Histogram, *, scale: float | None, title: str, width: float = WIDE, alone: bool = False
+    histogram: Histogram, *, scale: float | None, title: str, width: float = WIDE, alone: bool = False
 ) -> str:  # fmt: skip
     """Share of the values in each bin, on a logarithmic axis, coloured by what becomes of them in fp16.
 
     With a loss scale, a power of two, also by what it saves; a second band then shows what fp16 holds under it.
     Raises ValueError where there are no values.
     """
-    values = found.values
+    values = histogram.values
     if not values:
         raise ValueError("A figure of gradients needs at least one value.")
-    present = [count / values for count in (*found.counts, found.zeros, found.wrong) if count > 0]
+    present = [count / values for count in (*histogram.counts, histogram.zeros, histogram.wrong) if count > 0]
     shift = 0 if scale is None else round(math.log2(scale))
     low = max(_FARTHEST, min(_LOWEST, 4 * ((_ROUNDS_AWAY - shift) // 4 - 1)))
     floor = 10.0 ** max(math.floor(math.log10(min(present))), round(math.log10(_FLOOR)))
@@ -45,11 +45,11 @@ def gradient_figure(
     top = chart.head("share of the values", entries) + (82 if chart.narrow else 34)
     # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
     left = 72.0 if chart.narrow else 92.0
-    chart.x = Scale(low - 3, _HIGHEST + (3 if found.wrong else 1), left, width - 16.0)
+    chart.x = Scale(low - 3, _HIGHEST + (3 if histogram.wrong else 1), left, width - 16.0)
     chart.y = Scale(min(floor, 0.01), 1.0, top + 270, top, log=True)
     decades = [10.0**-d for d in range(round(-math.log10(chart.y.low)) + 1)]
     chart.y_axis(decades, lambda s: f"{100 * s:.{max(0, round(-math.log10(s)) - 2)}f} %")
-    _bins(chart, found, low, shift)
+    _bins(chart, histogram, low, shift)
     every = 12 if chart.narrow else 4
     chart.x_axis("", range(_HIGHEST, low - 1, -every), lambda exponent: _power(int(exponent)))
     _limits(chart)
@@ -58,28 +58,28 @@ def gradient_figure(
     for row, (by, words) in enumerate(bands):
         _band(chart, low, by, words, chart.y.start + each * (row + 1) + (12 if chart.narrow else 10))
     chart.height = chart.y.start + each * len(bands) + 30
-    return chart.svg(title, _said(found, shift), alone=alone)
+    return chart.svg(title, _description(histogram, shift), alone=alone)
 
 
-def _bins(chart: Chart, found: Histogram, low: int, shift: int) -> None:
+def _bins(chart: Chart, histogram: Histogram, low: int, shift: int) -> None:
     bottom = chart.y.start
     bars: list[tuple[float, float, str, str]] = [
-        (low - 3, found.zeros / found.values, "--base", "zero"),
-        (low - 1, found.between(-_FAR, low), "--bad", f"below {_power(low)}"),
+        (low - 3, histogram.zeros / histogram.values, "--base", "zero"),
+        (low - 1, histogram.between(-_FAR, low), "--bad", f"below {_power(low)}"),
     ]
     for exponent in range(low, _HIGHEST):
         words = f"{_power(exponent)} to {_power(exponent + 1)}"
-        bars.append((exponent, found.between(exponent, exponent + 1), _fate(exponent, shift), words))
-    above = found.between(_HIGHEST, _FAR)
+        bars.append((exponent, histogram.between(exponent, exponent + 1), _fate(exponent, shift), words))
+    above = histogram.between(_HIGHEST, _FAR)
     bars.append((_HIGHEST, above, _fate(_HIGHEST, shift), f"from {_power(_HIGHEST)}"))
-    bars.append((_HIGHEST + 2, found.wrong / found.values, "--bad", "infinite or not a number"))
+    bars.append((_HIGHEST + 2, histogram.wrong / histogram.values, "--bad", "infinite or not a number"))
     for place, share, fill, words in bars:
         if share > 0:
             top = min(chart.y(max(share, chart.y.low)), bottom - 1.5)
             tip = f"{words}: {percent(share)}"
             chart.box(chart.x(place) + 1, bottom, chart.x(place + 1) - 1, top, fill=fill, radius=1.5, tip=tip)
     for place, _, _, words in bars[:: len(bars) - 1]:
-        if words == "zero" or found.wrong:
+        if words == "zero" or histogram.wrong:
             name = "0" if words == "zero" else "inf"
             chart.text(chart.x(place + 0.5), bottom + 19, name, anchor="middle", fill="--muted", size=SMALL)
 
@@ -123,15 +123,16 @@ def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
         chart.text(x(_LARGEST) + 8, y + 10.5, words, size=SMALL, fill="--muted")
 
 
-def _said(found: Histogram, shift: int) -> str:
+def _description(histogram: Histogram, shift: int) -> str:
     held = [-_FAR, _ROUNDS_AWAY, _NORMAL, _LARGEST, _FAR]
-    lost, fewer, whole, infinite = (percent(found.between(*ends)) for ends in itertools.pairwise(held))
+    lost, fewer, whole, infinite = (percent(histogram.between(*ends)) for ends in itertools.pairwise(held))
     text = (
-        f"zero {percent(found.zeros / found.values)}; lost in fp16 {lost}; with fewer bits {fewer}; whole {whole}; "
-        f"infinite {infinite}"
+        f"zero {percent(histogram.zeros / histogram.values)}; lost in fp16 {lost}; with fewer bits {fewer}; "
+        f"whole {whole}; infinite {infinite}"
     )
     if shift:
-        text += f"; lost at loss scale {_power(shift)}: {percent(found.between(-_FAR, _ROUNDS_AWAY - shift))}"
+        lost = percent(histogram.between(-_FAR, _ROUNDS_AWAY - shift))
+        text += f"; lost at loss scale {_power(shift)}: {lost}"
     return text
 
 

@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """The hardware as the operating system reports it; `threads` is torch's number, if it is loaded."""
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor(),
         "cores": _cores(),
@@ -43,37 +43,37 @@ def machine() -> dict[str, Any]:
     }
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["threads"] = int(torch.get_num_threads())
-    return found
+        hardware["threads"] = int(torch.get_num_threads())
+    return hardware
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, of each installed package of `PACKAGES`, and of CUDA where torch is loaded."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     torch = sys.modules.get("torch")
     cuda = getattr(getattr(torch, "version", None), "cuda", None)
     if cuda:
-        found["cuda"] = str(cuda)
-    return found
+        installed["cuda"] = str(cuda)
+    return installed
 
 
-def facts(found: Mapping[str, Any]) -> dict[str, str]:
+def facts(recorded: Mapping[str, Any]) -> dict[str, str]:
     """An `environment` in words for a page; its command is left out."""
-    machine = found.get("machine", {})
+    machine = recorded.get("machine", {})
     threads = f", {machine['threads']} threads" if "threads" in machine else ""
     return {
         "processor": f"{machine.get('processor')}, {machine.get('cores')} cores{threads}",
         "memory": f"{(machine.get('memory_bytes') or 0) / 2**30:.1f} GiB",
         "GPU": "; ".join(machine.get("gpus") or ()) or "none",
         "system": str(machine.get("system")),
-        "versions": ", ".join(f"{name} {version}" for name, version in found.get("versions", {}).items()),
-        "commit": str(found.get("commit") or "none"),
-        "time": str(found.get("time")),
+        "versions": ", ".join(f"{name} {version}" for name, version in recorded.get("versions", {}).items()),
+        "commit": str(recorded.get("commit") or "none"),
+        "time": str(recorded.get("time")),
     }
 
 

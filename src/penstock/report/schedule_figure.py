@@ -66,11 +66,11 @@ def schedule_figure(
     chart.height = chart.x_axis(f"time [{unit}]" if unit else "time", chart.x.marks(4 if chart.narrow else 8))
     schedule = simulation.schedule
     took = f"{number(float(simulation.makespan))} {unit}".rstrip()
-    said = (
+    description = (
         f"{schedule.micro_batches} micro-batches through {schedule.stages} stages on {ranks} ranks: "
         f"{took}, of which {idle} are idle."
     )
-    return chart.svg(title, said, alone=alone)
+    return chart.svg(title, description, alone=alone)
 
 
 def _tints(simulation: Simulation) -> list[int]:

@@ -97,11 +97,11 @@ class _Reader:
         if len(block) < _BLOCK:
             raise Unreadable("it ends inside a header")
         self._count(_BLOCK)
-        told = _number(block[148:156])
+        checksum = _number(block[148:156])
         sum_of_bytes = sum(block) - sum(block[148:156]) + 8 * 32
-        if told != sum_of_bytes:  # some old writers took bytes to have signs
+        if checksum != sum_of_bytes:  # some old writers took bytes to have signs
             signed = sum_of_bytes - 256 * sum(byte > 127 for byte in block[:148] + block[156:])
-            if told != signed:
+            if checksum != signed:
                 raise Unreadable("it is no tar archive, or one of its headers is broken")
         name = block[:100].partition(b"\0")[0]
         if block[257:263] == b"ustar\0" and block[345] != 0:
@@ -126,9 +126,9 @@ class _Reader:
             self._count(size)
         return self._read(size)
 
-    def _take(self, size: int, limit: int, what: str) -> bytes:
+    def _take(self, size: int, limit: int, part: str) -> bytes:
         if size > limit:
-            raise Unreadable(f"it has {what} of {size:,} bytes, and at most {limit:,} are read")
+            raise Unreadable(f"it has {part} of {size:,} bytes, and at most {limit:,} are read")
         self._count(size)
         return self._read(size)
 

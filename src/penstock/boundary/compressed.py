@@ -18,7 +18,7 @@ BROKEN = (Unreadable, OSError, EOFError, zlib.error, lzma.LZMAError)
 """Exceptions that reading broken compressed data raises."""
 
 _FREE_BYTES, _RATIO = 64 << 20, 100
-"""Samples hardly shrink, and text some ten times. Beyond the first 64 MB what expands 100 times is a bomb."""
+"""Samples hardly shrink, and text some ten times. A file that expands 100 times beyond its first 64 MB is a bomb."""
 _XZ_BYTES = 128 << 20
 """Memory that unpacking xz may ask for; its greatest preset needs 65 MB."""
 _PIECE = 1 << 16

@@ -84,7 +84,7 @@ def read_bytes(
 
 
 def content(path: AnyPath, *, limit: int) -> bytes:
-    """As `read_bytes`, but raises Unreadable, for those who say themselves what it is and what happens then."""
+    """`read_bytes` that raises Unreadable, for callers that name the file and the consequence themselves."""
     with _opened(path, limit) as file:
         try:
             # Some files, such as those of /proc, hold more than their size says.
@@ -162,8 +162,8 @@ def explained(problem: OSError) -> EnvironmentProblem | None:
     if problem.errno not in _CAUSES or isinstance(problem.filename, int):
         return None
     path = problem.filename
-    what = shown(os.fsdecode(path)) if path is not None else "Standard output or a file"
-    return EnvironmentProblem(f"{what} cannot be read or written: {why(problem)}. {remedy_for(problem)}")
+    subject = shown(os.fsdecode(path)) if path is not None else "Standard output or a file"
+    return EnvironmentProblem(f"{subject} cannot be read or written: {why(problem)}. {remedy_for(problem)}")
 
 
 def printable(text: str) -> str:
@@ -180,14 +180,14 @@ def why(problem: OSError, path: AnyPath | None = None) -> str:
     path = path if path is not None else problem.filename
     if problem.errno == errno.ENOENT and path is not None and os.path.islink(path):
         return f"it is a link to {shown(os.readlink(path))}, which does not exist"
-    known = _CAUSES.get(problem.errno or 0)
-    return known[0] if known else problem.strerror or str(problem) or type(problem).__name__
+    cause = _CAUSES.get(problem.errno or 0)
+    return cause[0] if cause else problem.strerror or str(problem) or type(problem).__name__
 
 
 def remedy_for(problem: OSError) -> str:
     """The remedy for an error of the system: a sentence."""
-    known = _CAUSES.get(problem.errno or 0)
-    return known[1] if known else "Check the path and the disk."
+    cause = _CAUSES.get(problem.errno or 0)
+    return cause[1] if cause else "Check the path and the disk."
 
 
 def quoted(value: object, longest: int = 80) -> str:
@@ -234,11 +234,11 @@ def _opened(path: AnyPath, limit: int | None) -> BinaryIO:
     return open(handle, "rb", buffering=0)
 
 
-def _refuse_others(found: os.stat_result) -> int:
+def _refuse_others(status: os.stat_result) -> int:
     """The size of a regular file in bytes."""
-    if not stat.S_ISREG(found.st_mode):
-        raise Unreadable(f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'special')}, not a regular file")
-    return found.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable(f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'special')}, not a regular file")
+    return status.st_size
 
 
 def _unreadable(problem: OSError | ValueError, path: AnyPath) -> Unreadable:

@@ -248,10 +248,10 @@ def _tiff(data: bytes) -> Header:
     return Header("TIFF", width, height, 0, 1)
 
 
-def _chunk_orientation(data: bytes, wanted: bytes, until: bytes = b"") -> int:
+def _chunk_orientation(data: bytes, exif: bytes, until: bytes = b"") -> int:
     for kind, start, length in _chunks(data):
         if kind == until:
             break
-        if kind == wanted:
+        if kind == exif:
             return _orientation(data[start : start + length].removeprefix(b"Exif\0\0"))
     return 1

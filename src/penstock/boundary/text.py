@@ -109,6 +109,6 @@ class _Utf8(io.RawIOBase):
             self._held = self._decoder.decode(read, not read).encode("utf-8")
             if not read:
                 break
-        given, self._held = self._held[: len(buffer)], self._held[len(buffer) :]
-        buffer[: len(given)] = given
-        return len(given)
+        piece, self._held = self._held[: len(buffer)], self._held[len(buffer) :]
+        buffer[: len(piece)] = piece
+        return len(piece)

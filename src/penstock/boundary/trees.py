@@ -143,10 +143,10 @@ def _parse(
     except _Problem as problem:
         raise error(f"{where} is refused: {problem}. {remedy}".rstrip()) from None
     except (ValueError, OverflowError, RecursionError) as problem:
-        what = " ".join(str(problem).split()).rstrip(".")
-        if "int_max_str_digits" in what:
-            what = "a whole number has thousands of digits"
-        raise error(f"{where} is not valid {language}: {what}. {remedy}".rstrip()) from None
+        reason = " ".join(str(problem).split()).rstrip(".")
+        if "int_max_str_digits" in reason:
+            reason = "a whole number has thousands of digits"
+        raise error(f"{where} is not valid {language}: {reason}. {remedy}".rstrip()) from None
     return tree
 
 
@@ -186,9 +186,9 @@ class _Examination:
                 problem.path.append(str(key))
                 raise
 
-    def _text(self, text: str, what: str) -> None:
-        if found := control_character(text, halves_only=self._bounds.control):
-            raise _Problem(f"has {found} in {what}; remove it")
+    def _text(self, text: str, place: str) -> None:
+        if character := control_character(text, halves_only=self._bounds.control):
+            raise _Problem(f"has {character} in {place}; remove it")
 
 
 def control_character(text: str, *, halves_only: bool = False) -> str | None:
@@ -197,9 +197,9 @@ def control_character(text: str, *, halves_only: bool = False) -> str | None:
     Tabs and ends of lines are not meant. With `halves_only`, those of the second kind alone are.
     """
     # Only what is not printable can be one, and asking for that is quick.
-    if text.isprintable() or (found := re.search(_HALF if halves_only else _CONTROL, text)) is None:
+    if text.isprintable() or (match := re.search(_HALF if halves_only else _CONTROL, text)) is None:
         return None
-    return f"{'half a' if re.match(_HALF, found[0]) else 'the control'} character {found[0]!a}"
+    return f"{'half a' if re.match(_HALF, match[0]) else 'the control'} character {match[0]!a}"
 
 
 _CONTROL = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -310,12 +310,12 @@ def _yaml_loader() -> Any:
 
         def _begin(self, event: Any) -> None:
             if isinstance(event, yaml.AliasEvent):
-                if found := self._anchors.get(str(event.anchor)):  # an unknown one is the parser's to refuse
-                    if found in self._open:
+                if size := self._anchors.get(str(event.anchor)):  # an unknown one is the parser's to refuse
+                    if size in self._open:
                         raise _Problem(
                             f"it has the alias {quoted(event.anchor)} inside of what it stands for"
                         )
-                    self._end(_Size(values=found.values, levels=found.levels))
+                    self._end(_Size(values=size.values, levels=size.levels))
                 return
             if event.tag is not None:
                 raise _Problem(f"it has the tag {quoted(event.tag)}; write the value without it")

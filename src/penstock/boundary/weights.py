@@ -83,12 +83,12 @@ def _checked(header: dict[str, Any], size: int) -> dict[str, TensorInfo]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _Lie("its metadata is no table of text")
-    found, places = {}, []
+    tensors, places = {}, []
     for name, entry in header.items():
         if not 0 < len(name) <= _NAME or not name.isprintable():  # it is shown in messages
             raise _Lie(f"{quoted(name)} of {len(name):,} characters is no name of a tensor")
         info, place = _tensor(name, entry)
-        found[name] = info
+        tensors[name] = info
         places.append((*place, name))
     reached = 0
     for start, stop, name in sorted(places):
@@ -99,7 +99,7 @@ def _checked(header: dict[str, Any], size: int) -> dict[str, TensorInfo]:
         reached = stop
     if reached != size:
         raise _Lie(f"not fully covered: its tensors have {reached:,} bytes, and {size:,} follow its header")
-    return found
+    return tensors
 
 
 def _tensor(name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
@@ -126,7 +126,7 @@ def _tensor(name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
 
 
 def read_weight_map(path: Path, *, remedy: str) -> dict[str, str]:
-    """Which file of its folder holds each tensor, from a `model.safetensors.index.json`. Raises as `read_index`."""
+    """The file of its folder that holds each tensor, from a `model.safetensors.index.json`. Raises as `read_index`."""
     table: dict[str, str] = read_index(path, remedy=remedy)["weight_map"]
     return table
 

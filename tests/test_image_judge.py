@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,18 +12,18 @@ import numpy as np
 import pytest
 
 
-def _load() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "image_judge.py"
-    spec = importlib.util.spec_from_file_location("image_judge", path)
+def _load(name: str) -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their annotations
+    sys.modules[name] = module  # where dataclasses look up their annotations, and other benchmarks find it
     spec.loader.exec_module(module)
     return module
 
 
-judge = _load()
+judge = _load("image_judge")
 CHANCE = np.random.default_rng(0)
 
 
@@ -76,3 +77,18 @@ def test_the_judge_tells_classes() -> None:
     rest = images.take(np.arange(200, 400))
     assert (made.classes(rest.pixels) == rest.labels).mean() == 1.0
     assert made.features(images.take(np.arange(200)).pixels).std(0).max() == pytest.approx(1.0)
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8").splitlines()
+    bench = _load("denoise_digits")
+    for name in ("denoise_digits_cpu",):
+        data = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        missing = [line for line in bench.table(data) if line not in page]
+        assert not missing, f"docs/how-to/unified.md lacks these lines of {name}.json: {missing}"
+        # The demand: nearer to real digits than Gaussians of each class are, and no nearer to training images.
+        ours, gaussians = data["models"]["dense"], data["floors"]["gaussians"]
+        assert ours["frechet"]["mean"] < gaussians["frechet"]["mean"]
+        assert ours["told_apart"]["mean"] < gaussians["told_apart"]["mean"]
+        assert ours["nearest"]["mean"] > 1.0

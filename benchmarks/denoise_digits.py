@@ -1,0 +1,246 @@
+"""Digits made by diffusion models, judged beside real ones and Gaussians; experts by time against dense models.
+
+    OMP_NUM_THREADS=1 python benchmarks/denoise_digits.py --runs runs/denoise --output denoise_digits_cpu.json
+
+| contestant | what it is |
+|---|---|
+| real | training images, as many of each class as are held out: the floor |
+| gaussians | a Gaussian for each class, with the mean and full covariance of its training images |
+| dense | `ddigits-tiny` |
+| experts | `ddigits-moe-tiny`: each half of the times has perceptrons of its own; equal FLOPs of a step as dense |
+| upcycled | the same, whose experts begin as copies of a dense model that was trained for half of the steps |
+| wide | dense with perceptrons twice as wide: equal parameters as experts, more FLOPs |
+
+All models see as many images. Each makes as many images of each class as are held out, several times, which are rounded
+to the 17 grey values of the data and judged by `benchmarks/image_judge.py`; the judge never sees held-out images in
+its training. A run in --runs that is complete is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from image_judge import Images, Judge, gaussians, judged, real_again
+from penstock.config.load import load
+from penstock.config.model import title
+from penstock.config.recipes import load_run
+from penstock.config.run import RunConfig
+from penstock.data.digits import Digits
+from penstock.infer.images import ImageGenerator
+from penstock.planner.describe import totals
+from penstock.report.record import environment
+from penstock.train import train
+from penstock.train.metrics import read_metrics
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": "ddigits-tiny"},
+    "experts": {"model": "ddigits-moe-tiny"},
+    "upcycled": {"model": "ddigits-moe-tiny"},
+    "wide": {"model": "ddigits-tiny"},
+}
+HOWS: dict[str, dict[str, Any]] = {
+    **{f"{name}, {steps} steps": {"sampler": name, "steps": steps} for steps in (5, 10, 20, 50)
+       for name in ("ddim", "euler", "dpm")},
+    "ddim with new noise, 50 steps": {"sampler": "ddim", "steps": 50, "eta": 1.0},
+    **{f"dpm, 20 steps, guidance {scale:g}": {"guidance": scale} for scale in (1.5, 2.0, 4.0)},
+}  # fmt: skip
+"""Ways to sample from one dense model."""
+
+
+def real_images(split: Any) -> Images:
+    """The embedded digits of a split."""
+    source = Digits(split, 1)
+    pixels = np.empty((len(source.labels), source.size, source.size, 1), np.uint8)
+    for number in range(len(pixels)):
+        source.load(number, pixels[number])
+    return Images(pixels.reshape(len(pixels), -1) / 127.5 - 1, source.labels)
+
+
+class Court:
+    """The real images, the judge, and the grey values that images are rounded to."""
+
+    def __init__(self, draws: int) -> None:
+        self.train, self.held, self.draws = real_images("train"), real_images("val"), draws
+        self.judge = Judge(self.train)
+        self.values = np.unique(self.train.pixels)
+
+    def measure(self, make: Callable[[int], Images], draws: int = 0) -> dict[str, Any]:
+        """Each measure's mean and deviation over draws of images."""
+        every = []
+        for draw in range(draws or self.draws):
+            made = make(draw)
+            nearest = np.abs(made.pixels[..., None] - self.values).argmin(-1)
+            rounded = Images(self.values[nearest], made.labels)
+            every.append(judged(self.judge, rounded, self.train, self.held, seed=draw))
+        return {
+            name: {"mean": statistics.mean(each), "deviation": deviation(each)}
+            for name in every[0]
+            if (each := [one[name] for one in every])
+        }
+
+    def by_model(self, run: Path, **how: Any) -> Callable[[int], Images]:
+        """Images of the held-out classes by the model of a run."""
+        made = ImageGenerator(run, batch=len(self.held))
+
+        def make(draw: int) -> Images:
+            found = made.sample(self.held.labels.tolist(), seed=draw, **how)
+            return Images(found.flatten(1).double().numpy(), self.held.labels)
+
+        return make
+
+
+def trained(name: str, runs: Path, seed: int, steps: int, more: dict[str, Any]) -> Path:
+    """The folder of a run, made or continued if it is not complete."""
+    output = runs / f"{name}-{seed}"
+    settings = {**MODELS[name], **more, "seed": seed, "recipe.steps": steps, "output": str(output)}
+    if name == "wide":
+        settings["model.mlp_width"] = 2 * load_run(overrides=settings).model.mlp_width  # type: ignore[union-attr]
+    if name == "upcycled":
+        first = trained("dense", runs / "half", seed, steps // 2, more)
+        settings |= {"init_from": str(first / "export"), "recipe.steps": steps - steps // 2}
+    file = output / "metrics.jsonl"
+    if not (file.exists() and any(record["event"] == "summary" for record in read_metrics(file))):
+        train(load_run(overrides=settings))
+    return output
+
+
+def seconds_of(works: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
+    """Processor time of each, the median of rounds in which all take turns."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            begun = time.process_time()
+            work()
+            if turn:  # the first one warms up
+                taken[name].append(time.process_time() - begun)
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def about(run: Path, seconds: float, images: int) -> dict[str, Any]:
+    """Sizes of a model, and its times."""
+    config = load(RunConfig, file=run / "run.toml")
+    work = totals(config.model)
+    records = list(read_metrics(run / "metrics.jsonl"))
+    summary = [record for record in records if record["event"] == "summary"][-1]
+    generator = ImageGenerator(run)
+    generator.sample([0], steps=2)
+    some, whole = generator.bytes
+    return {
+        "model": title(config.model),
+        "parameters": work.parameters,
+        "model_flops_of_a_training_image": work.model_flops,
+        "bytes_loaded_at_a_time": some,
+        "bytes_of_all_weights": whole,
+        "sampling_seconds_per_image": seconds / images,
+        "training": summary["measured"],
+        "training_predicted": summary["predicted"],
+    }
+
+
+def deviation(values: list[float]) -> float | None:
+    """Standard deviation; None of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means and deviations over seeds of a measure's means over draws; of one seed those over draws."""
+    if len(rows) == 1:
+        return rows[0]
+    return {
+        name: {"mean": statistics.mean(each), "deviation": deviation(each), "of_each_seed": each}
+        for name in rows[0]
+        if (each := [row[name]["mean"] for row in rows])
+    }
+
+
+MEASURES = ("frechet", "told_apart", "accuracy", "density", "coverage", "copied", "nearest")
+
+
+def table(data: dict[str, Any]) -> list[str]:
+    """The lines of the page's tables: means with deviations, over seeds, or over draws where there is one seed."""
+    some = data["floors"] | data["models"]
+    lines = [
+        "| made by | Fréchet | told apart | accuracy | density | coverage | copied | nearest |",
+        "|---" * 8 + "|",
+    ]
+    lines += [_row(name, measured) for name, measured in some.items()]
+    if "ways" not in data:
+        return lines
+    lines += ["", lines[0].replace("made by", "sampled by"), lines[1]]
+    lines += [_row(name, measured) for name, measured in data["ways"].items()]
+    lines += ["", "| model | parameters | loaded at a time | training image | made image |", "|---" * 5 + "|"]
+    for name, size in data["sizes"].items():
+        lines.append(
+            f"| {name} | {size['parameters']:,} | {size['bytes_loaded_at_a_time'] / 1e6:.2f} MB "
+            f"| {size['model_flops_of_a_training_image'] / 1e6:.1f} MFLOP "
+            f"| {size['sampling_seconds_per_image'] * 1e3:.1f} ms |"
+        )
+    return lines
+
+
+def _row(name: str, measured: dict[str, Any]) -> str:
+    cells = []
+    for measure in MEASURES:
+        mean, deviation = measured[measure]["mean"], measured[measure]["deviation"]
+        # Nearest training images of training images are they themselves.
+        shown = f"{mean:.2f}" + (f" ± {deviation:.2f}" if deviation is not None else "")
+        cells.append("–" if name == "real" and measure in ("copied", "nearest") else shown)
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument(
+        "--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="dense first"
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all models")
+    parser.add_argument("--output", type=Path, required=True, help="written after each seed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    more = dict(pair.split("=", 1) for pair in options.set)
+    court = Court(options.draws)
+    labels = court.held.labels
+    data: dict[str, Any] = {
+        "images": len(labels), "draws": options.draws, "steps": options.steps, "settings": more,
+        "judge_accuracy": float((court.judge.classes(court.held.pixels) == labels).mean()),
+        "floors": {
+            "real": court.measure(lambda draw: real_again(court.train, labels, seed=draw)),
+            "gaussians": court.measure(lambda draw: gaussians(court.train, labels, seed=draw)),
+        },
+        "environment": environment(),
+    }  # fmt: skip
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.models}
+    for seed in range(options.seeds):
+        for name in options.models:  # in turn, so that a machine that grows slower does so for all
+            run = trained(name, options.runs, seed, options.steps, more)
+            results[name].append(court.measure(court.by_model(run)))
+            means = {key: round(value["mean"], 3) for key, value in results[name][-1].items()}
+            print(name, seed, json.dumps(means), flush=True)
+        data |= {"models": {name: spread(rows) for name, rows in results.items()}}
+        options.output.write_text(json.dumps(data, indent=1) + "\n")
+    runs = {name: options.runs / f"{name}-0" for name in options.models}
+    makers = {name: court.by_model(run) for name, run in runs.items()}
+    first = runs[options.models[0]]
+    data["ways"] = {way: court.measure(court.by_model(first, **how), 1) for way, how in HOWS.items()}
+    taken = seconds_of({name: lambda make=make: make(0) for name, make in makers.items()})
+    data["sizes"] = {name: about(run, taken[name], len(labels)) for name, run in runs.items()}
+    options.output.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

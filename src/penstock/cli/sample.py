@@ -63,6 +63,6 @@ def sample(
     if made.opened:
         some, whole = (size / 1e6 for size in made.bytes)
         print(
-            f"{len(made.ranges)} ranges of time have experts of their own; one's are loaded at a time: "
+            f"{len(made.ranges)} ranges of time have experts of their own, and those of one are loaded at a time: "
             f"{some:,.1f} MB of {whole:,.1f} MB of weights."
         )

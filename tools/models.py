@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config.model import PRESETS, DiffusionConfig, ModelConfig, ViTConfig, stacks
+from penstock.config.model import PRESETS, DiffusionConfig, ModelConfig, UniversalConfig, ViTConfig, stacks
 from penstock.config.plan import Plan, Precision
 from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config
@@ -33,6 +33,7 @@ FAMILIES = {
     "encoder": "Encoders",
     "seq2seq": "Encoder–decoders",
     "multimodal": "Images and texts",
+    "universal": "One body with two branches",
 }
 
 INTRODUCTION = """\
@@ -298,6 +299,8 @@ def written_as(model: ModelConfig) -> tuple[str, str]:
     if isinstance(model, DiffusionConfig):
         return f"`penstock_{model.family}`", "transformers has no such model"
     try:
+        if isinstance(model, UniversalConfig):
+            return f"`penstock_{model.family}`", "they have one branch; `--branch` exports one alone"
         values = hf_config(model) if isinstance(model, ViTConfig) else write_text_config(model)
     except ConfigError as error:
         return f"`penstock_{model.family}`", _lacks(error.problems[:-1])

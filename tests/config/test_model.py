@@ -76,7 +76,8 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ),
         (
             {"model.family": "gpt"},
-            "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq, diffusion, multimodal.",
+            "model.family is 'gpt', but must be one of vit, decoder, encoder, seq2seq, diffusion, multimodal, "
+            "universal.",
         ),
         ({"model": "gpt-2"}, "Did you mean 'gpt2'?"),
         ({"model": "t5-small", "model.encoder.heads": "0"}, "model.encoder.heads is 0"),

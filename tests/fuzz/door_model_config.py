@@ -29,6 +29,7 @@ def _trees() -> dict[str, dict[str, Any]]:
             "model_type": "penstock_multimodal",
             "penstock": to_dict(PRESETS["multimodal-tiny"]),
         },
+        "branches": {"model_type": "penstock_universal", "penstock": to_dict(PRESETS["universal-tiny"])},
         "ours": {"model_type": "penstock_vit", "architectures": ["ViT"], "penstock": to_dict(small)},
         "images from noise": {
             "model_type": "penstock_diffusion",

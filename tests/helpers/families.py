@@ -18,8 +18,10 @@ from penstock.config.model import (
     ModelConfig,
     MultimodalConfig,
     Seq2SeqConfig,
+    UniversalConfig,
     ViTConfig,
     preset,
+    with_stacks,
 )
 from penstock.config.stack import Layer, Stack
 from penstock.kernels.cross_entropy import IGNORED
@@ -43,7 +45,9 @@ def small(name: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "dropout": dropout}
     sizes |= {"router_jitter": 0.0, "expert_dropout": 0.0}
     config: Any = preset(name)
-    if isinstance(config, Seq2SeqConfig):
+    if isinstance(config, UniversalConfig):
+        config, sizes = with_stacks(config, lambda stack: replace(stack, **sizes)), {}
+    elif isinstance(config, Seq2SeqConfig):
         features: dict[str, Any] = {"head_features": 8} if config.encoder.head_features else {}
         sides = (replace(stack, **sizes, **features) for stack in (config.encoder, config.decoder))
         sizes = {**dict(zip(("encoder", "decoder"), sides)), "decoder_sequence": 16}
@@ -88,6 +92,7 @@ ENROLLED = {
     "marian": Enrolled(small("marian-tiny"), "AutoModelForSeq2SeqLM"),
     "bart": Enrolled(small("bart-tiny"), "AutoModelForSeq2SeqLM"),
     "switch": Enrolled(small("switch-tiny"), "AutoModelForSeq2SeqLM"),
+    "universal": Enrolled(small("universal-tiny", head="words"), None),
     "nllb moe": Enrolled(small("nllb-moe-tiny"), None),
     "marian moe": Enrolled(small("marian-moe-tiny"), None),
     "diffusion of texts": Enrolled(replace(_DIFFUSION, classes=0, text=_TEXT, vocabulary=WORDS), None),
@@ -146,6 +151,10 @@ def batches(config: ModelConfig, step: int, samples: int) -> tuple[Any, ...]:
     if isinstance(config, Seq2SeqConfig | MultimodalConfig):
         targets = words(OTHERS, numbers(OTHERS, samples) + 1)
         return *images, tokens, numbers(WORDS, samples, OTHERS), lengths, targets
+    if isinstance(config, UniversalConfig):
+        ends = numbers(TOKENS, samples) + 1
+        targets = torch.stack([words(TOKENS, lengths), words(TOKENS, ends)], dim=1)
+        return tokens, numbers(WORDS, samples, TOKENS), lengths, targets
     assert isinstance(config, EncoderConfig)
     targets = numbers(config.classes, samples) if config.head == "classes" else words(TOKENS, lengths)
     return tokens, lengths, targets
@@ -168,7 +177,9 @@ class Given(ImageClassification):
             outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
             return nn.functional.mse_loss(outputs, batch[-1])
         more = 0.0
-        if isinstance(outputs, dict):  # vectors, and words
+        if isinstance(outputs, dict) and batch[-1].dim() == 3:
+            outputs = torch.stack(list(outputs.values()), dim=1)
+        elif isinstance(outputs, dict):  # vectors, and words
             *vectors, outputs = outputs.values()
             counted = (batch[-1] != IGNORED).any(1, keepdim=True)
             more = (vectors[0] * vectors[1] * counted).sum() / 16

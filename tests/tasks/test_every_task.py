@@ -22,6 +22,7 @@ from penstock.config.model import (
     ModelConfig,
     MultimodalConfig,
     Seq2SeqConfig,
+    UniversalConfig,
     ViTConfig,
 )
 from penstock.config.plan import Plan
@@ -45,6 +46,7 @@ from penstock.tasks import (
     SpanCorruption,
     Task,
     Translation,
+    Universal,
 )
 from penstock.train.evaluate import Evaluation, evaluate
 
@@ -76,6 +78,10 @@ def _of_length(length: int) -> Callable[[Task, ModelConfig, Split], Source]:
 
 ENCODER = EncoderConfig(sequence=16, token_types=2, **SIZES)
 SEQ2SEQ = Seq2SeqConfig(sequence=16, decoder_sequence=16, encoder=Stack(**SIZES), decoder=Stack(**SIZES))
+UNIVERSAL = UniversalConfig(
+    sequence=16, shared=Stack(**SIZES), understanding=Stack(**SIZES), generating=Stack(**SIZES), head="both",
+    token_types=2,
+)  # fmt: skip
 SHORT = [f"{i} + {i % 7}" for i in range(20)]
 LONG = [f"a{i}b {i % 5} c"[: 2 + 5 * i % 7] for i in range(20)]
 
@@ -159,6 +165,7 @@ ENROLLED = {
     "translation": Enrolled(Translation(), SEQ2SEQ, _translations, 20),
     "embedding": Enrolled(Embedding(), ENCODER, _two, 20),
     "captions": Enrolled(Captioning(), CAPTIONED, _captions, 40),
+    "universal": Enrolled(Universal(), UNIVERSAL, _windows, 170),
 }
 
 
@@ -199,7 +206,7 @@ def test_the_loss_is_made_of_the_outputs_alone(enrolled: Enrolled) -> None:
     task, model = enrolled.task, create(enrolled.model).eval()
     with _loader(enrolled, "train", 6) as batches:
         batch = next(batches)
-    assert torch.equal(task.loss(model(*task.inputs(batch)), batch), task(model, batch))
+    assert torch.equal(task.loss(model(*task.inputs(batch)), batch).sum(), task(model, batch))
 
 
 def test_a_blank_sample_runs_through_the_model(enrolled: Enrolled) -> None:

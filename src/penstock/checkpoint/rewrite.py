@@ -166,9 +166,11 @@ def export_model(
     *,
     state: Mapping[str, Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    branch: str | None = None,
 ) -> None:
     """Write one set of weights, or `state` in their place, and the model's configuration, as a Hugging Face folder,
-    and the tokenizer that the checkpoint's run has. The set is in memory as a whole.
+    and the tokenizer that the checkpoint's run has; of a model with several branches, one alone. The set is in memory
+    as a whole.
 
     Raises:
         ConfigError: no such set. CheckpointError: they are not of the model that the checkpoint's settings describe.
@@ -176,7 +178,7 @@ def export_model(
     from penstock.config.load import from_dict
     from penstock.config.run import RunConfig
     from penstock.models import create
-    from penstock.models.convert import fitted, require_as_large, save_pretrained
+    from penstock.models.convert import branch_of, fitted, require_as_large, require_theirs, save_pretrained
     from penstock.models.lora import merged
 
     config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
@@ -195,6 +197,10 @@ def export_model(
             f"({problem}); export them with --names plain."
         ) from problem
     tokenizer = checkpoint.path.parent.parent / BESIDE
+    if branch is not None:
+        alone, weights = branch_of(config.model, branch, weights)
+        require_theirs(alone)
+        model = create(alone, device="meta")
     save_pretrained(model, folder, weights=weights, beside=tokenizer, shard_bytes=shard_bytes)
 
 

@@ -113,6 +113,7 @@ def export_(
     weights: str | None = None,
     names: Literal["hf", "plain"] = "hf",
     shard_gb: float = 5.0,
+    branch: str | None = None,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder: safetensors and config.json.
 
@@ -131,6 +132,9 @@ def export_(
         works for any model.
     shard_gb
         The size in GB above which the weights are split into several files with an index, as transformers does.
+    branch
+        The branch of a model with several, `understanding` or `generating`, that is written alone, as an encoder or a
+        decoder of transformers; of two heads it keeps that for words.
     """
     from penstock.checkpoint import rewrite
 
@@ -140,7 +144,11 @@ def export_(
     sets = rewrite.weight_sets(checkpoint)
     which = weights or ("ema" if "ema" in sets else "weights")
     if names == "hf":
-        rewrite.export_model(checkpoint, target, which, shard_bytes=shard_bytes)
+        rewrite.export_model(checkpoint, target, which, shard_bytes=shard_bytes, branch=branch)
+    elif branch is not None:
+        raise ConfigError(
+            "--names plain keeps the names of the whole model, and --branch writes a part; leave one out."
+        )
     else:
         rewrite.export_plain(checkpoint, target, which, shard_bytes=shard_bytes)
     print(f"{target}: '{which}' of {checkpoint.path}.")

@@ -37,6 +37,10 @@ class TokenInput:
     """Rows of a second table, of kinds of segments; 0 is none."""
     scaled: bool = False
     """Whether vectors are multiplied by √width (Vaswani et al., NeurIPS 2017, section 3.4)."""
+    ordered: bool = False
+    """Whether its tokens see none that come later, in every run that they go through."""
+    share: float = 1.0
+    """Samples of it that a micro-batch has, on average for each of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,10 @@ class Run:
     stack: Stack
     reads: str
     """The input, or the earlier run, whose tokens it computes."""
+    also: tuple[str, ...] = ()
+    """Further inputs whose samples it computes behind those of the one that it reads, each with a mask of its own."""
+    of: str = ""
+    """The input whose samples it computes, where it reads a run over several inputs."""
     memories: tuple[str, ...] = ()
     """Earlier runs whose outputs its cross attention sees, one after the other; of several, those that are there, or
     of each sample the one that is asked for."""
@@ -131,6 +139,8 @@ class WordHead:
     """Whether its inputs are divided by √width."""
     transform: bool = False
     """Whether a dense layer, its activation and a norm come before it (BERT)."""
+    asked: float = 1.0
+    """Share of the tokens of its run whose words the loss asks for, where its task does not say so for all heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,12 +224,23 @@ class Graph:
         return next(run for run in self.runs if run.name == name)
 
     def input_of(self, run: Run) -> Input:
-        """The input whose tokens a run computes."""
+        """The input whose tokens a run computes, of several the first."""
+        return self.inputs_through(run)[0]
+
+    def inputs_through(self, run: Run) -> tuple[Input, ...]:
+        """The inputs whose samples a run computes, in the order in which their samples come."""
         at: Run | None = run
-        while at is not None:
+        names: tuple[str, ...] = ()
+        while at is not None and not names:
             source = at.reads
-            at = next((other for other in self.runs if other.name == source), None)
-        return next(one for one in self.inputs if one.name == source)
+            names = (at.of,) * bool(at.of)
+            also, at = at.also, next((other for other in self.runs if other.name == source), None)
+        names = names or (source, *also)
+        return tuple(one for name in names for one in self.inputs if one.name == name)
+
+    def hides_later(self, run: Run, one: Input) -> bool:
+        """Whether the tokens of an input see none that come later, in a run."""
+        return run.causal or (isinstance(one, TokenInput) and one.ordered)
 
     def enters(self, run: Run) -> bool:
         """Whether a run reads an input, and not another run."""
@@ -244,10 +265,19 @@ class Graph:
         """Tokens of one sample that each run computes."""
         return tuple(self.length(run) for run in self.runs)
 
+    def samples(self, run: Run) -> float:
+        """Samples that a run computes for each of a micro-batch, on average."""
+        through = self.inputs_through(run)
+        return sum(one.share if isinstance(one, TokenInput) else 1.0 for one in through)
+
     @property
     def width(self) -> int:
-        """Features of a token."""
+        """Features of a token of an input."""
         return self.runs[0].stack.width
+
+    def width_before(self, run: Run) -> int:
+        """Features of a token that a run reads."""
+        return next((one.stack.width for one in self.runs if one.name == run.reads), run.stack.width)
 
     @cached_property
     def main(self) -> Run:
@@ -290,6 +320,11 @@ class Graph:
         return run if run is not None and run.causal else None
 
     @cached_property
+    def text(self) -> Input | None:
+        """The input of texts that the writer continues."""
+        return None if self.writer is None else self.input_of(self.writer)
+
+    @cached_property
     def written(self) -> tuple[Run, ...]:
         """The runs that a continued text goes through, from its input to the writer."""
         path: list[Run] = []
@@ -323,8 +358,9 @@ class Graph:
     @cached_property
     def padded(self) -> str:
         """The input that lengths are of unless they are given by name: the first whose padding a run would see."""
-        seen = [run for run in self.runs if not run.causal and isinstance(self.input_of(run), TokenInput)]
-        return self.input_of(seen[0]).name if seen else ""
+        every = ((run, one) for run in self.runs for one in self.inputs_through(run))
+        seen = (one for run, one in every if isinstance(one, TokenInput) and not self.hides_later(run, one))
+        return next((one.name for one in seen), "")
 
     @cached_property
     def form(self) -> str:
@@ -382,6 +418,34 @@ class Graph:
 
     # -- sense
 
+    def _reading_problems(self, run: Run) -> Iterator[str]:
+        """Every reason why a run cannot compute what it reads."""
+        for other in self.runs:
+            read = other.name in run.memories or (self.enters(run) and other is self.runs[0])
+            if read and other.stack.width != run.stack.width:
+                yield (
+                    f"{other.setting}.width {other.stack.width} and {run.setting}.width {run.stack.width} differ, but "
+                    "runs that read inputs, or attend to one another, exchange vectors of one width; make them equal."
+                )
+        through = self.inputs_through(run)
+        if run.of and len(through) != 1:
+            yield f"The run {run.name} computes samples of {run.of}, which is no input."
+        if len(through) == 1:
+            return
+        if not self.enters(run) or run.memories or any(not isinstance(one, TokenInput) for one in through):
+            yield (
+                f"The run {run.name} computes samples of several inputs, but only a run without memories that reads "
+                "inputs of tokens can; name the one that it is for in `of`."
+            )
+        elif len({one.length for one in through}) > 1:
+            yield f"The inputs {' and '.join(one.name for one in through)} of the run {run.name} differ in length."
+        masks = {self.hides_later(run, one) for one in through}
+        if len(masks) > 1 and (run.stack.positions == "relative" or run.stack.chooses_by_sample):
+            yield (
+                f"{run.setting} has relative positions, or experts that are chosen by sample, which a run over inputs "
+                "with different masks cannot have; use other positions, and another router."
+            )
+
     def problems(self) -> Iterator[str]:
         """Every reason why such a model is impossible."""
         labels = {run.stack.labels for run in self.runs if run.stack.experts}
@@ -394,14 +458,11 @@ class Graph:
         names = [run.name for run in self.runs]
         for run in self.runs:
             yield from run.stack.problems(run.setting)
-            for name in (run.reads, *run.memories):
+            for name in (run.reads, *run.also, *run.memories):
                 if name not in known:
                     yield f"The run {run.name} reads {name}, which does not come before it, as {', '.join(known)} do."
-            if run.stack.width != self.width:
-                yield (
-                    f"{self.runs[0].setting}.width {self.width} and {run.setting}.width {run.stack.width} differ, but "
-                    "all runs of a model exchange vectors of one width; make them equal."
-                )
+            if run.reads in known:
+                yield from self._reading_problems(run)
             if run.memories and run.stack.parallel:
                 yield (
                     f"{run.setting}.parallel is true, but a block with cross attention between attention and MLP "
@@ -418,12 +479,21 @@ class Graph:
         for head in self.heads:
             if head.run not in names:
                 yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(names)}."
-            elif isinstance(head, PixelHead) and self.input_of(self.run(head.run)).length != self._patches(
+                continue
+            if isinstance(head, PixelHead) and self.input_of(self.run(head.run)).length != self._patches(
                 head
             ):
                 yield (
                     f"The head {head.name} makes a patch of each token, but {head.run} does not read patches alone; "
                     "name a run over images without a class token."
+                )
+            run = self.run(head.run)
+            if len(self.inputs_through(run)) > 1:
+                yield f"The head {head.name} reads {head.run}, which is over several inputs; name a run over one."
+            if isinstance(head, WordHead) and head.tied and run.stack.width != self.width:
+                yield (
+                    f"The head {head.name} shares the table {head.tied} of {self.width} features, but "
+                    f"{run.setting}.width is {run.stack.width}; make them equal, or set model.tied to false."
                 )
 
     def _problems_of_modulated(self, run: Run) -> Iterator[str]:

@@ -62,6 +62,7 @@ JOBS: dict[str, Settings] = {
     "gpt-tiny": {**_TINY, "recipe.lr": 3e-3},
     "llama-tiny": {**_TINY, "recipe.lr": 3e-3},
     "qwen-tiny": {**_TINY, "recipe.lr": 3e-3},
+    "universal-tiny": {**_TINY, "recipe.lr": 3e-3, "plan.micro_batch": 16},
     "bert-tiny": _TINY,
     "modernbert-tiny": _TINY,
     "t5-tiny": _TINY,

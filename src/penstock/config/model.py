@@ -18,6 +18,7 @@ from penstock.config.convert import (
     Positive,
     Probability,
     Range,
+    Share,
     nearest,
     word,
 )
@@ -47,6 +48,7 @@ Classifier = Literal["token", "pooled"]
 PoolNorm = Literal["before", "after"]
 Pooler = Literal["tanh", "norm"]
 EncoderHead = Literal["words", "classes", "none"]
+Branch = Literal["understanding", "generating"]
 Pixels = Annotated[int, Range(1, 1 << 16)]
 Words = Annotated[int, Range(1, 1 << 24)]
 Tokens = Annotated[int, Range(1, 1 << 28)]
@@ -75,6 +77,21 @@ class ModelFamily(Checked, where="model"):
     def with_labels(self, count: int) -> Any:
         """The same model for samples of so many labels, by which mixtures count visits; without mixtures, itself."""
         return self
+
+    def with_classes(self, count: int) -> Any:
+        """The same model with a head for so many classes of texts. Raises ConfigError where it cannot have one."""
+        raise ConfigError(
+            f"model.family {family_of(type(self))} has no head for classes of texts; choose another model."
+        )
+
+    def telling(self) -> Any:
+        """The same model without what its head for classes does not need."""
+        return self
+
+    def branch(self, name: str) -> Any:
+        """The model of one of its branches alone, in a family that has no others. Raises ConfigError for a name that is
+        none of them, and where no such family has its form. Of two heads it keeps that for words."""
+        raise ConfigError(f"model.family {family_of(type(self))} has no branches; leave {quoted(name)} out.")
 
     def short_form(self) -> str:
         """The name of the equal preset, or `custom`."""
@@ -248,6 +265,9 @@ class EncoderConfig(_OneStack):
     """Layers before `classes`: a dense layer and tanh, as in BERT, or those before `words`, a dense layer, the
     activation and a norm (`norm`), as in ModernBERT."""
     output_bias: bool = True
+
+    def with_classes(self, count: int) -> Any:
+        return replace(self, head="classes", classes=count)
 
     @cached_property
     def graph(self) -> Graph:
@@ -443,7 +463,150 @@ class MultimodalConfig(_Text):
         return self.sequence
 
 
-ModelConfig = ViTConfig | DecoderConfig | EncoderConfig | Seq2SeqConfig | DiffusionConfig | MultimodalConfig
+@dataclass(frozen=True, kw_only=True)
+class UniversalConfig(_Text):
+    """One body with two branches: an encoder that understands, a decoder that generates (Sun et al., 2021, "ERNIE 3.0",
+    section 3.1).
+
+    The body computes the texts of both at once, each under its own mask: those to understand see all of their tokens,
+    those to continue none that come later, so that no layer tells a token of what it is to be asked for.
+    """
+
+    BRANCHES: ClassVar[tuple[Branch, ...]] = ("understanding", "generating")
+
+    family: Literal["universal"] = "universal"
+    shared: Stack = field(default_factory=Stack)
+    understanding: Stack = field(default_factory=Stack)
+    generating: Stack = field(default_factory=Stack)
+    branches: tuple[Branch, ...] = BRANCHES
+    """The branches that there are. A model of one of them reads `tokens` alone."""
+    head: Literal["words", "classes", "both"] = "words"
+    """Outputs of the branch that understands: logits of each token over the vocabulary (`words`), logits of each sample
+    over `classes`, read from its first token, or `both`."""
+    classes: Words = 2
+    words_weight: NotNegative = 1.0
+    """Weight of the loss of masked words."""
+    classes_weight: NotNegative = 1.0
+    """Weight of the loss of classes."""
+    next_weight: NotNegative = 1.0
+    """Weight of the loss of the next token."""
+    continued: Share = 1.0
+    """Share of a batch's samples whose next tokens are asked for."""
+    masked: Share = 1.0
+    """Share of a batch's samples, counted from its end, whose words are masked. With `continued`, 1 and 1 ask for both
+    of every sample, and 0.5 and 0.5 for one of each."""
+    token_types: Annotated[int, Range(0, 1 << 24)] = 0
+    """Rows in the table of segment embeddings of texts to understand; 0 means no table."""
+    output_bias: bool = False
+
+    def _problems(self) -> Iterator[str]:
+        if not self.branches or len(set(self.branches)) < len(self.branches):
+            yield f"model.branches is {word(self.branches)}, but must name each branch once, and one at least."
+            return
+        if len(self.branches) == 2 and min(self.continued, self.masked) == 0:
+            yield (
+                "model.continued and model.masked must both be above 0 in a model of two branches; to leave one out, "
+                "name the other alone in model.branches."
+            )
+        yield from super()._problems()
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Tokens to continue, and tokens to understand; one run over both; a run and its heads for each."""
+        understands, both = "understanding" in self.branches, len(self.branches) == 2
+        generates = "generating" in self.branches
+        read = "hidden" if both else "tokens"
+        tokens = replace(self._input("tokens", self.sequence), ordered=generates)
+        hidden = self._input(read, self.sequence, self.token_types)
+        if both:
+            tokens, hidden = replace(tokens, share=self.continued), replace(hidden, share=self.masked)
+        wide = self.shared.width
+        shared = self._run(
+            "shared", self.shared, "tokens", self.sequence, setting="model.shared",
+            also=("hidden",) if both else (), causal=not understands,
+            # A branch of as many features goes on where the body ends, as if both were one stack.
+            last_norm=any(getattr(self, name).width != wide for name in self.branches),
+        )  # fmt: skip
+        runs, heads = [shared], list[Head]()
+        for name in self.BRANCHES:
+            if name in self.branches:
+                of = {"of": read if name == "understanding" else "tokens"} if both else {}
+                stack = getattr(self, name)
+                run = self._run(name, stack, "shared", self.sequence, setting=f"model.{name}", **of)
+                runs.append(replace(run, causal=name == "generating", embedding_norm=False))
+        if understands and self.head != "words":
+            before: Before = "tanh"
+            dropout = self.understanding.dropout
+            heads.append(
+                ClassHead(
+                    name="kind", run="understanding", classes=self.classes, before=before, dropout=dropout
+                )
+            )
+        if understands and self.head != "classes":
+            masked = replace(self._words("understanding", transform=True), name="masked")
+            # A task that asks for masked words alone says so itself.
+            heads.append(replace(masked, asked=0.15) if generates or heads else masked)
+        if generates:
+            heads.append(replace(self._words("generating"), name="next"))
+        inputs = ((tokens,) * generates) + ((hidden,) * understands)
+        return Graph(inputs=inputs, runs=tuple(runs), heads=tuple(heads), init=self.init)
+
+    def with_lengths(self, *lengths: int) -> Any:
+        return replace(self, sequence=lengths[0])
+
+    def with_classes(self, count: int) -> Any:
+        if "understanding" not in self.branches:
+            raise ConfigError("model.branches lacks understanding, which classes are told by; add it.")
+        return replace(self, head="classes", classes=count)
+
+    def telling(self) -> Any:
+        return replace(self, head="classes", branches=("understanding",))
+
+    def with_labels(self, count: int) -> Any:
+        return with_stacks(self, lambda stack: replace(stack, labels=count) if stack.experts else stack)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample that the body processes."""
+        return self.sequence
+
+    def branch(self, name: str) -> Any:
+        if name not in self.branches:
+            raise ConfigError(f"The model has no branch {quoted(name)}; choose {' or '.join(self.branches)}.")
+        stack = getattr(self, name)
+        differing = [
+            one.name
+            for one in fields(Stack)
+            if one.name != "depth" and getattr(stack, one.name) != getattr(self.shared, one.name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"model.{name} and model.shared differ in {', '.join(differing)}, so that they are no one stack of "
+                "blocks, as an encoder or a decoder is; keep both branches in one folder, or train them alike."
+            )
+        sizes = {one.name: getattr(stack, one.name) for one in fields(Stack)}
+        sizes["depth"] = self.shared.depth + stack.depth
+        common = {one.name: getattr(self, one.name) for one in fields(_Text)}
+        if name == "generating":
+            return DecoderConfig(**sizes, **common)
+        return EncoderConfig(
+            **sizes,
+            **common,
+            head="classes" if self.head == "classes" else "words",
+            classes=self.classes,
+            token_types=self.token_types,
+        )
+
+
+ModelConfig = (
+    ViTConfig
+    | DecoderConfig
+    | EncoderConfig
+    | Seq2SeqConfig
+    | DiffusionConfig
+    | MultimodalConfig
+    | UniversalConfig
+)
 """The configuration of a model of any family."""
 TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
 """The same of families that transformers has models of."""
@@ -634,6 +797,15 @@ def _bert(width: int, depth: int, heads: int, **changes: Any) -> EncoderConfig:
     return replace(config, **changes)
 
 
+def _plain(width: int, depth: int, heads: int, dropout: float = 0.1) -> Stack:
+    """Blocks in the form of GPT-2."""
+    return Stack(width=width, depth=depth, heads=heads, mlp_width=4 * width, mlp="gelu_tanh", dropout=dropout)
+
+
+def _universal(shared: Stack, branch: Stack, **changes: Any) -> UniversalConfig:
+    return UniversalConfig(shared=shared, understanding=branch, generating=branch, init="scaled", **changes)
+
+
 _BART: dict[str, Any] = {
     "positions": "learned",
     "mlp": "gelu",
@@ -779,6 +951,11 @@ PRESETS: dict[str, ModelConfig] = {
     "bart-base": _translator(
         768, 6, 12, _BART, vocabulary=50265, sequence=1024, decoder_sequence=1024, **_BART_MODEL
     ),
+    # The published sizes of Sun et al. 2021, "ERNIE 3.0", section 4.1. Of its Transformer-XL blocks the recurrence is
+    # left out; vocabulary, heads' transforms and how 4,096 features become 768 are not published.
+    "ernie3-10b": _universal(
+        _plain(4096, 48, 64), _plain(768, 12, 12), vocabulary=40000, sequence=512, tied=False, token_types=4,
+    ),
     # Small enough for a test or a minute on a laptop.
     "gpt-tiny": replace(_gpt2(128, 4, 4), vocabulary=2048, sequence=128, dropout=0.0),
     "llama-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
@@ -787,6 +964,10 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-moe-tiny": _qwen_moe(
         128, 4, 4, 2, 352, vocabulary=2048, sequence=128, head_features=32, experts=8, experts_per_token=2,
         expert_width=96,
+    ),
+    "universal-tiny": _universal(
+        _plain(128, 3, 4, dropout=0.0), _plain(128, 1, 4, dropout=0.0), vocabulary=2048, sequence=128, head="both",
+        token_types=2,
     ),
     "bert-tiny": _bert(128, 2, 2, vocabulary=2048, sequence=128),
     "modernbert-tiny": _bert(128, 4, 4, mlp_width=192, vocabulary=2048, sequence=128, **{**_MODERN, "window": 32}),

@@ -47,6 +47,7 @@ TaskName = Literal[
     "translation",
     "embedding",
     "captions",
+    "universal",
 ]
 SOURCES = (
     "auto", "digits", "captions", "emoji", "stdlib", "numbers", "names", "imagefolder", "text", "pairs", "pack", "hf",

@@ -32,8 +32,10 @@ TASKS: dict[str, str] = {
     "translation": "causal tokens and tokens",
     "embedding": "tokens",
     "captions": "causal images and tokens and tokens with 3 heads",
+    "universal": "causal tokens with 2 heads or causal tokens with 3 heads or tokens with 2 heads",
 }
-"""Forms of the graphs that each task trains; the first task with a form is what it is trained for unless told."""
+"""Forms of the graphs that each task trains, several with `or` between them; the first task with a form is what it is
+trained for unless told."""
 _ROUTING: tuple[TaskName, ...] = ("translation", "denoise")
 """Tasks that give the expert of each sample: by its language, or by its time."""
 
@@ -41,7 +43,7 @@ _ROUTING: tuple[TaskName, ...] = ("translation", "denoise")
 def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
     """The task that a model is trained for, where `auto` is that of its family. Raises ConfigError for a task that does
     not fit the family."""
-    fitting = [name for name, form in TASKS.items() if form == model.graph.form]
+    fitting = [name for name, form in TASKS.items() if model.graph.form in form.split(" or ")]
     if not fitting:
         raise ConfigError(
             f"No task trains a model that reads {model.graph.form}; give build a Task of your own as loss."

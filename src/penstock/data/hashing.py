@@ -19,6 +19,7 @@ BATCH = 4
 MASK = 5
 GROUP = 6
 NOISE = 7
+SWAP = 8
 
 
 def _mix(x: Words) -> Words:

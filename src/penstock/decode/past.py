@@ -334,11 +334,12 @@ def passed(
     """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) of the tokens numbered by `rows` (M,). An
     encoder–decoder is given its source (R, S) in the first pass, with the `lengths` (R,) of its texts. A model whose
     experts are given for each text has their `routes` (R,)."""
-    given = {} if routes is None else {"routes": routes}
-    if model.graph.remembered:
-        logits: Tensor = model.logits(source, tokens, lengths, None, rows, past=past, **given)
-    else:
-        logits = model.logits(tokens, None, None, rows, past=past, **given)
+    graph = model.graph
+    given: dict[str, Any] = {} if routes is None else {"routes": routes}
+    if graph.remembered:
+        given |= {graph.input_of(graph.remembered[0]).name: source, "lengths": lengths}
+    given[graph.text.name] = tokens
+    logits: Tensor = model.logits(**given, rows=rows, past=past)
     return logits if rows is not None else logits.flatten(0, 1)
 
 

@@ -146,7 +146,7 @@ def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dic
     `tokens` and of an encoder `lengths`; or `source`, `target` and `lengths` of the source."""
     graph: Graph = module.graph  # type: ignore[assignment]
     draw = torch.Generator().manual_seed(0)
-    written = {graph.input_of(run).name for run in graph.written} if graph.remembered else set()
+    written = {graph.text.name} if graph.remembered and graph.text is not None else set()
     found: dict[str, Tensor] = {}
     for one in graph.inputs:
         if isinstance(one, PatchInput):

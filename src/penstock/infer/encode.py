@@ -252,7 +252,9 @@ class Classifier:
         batch: int = 32,
         device: torch.device | str = "cpu",
     ) -> None:
-        found = loaded(model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device)
+        found = loaded(
+            model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, telling=True
+        )
         self.model, self.batch = found.model, batch
         self.classes = tuple(classes) or found.classes
         self._texts: _Texts | None = None

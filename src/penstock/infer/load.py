@@ -22,6 +22,7 @@ from penstock.decode.texts import sharded
 from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.infer.labels import TextLabels, labels_of
+from penstock.models import create
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import described, first_token, read_json, said_in
@@ -79,6 +80,7 @@ def loaded(
     beside: nn.Module | None = None,
     slots: Sequence[Slots] = (),
     only: Sequence[str] = (),
+    telling: bool = False,
 ) -> Loaded:
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says; with `auto` those of a quantised model multiply as its folder says. A module that
@@ -87,7 +89,8 @@ def loaded(
     `store_linears` takes it. Of a model that generates, tokens that are neither on the `shortlist`, if there is one,
     nor end a text have no logits. `beside` is another model that is served together with this one, and `slots` say
     which experts each rank hosts, as in `penstock.parallel.hosts.host_experts`. Of a model at a path whose experts
-    labels choose, those of the labels `only` are read, if there are any.
+    labels choose, those of the labels `only` are read, if there are any. With `telling`, a model of several heads is
+    left with what its head for classes needs.
 
     Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
     opening a folder raises.
@@ -129,7 +132,7 @@ def loaded(
         whole = sum(each.numel() for each in held if each.is_floating_point())
         if tokenizer is None:
             tokenizer = found_in(folder)
-    module = module.eval()
+    module = (_telling(module) if telling else module).eval()
     elements = sum(each.numel() for each in module.parameters())
     if not dims.alone:
         config: Any = module.config
@@ -171,6 +174,16 @@ def loaded(
         whole_bytes=whole * next(module.parameters()).element_size(),
         bytes=elements * next(module.parameters()).element_size(),
     )
+
+
+def _telling(model: Any) -> Any:
+    """The model without heads beside that for classes, and without what these alone need."""
+    if model.graph.classes is None or len(model.graph.heads) == 1:
+        return model
+    first, state = next(model.parameters()), model.state_dict()
+    part = create(model.config.telling(), device=first.device, dtype=first.dtype)
+    part.load_state_dict({name: state[name] for name in part.state_dict()})
+    return part
 
 
 def _share_out(

@@ -52,6 +52,8 @@ class Context(NamedTuple):
     """The number of each token's sample, in the order of the tokens, where experts are chosen by sample."""
     condition: Tensor | None = None
     """The vector of each sample that modulates norms, with a dimension of 1 for the tokens."""
+    causal: bool | None = None
+    """Whether a token sees itself and those before it only, where no mask says so. None: as the blocks are made."""
 
 
 _ALONE = Context()
@@ -123,10 +125,13 @@ class _Attending(nn.Module):
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sight | None) -> Tensor:
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sight | None, causal: bool | None = None
+    ) -> Tensor:
         """Heads in token order to the mean of the values that each token attends to: (·, ·, H·K)."""
         dropout = self.rate if self.training else 0.0
-        scores = Scores(mask, self.causal and mask is None, dropout, self.scale)
+        causal = self.causal if causal is None else causal
+        scores = Scores(mask, causal and mask is None, dropout, self.scale)
         attend = partial(token_attention, sequence_first=self.sequence_first, scores=scores)
         tokens = q.shape[0 if self.sequence_first else 1]
         again = self.scores_again and torch.is_grad_enabled()
@@ -184,7 +189,7 @@ class Attention(_Attending):
             q, k = rotate(q, turn), rotate(k, turn)
             if self.q_norm is None:
                 v = v.contiguous()  # a view would keep the whole projection, of which nothing else is needed
-        mixed = self.mix(q, k, v, context.near if self.windowed else context.mask)
+        mixed = self.mix(q, k, v, context.near if self.windowed else context.mask, context.causal)
         mixed = mixed if context.real is None else context.real.take(mixed)
         return self.out(mixed)  # type: ignore[no-any-return]
 

@@ -5,7 +5,8 @@ Shapes: B samples, N tokens, M tokens of a memory, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -101,6 +102,8 @@ class Model(Switched):
         self.graph.arguments, self.graph.padded, self.graph.written, self.graph.remembered  # noqa: B018
         self.cut: Cut | None = None
         """How each sample's tokens are cut over the ranks of a context parallel group."""
+        self.felt: dict[str, Tensor] | None = None
+        """Where the squares of the gradients that each head sends back are added up, for one who looks at them."""
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
         with Undrawn():
             self._build(device=device, dtype=dtype)
@@ -123,7 +126,7 @@ class Model(Switched):
         if graph.condition is not None:
             setattr(self, graph.condition.name, Conditioner(graph.condition, width, **where))
         for run in graph.runs:
-            stack = TokenStack(run, enters=graph.enters(run), **where)
+            stack = TokenStack(run, enters=graph.enters(run), width=graph.width_before(run), **where)
             stack.begins = run.name not in {later.name for later in graph.written[1:]}
             setattr(self, run.name, stack)
         for head in graph.heads:
@@ -194,20 +197,25 @@ class Model(Switched):
     def _compute(
         self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor], shares: Shares | None
     ) -> None:
-        """Add the output of a run to those of the runs before it, unless a past remembers it."""
+        """Add the output of a run to those of the runs before it, unless its input is not given."""
         graph = self.graph
+        there = [one for one in graph.inputs_through(run) if given.get(one.name) is not None]
+        more: dict[str, Any] = {}
         if not graph.enters(run):
-            if run.reads not in outputs:
+            if run.reads not in outputs or (run.of and not there):
                 return
             x = outputs[run.reads]
-        elif given.get(run.reads) is None:
+            x = x[self._samples_of(run, given)] if run.of else x
+        elif not there:
             return
         else:
-            one = graph.input_of(run)
-            x = self.embed(given[one.name], one, given.get("segments"))
-            if shares is not None and isinstance(one, PatchInput):
-                x = shares.cut_of(one).take(x, 1)
-        more: dict[str, Any] = {}
+            parts = [self.embed(given[one.name], one, given.get("segments")) for one in there]
+            x = parts[0] if len(parts) == 1 else _beside(parts, there)
+            if run.also:
+                hides = (graph.hides_later(run, one) for one in there)
+                more["batches"] = tuple((len(part), each) for part, each in zip(parts, hides))
+            if shares is not None and isinstance(there[0], PatchInput):
+                x = shares.cut_of(there[0]).take(x, 1)
         if any(name in outputs for name in run.memories):
             more |= self._memory(run, given, outputs)
         if shares is not None:
@@ -215,8 +223,9 @@ class Model(Switched):
                 raise ConfigError("plan.cp cannot cut texts whose tokens have weights; use plan.cp=1.")
             more["past"] = shares.tokens(run)
         else:
-            more |= {"lengths": self.lengths_of(run, given), "documents": given.get("documents")}
-            more["past"] = given.get("past") if run.causal else None
+            more |= {"lengths": self.lengths_of(run, given), "documents": self._documents_of(run, given)}
+            hides_all = all(graph.hides_later(run, one) for one in there)
+            more["past"] = given.get("past") if there and hides_all else None
         if run.stack.experts:
             more |= {"shares": self._shares(run, given, x, shares), "routes": given.get("routes")}
         if run.modulated:
@@ -247,7 +256,7 @@ class Model(Switched):
         padding. Of a causal run these are those up to the last target, for those after it change no loss; all of them
         where the model is given no targets.
         """
-        if not run.causal:
+        if not run.causal:  # of an input whose tokens hide later ones, all
             return self.lengths_of(run, given)
         head = next((head for head in self.graph.heads_of(WordHead) if head.run == run.name), None)
         targets = None if head is None else self._asked(head, given.get("targets"))
@@ -292,10 +301,38 @@ class Model(Switched):
         lengths = given.get("lengths")
         if lengths is None or run.causal:
             return None
-        name = self.graph.input_of(run).name
-        if isinstance(lengths, Mapping):
-            return lengths.get(name)
-        return lengths if name == self.graph.padded else None
+        every = lengths if isinstance(lengths, Mapping) else {self.graph.padded: lengths}
+        return self._of_samples(
+            run, given, every, lambda values: values.new_full(values.shape[:1], values.shape[1])
+        )
+
+    def _documents_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
+        """The numbers of the documents that the tokens of a run are of, (B, N)."""
+        documents = given.get("documents")
+        if not isinstance(documents, Mapping):
+            return documents
+        return self._of_samples(run, given, documents, torch.zeros_like)
+
+    def _of_samples(
+        self, run: Run, given: dict[str, Any], every: Mapping[str, Any], plain: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """Facts by input as one tensor over all samples of a run; `plain` makes those of inputs that have none. None
+        where no input has any."""
+        there = [one.name for one in self.graph.inputs_through(run) if given.get(one.name) is not None]
+        found = [every.get(name) for name in there]
+        if all(value is None for value in found):
+            return None
+        parts = [plain(given[name]) if value is None else value for name, value in zip(there, found)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _samples_of(self, run: Run, given: dict[str, Any]) -> slice:
+        """Which samples of what a run reads are of its own input."""
+        first = 0
+        for one in self.graph.inputs_through(self.graph.run(run.reads)):
+            if one.name == run.of:
+                break
+            first += 0 if given.get(one.name) is None else len(given[one.name])
+        return slice(first, first + len(given[run.of]))
 
     # -- the ends
 
@@ -328,6 +365,9 @@ class Model(Switched):
         return torch.cat([self.class_token.expand_as(x[:, :1]), x], dim=1)
 
     def _read(self, head: Head, x: Tensor, given: dict[str, Any], shares: Shares | None) -> Tensor:
+        if self.felt is not None and x.requires_grad and not torch.compiler.is_compiling():
+            x = x.view_as(x)  # of this head alone
+            x.register_hook(partial(self._feel, head.name))  # type: ignore[no-untyped-call]
         if isinstance(head, WordHead):
             asked = {name: self._asked(head, given.get(name)) for name in ("targets", "rows")}
             if shares is not None:
@@ -348,6 +388,12 @@ class Model(Switched):
             pooled = x[:, 0].clone() if head.pool == "first" else _mean(x, lengths)
             return getattr(self, head.name)(pooled)  # type: ignore[no-any-return]
         return self.classes(x, head, lengths)
+
+    @torch.no_grad()
+    def _feel(self, name: str, gradient: Tensor) -> None:
+        if self.felt is not None:
+            square = gradient.detach().float().square().sum()
+            self.felt[name] = self.felt[name] + square if name in self.felt else square
 
     def _asked(self, head: WordHead, value: Any) -> Tensor | None:
         if isinstance(value, Mapping):
@@ -372,7 +418,7 @@ class Model(Switched):
             x = x.flatten(0, 1).index_select(0, rows)
         transform = self._part(head, "transform")
         x = x if transform is None else transform(x)
-        x = x * self.graph.width**-0.5 if head.scaled else x
+        x = x * x.shape[-1] ** -0.5 if head.scaled else x
         linear = getattr(self, head.name)
         if targets is None:
             return linear(x)  # type: ignore[no-any-return]
@@ -439,9 +485,10 @@ class Model(Switched):
     def written(self, tokens: Tensor, *, memory: Tensor | None = None, **more: Any) -> Tensor:
         """Features (B, N, D) of tokens that continue a text; `more` are arguments of `TokenStack`."""
         path = self.graph.written
-        x = self.embed(tokens, self.graph.input_of(path[0]))
+        x = self.embed(tokens, self.graph.text)
         for run in path:
-            beside = {"memory": memory} if run.memories else {}
+            beside: dict[str, Any] = {"memory": memory} if run.memories else {}
+            beside |= {"batches": ((len(x), True),)} if run.also else {}
             x = getattr(self, run.name)(x, **beside, **more)
         return x
 
@@ -468,8 +515,10 @@ class Model(Switched):
     def share_tokens(self, cut: Cut) -> None:
         """Compute this rank's tokens of each sample alone. All ranks are given whole samples and get the same outputs.
         Raises ConfigError for several memories, which have no order of their own."""
-        if any(len(run.memories) > 1 for run in self.graph.runs):
-            raise ConfigError("plan.cp cannot cut several memories of one run; use plan.cp=1.")
+        if any(len(run.memories) > 1 or run.also for run in self.graph.runs):
+            raise ConfigError(
+                "plan.cp cannot cut several memories, or several inputs, of one run; use plan.cp=1."
+            )
         self.cut = cut
 
     # -- weights
@@ -580,6 +629,16 @@ def _mean(x: Tensor, lengths: Tensor | None) -> Tensor:
         return x.mean(1)
     real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
     return x.masked_fill(~real, 0.0).sum(1) / lengths[:, None].to(x.dtype)
+
+
+def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:
+    """The tokens of several inputs, one sample after the other. Raises ConfigError unless samples are equally long."""
+    if len({part.shape[1] for part in parts}) > 1:
+        lengths = " and ".join(f"{one.name} {part.shape[1]}" for one, part in zip(inputs, parts))
+        raise ConfigError(
+            f"Samples of inputs that one run computes are equally long, but have {lengths} tokens."
+        )
+    return torch.cat(parts)
 
 
 def _seen(lengths: Tensor | None, x: Tensor) -> Tensor:

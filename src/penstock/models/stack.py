@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.config.graph import Run
 from penstock.config.plan import AttentionBackend, Padding
 from penstock.kernels.attention import Sight, type_of_scores
+from penstock.kernels.batches import AlikeSamples, Batches
 from penstock.kernels.documents import Documents
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real, Unpadded
@@ -36,12 +37,16 @@ from penstock.models.positions import (
 class TokenStack(nn.Module):
     """The vectors of tokens (B, N, D) to features (B, N, D).
 
-    Where it `enters`, the vectors come from an input and get positions; else they are what another run made.
+    Where it `enters`, the vectors come from an input and get positions; else they are what another run made, of `width`
+    features, which a linear maps to its own where these are others.
     """
 
-    def __init__(self, run: Run, *, enters: bool = True, **where: Any) -> None:
+    def __init__(self, run: Run, *, enters: bool = True, width: int | None = None, **where: Any) -> None:
         super().__init__()
         sizes, causal = run.stack, run.causal
+        self.bridge: nn.Linear | None = None
+        if width not in (None, sizes.width):
+            self.bridge = nn.Linear(width, sizes.width, bias=sizes.bias, **where)
         self.sizes, self.causal, self.crosses = sizes, causal, bool(run.memories)
         self.begins = True
         """Whether it is the first that a text goes through."""
@@ -82,13 +87,17 @@ class TokenStack(nn.Module):
         shares: Tensor | None = None,
         routes: Tensor | None = None,
         condition: Tensor | None = None,
+        batches: tuple[tuple[int, bool], ...] = (),
     ) -> Tensor:
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
         the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
         follow those whose keys and values it keeps, and it says where they stand. `shares` (B, N) are as in `Context`,
         `routes` (B,) the expert of each sample, or its group of experts, where they are given. `condition` (B, D)
-        modulates the blocks of a run that is modulated.
+        modulates the blocks of a run that is modulated. `batches` are how many consecutive samples there are of each
+        input, and whether they are causal; none: all samples are as the run is.
         """
+        causal = all(hides for _, hides in batches) if batches else self.causal
+        x = x if self.bridge is None else self.bridge(x)
         mixed = {"shares": shares, "routes": None if routes is None else routes[:, None].expand(x.shape[:2])}
         mixed["samples"] = _samples(x, documents) if self.sizes.chooses_by_sample else None
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
@@ -101,14 +110,14 @@ class TokenStack(nn.Module):
             x = self.embedding_norm(x)
         if self.dropout is not None:
             x = self.dropout(x)
-        removes = self.padding == "remove" and lengths is not None and not self.causal
+        removes = self.padding == "remove" and lengths is not None and not causal and len(batches) < 2
         if removes and documents is None and past is None:
             unpadded = Unpadded.of(lengths, tokens, type_of_scores(x), varlen=self._knows_lengths(x))
         if unpadded is not None:
             x, places, lengths = unpadded.real.take(x), unpadded.places, None
             mixed = {name: _rows(value, unpadded.real) for name, value in mixed.items()}
         if past is None:
-            context = self._context(x, places, tokens, lengths, unpadded or documents)
+            context = self._context(x, places, tokens, lengths, unpadded or documents, causal, batches)
             if memory is not None:
                 context = self._beside(context, memory, memory_lengths, memory_seen, x)
         else:
@@ -167,8 +176,10 @@ class TokenStack(nn.Module):
         tokens: int,
         lengths: Tensor | None,
         documents: Tensor | Unpadded | None,
+        causal: bool,
+        batches: tuple[tuple[int, bool], ...],
     ) -> Context:
-        """`tokens` are those of the longest sample."""
+        """`tokens` are those of the longest sample; for `causal` and `batches` see `forward`."""
         sizes = self.sizes
         turns: dict[str, Any] = rotations(sizes, places, sequence_first=self.sequence_first)
         bias = None
@@ -184,9 +195,29 @@ class TokenStack(nn.Module):
             "dtype": type_of_scores(x),
             "lengths": lengths,
         }
+
+        def seen(window: int | None) -> Tensor | Sight | None:
+            if len(batches) < 2:
+                return self._sight(tokens, window, bias, documents, causal=causal, **known)
+            assert not isinstance(documents, Unpadded)
+            found, first = [], 0
+            for samples, hides in batches:
+                some = slice(first, first + samples)
+                first += samples
+                own = None if lengths is None or hides else lengths[some]
+                inside = None if documents is None else documents[some]
+                alone = {**known, "samples": samples, "lengths": own}
+                found.append(
+                    AlikeSamples(
+                        samples, hides, self._sight(tokens, window, bias, inside, causal=hides, **alone)
+                    )
+                )
+            return Batches(found)
+
         return Context(
-            mask=self._sight(tokens, None, bias, documents, **known) if 0 in self.windows else None,
-            near=self._sight(tokens, sizes.window, bias, documents, **known) if any(self.windows) else None,
+            mask=seen(None) if 0 in self.windows else None,
+            near=seen(sizes.window) if any(self.windows) else None,
+            causal=causal if batches else None,
             **turns,
         )
 
@@ -197,12 +228,12 @@ class TokenStack(nn.Module):
         bias: Tensor | None,
         documents: Tensor | Unpadded | None = None,
         *,
+        causal: bool,
         dtype: torch.dtype,
         varlen: bool = False,
         **known: Any,
     ) -> Tensor | Sight | None:
         """Which tokens see which, in the form that takes the least memory here."""
-        causal = self.causal
         if varlen and isinstance(documents, Unpadded):
             return Varlen(*documents.starts(rest=True), causal=causal, window=window)
         if varlen and known["lengths"] is None and (documents is not None or window is not None):
@@ -214,7 +245,7 @@ class TokenStack(nn.Module):
             def within_one(length: int) -> Tensor | Sight | None:
                 inside = None if bias is None else bias[..., :length, :length]
                 alone = {**known, "samples": 1, "lengths": None}
-                return self._sight(length, window, inside, dtype=dtype, **alone)
+                return self._sight(length, window, inside, causal=causal, dtype=dtype, **alone)
 
             more = window is not None or bias is not None
             found: Documents | None = Documents.of(

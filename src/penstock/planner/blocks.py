@@ -28,7 +28,7 @@ CHOICE_LAUNCHES, CHOICE_EAGER_LAUNCHES = 6, 16
 def list_block(to: Lister, block: Block) -> None:
     """One block, attention before the MLP. Norms cost the same before the branches and after the sums."""
     t, stack = to.terms, block.stack
-    whole, d = t.samples * block.tokens / t.cp, stack.width
+    whole, d = t.samples * block.samples * block.tokens / t.cp, stack.width
     rows = whole if block.causal else whole * t.real
     stream_rows = rows / t.spread
 
@@ -182,10 +182,11 @@ def _attend(
         window = _keys_in_blocks(
             block.layer.window if window else 0, seen, causal=causal, plain=t.form == "plain"
         )
+    again = queries * c if block.inputs > 1 else 0.0  # what kernels keep is put together, and kept once more
     core = Op(
         name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
-        kept=kept + rows * heads * 4.0, group="attention", causal=causal, window=window,
+        kept=kept + rows * heads * 4.0 + again, group="attention", causal=causal, window=window,
     )  # fmt: skip
     if t.form == "fused":
         read, written = (4 * queries + 2 * keys) * c, queries * c + made

@@ -99,7 +99,7 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
     for block in blocks:
         to = Lister(terms)
         list_block(to, block)
-        rows = terms.samples * block.tokens / terms.cp / terms.spread
+        rows = terms.samples * block.samples * block.tokens / terms.cp / terms.spread
         parts.append(to.part("block", block, entering=rows * block.stack.width * terms.stream))
     to = Lister(terms)
     _exit(to, model.graph)
@@ -123,7 +123,9 @@ def _entrance(to: Lister, graph: Graph) -> int:
     t, e, d = to.terms, to.terms.stream, graph.width
     # Entries of the vocabulary and heads are split over tensor parallel devices, the other tables are not.
     tables = {one.table: -(-one.vocabulary * d // t.tp) for one in graph.inputs_of(TokenInput)}
-    read = [one.table for run in graph.runs if isinstance(one := _entered(graph, run), TokenInput)]
+    entering = [run for run in graph.runs if graph.enters(run)]
+    every = [one for run in entering for one in graph.inputs_through(run)]
+    read = [one.table for one in every if isinstance(one, TokenInput)]
     tied = [head.tied for head in graph.heads_of(WordHead) if head.tied]
     for table, mine in tables.items():
         shared = [*read, *tied].count(table) - 1
@@ -146,19 +148,23 @@ def _entrance(to: Lister, graph: Graph) -> int:
             to.table(classes, 3 * moved, moved, cleared=size * e)
     listed: set[str] = set()
     for run in graph.runs:
-        one = _entered(graph, run)
+        one, through = _entered(graph, run), graph.inputs_through(run)
         if isinstance(one, PatchInput):
             _stem(to, one, run)
             continue
-        stack, rows = run.stack, t.samples * graph.length(run) / t.cp
+        stack, rows = run.stack, t.samples * graph.samples(run) * graph.length(run) / t.cp
+        before = graph.width_before(run)
+        if before != stack.width:
+            to.gemm("bridge", rows, stack.width, before, bias=stack.bias, narrow=False)
         weights = [-(-stack.relative_buckets * stack.heads // t.tp)] if stack.positions == "relative" else []
         mine = 0
         if one is not None:
             mine = tables[one.table]
-            weights += [mine] if one.table not in listed else []
-            weights += [one.segments * d] if one.segments else []
+            for each in (other for other in through if isinstance(other, TokenInput)):
+                weights += [tables[each.table]] if each.table not in listed else []
+                weights += [each.segments * d] if each.segments else []
+                listed.add(each.table)
             weights += [run.rows * d] if stack.positions == "learned" else []
-            listed.add(one.table)
         if weights or one is not None:
             moved = rows * d * e if one is not None else 0.0
             to.table(
@@ -168,7 +174,7 @@ def _entrance(to: Lister, graph: Graph) -> int:
             )  # fmt: skip
         if t.tp > 1 and one is not None:
             to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
-        _shared_out(to, rows * d)
+        _shared_out(to, rows * stack.width)
         if run.embedding_norm:
             to.norm("embedding_norm", rows, stack, cast=not stack.norm_first)
         if stack.dropout and one is not None:
@@ -246,17 +252,19 @@ def _exit(to: Lister, graph: Graph) -> None:
     """The last norms, the outputs and, of language models, their loss, whose logits are what is large."""
     t = to.terms
     for run in graph.runs:
-        each = t.samples * graph.length(run) / t.cp
+        each = t.samples * graph.samples(run) * graph.length(run) / t.cp
         if run.stack.norm_first and run.last_norm:
             to.norm("norm", each / t.spread, run.stack)
         if any(run.name in other.memories for other in graph.runs):
             # All blocks of the decoder read the memory, and each device's add a part to its gradient.
             before_split(to, each, run.stack.width, hides=False)
+    tied: set[str] = set()
     for head in graph.heads:
         run = graph.run(head.run)
-        rows = t.samples * graph.length(run) / t.cp
+        rows = t.samples * graph.samples(run) * graph.length(run) / t.cp
         if isinstance(head, WordHead):
-            _words(to, head, run, rows * t.words)
+            _words(to, head, run, rows * t.words * head.asked, again=head.tied in tied)
+            tied |= {head.tied} - {""}
             continue
         _shared_out(to, rows * run.stack.width, last=True)
         if isinstance(head, PixelHead):
@@ -282,8 +290,8 @@ def _pixels(to: Lister, graph: Graph, run: Run) -> None:
         to.move("loss", rows * pixels, (12, 8), (12, 8), kept=rows * pixels * 4.0, group="output", launches=3)
 
 
-def _words(to: Lister, head: WordHead, run: Run, rows: float) -> None:
-    """The output over a vocabulary of `rows` tokens, and its loss."""
+def _words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = False) -> None:
+    """The output over a vocabulary of `rows` tokens, and its loss; `again`, by a table that another output has read."""
     t, c, last, d = to.terms, to.terms.product, run.stack, run.stack.width
     if head.transform:
         # The head of masked language models: a dense layer, its activation and a norm.
@@ -309,6 +317,7 @@ def _words(to: Lister, head: WordHead, run: Run, rows: float) -> None:
         to.gemm(
             "head", rows, columns, d, bias=biased, narrow=False, group="output",
             kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,
+            was_cast=again,
         )  # fmt: skip
     with to.inside("loss"):
         _loss_in_place(to, rows, columns) if in_place else _loss(to, rows, columns)

@@ -154,14 +154,14 @@ class Lister:
         self, name: str, rows: float, n: int, k: int, *, batch: int = 1, bias: bool = False, first: bool = False,
         learned: int | None = None, tensors: int | None = None, kept: float | None = None, group: str = "inputs",
         narrow: bool = True, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
-        pieces: tuple[int, ...] = (), beside: float = 0.0,
+        pieces: tuple[int, ...] = (), beside: float = 0.0, was_cast: bool = False,
     ) -> None:  # fmt: skip
         """`batch` products of rows (rows, k) with weights (k, n): and of the output's gradient with both of them.
 
         `first` says that nobody asks for the gradient of the rows, `source` how many numbers they are where a
         convolution reads each several times, `learned` how many weights are the model's own where not all are. `pieces`
         are as in `Op`. Without `narrow` it is not in the 8 bits of the Plan's `products`; `beside` is bytes of inputs
-        that stay besides those in 8 bits.
+        that stay besides those in 8 bits. `was_cast`: an earlier product of the same weights has cast them.
         """
         t = self.terms
         launched = batch if t.loops else 1
@@ -184,7 +184,7 @@ class Lister:
             self._round(name, inputs, weights, outputs, row.passes)
         elif eight:
             self._quantize(name, inputs, weights, outputs)
-        if t.casts and not integers:
+        if t.casts and not integers and not was_cast:
             cast = own or weights  # what is tied to an embedding is cast here alone
             launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
             self.add(

@@ -241,7 +241,7 @@ def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
 def _sized(model: ModelConfig, tokens: int) -> ModelConfig:
     """The model with samples of `tokens` tokens; what is written beside a memory has one."""
     graph = model.graph
-    written = graph.input_of(graph.written[0]).name if graph.remembered else ""
+    written = graph.text.name if graph.remembered and graph.text is not None else ""
     sized: ModelConfig = model.with_lengths(*(1 if one.name == written else tokens for one in graph.inputs))
     return sized
 

@@ -28,6 +28,10 @@ class Block:
     """Whether a condition of each sample shifts, scales and gates it."""
     run: int = 0
     """The number of its run in the model's graph."""
+    samples: float = 1.0
+    """Samples that it computes for each of a micro-batch."""
+    inputs: int = 1
+    """Inputs that these samples are of, each with a mask of its own."""
 
 
 @lru_cache(maxsize=256)
@@ -36,7 +40,9 @@ def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
     graph = model.graph
     return tuple(
         Block(
-            stack=run.stack, layer=layer, count=count, tokens=graph.length(run), causal=run.causal, run=number,
+            stack=run.stack, layer=layer, count=count, tokens=graph.length(run), run=number,
+            causal=all(graph.hides_later(run, one) for one in graph.inputs_through(run)),
+            samples=graph.samples(run), inputs=len(graph.inputs_through(run)),
             modulated=run.modulated,
             cross=sum(graph.length(graph.run(name)) for name in run.memories),
         )

@@ -134,9 +134,8 @@ def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
     """Seconds of sending one micro-batch's activations from a stage to the next, or their gradients back."""
     block = work.blocks[-1].block
     assert block is not None
-    moved = (
-        work.samples * work.tokens / plan.cp * block.stack.width * BYTES[numerics_of(plan).residual] / plan.tp
-    )
+    tokens = work.samples * block.samples * work.tokens / plan.cp
+    moved = tokens * block.stack.width * BYTES[numerics_of(plan).residual] / plan.tp
     one = send_seconds(rates, plan.tp * plan.cp * plan.dp, moved)
     if not plan.sp and plan.tp > 1:
         one += gather_seconds(group_of(rates, plan.tp, 1), moved * plan.tp)

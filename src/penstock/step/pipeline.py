@@ -73,6 +73,7 @@ class Pipeline:
         self.masters = masters
         self.replicas = replicas
         self.divisor: Tensor | None = None
+        self.parts: Tensor | None = None
         self.trace: list[tuple[Action, float, float]] | None = None
         """Where it is a list, computations are added to it with the seconds of `time.perf_counter` between which they
         ran; the host then waits for each.
@@ -102,15 +103,18 @@ class Pipeline:
         return parameter if self.masters is None else self.masters.master_of(parameter)
 
     def _told(self, loss: StepLoss | None) -> Tensor:
-        """The loss of the micro-batches, which the last stage sends to the others."""
+        """The loss of the micro-batches, and its parts, which the last stage sends to the others."""
         stages = self.stages
         dtype = torch.float64 if stages.like() == torch.float64 else torch.float32
-        told = torch.zeros((), dtype=dtype, device=stages.device)
+        told = torch.zeros(1 + len(self.task.losses), dtype=dtype, device=stages.device)
         if loss is not None:
-            told.copy_(loss.result()[0])
+            told[0] = loss.result()[0]
+            if loss.parts is not None:
+                told[1:] = loss.parts
         source = stages.rank_of(stages.last)
         distributed.broadcast(told, group=stages.dims.group("pp"), group_src=source)
-        return told
+        self.parts = told[1:] if self.task.losses else None
+        return told[0]
 
 
 class _Step:

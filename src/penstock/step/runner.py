@@ -14,13 +14,15 @@ from penstock.models.experts import mixtures_of, weighed
 from penstock.parallel import ALONE, DataParallel
 from penstock.precision import LossScaler, MasterWeights
 from penstock.step.step_loss import StepLoss
-from penstock.tasks import Loss
+from penstock.tasks import Loss, Task
 
 
 class Runner(Protocol):
     """Runs the micro-batches of one optimizer step."""
 
     loss: Loss
+    parts: Tensor | None
+    """(H,), this rank's part of each of several losses of the last step; None: there is one."""
     divisor: Tensor | None
     """Divisor of the gradients after the passes, 0-d; None where they are complete. See `StepLoss`."""
 
@@ -51,6 +53,7 @@ class Accumulate:
         self.masters = masters
         self.replicas = replicas
         self.divisor: Tensor | None = None
+        self.parts: Tensor | None = None
         self.mixed = bool(mixtures_of(model))
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
@@ -61,6 +64,7 @@ class Accumulate:
         if self.replicas is not None:
             self.replicas.end()
         loss, self.divisor = step.result()
+        self.parts = step.parts
         return loss
 
     def whole_norm(self, norm: Tensor) -> Tensor:
@@ -71,7 +75,8 @@ class Accumulate:
         """Forward and backward of micro-batch `index` of `parts`."""
         if self.replicas is not None:
             self.replicas.begin(index, parts)
-        share = step.share(index, self.loss(self.model, batch))
+        loss = self.loss.separate if isinstance(self.loss, Task) else self.loss
+        share = step.share(index, loss(self.model, batch))
         share = weighed(share, parts) if self.mixed else share
         (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
         if self.masters is not None:

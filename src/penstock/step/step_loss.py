@@ -1,5 +1,7 @@
 """The loss of a step: the mean over all its targets, however these are cut into micro-batches and over ranks.
 
+Where a task has several losses, each has its own n_i, and the loss is the sum of their means.
+
 With s_i the summed loss of micro-batch i and n_i its targets, on any rank, the loss is Σ s_i / Σ n_i. Gradients are
 averaged over R ranks afterwards, so each rank takes Σ s_i / N of its own micro-batches, with N = Σ n_i / R over all
 ranks. A `Task` counts targets before the forward pass, so that N costs one all-reduce of one number, which nobody waits
@@ -36,6 +38,8 @@ class StepLoss:
         """Targets of each micro-batch, known beforehand; None where they are not asked for."""
         self._counted: list[Count] = []
         """Targets that came with the losses."""
+        self.parts: Tensor | None = None
+        """(H,), this rank's part of each of several losses, once `result` was asked for."""
         self._total: Count = float(self._parts)
         """N, or what is taken for it."""
         if isinstance(loss, Task) and not (self._alone and self._parts == 1):
@@ -57,16 +61,19 @@ class StepLoss:
             return total / _like(self._total, total)
         if self._counts is None:
             self._losses.append(found.detach())
-            return found if self._parts == 1 else found / self._parts
+            return _summed(found if self._parts == 1 else found / self._parts)
         share = found * _like(self._counts[index] / self._total, found)
         self._losses.append(share.detach())
-        return share
+        return _summed(share)
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the step's loss, 0-d, whose average over ranks is the loss; and the divisor of the
         gradients, 0-d, where they still need one.
         """
         losses = torch.stack(self._losses)
+        if losses.dim() > 1:
+            self.parts = losses.mean(0) if self._counts is None else losses.sum(0)
+            return self.parts.sum(), None
         if self._counted:
             if self._alone and self._parts == 1:
                 return losses[0] / _like(self._total, losses), None
@@ -93,6 +100,11 @@ class StepLoss:
             count = average(count, self._dims)
             return count.where(count > 0, 1.0)
         return count or 1.0
+
+
+def _summed(loss: Tensor) -> Tensor:
+    """The sum of several losses; one as it is."""
+    return loss.sum() if loss.dim() else loss
 
 
 def _like(value: Count, loss: Tensor) -> Count:

@@ -46,6 +46,8 @@ class StepResult:
     grad_norm: Tensor | None
     """2-norm of all gradients before clipping, without loss scale, 0-d fp32; None if nothing needed it. Not finite
     means that a scaled fp16 step overflowed and was skipped."""
+    parts: Tensor | None = None
+    """(H,), of a task with several losses this rank's part of each, as `loss` is of their sum."""
 
 
 class TrainStep:
@@ -121,7 +123,7 @@ class TrainStep:
                 self.masters.publish()
             if self.ema is not None:
                 self.ema.update()
-        return StepResult(loss=loss, grad_norm=norm)
+        return StepResult(loss=loss, grad_norm=norm, parts=self.runner.parts)
 
     def add_up(self, loads: list[Tensor]) -> None:
         """Add up the loads of mixtures over the ranks that route other tokens, in place."""

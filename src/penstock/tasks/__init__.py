@@ -18,6 +18,7 @@ from penstock.tasks.span_corruption import SpanCorruption
 from penstock.tasks.task import Loss, Prepare, Task, mean_loss
 from penstock.tasks.text import TextBatch, TextTask
 from penstock.tasks.translation import Translation
+from penstock.tasks.universal import Universal
 
 __all__ = [
     "Captioning",
@@ -37,6 +38,7 @@ __all__ = [
     "TextBatch",
     "TextTask",
     "Translation",
+    "Universal",
     "classification_loss",
     "mean_loss",
     "task_of",
@@ -54,6 +56,7 @@ _TEXT: dict[str, type[TextTask]] = {
     "translation": Translation,
     "embedding": Embedding,
     "captions": Captioning,
+    "universal": Universal,
 }
 
 

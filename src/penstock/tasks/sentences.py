@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -55,7 +54,7 @@ class Sentences(TextTask):
         if head is None or head.classes != found:
             what = "numbers" if classes is None else f"{found} classes"
             _log.warning("model.head is set to classes, and model.classes to %d, for %s.", found, what)
-        fitted: ModelConfig = replace(cast(Any, model), head="classes", classes=found)
+        fitted: ModelConfig = cast(Any, model).with_classes(found)
         return self.fit_vocabulary(fitted, tokenizer_of(source))
 
     def prepare(

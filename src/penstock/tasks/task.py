@@ -55,6 +55,9 @@ class Task(ABC):
     """Whether the loss compares samples with each other, those of all ranks."""
     peers: Peers = Peers()
     """Ranks whose samples are compared with this one's."""
+    losses: tuple[str, ...] = ()
+    """Names of the losses that `loss` returns and `targets` counts, where these are several, (H,): each is a mean over
+    its own targets, and the loss of a step their sum."""
     teacher: Callable[[Task, nn.Module, Any], Tensor] | None = None
     """Makes the loss of a training step in place of `loss`; see `penstock.tasks.teacher`."""
 
@@ -114,7 +117,12 @@ class Task(ABC):
         return one
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Forward pass and loss in one, of its teacher too if it has one."""
+        """Forward pass and loss in one, 0-d, of its teacher too if it has one."""
+        found = self.separate(model, batch)
+        return found.sum() if found.dim() else found
+
+    def separate(self, model: nn.Module, batch: Any) -> Tensor:
+        """The same with several losses one after the other, (H,), where there are `losses`."""
         if self.teacher is not None:
             return self.teacher(self, model, batch)
         return self.loss(model(*self.inputs(batch)), batch)

@@ -129,6 +129,11 @@ def _numbers(record: Record) -> str:
         parts.append(f"MFU {mfu:.1%}")
     if loads := record.get("expert_load"):
         parts.append(f"experts {max(loads):.2f}")
+    if heads := record.get("heads"):
+        each = (
+            f"{name} {one['loss']:.3f} ({one['gradient']:.0%} of gradients)" for name, one in heads.items()
+        )
+        parts.append(", ".join(each))
     if (wait := record.get("data_wait_share", 0.0)) >= 0.05:
         parts.append(f"waiting for data {wait:.0%}")
     return "  ".join(parts)

@@ -51,6 +51,7 @@ from penstock.train.callbacks import Callback
 from penstock.train.card import card
 from penstock.train.display import Display
 from penstock.train.evaluate import Evaluation, evaluate
+from penstock.train.heads import HeadMeter
 from penstock.train.lock import RunLock
 from penstock.train.loss_monitor import LossMonitor
 from penstock.train.memory import memory_advice
@@ -226,6 +227,7 @@ class _Run:
             self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful(full),
         )  # fmt: skip
         self.memory = MemoryMeter(device)
+        self.heads = HeadMeter(self.built.model, self.task, dims, device)
         self.profiler = StepProfiler(
             self.output, device, self._record,
             lambda: least_of_step(
@@ -282,6 +284,7 @@ class _Run:
         last = self.step + 1 == self.calendar.total
         result = self.trace.step(self.built.step, self.batches, self.memory.step, last=last)
         self.pending.add(result.loss, result.grad_norm)
+        self.heads.add(result.parts)
         self.state.step += 1
         self.speedometer.lap(sum(self.task.tokens(batch) for batch in self.batches))
 
@@ -293,7 +296,11 @@ class _Run:
             observed = self.monitor.observe(self.step, numbers.losses)
         finite = [loss for loss in numbers.losses if math.isfinite(loss)]
         self.state.loss = statistics.fmean(finite or [self.state.loss])
-        loads = {"expert_load": self.state.loads.close_window(self.step)} if self.state.loads else {}
+        loads: dict[str, Any] = (
+            {"expert_load": self.state.loads.close_window(self.step)} if self.state.loads else {}
+        )
+        if heads := self.heads.read():
+            loads["heads"] = heads
         self._record(
             "steps", epoch=self.calendar.epoch(self.step), loss=self.state.loss, losses=numbers.losses,
             grad_norm=numbers.grad_norm, lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),

@@ -4,6 +4,7 @@ unpickled.
 
 from __future__ import annotations
 
+from penstock.models.convert.branch import branch_of as branch_of
 from penstock.models.convert.files import read_state_dict as read_state_dict
 from penstock.models.convert.hf import config_from_hf as config_from_hf
 from penstock.models.convert.hf import hf_config as hf_config
@@ -14,6 +15,7 @@ from penstock.models.convert.load import require_as_large as require_as_large
 from penstock.models.convert.parts import load_part as load_part
 from penstock.models.convert.pretrained import from_pretrained as from_pretrained
 from penstock.models.convert.pretrained import model_in as model_in
+from penstock.models.convert.pretrained import require_theirs as require_theirs
 from penstock.models.convert.pretrained import save_pretrained as save_pretrained
 from penstock.models.convert.text import text_from_hf as text_from_hf
 from penstock.models.convert.text import text_to_hf as text_to_hf

@@ -24,7 +24,7 @@ from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copies, upcycled
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.lora import without_adapters
-from penstock.models.model import Model, renamed
+from penstock.models.model import Model, part_of, renamed
 from penstock.models.rounded import plain_state
 from penstock.planner.describe import totals
 
@@ -220,10 +220,20 @@ def _fitted_text(
     else:
         state = _with_tied(state, model)
     # What turns features into outputs, and may be learned again.
-    head = tuple(name for name in expected if name.startswith(_OUR_HEADS))
+    parts = (part_of(each, part) for each in model.graph.heads for part in ("", "pooler", "transform"))
+    heads = (*_OUR_HEADS, *(f"{part.removesuffix('_')}." for part in parts if part))
+    head = tuple(name for name in expected if name.startswith(heads))
     drawn: tuple[str, ...] = ()
     if new_head:
-        ignored += tuple(name for name in state if name not in expected and name.startswith(_OUR_HEADS))
+        # Of a model with several branches, those that this one lacks are left out, with their heads.
+        there = {name.partition(".")[0] for name in expected}
+        branches = len(model.graph.runs) > 1 and there & {name.partition(".")[0] for name in state}
+        left = (name for name in state if name not in expected)
+        ignored += tuple(
+            name
+            for name in left
+            if name.startswith(heads) or (branches and name.partition(".")[0] not in there)
+        )
         state = {name: tensor for name, tensor in state.items() if name not in ignored}
         state = _with_tied(state, model)
         drawn = tuple(n for n in head if n not in state or misfit(n, state[n], expected[n]))

@@ -35,14 +35,16 @@ def anatomy(graph: Graph) -> Anatomy:
     tables: set[str] = set()
     stacks: list[Stack] = []
     for run in graph.runs:
-        last, enters, one = run is graph.runs[-1], graph.enters(run), graph.input_of(run)
-        names = tuple(role.name for role in _input(one)) if enters else ()
-        shares = tuple(name for name in names if name in tables)
-        before = tuple(role for role in _input(one) if enters and role.name not in tables)
-        tables |= set(names)
+        last, enters = run is graph.runs[-1], graph.enters(run)
+        read = (
+            {role.name: role for one in graph.inputs_through(run) for role in _input(one)} if enters else {}
+        )
+        shares = tuple(name for name in read if name in tables)
+        before = tuple(role for name, role in read.items() if name not in tables)
+        tables |= set(read)
         norm = (Norm(f"{run.name}.norm"),) if run.stack.norm_first and run.last_norm else ()
         whole = Stack(
-            before=(*before, *_entrance(run, enters=enters)),
+            before=(*before, *_bridge(graph, run), *_entrance(run, enters=enters)),
             blocks=_blocks(run),
             after=(*norm, *(role for head in graph.heads if last for role in _head(head, graph))),
             shares=shares,
@@ -80,6 +82,11 @@ def _input(one: Input) -> tuple[Role, ...]:
         Embedding(one.table, "token"),
         *((Embedding("types", "segment"),) if one.segments else ()),
     )
+
+
+def _bridge(graph: Graph, run: Run) -> tuple[Role, ...]:
+    """The linear that maps what a run reads to its own width."""
+    return (Linear(f"{run.name}.bridge"),) if graph.width_before(run) != run.stack.width else ()
 
 
 def _entrance(run: Run, *, enters: bool) -> tuple[Role, ...]:

@@ -1,0 +1,283 @@
+"""Understanding and generating at once: masked words, the order of a text's halves, and the next token (Sun et al.,
+2021, "ERNIE 3.0", section 3.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.config.model import ModelConfig
+from penstock.config.run import Augment, DataConfig
+from penstock.data.hashing import SWAP, uniforms
+from penstock.data.loader import HostBatch
+from penstock.data.source import PADDING, Source, Split
+from penstock.errors import ConfigError
+from penstock.kernels.cross_entropy import IGNORED
+from penstock.tasks.masked_words import PrepareMasked
+from penstock.tasks.next_token import NextToken
+from penstock.tasks.task import Prepare, plain
+from penstock.tasks.text import (
+    MOST_NATS,
+    TextBatch,
+    Tokens,
+    documents_of,
+    on_device,
+    tokenizer_of,
+)
+
+if TYPE_CHECKING:
+    from penstock.data.text.tokenizers import Tokenizer
+
+HEADS = ("next", "masked", "kind")
+"""Names of the heads, in the order of their losses."""
+ORDERS = ("in order", "swapped")
+"""Classes of texts by the order of their halves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniversalBatch(TextBatch):
+    """Texts to continue, texts to understand, and what is asked of each."""
+
+    counts: Tensor
+    """(3,) float64 on the device, targets of each head."""
+    weights: tuple[float, ...]
+    """Weight of each head's loss."""
+
+
+class Universal(NextToken):
+    """Weighted sum of a mean loss for each head: the next token; masked words, 15 % of a text; and, where the model has
+    a head for two classes, whether the halves of a text, which then has a separator between them, are in their order
+    (Lan et al., ICLR 2020, "ALBERT", section 3.1). A text that begins in one document and ends in another has no order.
+
+    A sample is a window of the text, and asked for all; `model.continued` and `model.masked` leave some of either out
+    in training. What is hidden or swapped is a pure function of the seed and the sample's position in the stream.
+
+    Metrics: `loss`; `perplexity` and `bits_per_byte` of the next token; `masked_accuracy` and `order_accuracy`.
+    """
+
+    losses = HEADS
+
+    def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
+        from penstock.data.text.tokens import open_tokens
+
+        if not data.packed:
+            raise ConfigError(
+                "data.packed is false, but texts to continue and texts to understand go through the model together, "
+                "all of one length; leave it out."
+            )
+        length = model.graph.inputs[0].length
+        source: Any = open_tokens(data, tokenizer, split, length=length + 1, stride=length)
+        source.classes = ORDERS  # their names go with the model
+        return source  # type: ignore[no-any-return]
+
+    def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
+        tokenizer, classes = tokenizer_of(source), model.graph.classes
+        if tokenizer.mask is None or (
+            classes is not None and None in (tokenizer.classify, tokenizer.separator)
+        ):
+            raise ConfigError(
+                f"The tokenizer {tokenizer.name} lacks a token for what is masked, or those around texts whose order "
+                "is told. Name them as mask_token, cls_token and sep_token in its tokenizer_config.json, choose "
+                "another with data.tokenizer, or set model.head to words."
+            )
+        if classes is not None and classes.classes != len(ORDERS):
+            raise ConfigError(
+                f"model.classes is {classes.classes}, but two halves have {len(ORDERS)} orders; set it to that, or "
+                "model.head to words."
+            )
+        return self.fit_vocabulary(model, tokenizer)
+
+    def taught_by(self, teacher: Any) -> Any:
+        raise ConfigError(
+            "recipe.teacher teaches models of one head; export a branch of this one, and train that with a teacher."
+        )
+
+    def prepare(
+        self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
+    ) -> Prepare:
+        size = float(getattr(source, "bytes_per_token", 0.0))
+        return PrepareUniversal(tokenizer_of(source), model, seed, size, mixes=augment is not None)
+
+    def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        return (torch.zeros(1, 1, dtype=torch.int64, device=device),) * len(model.graph.inputs)
+
+    def targets(self, batch: UniversalBatch) -> Tensor:  # type: ignore[override]
+        return batch.counts
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:  # type: ignore[override]
+        """(3,): the weighted mean loss of each head, 0 of one that the model lacks."""
+        sums = self._sums(outputs, batch)
+        weights = sums.new_tensor(batch.weights)
+        return weights * sums / batch.counts.clamp(min=1.0).to(sums.dtype)
+
+    def _sums(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:
+        """(3,), the summed loss of each head."""
+        found = {name: value if value.dim() == 0 else value.float() for name, value in outputs.items()}
+        if (kind := found.get("kind")) is not None:
+            assert batch.labels is not None
+            found["kind"] = F.cross_entropy(kind, batch.labels, ignore_index=IGNORED, reduction="sum")
+        none = next(iter(found.values())).new_zeros(())
+        return torch.stack([found.get(name, none) for name in HEADS])
+
+    # -- evaluation
+
+    def assess(self, model: nn.Module, batch: UniversalBatch) -> Tensor:
+        """Logits of masked words are made, and not their loss alone, so that hits are counted."""
+        inputs = list(batch.inputs)
+        at = next(place for place, value in enumerate(inputs) if value is _asked(batch))
+        inputs[at] = {name: value for name, value in inputs[at].items() if name != "masked"}
+        return self.tally(model(*inputs), batch)
+
+    def tally(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:  # type: ignore[override]
+        """The summed losses, the targets, the hits of each head, the weights of losses, times samples, and bytes."""
+        found, hits = dict(outputs), batch.counts.new_zeros(3)
+        asked = _asked(batch)
+        told = {"masked": asked.get("masked"), "kind": batch.labels}
+        for place, name in enumerate(HEADS):
+            target = told.get(name)
+            if name in found and target is not None and found[name].dim() > 1:
+                hits[place] = (found[name].argmax(-1) == target).sum()
+        if "masked" in found and found["masked"].dim() > 1:
+            target = told["masked"]
+            assert target is not None
+            found["masked"] = F.cross_entropy(
+                found["masked"].float(), target, ignore_index=IGNORED, reduction="sum"
+            )
+        sums = self._sums(found, batch).double()
+        weights = sums.new_tensor(batch.weights) * len(batch)
+        return torch.cat([sums, batch.counts, hits, weights, sums.new_tensor([batch.bytes])])
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        losses, counts, hits, weights = (sums[at : at + 3] for at in (0, 3, 6, 9))
+        means = [loss / max(count, 1.0) for loss, count in zip(losses, counts)]
+        found = {"loss": sum(mean * weight / samples for mean, weight in zip(means, weights))}
+        if counts[0]:
+            found["perplexity"] = math.exp(min(means[0], MOST_NATS)) if math.isfinite(means[0]) else means[0]
+            if sums[12]:
+                found["bits_per_byte"] = losses[0] / math.log(2) / sums[12]
+        for place, name in ((1, "masked"), (2, "order")):
+            if counts[place]:
+                found[f"{name}_accuracy"] = hits[place] / counts[place]
+        return found
+
+    def describe(self, metrics: Mapping[str, float | None]) -> str:
+        forms = {"loss": ".4f", "perplexity": ".2f", "masked_accuracy": ".2%", "order_accuracy": ".2%"}
+        return "  ".join(
+            f"{name.replace('_', ' ')} {plain(metrics[name], form)}"
+            for name, form in forms.items()
+            if name in metrics
+        )
+
+    def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
+        graph: Any = model.graph
+        return "" if graph.writer is None else super().sample(model, source, device)
+
+
+def _asked(batch: UniversalBatch) -> dict[str, Tensor]:
+    """The targets of each head for words."""
+    named = (value for value in batch.inputs if isinstance(value, dict))
+    return next(value for value in named if not value.keys().isdisjoint(HEADS))
+
+
+class PrepareUniversal:
+    """Makes batches of windows (B, N + 1), for the inputs and heads that a model has. With `mixes` it leaves out what
+    the model's settings leave out."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, model: Any, seed: int, bytes_per_token: float, *, mixes: bool
+    ) -> None:
+        graph = model.graph
+        self.arguments, self.seed, self.size = graph.arguments, seed, bytes_per_token
+        self.understood, self.continues = graph.padded, graph.writer is not None
+        self.orders = graph.classes is not None
+        self.segments = any(one.segments > 1 for one in graph.inputs)
+        self.end, self.separator = tokenizer.end, tokenizer.separator
+        self.before = int(tokenizer.classify is not None)
+        self.tokens = graph.inputs[0].length
+        self.weights = (model.next_weight, model.words_weight, model.classes_weight)
+        self.continued: float = model.continued if mixes else 1.0
+        self.masked: float = model.masked if mixes else 1.0
+        self._hide = PrepareMasked(tokenizer, seed) if self.understood else None
+
+    def __call__(self, host: HostBatch, device: torch.device) -> UniversalBatch:
+        named: dict[str, Any] = {"documents": {}, "targets": {}, "rows": {}}
+        counts = [0, 0, 0]
+        tokens, labels = 0, None
+        if self.continues:
+            some, asked = _due(host.positions, self.continued, first=True)
+            windows = host.samples.numpy()[some]
+            before, targets = (
+                windows[:, :-1],
+                windows[:, 1:] if asked else np.full_like(windows[:, 1:], IGNORED),
+            )
+            documents = documents_of(before, self.end)
+            named["tokens"] = on_device(before, device)
+            named["documents"]["tokens"] = None if documents is None else on_device(documents, device)
+            named["targets"]["next"] = on_device(targets, device)
+            counts[0] = targets.size * asked
+            tokens += before.size
+        if self._hide is not None:
+            some, asked = _due(host.positions, self.masked, first=False)
+            texts, orders = self._texts(host.samples.numpy()[some], host.positions[some])
+            part = HostBatch(torch.from_numpy(texts), host.ids[some], host.positions[some], ())
+            made = self._hide(part, device)
+            hidden, _, _, documents, targets, rows = made.inputs
+            named[self.understood], named["documents"][self.understood] = hidden, documents
+            named["segments"] = self._segments(hidden)
+            named["targets"]["masked"] = targets if asked else torch.full_like(targets, IGNORED)
+            named["rows"]["masked"] = rows
+            counts[1] = (made.count or 0) * asked
+            tokens += made.tokens
+            if self.orders:
+                orders = orders if asked else np.full_like(orders, IGNORED)
+                labels, counts[2] = on_device(orders, device), int((orders != IGNORED).sum())
+        if all(value is None for value in named["documents"].values()):
+            named["documents"] = None
+        last = self.arguments.index("rows") + 1
+        return UniversalBatch(
+            inputs=tuple(named.get(name) for name in self.arguments[:last]),
+            ids=host.ids, tokens=tokens, labels=labels, bytes=counts[0] * self.size, weights=self.weights,
+            counts=torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True),
+        )  # fmt: skip
+
+    def _texts(self, windows: Tokens, positions: NDArray[np.int64]) -> tuple[Tokens, NDArray[np.int64]]:
+        """Texts (B, L) of windows, as they are hidden words of, and the order of the halves of each, (B,): the second
+        half comes first in every other one, and where a document ends nothing is asked."""
+        around = self.before + (self.separator is not None)
+        if not self.orders:
+            return windows[:, : self.tokens - around], np.zeros(0, np.int64)
+        half = (self.tokens - around - 1) // 2
+        first, second = windows[:, :half], windows[:, half : 2 * half]
+        swapped = uniforms(self.seed, SWAP, counters=positions, columns=1) < 0.5  # (B, 1)
+        between = np.full((len(windows), 1), self.separator, windows.dtype)
+        rest = np.full((len(windows), self.tokens - around - 1 - 2 * half), PADDING, windows.dtype)
+        sides = (np.where(swapped, second, first), between, np.where(swapped, first, second), rest)
+        orders = swapped[:, 0].astype(np.int64)
+        if self.end is not None:
+            orders[(windows[:, : 2 * half] == self.end).any(axis=1)] = IGNORED
+        return np.concatenate(sides, axis=1), orders
+
+    def _segments(self, hidden: Tensor) -> Tensor | None:
+        """Which tokens are of a text's second half, (B, N)."""
+        if not (self.segments and self.orders):
+            return None
+        half = (self.tokens - self.before - (self.separator is not None) - 1) // 2
+        second: Tensor = torch.arange(hidden.shape[1], device=hidden.device) > self.before + half
+        return second.long().expand_as(hidden)
+
+
+def _due(positions: NDArray[np.int64], share: float, *, first: bool) -> tuple[NDArray[np.int64], bool]:
+    """Which samples of a batch are asked for, by their positions in the stream, and whether any is; else one stands for
+    all, of which nothing is asked. Shares of `first` and others that add up to 1 take each sample once."""
+    share = share if first else 1.0 - share
+    due = np.floor((positions + 1) * share) > np.floor(positions * share)
+    found = np.flatnonzero(due if first else ~due)
+    return (found, True) if len(found) else (np.zeros(1, np.int64), False)

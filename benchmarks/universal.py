@@ -184,7 +184,7 @@ def report(seeds: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         for name, model in models().items()
     }
     return {
-        "command": "python benchmarks/universal.py", "environment": environment(), "steps": steps, "batch": BATCH,
+        "environment": environment(), "steps": steps, "batch": BATCH,
         "labels": LABELS, "tuning_steps": TUNED, "models": sizes, "summary": summary, "seeds": seeds,
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.images import encoded, photo, write_folder
-from penstock.config.model import PRESETS, ModelConfig, MultimodalConfig, Seq2SeqConfig
+from penstock.config.model import PRESETS, ModelConfig, MultimodalConfig, Seq2SeqConfig, UniversalConfig
 from penstock.config.stack import Stack
 from penstock.data.text.tokenizers import Bytes
 from penstock.models import create
@@ -33,6 +33,11 @@ _TEXT = {
 _MULTIMODAL = {
     f"--model.{run}.{name}": value
     for run in ("vision", "text", "writer")
+    for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
+}
+_UNIVERSAL = {
+    f"--model.{run}.{name}": value
+    for run in ("shared", "understanding", "generating")
     for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
 }
 _LENGTHS = {"--model.sequence": "32", "--model.decoder_sequence": "32"}
@@ -140,6 +145,8 @@ def _of_text(preset: ModelConfig) -> dict[str, str]:
     """Options that make a text model small, and its data few."""
     if isinstance(preset, MultimodalConfig):
         return {**_MULTIMODAL, "--data.source": "captions:en,de", "--plan.micro_batch": "256"}
+    if isinstance(preset, UniversalConfig):
+        return {**_UNIVERSAL, "--model.sequence": "32", "--data.limit": "8", "--plan.micro_batch": "16"}
     both = isinstance(preset, Seq2SeqConfig)
     sizes = {
         name: value

@@ -1,6 +1,6 @@
 """Images and texts in one space: recall, captions and translations of digits in 38 languages, by seed.
 
-    python benchmarks/multimodal_digits.py --runs runs/multimodal --seeds 5 --output multimodal_digits_cpu.json
+    python benchmarks/multimodal_digits.py --runs runs/multimodal --seeds 2 --output multimodal_digits_cpu.json
 
 Each seed is one `penstock train multimodal-tiny`. A run in --runs that is complete is not made again.
 """

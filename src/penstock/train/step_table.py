@@ -59,17 +59,17 @@ _EXACT = frozenset({"aten::t"})
 
 
 @dataclass(frozen=True)
-class Row:
+class PartOfStep:
     """A line of the table: milliseconds of one step, and the least that they could be."""
 
     name: str
     milliseconds: float
     share: float
-    """Of the whole step."""
+    """Share of the whole step, in [0, 1]."""
     least_milliseconds: float | None = None
     """None where a perfect program would need no such work."""
     gigaflops: float = 0.0
-    """Of the model in this row, in one step."""
+    """Model FLOPs of this part in one step."""
     gigabytes: float = 0.0
 
 
@@ -89,7 +89,7 @@ def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
         took, bound = seconds.get(name, 0.0), least.get(name)
         lowest = None if bound is None else 1e3 * bound.seconds
         flops, moved = (0.0, 0.0) if bound is None else bound[:2]
-        rows.append(Row(name, 1e3 * took, took / whole, lowest, flops / 1e9, moved / 1e9))
+        rows.append(PartOfStep(name, 1e3 * took, took / whole, lowest, flops / 1e9, moved / 1e9))
     return [asdict(row) for row in sorted(rows, key=lambda row: -row.milliseconds)]
 
 

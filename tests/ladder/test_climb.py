@@ -17,7 +17,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.ladder import apart, arena, climb, measure, search
+from penstock.ladder import arena, climb, measure, offer, search
 from penstock.ladder.climb import _Climb
 from penstock.ladder.result import LadderReport, Progress, RungResult
 from penstock.ladder.rung import PlanChange, Rung, Setting, Situation
@@ -107,7 +107,7 @@ def _loss(setting: Setting, seed: int) -> float:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (measure, arena, search, apart, climb):
+    for module in (measure, arena, search, offer, climb):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

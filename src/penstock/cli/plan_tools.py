@@ -50,7 +50,7 @@ def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
     ways = []
     if not problems(plan, model, machine, run=True):
         ways.append(penstock_train(model, machine, plan))
-    if machine.device == "cuda" and not model.graph.inputs_of(PatchInput):
+    if machine.device == "cuda" and not model.graph.inputs_of(PatchInput) and len(model.graph.heads) == 1:
         if model.graph.form in _MEGATRON_SCRIPTS:
             ways.append(megatron(model, machine, plan))
         ways.append(torchtitan(model, machine, plan))

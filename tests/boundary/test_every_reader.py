@@ -27,6 +27,7 @@ ELSEWHERE = {
     "cli/__init__.py": "opens /dev/null",
     "cli/_script.py": "the user's own script, which is read as Python reads it, and is run",
     "cli/demo.py": "what the demo itself has written before, through the reader of files",
+    "cli/retrieve.py": "images that were checked when they were read, to be drawn",
     "compress/data.py": "opens a task's samples",
     "compress/measure.py": "opens a model's folder by `from_pretrained`",
     "compress/run.py": "opens models' folders by `from_pretrained`",
@@ -47,8 +48,6 @@ ELSEWHERE = {
     "ladder/arena.py": "/proc/stat",
     "ladder/rank.py": "its own climb's pipe",
     "ladder/team.py": "its own ranks' pipe and log",
-    "serve/backend.py": "messages of its own worker",
-    "serve/link.py": "messages of its own server",
     "launch/heartbeat.py": "the launcher's own file, of a fixed size",
     "launch/meeting.py": "what the launchers of the run's other nodes say",
     "launch/ranks.py": "what its own ranks wrote, and /proc",
@@ -61,8 +60,13 @@ ELSEWHERE = {
     "probe/rates.py": "anonymous memory",
     "report/page.py": "a style and a script that come with the package",
     "report/record.py": "/proc and /sys",
+    "serve/backend.py": "messages of its own worker",
+    "serve/link.py": "messages of its own server",
     "train/lock.py": "its own lock: at most 4,096 bytes",
     "train/metrics.py": "what its own run wrote before",
+    "train/step_table.py": "a trace that torch's profiler has just written",
+    "tune/process.py": "messages and the output of a process that it has started itself",
+    "tune/watch.py": "messages of the process that has started this one",
 }
 """Where something is read outside `boundary/`, and why that is no door of its own."""
 

@@ -437,7 +437,7 @@ LINES = {
     "doctor": 450,
     "export": 880,
     "infer": 1760,
-    "kernels": 3560,
+    "kernels": 3610,
     "ladder": 5390,
     "launch": 1550,
     "models": 7660,

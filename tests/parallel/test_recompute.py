@@ -15,7 +15,16 @@ from helpers import families
 from helpers.families import ENROLLED, loss
 from penstock.build import build
 from penstock.config.machine import load_machine
-from penstock.config.model import PRESETS, MultimodalConfig, Seq2SeqConfig, ViTConfig, preset, stacks
+from penstock.config.model import (
+    PRESETS,
+    MultimodalConfig,
+    Seq2SeqConfig,
+    UniversalConfig,
+    ViTConfig,
+    preset,
+    stacks,
+    with_stacks,
+)
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models import Model, create
@@ -229,6 +238,8 @@ def test_planner_and_builder_order_the_kinds_of_blocks_alike(
         config = replace(config, encoder=replace(config.encoder, depth=3))
     elif isinstance(config, MultimodalConfig):
         config = replace(config, vision=replace(config.vision, depth=2))
+    elif isinstance(config, UniversalConfig):
+        config = with_stacks(config, lambda stack: replace(stack, depth=min(stack.depth, 8)))
     else:
         config = replace(config, depth=min(config.depth, 8))
     model = create(config, device="meta")

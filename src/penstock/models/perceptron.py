@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from penstock.config.stack import Layer, Mlp, Stack
 from penstock.kernels.dropout import Dropout
+from penstock.kernels.gelu import gelu_tanh
 
 
 def activate(x: Tensor, activation: Mlp) -> Tensor:
     """The activation at every element; of gated ones (Shazeer, 2020), that of the first half times the second half."""
     match activation:
-        case "gelu" | "gelu_tanh":
-            return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return gelu_tanh(x)
         case "relu":
             return F.relu(x)
         case "silu":
@@ -23,7 +26,7 @@ def activate(x: Tensor, activation: Mlp) -> Tensor:
     gate, x = x.chunk(2, dim=-1)
     if activation == "swiglu":
         return F.silu(gate) * x
-    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * x
+    return (gelu_tanh(gate) if activation == "geglu_tanh" else F.gelu(gate)) * x
 
 
 class MLP(nn.Module):

@@ -2,8 +2,8 @@
 
     python benchmarks/activations.py --output benchmarks/results/activations_cpu.json
 
-Each adds a bias first, as a perceptron does, over 512 tokens of 3,072 features. Times are of the processor, so that other
-work on the machine counts little; rounds are interleaved.
+Each adds a bias first, as a perceptron does, over 512 tokens of 3,072 features. Times are of the processor, so that
+other work on the machine counts little; rounds are interleaved.
 """
 
 from __future__ import annotations

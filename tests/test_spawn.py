@@ -125,25 +125,27 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
             import os, sys, time
             from pathlib import Path
             from torch import distributed
+            from helpers.rank_pool import pool
             from helpers.spawn import spawn
 
-            def sleep(folder):
-                Path(folder, f"pid.{distributed.get_rank()}").write_text(str(os.getpid()))
-                time.sleep(600)
+            def sleep(folder, name, seconds):
+                Path(folder, f"pid.{name}.{distributed.get_rank()}").write_text(str(os.getpid()))
+                time.sleep(seconds)
 
             if __name__ == "__main__":
-                spawn(sleep, 2, sys.argv[1])
+                pool(2).run(sleep, sys.argv[1], "still", 0)
+                spawn(sleep, 2, sys.argv[1], "asleep", 600)
             """
         )
     )
     parent = subprocess.Popen([sys.executable, str(tmp_path / "program.py"), str(tmp_path)])
     try:
         end = time.monotonic() + 60
-        while len(list(tmp_path.glob("pid.*"))) < 2:
+        while len(list(tmp_path.glob("pid.*"))) < 4:
             assert time.monotonic() < end
             time.sleep(0.05)
         time.sleep(0.1)
-        assert len(_alive(tmp_path)) == 2
+        assert len(_alive(tmp_path)) == 4
     finally:
         parent.kill()
         parent.wait()

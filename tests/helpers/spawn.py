@@ -87,7 +87,7 @@ def turn() -> Iterator[None]:
     other. A turn within a turn is the same turn.
     """
     global _turns
-    number = os.getpid() % max(1, len(os.sched_getaffinity(0)) // 2)
+    number = os.getpid() % len(os.sched_getaffinity(0))
     with Path(tempfile.gettempdir(), f"penstock-ranks-{os.getuid()}-{number}.lock").open("a") as file:
         if not _turns:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -49,12 +49,13 @@ INPUTS = [
     "embed it once",
     "classify it once",
     "sample it --grid made",
+    "retrieve it --text once --images it",
     "export it made",
     "compress it --prune.layers 0.5",
     "compress vit-digits --recipe it.toml",
 ]
-NO_INPUT = {"completion", "run", "probe", "doctor", "demo"}
-"""Verbs that read no file that a user names; `run` reads its script as Python does, which may be a pipe."""
+NO_INPUT = {"completion", "run", "tune", "probe", "doctor", "demo"}
+"""Verbs that read no file that a user names; `run` and `tune` read a script as Python does, which may be a pipe."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -56,6 +56,9 @@ def opened(folder: Path, **more: Any) -> Any:
 def made(config: ModelConfig, folder: Path, seed: int = 0) -> Model:
     torch.manual_seed(seed)
     model = create(config).eval()
+    for parameter in model.parameters():
+        if not parameter.any() and parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.05)  # the zeros by which diffusion models begin
     save_pretrained(model, folder)
     return model
 

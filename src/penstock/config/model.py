@@ -631,12 +631,14 @@ def stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 def with_stacks(config: ModelConfig, change: Callable[[Stack], Any]) -> ModelConfig:
     """The same model with what `change` makes of each of its settings that is a stack."""
+    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    inner = {name: change(value) for name, value in values.items() if isinstance(value, Stack)}
+    outer: Any = config
     if isinstance(config, Stack):
-        return change(config)  # type: ignore[no-any-return]
-    held = {one.name: getattr(config, one.name) for one in fields(config)}
-    return replace(
-        config, **{name: change(value) for name, value in held.items() if isinstance(value, Stack)}
-    )
+        # Its own sizes must suit those of stacks inside it, which are left out meanwhile.
+        without: dict[str, Any] = dict.fromkeys(inner)
+        outer = change(replace(config, **without) if inner else config)
+    return replace(outer, **inner) if inner else outer  # type: ignore[no-any-return]
 
 
 def vocabulary_of(config: ModelConfig) -> int:

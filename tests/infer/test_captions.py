@@ -104,7 +104,7 @@ def test_the_commands_find_show_and_write(
     assert [row[0] for row in rows] == ["seven"] * 3 + ["acht"] * 3
     assert [float(row[1]) for row in rows[:3]] == sorted((float(row[1]) for row in rows[:3]), reverse=True)
     with Image.open(grid) as drawn, Image.open(rows[0][2]) as best:
-        assert drawn.size == (3 * 100 - 4, 2 * 100 - 4)
+        assert drawn.size == (3 * 97 - 1, 2 * 97 - 1)
         assert drawn.getpixel((2, 2)) == best.convert("RGB").resize((96, 96), 0).getpixel((2, 2))
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
     one = f"{images}/0.png"

@@ -97,17 +97,17 @@ def test_weights_and_heads_of_the_loss() -> None:
     weighed, _ = _batch(task, other, source)
     with built.inference():
         torch.testing.assert_close(task.separate(built.model, weighed), plain * torch.tensor([2.0, 0.5, 0.0]))
-    built.model.felt = {}
+    built.model.head_squares = {}
     result = built.step([batch])
     torch.testing.assert_close(result.parts.sum(), result.loss)
-    assert set(built.model.felt) == {"next", "masked", "kind"}
+    assert set(built.model.head_squares) == {"next", "masked", "kind"}
     # What one head sends back is the gradient of its own loss.
     alone = build(other, Plan(micro_batch=8), loss=task)
     alone.model.load_state_dict(build(model, Plan(micro_batch=8), loss=task).model.state_dict())
-    alone.model.felt = {}
+    alone.model.head_squares = {}
     alone.step([_batch(task, _fitted(classes_weight=0.0)[1], source)[0]])
-    assert alone.model.felt["kind"] == 0
-    assert alone.model.felt["next"] > 0
+    assert alone.model.head_squares["kind"] == 0
+    assert alone.model.head_squares["next"] > 0
 
 
 def test_what_no_head_can_learn_is_refused() -> None:

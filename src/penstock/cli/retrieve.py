@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +15,8 @@ from penstock.cli.generate import words
 from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError
 
-_TILE, _GAP = 96, 4
-"""Pixels of an answer in a picture, and between two."""
+_TILE = 96
+"""Pixels of a side of an answer in a picture."""
 
 
 @configured(EncodeConfig, positional="model")
@@ -42,47 +42,45 @@ def retrieve(
             "Say what to find: `penstock retrieve RUN --text WORDS --images FOLDER`, or `--image FILE --texts FILE`, "
             "and at least one answer (--best)."
         )
+    if grid is not None and image:
+        raise ConfigError("--grid draws images that were found; leave it out where texts are searched.")
     searched = _images_in(images) if text and images else [Path(line) for line in words((), texts)]
     from penstock.infer.encode import Embedder
 
     with Embedder(
         model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
-    ) as found:
+    ) as embedder:
         if text:
-            near = found.embed(text) @ found.embed_images(searched).T
+            near = embedder.embed(text) @ embedder.embed_images(searched).T
         else:
-            near = found.embed_images(image) @ found.embed([str(one) for one in searched]).T
+            near = embedder.embed_images(image) @ embedder.embed([str(one) for one in searched]).T
     scores, places = near.topk(min(best, len(searched)), dim=1)
     for asked, row, order in zip(text or image, scores.tolist(), places.tolist(), strict=True):
         for score, place in zip(row, order, strict=True):
             print(f"{asked}\t{score:.4f}\t{searched[place]}")
     if grid is not None:
-        _draw(grid, [[searched[place] for place in order] for order in places.tolist()] if text else [])
+        _draw(grid, [[searched[place] for place in order] for order in places.tolist()])
 
 
 def _images_in(folder: Path) -> list[Path]:
     """All images in a folder and below it, by name. Raises ConfigError where there are none."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
-    if not found:
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+    if not files:
         raise ConfigError(f"There are no images in {shown(folder)}; name a folder that has some.")
-    return found
+    return files
 
 
 def _draw(file: Path, rows: list[list[Path]]) -> None:
     """Write a picture of images, row by row."""
+    import numpy as np
     from PIL import Image
 
     from penstock.disk import write_file
+    from penstock.infer.images import grid_of, png
 
-    if not rows:
-        raise ConfigError("--grid draws images that were found; leave it out where texts are searched.")
-    step = _TILE + _GAP
-    canvas = Image.new("RGB", (step * max(map(len, rows)) - _GAP, step * len(rows) - _GAP), "white")
-    for line, row in enumerate(rows):
-        for place, path in enumerate(row):
-            with Image.open(path) as one:
-                tile = one.convert("RGB").resize((_TILE, _TILE), Image.Resampling.NEAREST)
-            canvas.paste(tile, (place * step, line * step))
-    made = io.BytesIO()
-    canvas.save(made, "PNG")
-    write_file(file, [made.getvalue()])
+    tiles = []
+    for path in itertools.chain.from_iterable(rows):
+        with Image.open(path) as image:
+            small = image.convert("RGB").resize((_TILE, _TILE), Image.Resampling.NEAREST)
+            tiles.append(np.asarray(small, np.uint8))
+    write_file(file, [png(grid_of(np.stack(tiles), len(rows[0])))])

@@ -102,8 +102,8 @@ class Model(Switched):
         self.graph.arguments, self.graph.padded, self.graph.written, self.graph.remembered  # noqa: B018
         self.cut: Cut | None = None
         """How each sample's tokens are cut over the ranks of a context parallel group."""
-        self.felt: dict[str, Tensor] | None = None
-        """Where the squares of the gradients that each head sends back are added up, for one who looks at them."""
+        self.head_squares: dict[str, Tensor] | None = None
+        """The sum of the squares of the gradients that each head sends back, by its name; None: it is not kept."""
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
         with Undrawn():
             self._build(device=device, dtype=dtype)
@@ -365,9 +365,9 @@ class Model(Switched):
         return torch.cat([self.class_token.expand_as(x[:, :1]), x], dim=1)
 
     def _read(self, head: Head, x: Tensor, given: dict[str, Any], shares: Shares | None) -> Tensor:
-        if self.felt is not None and x.requires_grad and not torch.compiler.is_compiling():
+        if self.head_squares is not None and x.requires_grad and not torch.compiler.is_compiling():
             x = x.view_as(x)  # of this head alone
-            x.register_hook(partial(self._feel, head.name))  # type: ignore[no-untyped-call]
+            x.register_hook(partial(self._add_square, head.name))  # type: ignore[no-untyped-call]
         if isinstance(head, WordHead):
             asked = {name: self._asked(head, given.get(name)) for name in ("targets", "rows")}
             if shares is not None:
@@ -390,10 +390,12 @@ class Model(Switched):
         return self.classes(x, head, lengths)
 
     @torch.no_grad()
-    def _feel(self, name: str, gradient: Tensor) -> None:
-        if self.felt is not None:
+    def _add_square(self, name: str, gradient: Tensor) -> None:
+        if self.head_squares is not None:
             square = gradient.detach().float().square().sum()
-            self.felt[name] = self.felt[name] + square if name in self.felt else square
+            self.head_squares[name] = (
+                self.head_squares[name] + square if name in self.head_squares else square
+            )
 
     def _asked(self, head: WordHead, value: Any) -> Tensor | None:
         if isinstance(value, Mapping):

@@ -25,7 +25,7 @@ class HeadMeter:
         self._losses = torch.zeros(len(task.losses), device=device)
         self._model = model if self.names and isinstance(model, Model) else None
         if self._model is not None:
-            self._model.felt = {}
+            self._model.head_squares = {}
 
     def add(self, parts: Tensor | None) -> None:
         """Note the parts of a step's loss. Waits for nothing."""
@@ -39,17 +39,17 @@ class HeadMeter:
         if not self.names or not self._steps:
             return {}
         losses = average(self._losses / self._steps, self._dims)
-        felt = self._losses.new_zeros(len(self.names))
+        head_squares = self._losses.new_zeros(len(self.names))
         if self._model is not None:
-            squares = self._model.felt or {}
+            squares = self._model.head_squares or {}
             for place, name in enumerate(self.names):
                 if name in squares:
-                    felt[place] = squares[name]
-            self._model.felt = {}
-        felt = add_up(felt, self._dims)
+                    head_squares[place] = squares[name]
+            self._model.head_squares = {}
+        head_squares = add_up(head_squares, self._dims)
         if self._dims.pp > 1:  # heads are on the last stage
-            distributed.all_reduce(felt, group=self._dims.group("pp"))
-        shares = felt / felt.sum().clamp(min=torch.finfo(felt.dtype).tiny)
+            distributed.all_reduce(head_squares, group=self._dims.group("pp"))
+        shares = head_squares / head_squares.sum().clamp(min=torch.finfo(head_squares.dtype).tiny)
         told = torch.stack([losses[self._places], shares]).tolist()
         self._losses.zero_()
         self._steps = 0

@@ -114,7 +114,7 @@ def measured(events: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, float]
 
 
 def _within(event: Mapping[str, Any], marks: list[Mapping[str, Any]]) -> bool:
-    number = bisect_right([mark["ts"] for mark in marks], event["ts"]) - 1
+    number = bisect_right(marks, event["ts"], key=lambda mark: mark["ts"]) - 1
     return number >= 0 and event["ts"] < marks[number]["ts"] + marks[number]["dur"]
 
 

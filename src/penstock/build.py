@@ -359,6 +359,13 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
     let_recompile()
     options = {"dynamic": False, **options}
     if plan.compile == "whole":
+        from penstock.kernels.embedding_gradient import (
+            AddTouchedRows,
+        )  # late: Inductor takes a second to import
+
+        if "backend" not in options and "mode" not in options:
+            passes = {"post_grad_custom_pre_pass": AddTouchedRows()}
+            options["options"] = {**passes, **options.get("options", {})}
         model.compile(**options)
         return
     for block in anatomy_of(model).block_modules(model):

@@ -113,6 +113,11 @@ def described(model: ModelConfig, terms: Terms) -> Workload:
     )  # fmt: skip
 
 
+def _touches_rows(terms: Terms, table: str, tied: list[str]) -> bool:
+    """Whether the embedding's gradient is added to that of the logits row by row: see `AddTouchedRows`."""
+    return terms.whole and terms.host and table in tied
+
+
 def totals(model: ModelConfig) -> Workload:
     """One sample on one device: its parameters and FLOPs are those of the model, whatever its layout."""
     return described(model, Terms())
@@ -130,7 +135,7 @@ def _entrance(to: Lister, graph: Graph) -> int:
     for table, mine in tables.items():
         shared = [*read, *tied].count(table) - 1
         if shared:
-            added = shared * mine * e
+            added = 0 if _touches_rows(t, table, tied) else shared * mine * e
             to.behind(
                 Op("embedding.shared", "pointwise", False, n=mine, read=2 * added, written=added, launches=shared,
                    module="shared_table")
@@ -170,7 +175,8 @@ def _entrance(to: Lister, graph: Graph) -> int:
             to.table(
                 Op("embedding", "copy", n=d, read=moved, written=moved, weights=sum(weights), tensors=len(weights)),
                 # The gradient is as large as the table, and cleared before rows are added to it.
-                3 * moved, moved, cleared=mine * e,
+                3 * moved, moved,
+                cleared=0.0 if one is not None and _touches_rows(t, one.table, tied) else mine * e,
             )  # fmt: skip
         if t.tp > 1 and one is not None:
             to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))

@@ -184,8 +184,10 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
     # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum where
-    # the whole step is compiled, but for a chunked loss, which stays an operator of its own.
-    in_place = plan.compile != "whole" or plan.loss == "chunked"
+    # the whole step is compiled, but for a chunked loss, which stays an operator of its own. On a CPU a compiled step
+    # adds the rows of the embedding to the gradient of the logits in place.
+    whole_step = plan.compile == "whole"
+    in_place = 2 if whole_step and cpu else int(not whole_step or plan.loss == "chunked")
     added = shared_table(work) * made * ((3 if standing else 2) - in_place)
     temporary = max(added, _temporary(work, plan, mine))
     after = {"gradients": whole, "temporary": temporary, "buckets": buckets}

@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "export": BASE | ASKED | {"decode", "infer", "models", "products"},
     "tasks": BASE | {"data", "decode", "kernels", "models"},
     "optim": BASE | ASKED | {"kernels", "models", "shards"},
-    "products": BASE | {"cpu", "dtypes", "models"},
+    "products": BASE | {"cpu", "dtypes", "kernels", "models"},
     "precision": BASE
     | ASKED
     | {"cpu", "containers", "dtypes", "kernels", "matmul", "models", "optim", "products"},
@@ -437,7 +437,7 @@ LINES = {
     "doctor": 450,
     "export": 880,
     "infer": 1760,
-    "kernels": 3610,
+    "kernels": 5150,
     "ladder": 5390,
     "launch": 1550,
     "models": 7660,
@@ -446,7 +446,7 @@ LINES = {
     "planner": 6430,
     "precision": 5520,
     "probe": 1050,
-    "products": 1190,
+    "products": 1440,
     "report": 1440,
     "schedules": 1040,
     "serve": 3380,
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 83_300
+    assert sum(LINES.values()) <= 85_090
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

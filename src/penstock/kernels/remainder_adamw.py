@@ -65,7 +65,8 @@ class Batch:
     """Tensors of one group on one device, all dense, flat (N_i) and of the same order, updated together.
 
     `remainders` is None where the weights are fp32 themselves. `exp_avgs` and `exp_avg_sqs` are fp32, `gradients` of
-    any floating type, `steps` 0-d fp32.
+    any floating type, `steps` 0-d fp32. `copies`, all bf16 or all fp16, are fp32 weights rounded to nearest even, and
+    `averages` fp32 averages of the exact weights; None: there are none.
     """
 
     weights: list[Tensor]
@@ -74,6 +75,8 @@ class Batch:
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
+    copies: list[Tensor] | None = None
+    averages: list[Tensor] | None = None
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,6 +119,15 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device; a GPU without Triton is reported once."""
+    if device.type == "cuda" and not have_triton():
+        _say_once(
+            "Triton is not installed, so plain operations take the place of fused kernels, which are slower."
+        )
+    return have_triton() and (device.type == "cuda" or interpreting())
+
+
 @functools.cache
 def _say_once(message: str) -> None:
     _log.warning(message)
@@ -156,22 +168,44 @@ def adamw_(
     form: Form,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    average_part: float = 0.0,
 ) -> None:
     """One AdamW step (Loshchilov and Hutter, ICLR 2019, algorithm 2) on a batch, in place.
 
     Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, counters included; both are 0-d
-    fp32 tensors that the kernels read on the device.
+    fp32 tensors that the kernels read on the device. Then copies take the new weights, and averages become
+    a + `average_part` · (w − a). Raises ConfigError for copies of weights that have remainders.
     """
+    if batch.copies is not None and batch.remainders is not None:
+        raise ConfigError("A bf16 weight with a remainder is its own half copy; leave copies out.")
     torch._foreach_add_(batch.steps, 1)
-    if form_on(form, batch.weights[0].device) == "triton" and batch.remainders is not None:
+    if form_on(form, batch.weights[0].device) == "triton":
         from penstock.kernels.triton.remainder_adamw import launch
 
-        arrays = zip(batch.weights, batch.remainders, batch.exp_avgs, batch.exp_avg_sqs, batch.steps)
-        launch(list(arrays), batch.gradients, grad_scale, found_inf, **hyper._asdict())
+        nothing = [None] * len(batch.steps)
+        arrays = zip(
+            batch.weights, batch.remainders or nothing, batch.exp_avgs, batch.exp_avg_sqs, batch.steps,
+            batch.copies or nothing, batch.averages or nothing,
+        )  # fmt: skip
+        launch(
+            list(arrays), batch.gradients, grad_scale, found_inf, average_part=average_part, **hyper._asdict()
+        )
     else:
         _fused(batch, hyper, grad_scale, found_inf)
+        _follow(batch, found_inf, average_part)
     if found_inf is not None:
         torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
+
+
+def _follow(batch: Batch, found_inf: Tensor | None, average_part: float) -> None:
+    """Copies and averages after a step that torch's kernel made."""
+    if batch.copies is not None:
+        torch._foreach_copy_(batch.copies, batch.weights)
+    part = average_part if found_inf is None else average_part * (1.0 - found_inf)
+    for index, average in enumerate(batch.averages or ()):
+        weight = batch.weights[index]
+        value = weight if batch.remainders is None else join(weight, batch.remainders[index])
+        average.add_((value - average) * part)
 
 
 # -- torch's fused kernel between a join and a split

@@ -1,0 +1,144 @@
+"""Triton kernels without a GPU: run in the interpreter, with mutants that must fail, and compiled for some GPUs.
+
+A test file that calls `interpret` has `check(device)`, which compares kernels with their references, and MUTANTS: which
+module of penstock.kernels.triton, a text that its source has once, and what takes its place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from penstock.kernels.remainder_adamw import have_triton
+
+needs_triton = pytest.mark.skipif(not have_triton(), reason="Triton is not installed (pip install triton)")
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
+"""Bytes of shared memory that a program of each architecture may have."""
+
+
+def interpret(file: str) -> None:
+    """Run the `check` of a test file in Triton's interpreter, in a process of its own, and see its mutants fail."""
+    done = subprocess.run(
+        [sys.executable, __file__, file],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "all equal"
+
+
+def _loaded(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path) -> bool:
+    import penstock.kernels.triton as room
+
+    name, text, change = mutant
+    whole = f"{room.__name__}.{name}"
+    own = importlib.import_module(whole)
+    source = Path(str(own.__file__)).read_text(encoding="utf-8")
+    assert source.count(text) == 1, f"{name} has {text!r} {source.count(text)} times"
+    path = folder / f"{name}.py"
+    path.write_text(source.replace(text, change), encoding="utf-8")
+    try:
+        setattr(room, name, _loaded(whole, path))
+        case.check("cpu")
+    except AssertionError:
+        return True
+    finally:
+        sys.modules[whole] = own
+        setattr(room, name, own)
+    return False
+
+
+def _main(file: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    case = _loaded("case", Path(file))
+    case.check("cpu")
+    for mutant in getattr(case, "MUTANTS", ()):
+        with tempfile.TemporaryDirectory() as folder:
+            assert _mutant_is_seen(case, mutant, Path(folder)), f"{mutant} passes the check"
+    print("all equal")
+
+
+class Compiled(NamedTuple):
+    """Facts about a kernel that was compiled ahead of time."""
+
+    registers: int
+    spilled: int
+    """Bytes of a thread's stack and local memory."""
+    shared: int
+    ptx: str
+
+    def count(self, pattern: str) -> int:
+        """How often a pattern is in the program."""
+        return len(re.findall(pattern, self.ptx))
+
+
+def compile_for(
+    architecture: int,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    aligned: Collection[str] = (),
+    **options: Any,
+) -> Compiled:
+    """Compile a kernel for an architecture, of arguments of these types; pointers, and the numbers named in `aligned`,
+    are multiples of 16. It fits into shared memory."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in aligned or signature[name].startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    assert made.metadata.shared <= SHARED[architecture]
+    return Compiled(used["REG"], used["STACK"] + used["LOCAL"], made.metadata.shared, made.asm["ptx"])
+
+
+def assert_close_to_exact(found: Any, eager: Any, exact: Any, *, least: float = 0.0) -> None:
+    """Numbers are at most twice as far from the exact ones as eager's of the same type, in the norm of all; `least` is
+    an error, as a share of the exact ones, that is no concern."""
+    assert found.shape == exact.shape
+    assert found.dtype == eager.dtype, (found.dtype, eager.dtype)
+    if not exact.numel():
+        return
+    errors = [float((each.detach().double() - exact.detach()).norm()) for each in (found, eager)]
+    assert errors[0] <= 2 * errors[1] + least * float(exact.detach().norm()), errors
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,213 @@
+"""Dropout, residual and norm in one operation: its reference against torch's operators, its kernels against that."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers.triton_kernels import assert_close_to_exact, compile_for, interpret, needs_triton
+from penstock.errors import ConfigError
+from penstock.kernels.seeded_norm import MOST, SeededNorm, kept, seeded_norm
+
+LEVEL = round(0.3 * 2**24)
+MUTANTS = [
+    ("seeded_norm", "value * scale, 0.0", "value, 0.0"),
+    ("seeded_norm", "tl.load(seed), quarter, line", "tl.load(seed), line, quarter"),
+    ("seeded_norm", "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))"),
+    ("seeded_norm", "grad -= value * (tl", "grad -= 0.9 * value * (tl"),
+    ("seeded_norm", "grad -= (tl.sum(grad, 1)", "grad -= 0.9 * (tl.sum(grad, 1)"),
+    ("seeded_norm", "weight_sums += grad * value", "weight_sums = grad * value"),
+    ("seeded_norm", "grad += tl.load(to_total", "grad = tl.load(to_total"),
+    ("seeded_norm", "bias_sums += grad", "bias_sums += grad * 0.99"),
+    ("seeded_norm", "real, value - mean[:, None], 0.0", "real, value - mean[:, None], 0.1"),
+]
+
+
+def eager(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """torch's own operators; the mask is 0 or 1 / (1 − p)."""
+    total = residual + x * mask.to(x.dtype)
+    of = total.to(x.dtype)
+    if centred:
+        return F.layer_norm(of, of.shape[-1:], weight, bias, 1e-5), total
+    return F.rms_norm(of, of.shape[-1:], weight, 1e-5), total
+
+
+def compared(run: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor | None]) -> list[Tensor]:
+    """Results and gradients under drawn gradients of both results."""
+    leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
+    results = run(*leaves)
+    generator = torch.Generator().manual_seed(3)
+    grads = [torch.randn(each.shape, generator=generator).to(each) for each in results]
+    torch.autograd.backward(results, grads)
+    return [*results, *(each.grad for each in leaves if each is not None and each.grad is not None)]
+
+
+def check(device: str) -> None:
+    """Results and gradients of the kernels are as near to exact ones as eager's, of any shape, strides and types."""
+    half, wide = torch.bfloat16, torch.float32
+    cases = [
+        ((70, 48), half, half, True, True, 0.3),
+        ((5, 7, 33), wide, wide, True, False, 0.3),
+        ((3, 2500), half, wide, False, False, 0.3),
+        ((2, 1), wide, wide, True, True, 0.0),
+        ((6, 65), torch.float16, torch.float16, False, False, 0.0),
+        ((9, 20), half, wide, True, True, 0.0),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for shape, narrow, type_of_residual, centred, has_bias, p in cases:
+        columns = shape[-1]
+
+        def drawn(*sizes: int, dtype: torch.dtype = narrow) -> Tensor:
+            return torch.randn(sizes, generator=generator).to(device, dtype)
+
+        # Neither lies in one piece.
+        x = drawn(columns, *shape[:-1]).movedim(0, -1)
+        residual = drawn(*shape[:-1], 2 * columns, dtype=type_of_residual)[..., ::2]
+        weight = None if has_bias is False and centred else 1 + drawn(columns) / 4
+        bias = drawn(columns) if has_bias else None
+        seed = torch.tensor([0x1234567890ABCDEF], device=device)
+        level = round(p * 2**24)
+        mask = torch.ones(shape, device=device, dtype=torch.float64)
+        if level:
+            mask = kept(seed, x[..., 0].numel(), columns, level).view(shape).double() / (1 - level / 2**24)
+        inputs = [x, residual, weight, bias]
+        fused = compared(partial(seeded_norm, p=p, centred=centred, seed=seed), inputs)
+        exact = compared(
+            partial(eager, mask=mask, centred=centred), [None if t is None else t.double() for t in inputs]
+        )
+        plain = compared(partial(eager, mask=mask, centred=centred), inputs)
+        assert len(fused) == len(exact) == len(plain)
+        for one, other, right in zip(fused, plain, exact, strict=True):
+            assert_close_to_exact(one, other.to(one.dtype), right, least=1e-6)
+        assert torch.equal((fused[1] == residual) | (mask > 0), torch.ones_like(mask, dtype=torch.bool))
+    y, total = seeded_norm(x[:0], residual[:0], weight, bias, p=0.5)
+    assert y.shape == total.shape == (0, columns)
+
+
+@needs_triton
+def test_kernels_are_as_exact_as_eager_and_mutants_are_not() -> None:
+    interpret(__file__)
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_kernels_are_as_exact_as_eager_on_a_gpu() -> None:
+    check("cuda")
+
+
+def test_the_plain_form_is_as_exact_as_eager() -> None:
+    check("cpu")
+
+
+def test_the_operator_is_one_to_torch() -> None:
+    """Its fake, its gradients, its place in a compiled graph, and recomputation."""
+    x, residual = (torch.randn(6, 10, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(10, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    seed = torch.tensor([5])
+    for level, centred in itertools.product((0, LEVEL), (True, False)):
+        arguments = x, residual, weight, bias if centred else None, seed, level, 1e-5, centred, torch.float64
+        torch.library.opcheck(torch.ops.penstock.seeded_norm.default, arguments)
+        torch.autograd.gradcheck(
+            lambda *leaves, rest=arguments[4:]: torch.ops.penstock.seeded_norm(*leaves, *rest)[:2],
+            arguments[:4],
+        )
+    module = SeededNorm(nn.LayerNorm(10), 0.3).double()
+
+    def sums(x: Tensor) -> Tensor:
+        y, total = module(x, residual)
+        return (y * total.sin()).sum()
+
+    compiled = torch.compile(sums, backend="aot_eager", fullgraph=True)
+    gradients = []
+    for run in (sums, compiled, partial(checkpoint, sums, use_reentrant=False)):
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(run(x), x)[0])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+    assert not torch.equal(gradients[0], torch.autograd.grad(sums(x), x)[0]), "another mask"
+    assert torch.equal(module.eval()(x, residual)[1], x + residual)
+    assert list(module.state_dict()) == ["weight", "bias"]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, total = seeded_norm(x.float(), residual.float())
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_what_is_dropped_follows_from_the_seed_alone() -> None:
+    """Philox's published numbers, the share of zeros, and no likeness of rows, columns or seeds."""
+    # The known answers of Philox-4x32-10 for a counter and a key of zeros.
+    words = torch.tensor([0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]) >> 8
+    for column, word in enumerate(words.tolist()):
+        assert kept(torch.tensor([0]), 1, 4, word)[0, column]
+        assert not kept(torch.tensor([0]), 1, 4, word + 1)[0, column]
+    masks = [kept(torch.tensor([seed]), 400, 300, LEVEL) for seed in (1, 2, 1 << 40)]
+    for mask in masks:
+        assert abs(mask.float().mean() - 0.7) < 0.006  # four standard deviations of 120,000
+        assert (mask.float().mean(0) - 0.7).abs().max() < 0.12
+    pairs = [(masks[0], masks[1]), (masks[0], masks[2]), (masks[0][1:], masks[0][:-1])]
+    pairs += [(masks[0][:, n:], masks[0][:, :-n]) for n in (1, 4)]
+    for one, other in pairs:
+        assert abs((one == other).float().mean() - 0.58) < 0.006
+    assert torch.equal(masks[0][:7, :9], kept(torch.tensor([1]), 7, 9, LEVEL))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.zeros(2, 4)
+    with pytest.raises(ConfigError, match="of one shape"):
+        seeded_norm(x, x[:1])
+    with pytest.raises(ConfigError, match="of one shape"):
+        seeded_norm(x, x, torch.ones(3))
+    for options in ({"p": 1.0}, {"bias": torch.ones(4)}, {"weight": x[0], "bias": x[0], "centred": False}):
+        with pytest.raises(ConfigError, match="p is at least 0"):
+            seeded_norm(x, x, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="over the last dimension"):
+        SeededNorm(nn.LayerNorm((2, 4)))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "architecture", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
+)
+def test_kernels_compile_without_spilling_and_read_in_vectors(
+    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from penstock.kernels.triton import seeded_norm as kernels
+    from penstock.kernels.triton.common import tile_of
+
+    pointers = dict.fromkeys(
+        ("x", "residual", "normed", "total", "to_normed", "to_total", "to_x", "to_residual"), "*bf16"
+    )
+    pointers |= dict.fromkeys(("weight", "bias"), "*bf16") | {"seed": "*i64"}
+    pointers |= dict.fromkeys(("means", "inverses", "to_weight", "to_bias"), "*fp32")
+    types = pointers | {"rows": "i32", "columns": "i32", "level": "i32", "scale": "fp32", "eps": "fp32"}
+    for columns in (768, MOST):
+        rows, block, warps = tile_of(columns)
+        constants = {
+            "DROPS": True,
+            "CENTRED": True,
+            "HAS_WEIGHT": True,
+            "HAS_BIAS": True,
+            "ROWS": rows,
+            "BLOCK": block,
+        }
+        for kernel, more in (
+            (kernels.seeded_norm_kernel, {}),
+            (kernels.seeded_norm_backward_kernel, {"HAS_TOTAL": True, "HAS_X": True}),
+        ):
+            made = compile_for(
+                architecture, kernel, types, constants | more, aligned=["columns"], num_warps=warps
+            )
+            assert made.spilled == 0, (columns, kernel)
+            assert made.registers * warps * 32 <= 65_536
+            assert made.count(r"ld\.global\S*\.v[48]\.") > 0
+            assert made.count(r"(ld|st)\.global\S*\.b16") == 0, "a number at a time"

@@ -11,6 +11,9 @@ makes each chunk's gradient at once, multiplies it into those of x, W and b, and
 repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
 and b.
 
+A z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5) adds ζ L² to a row's loss, with L = log Σ_v exp z_v. On a GPU one
+kernel makes loss and gradient of a chunk's logits in their place: see `penstock.kernels.logit_rows`.
+
 With a teacher (see `penstock.kernels.distil`) a row's loss is 1 − w of the above and w of the student's divergence from
 the teacher, whose logits are made and forgotten with the student's.
 """
@@ -27,6 +30,7 @@ from torch import Tensor
 from penstock.config.plan import LOGIT_BYTES
 from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
 from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
+from penstock.kernels.logit_rows import fuses_rows, logit_rows_
 from penstock.kernels.vocabulary import Share, normalised_, to_gradient_, vocabulary_cross_entropy
 
 _PADDED_ON = {"cuda"}
@@ -53,6 +57,7 @@ def linear_cross_entropy(
     share: Share | None = None,
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
     taught: Taught | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
 
@@ -61,13 +66,14 @@ def linear_cross_entropy(
     form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can be
     differentiated once. With a `share`, weight and bias are those of this rank's entries of the vocabulary, targets
     are numbers in all of it, and the gradient of x is what these entries add to it. `linear` makes the logits of the
-    plain form. With `taught`, of as many rows and entries, the loss is that of a student; it has no share.
+    plain form. With `taught`, of as many rows and entries, the loss is that of a student; it has no share. `z_loss` is
+    the factor ζ of the z-loss.
     """
     x, targets = x.flatten(0, -2), targets.flatten()
     if budget is None:
         if taught is not None:
-            return plain_student_loss(x, weight, bias, targets, smoothing, taught)
-        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share, linear)
+            return plain_student_loss(x, weight, bias, targets, smoothing, taught, z_loss)
+        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share, linear, z_loss)
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
         dtype = F.linear(x[:0], weight[:1]).dtype
@@ -75,7 +81,8 @@ def linear_cross_entropy(
     asked = [wanted and t is not None and t.requires_grad for t in (x, weight, bias)]
     there = share or Share("", 0, len(weight))
     beside = (None, None, None, 0.0, 1.0) if taught is None else tuple(taught)
-    loss: Tensor = _chunked(x, weight, bias, targets, smoothing, budget, dtype, *asked, *there, *beside)[0]
+    inputs = x, weight, bias, targets, smoothing, budget, dtype, *asked, *there, *beside
+    loss: Tensor = _chunked(*inputs, z_loss=z_loss)[0]
     return loss
 
 
@@ -87,26 +94,49 @@ def plain_linear_cross_entropy(
     smoothing: float = 0.0,
     share: Share | None = None,
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
     if share is None:
         columns = len(weight)
         if not torch.compiler.is_compiling():
             weight, bias = padded_entries(weight), None if bias is None else padded_entries(bias)
-        return cross_entropy(linear(x, weight, bias), targets, smoothing, columns)
-    logits = linear(x, weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return vocabulary_cross_entropy(logits, targets, share, smoothing=smoothing, ignored=IGNORED)
+        logits = linear(x, weight, bias)
+        if not z_loss:
+            return cross_entropy(logits, targets, smoothing, columns)
+        logits = _wide_logits(logits[:, :columns])
+        loss = F.cross_entropy(
+            logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
+        )
+        return loss + z_loss * _squared_sums(logits, targets)
+    logits = _wide_logits(linear(x, weight, bias))
+    return vocabulary_cross_entropy(
+        logits, targets, share, smoothing=smoothing, ignored=IGNORED, z_loss=z_loss
+    )
+
+
+def _wide_logits(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _squared_sums(logits: Tensor, targets: Tensor) -> Tensor:
+    """Σ (log Σ exp z)² of the rows that count."""
+    return torch.logsumexp(logits, 1).square().where(targets != IGNORED, 0.0).sum()
 
 
 def plain_student_loss(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, taught: Taught
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    smoothing: float,
+    taught: Taught,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """All logits of a student and its teacher at once: the reference of the chunked form."""
-    logits, meant = F.linear(x, weight, bias), F.linear(*taught[:3])
-    if logits.dtype != torch.float64:
-        logits, meant = logits.float(), meant.float()
+    logits, meant = _wide_logits(F.linear(x, weight, bias)), _wide_logits(F.linear(*taught[:3]))
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
+    loss = loss + z_loss * _squared_sums(logits, targets) if z_loss else loss
     apart = divergences(logits, meant, taught.temperature).where(targets != IGNORED, 0.0).sum()
     return (1.0 - taught.share) * loss + taught.share * apart
 
@@ -145,6 +175,7 @@ def in_chunks(
     taught_share: float = 0.0,
     temperature: float = 1.0,
     row_weights: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise. With
     `row_weights`, (R,), the gradients are those of the sum of the rows' losses times these."""
@@ -165,7 +196,9 @@ def in_chunks(
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
         sums = _Sums.of(x, cast, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
-        sums = sums._replace(share=share, columns=len(weight), taught=taught, row_weights=row_weights)
+        sums = sums._replace(
+            share=share, columns=len(weight), taught=taught, row_weights=row_weights, z_loss=z_loss
+        )
         for first in range(0, len(x), step):
             here = slice(first, first + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
@@ -185,7 +218,7 @@ def _shapes(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
     dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, group: str, start: int, whole: int,
     taught_x: Tensor | None = None, taught_weight: Tensor | None = None, taught_bias: Tensor | None = None,
-    taught_share: float = 0.0, temperature: float = 1.0, row_weights: Tensor | None = None,
+    taught_share: float = 0.0, temperature: float = 1.0, row_weights: Tensor | None = None, z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     kept = _sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
     return (
@@ -214,6 +247,7 @@ class _Sums(NamedTuple):
     """V, without padding."""
     taught: Taught | None = None
     row_weights: Tensor | None = None
+    z_loss: float = 0.0
 
     @classmethod
     def of(
@@ -235,48 +269,85 @@ class _Sums(NamedTuple):
         rows = F.linear(x, weight, bias)
         logits, dtype = rows[:, : self.columns], rows.dtype  # (r, V)
         counted = targets != IGNORED
-        targets = targets.where(counted, 0)
         asked = self.x.numel() or self.weight.numel() or self.bias.numel()
-        if self.share is not None:
-            p = logits.to(self.loss.dtype, copy=True)
-            row = normalised_(p, targets, self.smoothing, self.share)
-            self.loss.add_(row.losses.where(counted, 0).sum())
-            if not asked:
-                return
-            to_gradient_(p, row, self.smoothing, self.share)
+        if self.share is None and fuses_rows(logits):
+            p = self._fused(here, logits, targets, bool(asked))
         else:
-            p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
-            index = targets[:, None]
-            losses, w = row_losses(p, index, self.smoothing), 0.0
-            if self.taught is not None:
-                w, temperature = self.taught[3:]
-                meant = F.linear(self.taught.x[here], *self.taught[1:3])[:, : self.columns]
-                apart, pull = divergences_and_gradients(logits, meant, temperature, self.loss.dtype)
-                losses = losses * (1.0 - w) + apart * w
-            self.loss.add_(losses.where(counted, 0).sum())
-            if not asked:
-                return
-            take_target_(p.exp_(), index, self.smoothing)
-            if self.taught is not None:
-                p.mul_(1.0 - w).add_(pull, alpha=w)
-                del meant, pull
-        if self.row_weights is not None:
-            p.mul_(self.row_weights[here, None])
-        if self.scale != 1.0:
-            p.mul_(self.scale)
+            p = self._plain(here, logits, targets.where(counted, 0), counted, bool(asked))
+        if not asked:
+            return
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
         counts = counted[:, None].to(dtype)
-        if self.bias.numel():
+        if self.bias.numel() and p is logits:
+            self.bias[: self.columns].add_(p.sum(0, dtype=self.bias.dtype))
+        elif self.bias.numel():
             self.bias[: self.columns].add_(counts.to(p.dtype).T.mm(p)[0])
         # The gradient takes the place of the logits, unless that would be no more than a copy.
         gradient = p if p.shape == rows.shape and p.dtype == dtype else rows
-        if gradient is rows:
+        if gradient is rows and p is not logits:
             logits.copy_(p)
         del p, rows, logits
         if self.x.numel():
             torch.mul(gradient.mm(weight), counts, out=self.x[here])
         if self.weight.numel():
             self._learn(gradient, x * counts)
+
+    def _fused(self, here: slice, logits: Tensor, targets: Tensor, asked: bool) -> Tensor:
+        """The logits (r, V), which have become the gradient if it is asked for."""
+        taught, w, temperature = None, 0.0, 1.0
+        if self.taught is not None:
+            taught, (w, temperature) = self._taught_logits(here), self.taught[3:]
+        losses, _ = logit_rows_(
+            logits,
+            targets,
+            taught=taught,
+            row_weights=None if self.row_weights is None else self.row_weights[here],
+            smoothing=self.smoothing,
+            z_loss=self.z_loss,
+            share=w,
+            temperature=temperature,
+            scale=self.scale,
+            gradient=asked,
+        )
+        self.loss.add_(losses.sum())
+        return logits
+
+    def _taught_logits(self, here: slice) -> Tensor:
+        assert self.taught is not None
+        return F.linear(self.taught.x[here], *self.taught[1:3])[:, : self.columns]
+
+    def _plain(self, here: slice, logits: Tensor, targets: Tensor, counted: Tensor, asked: bool) -> Tensor:
+        """The gradient (r, V), of rows that do not count too, if it is asked for."""
+        if self.share is not None:
+            p = logits.to(self.loss.dtype, copy=True)
+            row = normalised_(p, targets, self.smoothing, self.share, self.z_loss)
+            self.loss.add_(row.losses.where(counted, 0).sum())
+            if asked:
+                to_gradient_(p, row, self.smoothing, self.share, self.z_loss)
+        else:
+            p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
+            index = targets[:, None]
+            losses, w = row_losses(p, index, self.smoothing), 0.0
+            if self.z_loss:
+                sums = torch.logsumexp(logits.to(p.dtype), 1)
+                losses = losses + self.z_loss * sums.square()
+            if self.taught is not None:
+                w, temperature = self.taught[3:]
+                meant = self._taught_logits(here)
+                apart, pull = divergences_and_gradients(logits, meant, temperature, self.loss.dtype)
+                losses = losses * (1.0 - w) + apart * w
+            self.loss.add_(losses.where(counted, 0).sum())
+            if not asked:
+                return p
+            p.exp_()
+            if self.z_loss:
+                p.mul_(1.0 + 2.0 * self.z_loss * sums[:, None])
+            take_target_(p, index, self.smoothing)
+            if self.taught is not None:
+                p.mul_(1.0 - w).add_(pull, alpha=w)
+        if self.row_weights is not None:
+            p.mul_(self.row_weights[here, None])
+        return p.mul_(self.scale) if self.scale != 1.0 else p
 
     def _learn(self, gradient: Tensor, x: Tensor) -> None:
         """Add what the rows say of the weight: (V, r) @ (r, D)."""
@@ -306,7 +377,7 @@ def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
         for i, (kept, asked, dtype) in enumerate(zip(ctx.saved_tensors, ctx.asked, ctx.types, strict=True)):
             if asked:
                 found[i] = kept.mul_(factor).to(dtype)
-    return (*found, *[None] * 16)
+    return (*found, *[None] * 17)
 
 
 _chunked.register_autograd(_scaled, setup_context=_remember)

@@ -34,14 +34,17 @@ class Row(NamedTuple):
     """(R, 1) the target's place here, 0 where it lies elsewhere."""
     here: Tensor
     """(R, 1) whether the target lies here."""
+    sums: Tensor
+    """(R,) log Σ exp of the logits of the whole vocabulary."""
 
 
-def normalised_(z: Tensor, targets: Tensor, smoothing: float, share: Share) -> Row:
+def normalised_(z: Tensor, targets: Tensor, smoothing: float, share: Share, z_loss: float = 0.0) -> Row:
     """Make of logits (R, C), in place, the probabilities of this rank's entries; targets (R) lie within V."""
     index = targets[:, None] - share.start
     here = (index >= 0) & (index < z.shape[1])
     index = index.where(here, 0)
-    z.sub_(_over(z.amax(1), "max", share)[:, None])
+    most = _over(z.amax(1), "max", share)
+    z.sub_(most[:, None])
     parts = [z.gather(1, index).where(here, 0).squeeze(1), z.exp().sum(1)]
     if smoothing:
         parts.append(z.sum(1))
@@ -50,12 +53,17 @@ def normalised_(z: Tensor, targets: Tensor, smoothing: float, share: Share) -> R
     losses = total - told[0] * (1.0 - smoothing)
     if smoothing:
         losses -= told[2] * (smoothing / share.whole)
+    sums = most + total
+    if z_loss:
+        losses += z_loss * sums.square()
     z.sub_(total[:, None]).exp_()
-    return Row(losses, index, here)
+    return Row(losses, index, here, sums)
 
 
-def to_gradient_(p: Tensor, row: Row, smoothing: float, share: Share) -> Tensor:
+def to_gradient_(p: Tensor, row: Row, smoothing: float, share: Share, z_loss: float = 0.0) -> Tensor:
     """Make of probabilities (R, C), in place, the gradients of the logits."""
+    if z_loss:
+        p.mul_(1.0 + 2.0 * z_loss * row.sums[:, None])
     if smoothing:
         p.sub_(smoothing / share.whole)
     return p.scatter_add_(1, row.column, (smoothing - 1.0) * row.here.to(p.dtype))
@@ -69,26 +77,39 @@ def _over(x: Tensor, how: str, share: Share) -> Tensor:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, smoothing: float, share: Share
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        counted: Tensor,
+        smoothing: float,
+        share: Share,
+        z_loss: float,
     ) -> Tensor:
         p = logits.clone()
-        row = normalised_(p, targets, smoothing, share)
-        ctx.save_for_backward(p, counted, row.column, row.here)
-        ctx.smoothing, ctx.share = smoothing, share
+        row = normalised_(p, targets, smoothing, share, z_loss)
+        ctx.save_for_backward(p, counted, row.column, row.here, row.sums)
+        ctx.options = smoothing, share, z_loss
         return row.losses.where(counted, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        p, counted, index, here = ctx.saved_tensors
-        found = to_gradient_(p.clone(), Row(p, index, here), ctx.smoothing, ctx.share)
-        return found * (grad * counted[:, None]), None, None, None, None
+        p, counted, *row = ctx.saved_tensors
+        made = to_gradient_(p.clone(), Row(p, *row), *ctx.options)
+        return made * (grad * counted[:, None]), None, None, None, None, None
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor, targets: Tensor, share: Share, *, smoothing: float = 0.0, ignored: int = -100
+    logits: Tensor,
+    targets: Tensor,
+    share: Share,
+    *,
+    smoothing: float = 0.0,
+    ignored: int = -100,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """The sum of the cross entropy of rows, 0-d, the same on all ranks. logits: (R, C) fp32 or fp64 of this rank's
-    entries, targets: (R) int64 within the whole vocabulary, of which `ignored` counts nothing.
+    entries, targets: (R) int64 within the whole vocabulary, of which `ignored` counts nothing. `z_loss` is the factor
+    of (log Σ exp z)².
     """
     counted = targets != ignored
-    return _Loss.apply(logits, targets.where(counted, 0), counted, smoothing, share)  # type: ignore[no-any-return, no-untyped-call]
+    return _Loss.apply(logits, targets.where(counted, 0), counted, smoothing, share, z_loss)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,126 @@
+"""The loss of rows of logits, and its gradient in their place: what a loss in chunks does between its products.
+
+Shapes: R rows, V entries of the vocabulary. For logits z of a row, its target t, p = softmax(z), L = log Σ_v exp z_v,
+smoothing ε (Szegedy et al., CVPR 2016, section 7) and a z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5)
+
+    loss      L − (1 − ε) z_t − (ε / V) Σ_v z_v + ζ L²
+    gradient  p (1 + 2 ζ L) − (1 − ε) onehot(t) − ε / V
+
+With a teacher's logits u at a temperature T (see `penstock.kernels.distil`), q = softmax(u / T) and p' = softmax(z /
+T), 1 − w of both, and w of
+
+    loss      T² Σ_v q_v (log q_v − log p'_v)
+    gradient  T (p' − q)
+
+A row whose target is −100 counts nothing: its loss and its gradient are 0.
+
+On a GPU with Triton one kernel does this (kernels/triton/logit_rows.py). In a type of e bytes it reads 2·e·R·V bytes,
+half of which a cache of e·V bytes for each multiprocessor has, twice that with a teacher, and writes e·R·V; it computes
+two exponentials for each logit, six with a teacher, and about 12 or 30 FLOPs besides. Separate operators read and write
+e·R·V about 9 times, in fp32. The reference below is the form of other devices and of fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.kernels.cross_entropy import IGNORED, row_losses, take_target_
+from penstock.kernels.distil import divergences_and_gradients
+from penstock.kernels.remainder_adamw import runs_triton
+
+
+def logit_rows_(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    taught: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    share: float = 0.0,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row and its log Σ exp, both (R,), 0 where the target is −100, in fp32 (fp64 of fp64 logits).
+
+    logits: (R, V), whose rows lie in one piece; with `gradient` they become that of Σ_rows scale · row_weights · loss.
+    targets: (R,) int64; taught: (R, V), with which `share` and `temperature` count; row_weights: (R,). torch cannot
+    differentiate through it. Raises ConfigError for shapes or strides that do not fit.
+    """
+    rows = logits.shape[:1]
+    fits = logits.ndim == 2 and logits.shape[1] > 0 and targets.shape == rows
+    fits = fits and (taught is None or taught.shape == logits.shape)
+    fits = fits and (row_weights is None or row_weights.shape == rows)
+    if not fits or logits.stride(1) != 1:
+        raise ConfigError(
+            f"logit_rows_ needs logits (R, V) whose rows lie in one piece, and targets for each row, but has shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()} and {tuple(targets.shape)} targets; flatten them."
+        )
+    terms = smoothing, z_loss, share, temperature, scale, gradient
+    results: tuple[Tensor, Tensor] = _rows(logits, targets, taught, row_weights, *terms)
+    return results
+
+
+def fuses_rows(logits: Tensor) -> bool:
+    """Whether a kernel takes these logits."""
+    return runs_triton(logits.device) and logits.dtype != torch.float64
+
+
+@torch.library.custom_op("penstock::logit_rows_", mutates_args=("logits",))
+def _rows(
+    logits: Tensor, targets: Tensor, taught: Tensor | None, row_weights: Tensor | None, smoothing: float,
+    z_loss: float, share: float, temperature: float, scale: float, gradient: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not fuses_rows(logits):
+        return _plain(
+            logits, targets, taught, row_weights, smoothing, z_loss, share, temperature, scale, gradient
+        )
+    losses, sums = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    if len(logits):
+        from penstock.kernels.triton.logit_rows import launch
+
+        taught = taught if taught is None or taught.stride(1) == 1 else taught.contiguous()
+        weights = None if row_weights is None else row_weights.contiguous()
+        launch(
+            logits, targets.contiguous(), taught, weights, smoothing, z_loss, share, temperature, scale, gradient,
+            losses, sums,
+        )  # fmt: skip
+    return losses, sums
+
+
+def _row_shapes(
+    logits: Tensor, targets: Tensor, taught: Tensor | None, row_weights: Tensor | None, smoothing: float,
+    z_loss: float, share: float, temperature: float, scale: float, gradient: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    losses: Tensor = logits.new_empty(logits.shape[0], dtype=dtype)
+    return losses, torch.empty_like(losses)
+
+
+_rows.register_fake(_row_shapes)
+
+
+def _plain(
+    logits: Tensor, targets: Tensor, taught: Tensor | None, row_weights: Tensor | None, smoothing: float,
+    z_loss: float, share: float, temperature: float, scale: float, gradient: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    counted = targets != IGNORED
+    index = targets.where(counted, 0)[:, None]
+    sums = torch.logsumexp(logits.to(dtype), 1)
+    p = torch.log_softmax(logits, dim=-1, dtype=dtype)
+    losses = row_losses(p, index, smoothing) + z_loss * sums.square()
+    p.exp_().mul_(1.0 + 2.0 * z_loss * sums[:, None])
+    take_target_(p, index, smoothing)
+    if taught is not None:
+        apart, pull = divergences_and_gradients(logits, taught, temperature, dtype)
+        losses = (1.0 - share) * losses + share * apart
+        p.mul_(1.0 - share).add_(pull, alpha=share)
+    if gradient:
+        factor = counted * scale if row_weights is None else counted * scale * row_weights
+        # Zeros of what counts nothing, whatever its logits are.
+        logits.copy_(torch.where(counted[:, None], p * factor[:, None], 0.0))
+    return losses.where(counted, 0.0), sums.where(counted, 0.0)

@@ -156,6 +156,25 @@ def scale_sums(
     return wide.to(dtype)
 
 
+def input_gradient(
+    dy: Tensor, outputs: Tensor, scales: Tensor, dtype: torch.dtype, *, emulate: bool = False
+) -> Tensor:
+    """dy (M, N) times the weight, given as int8 numbers (N, K) with scales (N, 1): (M, K) in `dtype`."""
+    gradients, own = rounded(dy, factor=scales.t(), noisy=True)
+    return (integer_product(gradients, outputs, emulate=emulate) * own).to(dtype)
+
+
+def weight_gradient(
+    dy: Tensor, rows: Tensor, scales: Tensor, dtype: torch.dtype, *, weights_too: bool, emulate: bool = False
+) -> Tensor:
+    """dyᵀ x (N, K), of x as int8 numbers (M, K) with scales (M, 1), in int8 with `weights_too`, else in `dtype`."""
+    if weights_too:
+        gradients, own = rounded(dy, 0, factor=scales, noisy=True)
+        return integer_product(gradients.t(), rows, emulate=emulate) * own.t()
+    # Whole numbers up to 127 are exact in bf16.
+    return (dy * scales).to(dtype).t() @ rows.to(dtype)
+
+
 class _Int8(torch.autograd.Function):
     """The three products; see the top of this file."""
 
@@ -185,16 +204,11 @@ class _Int8(torch.autograd.Function):
         x_type, weight_type, bias_type, dtype = ctx.types
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            outputs, output_scales = rounded(weight)
-            gradients, scales = rounded(dy, factor=output_scales.t(), noisy=True)
-            dx = (integer_product(gradients, outputs, emulate=ctx.emulate) * scales).to(x_type)
-        if ctx.needs_input_grad[1] and ctx.weights_too:
-            gradients, scales = rounded(dy, 0, factor=row_scales, noisy=True)
-            sums = integer_product(gradients.t(), rows, emulate=ctx.emulate)
-            dweight = (sums * scales.t()).to(weight_type)
-        elif ctx.needs_input_grad[1]:
-            # Whole numbers up to 127 are exact in bf16.
-            dweight = ((dy * row_scales).to(dtype).t() @ rows.to(dtype)).to(weight_type)
+            dx = input_gradient(dy, *rounded(weight), x_type, emulate=ctx.emulate)
+        if ctx.needs_input_grad[1]:
+            dweight = weight_gradient(
+                dy, rows, row_scales, dtype, weights_too=ctx.weights_too, emulate=ctx.emulate
+            ).to(weight_type)
         if ctx.needs_input_grad[2]:
             dbias = dy.sum(0, dtype=torch.float32).to(bias_type)
         return dx, dweight, dbias, None, None, None

@@ -252,7 +252,7 @@ def build(
     if recipe.ema_decay is not None:
         weights = None if masters is None else masters.named(module)
         publish = None if masters is None else masters.publish
-        ema = EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish)
+        ema = EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish, every_step=True)
     scaler = _scaler(recipe, device, dims) if precision.scales else None
     runner: Runner | None = None
     if stages is not None:

@@ -24,6 +24,7 @@ from penstock.kernels.remainder_adamw import (
     join,
     split,
 )
+from penstock.optim import EMA, RemainderAdamW
 
 HYPER = Hyper(lr=3e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
@@ -343,9 +344,34 @@ MUTANTS = [
 def check(device: str) -> None:
     for case in CASES:
         check_against_reference(device=device, **case)
+    check_averages_of_a_model(device)
     check_unaligned(device)
     check_nan(device)
     check_many_steps(device)
+
+
+def check_averages_of_a_model(device: str) -> None:
+    """The optimizer's launch moves averages as `EMA.update` does, but for those that it may skip."""
+    averages = []
+    for every_step in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7, bias=False), torch.nn.Linear(7, 3)).to(device)
+        model[0].bfloat16()
+        model[1].bias.requires_grad_(False)
+        optimizer = RemainderAdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, form="triton")
+        ema = EMA(model, 0.75, optimizer, every_step=every_step)
+        for step in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * step) if parameter.requires_grad else None
+            optimizer.found_inf = torch.zeros((), device=device) if step == 2 else None
+            before = {name: average.clone() for name, average in ema.state_dict().items()}
+            optimizer.step()
+            moved = [not torch.equal(before[name], average) for name, average in ema.state_dict().items()]
+            assert moved == [every_step and step != 2] * 2 + [False]
+            ema.update()
+        averages.append(ema.state_dict())
+    for name, average in averages[0].items():
+        torch.testing.assert_close(averages[1][name], average)
 
 
 def check_unaligned(device: str) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from penstock.config.convert import Probability, require
 from penstock.errors import CheckpointError
 from penstock.optim import tensors
-from penstock.optim.remainder import RemainderAdamW
+from penstock.optim.remainder import Averages, RemainderAdamW
 
 _CHUNK = 1 << 20
 
@@ -22,8 +22,9 @@ class EMA:
 
     Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
     averaged; buffers are the model's own. With RemainderAdamW as `optimizer` the exact fp32 weights are averaged, not
-    the bf16 ones. With master weights, give them by name as `weights`, and as `publish` what rounds them into the
-    model.
+    the bf16 ones; if `update` follows `every_step`, its steps on a GPU move the averages themselves, in their one
+    launch, and `update` does the rest. With master weights, give them by name as `weights`, and as `publish` what
+    rounds them into the model.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class EMA:
         *,
         weights: Mapping[str, Tensor] | None = None,
         publish: Callable[[], None] | None = None,
+        every_step: bool = False,
     ) -> None:
         require("recipe.ema_decay", decay, Probability)
         self.decay = decay
@@ -43,6 +45,9 @@ class EMA:
         self._scratch: Tensor | None = None
         with torch.no_grad():
             self._shadows = {name: self._fp32(p) for name, p in self._parameters.items()}
+        if every_step and self._remainders is not None:
+            shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}
+            self._remainders.averages = Averages(shadows, 1.0 - decay, set())
 
     def _fp32(self, parameter: Tensor) -> Tensor:
         """A copy of a weight, as exact as the optimizer knows it."""
@@ -55,7 +60,13 @@ class EMA:
         """Move every average towards the present weights."""
         averages: list[Tensor] = []
         weights: list[Tensor] = []
+        folded = None if self._remainders is None else self._remainders.averages
+        moved = set() if folded is None else set(folded.moved)
+        if folded is not None:
+            folded.moved.clear()
         for name, parameter in self._parameters.items():
+            if parameter in moved:
+                continue
             average, weight = tensors.local(self._shadows[name]), tensors.local(parameter.detach())
             if self._remainders is not None and self._remainders.completes(parameter):
                 pieces = self._remainders.fp32_chunks(parameter, _CHUNK)

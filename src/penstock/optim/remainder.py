@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,17 @@ __all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "remainder": torch.int16}
 """Types of the state of each Parameter, except for its count of steps."""
+
+
+class Averages(NamedTuple):
+    """Averages of weights that move in an optimizer's own pass."""
+
+    shadows: dict[Tensor, Tensor]
+    """fp32 averages by Parameter, in the Parameter's shape."""
+    part: float
+    """How far they go towards the weights, 1 − decay."""
+    moved: set[Tensor]
+    """Parameters whose averages have moved since somebody looked."""
 
 
 class RemainderAdamW(Optimizer):
@@ -46,6 +57,8 @@ class RemainderAdamW(Optimizer):
     amsgrad and differentiable, a learning rate that is a tensor, and Parameters of other types or with gaps in memory.
     """
 
+    averages: Averages | None = None
+    """Averages that a step on a GPU moves in its own launch: see `penstock.optim.EMA`."""
     NOT_CONTIGUOUS = (
         "flat buffers keep state in the weights' type, which would round its fp32 moments; use it without contiguous, "
         "it gathers small tensors by itself."
@@ -94,7 +107,8 @@ class RemainderAdamW(Optimizer):
             for group in self.param_groups:
                 for batch in self._batches(group):
                     scalars = {name: self._scalar(name, batch) for name in ("grad_scale", "found_inf")}
-                    adamw_(batch, _hyper(group), form=self.form, **scalars)
+                    part = 0.0 if self.averages is None else self.averages.part
+                    adamw_(batch, _hyper(group), form=self.form, average_part=part, **scalars)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,7 +221,7 @@ class RemainderAdamW(Optimizer):
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The Parameters of a group that have a gradient, by device and type."""
-        batches: dict[tuple[torch.device, torch.dtype], Batch] = {}
+        batches: dict[tuple[torch.device, torch.dtype, bool], Batch] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -218,11 +232,14 @@ class RemainderAdamW(Optimizer):
             local = tensors.local(parameter)
             if local.numel() == 0:  # a shard may be empty
                 continue
-            key = (local.device, parameter.dtype)
+            average = self._average_of(parameter, local)
+            key = (local.device, parameter.dtype, average is not None)
             if key not in batches:
                 remainders: list[Tensor] | None = [] if parameter.dtype == torch.bfloat16 else None
-                batches[key] = Batch([], remainders, [], [], [], [])
+                batches[key] = Batch([], remainders, [], [], [], [], averages=None if average is None else [])
             batch = batches[key]
+            if average is not None and batch.averages is not None:
+                batch.averages.append(tensors.flat(average))
             state = self._state_of(parameter)
             batch.weights.append(tensors.flat(local))
             batch.gradients.append(tensors.flat(tensors.ordered(tensors.local(parameter.grad), local)))
@@ -232,6 +249,20 @@ class RemainderAdamW(Optimizer):
             if batch.remainders is not None:
                 batch.remainders.append(tensors.flat(tensors.local(state["remainder"])))
         return list(batches.values())
+
+    def _average_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
+        """The average, as it lies here, that this step's launch moves with a weight. A step that may be skipped moves
+        none: averages then go towards the weights all the same."""
+        if self.averages is None or getattr(self, "found_inf", None) is not None:
+            return None
+        shadow = self.averages.shadows.get(parameter)
+        if shadow is None or form_on(self.form, weight.device) != "triton":
+            return None
+        average = tensors.local(shadow)
+        if average.device != weight.device or tensors.ordered(average, weight) is not average:
+            return None
+        self.averages.moved.add(parameter)
+        return average
 
     def _state_of(self, parameter: Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

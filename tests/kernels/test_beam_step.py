@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.triton_kernels import compile_for, interpret, needs_triton
 from penstock.kernels.beam_step import beam_step, plain_step, texts_of
 from penstock.kernels.beams import NOTHING, Beams, Step, Terms
-from penstock.kernels.remainder_adamw import have_triton
 from penstock.kernels.top import likeliest
 
-needs_triton = pytest.mark.skipif(not have_triton(), reason="Triton is not installed (pip install triton)")
 CASES = [
     (50, Terms(size=3, steps=9, stops=(4,))),
     (50, Terms(size=4, steps=7, stops=(1, 8, 9), length_penalty=0.6, stopping="never")),
@@ -38,7 +33,7 @@ def logits_of(rows: int, words: int, terms: Terms, draw: random.Random, device: 
     return found.to(device)
 
 
-def check_against_the_plain_form(device: str) -> None:
+def check(device: str) -> None:
     """Whole searches, each step by both forms."""
     draw = random.Random(0)
     for words, terms in CASES:
@@ -107,72 +102,40 @@ def test_the_likeliest_are_those_of_a_softmax(size: int, dtype: torch.dtype) -> 
 @pytest.mark.slow
 @needs_triton
 def test_triton_equals_the_plain_form_in_the_interpreter() -> None:
-    program = (
-        "import importlib.util, sys, torch\n"
-        "torch.set_num_threads(1)\n"
-        f"spec = importlib.util.spec_from_file_location('case', {str(Path(__file__))!r})\n"
-        "case = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['case'] = case\n"
-        "spec.loader.exec_module(case)\n"
-        "case.check_against_the_plain_form('cpu')\n"
-        "print('all equal')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "all equal"
+    interpret(__file__)
 
 
 @needs_triton
-def test_triton_compiles_for_hopper(tmp_path: Path) -> None:
-    program = """
-import json, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from penstock.kernels.triton import beam_step as module
-first = dict(logits="*fp32", largest="*fp32", sums="*fp32", values="*fp32", tokens="*i32", size="i32")
-state = dict(scores="*fp32", done_scores="*fp32", done="*i64", finished="*i8", hopeful="*i8")
-second = {k: v for k, v in first.items() if k not in ("logits", "size")} | state | dict(stops="*i64")
-second |= {f"new_{name}": kind for name, kind in state.items()} | dict(parents="*i64", chosen="*i64")
-second |= dict(step="i32", last="i32", divisor="fp32", ahead="fp32", parts="i32", each="i32")
-found = {}
-for beams, kept, words in ((4, 8, 58_101), (16, 32, 151_936)):
-    parts = -(-words // module.SPAN)
-    wide = lambda number: 1 << (number - 1).bit_length()
-    kernels = {
-        "candidates_kernel": (first, dict(SPAN=module.SPAN, KEPT=kept)),
-        "merge_kernel": (second, dict(
-            BEAMS=beams, KEPT=kept, ENDS=1, NORMED=False, FULL=True, BEAMS_WIDE=wide(beams), PARTS_WIDE=wide(parts),
-            EACH_WIDE=wide(parts * kept), KEPT_WIDE=wide(kept),
-        )),
+def test_triton_compiles_for_hopper_without_spilling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from penstock.kernels.triton import beam_step as module
+    from penstock.kernels.triton.common import power_above
+
+    types = dict.fromkeys(("logits", "largest", "sums", "values", "scores", "done_scores"), "*fp32")
+    types |= {"tokens": "*i32"} | dict.fromkeys(("done", "parents", "chosen", "stops", "new_done"), "*i64")
+    types |= dict.fromkeys(("finished", "hopeful", "new_finished", "new_hopeful"), "*i8")
+    types |= dict.fromkeys(("new_scores", "new_done_scores"), "*fp32")
+    types |= dict.fromkeys(("size", "step", "last", "parts", "each"), "i32") | {
+        "divisor": "fp32",
+        "ahead": "fp32",
     }
-    for name, (types, constants) in kernels.items():
-        kernel = getattr(module, name)
-        signature = {n: types.get(n, "constexpr") for n in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8))
-        found[f"{name} {beams}"] = dict(shared=made.metadata.shared, cubin=len(made.asm["cubin"]))
-print(json.dumps(found))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 4
-    for facts in found.values():
-        assert facts["cubin"] > 0
-        assert facts["shared"] <= 232_448
+    for beams, kept, words in ((4, 8, 58_101), (16, 32, 151_936)):
+        parts = -(-words // module.SPAN)
+        wide = {
+            "BEAMS_WIDE": power_above(beams),
+            "PARTS_WIDE": power_above(parts),
+            "KEPT_WIDE": power_above(kept),
+        }
+        terms = {"BEAMS": beams, "KEPT": kept, "ENDS": 1, "NORMED": False, "FULL": True}
+        for kernel, constants in (
+            (module.candidates_kernel, {"SPAN": module.SPAN, "KEPT": kept}),
+            (module.merge_kernel, terms | wide | {"EACH_WIDE": power_above(parts * kept)}),
+        ):
+            made = compile_for(90, kernel, types, constants, num_warps=8)
+            assert made.spilled == 0, (kernel, beams)
 
 
 @pytest.mark.gpu
 @needs_triton
 def test_triton_equals_the_plain_form_on_a_gpu() -> None:
-    check_against_the_plain_form("cuda")
+    check("cuda")

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from helpers.rank_pool import pool
 from penstock.kernels import linear_cross_entropy as module
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy, rows_at_once
+from penstock.kernels.vocabulary import Share
 
 ROWS, WIDTH, WORDS = 37, 24, 60
 BUDGET = 8 * WORDS * 8
@@ -163,6 +165,31 @@ def test_no_rows_and_no_targets() -> None:
     assert not linear_cross_entropy(x[:0], weight, bias, targets[:0], budget=BUDGET).any()
     found = _run(inputs, torch.full_like(targets, -100), budget=BUDGET)
     assert all(not tensor.any() for tensor in found)
+
+
+def _shared(budgets: tuple[int | None, ...]) -> list[list[Tensor]]:
+    """By budget, the loss and gradients of this rank's half of the vocabulary: of x, and of its rows of the weight."""
+    inputs, targets = _case(torch.float64, bias=False)
+    rank, half = torch.distributed.get_rank(), WORDS // 2
+    own = [inputs[0], inputs[1].detach()[rank * half :][:half].clone().requires_grad_()]
+    share = Share(torch.distributed.group.WORLD.group_name, rank * half, WORDS)
+    return [_run(own, targets, smoothing=0.1, z_loss=0.02, budget=budget, share=share) for budget in budgets]
+
+
+def test_a_z_loss_adds_the_square_of_the_sums() -> None:
+    """In every form, and with the vocabulary on two ranks."""
+    inputs, targets = _case(torch.float64, bias=False)
+    logits = F.linear(*inputs)
+    squares = torch.logsumexp(logits, 1).square()[targets != -100]
+    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1) + 0.02 * squares.sum()
+    expected = [loss.detach(), *torch.autograd.grad(loss, inputs)]
+    budgets = None, BUDGET
+    for budget, first, second in zip(budgets, *pool(2).run(_shared, budgets)):
+        made = _run(inputs, targets, smoothing=0.1, z_loss=0.02, budget=budget)
+        joined = [first[0], first[1] + second[1], torch.cat([first[2], second[2]])]
+        for one, other, right in zip(made, joined, expected, strict=True):
+            torch.testing.assert_close(one, right)
+            torch.testing.assert_close(other, right)
 
 
 def test_chunks_are_as_good_as_equal() -> None:

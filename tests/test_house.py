@@ -440,7 +440,7 @@ LINES = {
     "kernels": 5150,
     "ladder": 5390,
     "launch": 1550,
-    "models": 7660,
+    "models": 7710,
     "optim": 1780,
     "parallel": 3970,
     "planner": 6430,
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 85_130
+    assert sum(LINES.values()) <= 85_180
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -25,7 +25,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import Dropout
+from penstock.kernels.grouped import gathered_product, scattered_product
 from penstock.kernels.padding import put_rows
 from penstock.models.perceptron import MLP, activate
 
@@ -134,6 +135,19 @@ def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Non
 _grouped.register_autograd(_grouped_backward, setup_context=_keep)
 
 
+class SortedVisits(NamedTuple):
+    """The places that rows sorted by expert come from, or go to."""
+
+    order: Tensor
+    """(V,) int64: the number of each visit among all T·k, those of a token side by side."""
+    each: int
+    """k"""
+    tokens: int
+    """T"""
+    shares: Tensor | None = None
+    """(V,): the weight of each visit in its token's result."""
+
+
 class ExpertLinear(nn.Module):
     """A linear map for each of several experts: weight (E, out, in), bias (E, out)."""
 
@@ -149,14 +163,40 @@ class ExpertLinear(nn.Module):
         """Whether products go through one expert after the other even where torch has a grouped product: see
         `Plan.experts`."""
 
-    def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row."""
+    def forward(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        experts: Tensor,
+        gathered: SortedVisits | None = None,
+        scattered: SortedVisits | None = None,
+    ) -> Tensor:
+        """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row.
+
+        With `gathered` x are the tokens (T, in) of these visits; with `scattered` the result is that of the tokens,
+        (T, out): see `penstock.kernels.grouped`.
+        """
         weight = self.weight.to(x.dtype)
-        if torch.compiler.is_compiling():
+        if scattered is not None:
+            order, each, tokens, shares = scattered
+            x = scattered_product(x, weight, ends, order, each, tokens, shares)
+            return x if self.bias is None else x + self._scattered_bias(x, experts, scattered)
+        if gathered is not None:
+            x = gathered_product(x, weight, ends, gathered.order, gathered.each)
+        elif torch.compiler.is_compiling():
             x = _grouped(x, weight, ends, self.plain)
         else:
             x = _Grouped.apply(x, weight, ends, self.plain or _is_plain(x, weight))  # type: ignore[no-untyped-call]
         return x if self.bias is None else x + self.bias.to(x.dtype)[experts]
+
+    def _scattered_bias(self, x: Tensor, experts: Tensor, visits: SortedVisits) -> Tensor:
+        """The sum of the biases that each token of x (T, out) meets, times its visits' shares."""
+        assert self.bias is not None
+        shares = visits.shares
+        shares = torch.ones_like(visits.order, dtype=x.dtype) if shares is None else shares.to(x.dtype)
+        met = x.new_zeros(visits.tokens * len(self.bias))
+        met = met.index_add(0, visits.order // visits.each * len(self.bias) + experts, shares)
+        return met.view(visits.tokens, -1) @ self.bias.to(x.dtype)
 
 
 # -- choosing
@@ -435,6 +475,9 @@ class MixtureOfExperts(nn.Module):
             self.shared = MLP(sizes, layer, hidden=layer.hidden * sizes.shared_experts, **where)
         self.stepped = False
         """Whether `balance` follows each step."""
+        self.gathers = False
+        """Whether products read tokens where they are and add results where they belong, where no other rank takes
+        part: see `penstock.kernels.grouped`."""
         self.exchange: Exchange | None = None
         """How other ranks take part; None where all tokens and experts are here."""
         none = torch.zeros(sizes.experts, dtype=torch.int64, device=where.get("device"))
@@ -620,6 +663,10 @@ class MixtureOfExperts(nn.Module):
         device = x.device.type
         cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
         seen = x.to(torch.get_autocast_dtype(device)) if cast else x
+        if self.gathers and self.exchange is None:
+            shares = None if weights is None else weights.flatten()[order]
+            visits = SortedVisits(order, k, len(x), shares)
+            return self._compute(seen, experts, loads, visits)
         if compiled:
             inverse = torch.empty_like(order).scatter_(
                 0, order, torch.arange(len(order), device=order.device)
@@ -640,11 +687,15 @@ class MixtureOfExperts(nn.Module):
         weighted: Tensor = made.view(len(x), k, x.shape[1]) * weights.to(made.dtype)[..., None]
         return weighted.sum(1)
 
-    def _compute(self, rows: Tensor, experts: Tensor, loads: Tensor) -> Tensor:
-        """See `Compute`."""
+    def _compute(
+        self, rows: Tensor, experts: Tensor, loads: Tensor, visits: SortedVisits | None = None
+    ) -> Tensor:
+        """See `Compute`; of these visits, from tokens (T, D) to tokens."""
         ends = loads.cumsum(0).to(torch.int32)
-        hidden = activate(self.up(rows, ends, experts), self.activation)
-        made: Tensor = self.down(hidden if self.dropout is None else self.dropout(hidden), ends, experts)
+        first, second = ((), ()) if visits is None else ((visits,), (None, visits))
+        hidden = activate(self.up(rows, ends, experts, *first), self.activation)
+        hidden = hidden if self.dropout is None else self.dropout(hidden)
+        made: Tensor = self.down(hidden, ends, experts, *second)
         return made
 
     def _dropped(self, chosen: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from penstock.models.convert import from_pretrained as from_pretrained
     from penstock.models.convert import load_weights as load_weights
     from penstock.models.convert import save_pretrained as save_pretrained
+    from penstock.models.fuse import fuse as fuse
+    from penstock.models.fuse import unfuse as unfuse
     from penstock.models.model import Model as Model
     from penstock.optim import EMA as EMA
     from penstock.optim import contiguous as contiguous
@@ -118,6 +120,7 @@ _NAMES = {
     "models": ("create",),
     "models.anatomy": ("Anatomy", "anatomy_of", "enrol"),
     "models.convert": ("from_pretrained", "load_weights", "save_pretrained"),
+    "models.fuse": ("fuse", "unfuse"),
     "models.model": ("Model",),
     "optim": ("EMA", "contiguous", "make_optimizer", "parameter_groups"),
     "planner": ("Prediction", "Space", "predict", "search"),

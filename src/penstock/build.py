@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.config.fused import FusedName
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
@@ -24,6 +25,7 @@ from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
 from penstock.models.convert import load_weights
+from penstock.models.fuse import fuse
 from penstock.models.lora import add_adapters
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
@@ -81,6 +83,8 @@ class Built:
     """This rank's place among those that train together."""
     replicas: DataParallel | None = None
     """How other ranks take part; None where this process trains alone."""
+    fused: Mapping[FusedName, int] = field(default_factory=dict)
+    """Places of the model that compute by each fused operator."""
     parameters: int = 0
     """Parameters of the whole model, those of other stages included."""
 
@@ -181,6 +185,7 @@ def build(
     # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
     # choice are accepted.
     set_switches(module, plan)
+    fused = _fuse(module, plan, precision, device)
     split_tokens(module, plan, dims)
     if stages is not None:
         stages.attach()
@@ -195,6 +200,7 @@ def build(
     if recipe.teacher is not None:
         teacher = open_teacher(recipe, loss, config, module, device=device, dtype=precision.dtype)
         set_switches(teacher.model, plan)
+        _fuse(teacher.model, plan, precision, device)
         compile_model(teacher.model, plan)
         assert isinstance(loss, Task)  # others were refused
         loss = loss.taught_by(teacher)
@@ -272,7 +278,7 @@ def build(
     )
     return Built(
         model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
-        loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas, parameters=parameters,
+        loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas, fused=fused, parameters=parameters,
     )  # fmt: skip
 
 
@@ -297,10 +303,21 @@ def _reference(
     apply_precision(module, precision, device)
     module = module.to(device)
     set_switches(module, plan)
+    _fuse(module, plan, precision, device)
     compile_model(module, plan)
     if precision.weights == "half" and precision.dtype is not None:
         cast_in_place([module], precision.dtype, norms=precision.norms, lists=precision.lists)
     return module
+
+
+def _fuse(
+    module: nn.Module, plan: Plan, precision: Precision, device: torch.device
+) -> Mapping[FusedName, int]:
+    """Put fused operators in place, as `plan.fuse` says; returns in how many places each is."""
+    if not plan.fuse:
+        return {}
+    dtype = precision.dtype or torch.float32
+    return fuse(module, plan.fuse, device=device, dtype=dtype, compiled=plan.compile != "none")
 
 
 def _cut(

@@ -31,15 +31,31 @@ class Cpu:
     """Whether products of int8 are summed in 32 bits (AVX512-VNNI). Without, two products of whole bytes overflow."""
     packs_bf16: bool
     """Whether oneDNN takes bf16 weights in its blocked layout."""
+    isa: str = "DEFAULT"
+    """torch's name of the vectors that its kernels use: AVX2, AVX512, DEFAULT, or those of another architecture."""
+    amx: bool = False
+    """Whether there are matrix units for bf16 (AMX)."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of CPU that measurements of kernels are kept by."""
+        if self.amx:
+            return "amx"
+        if self.avx512:
+            return "avx512_bf16" if self.bf16 else "avx512"
+        return "avx2" if self.isa == "AVX2" else "other"
 
 
 def _detect() -> Cpu:
     has: dict[str, Any] = dict(getattr(torch.cpu, "get_capabilities", dict)())
     onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    isa = torch.backends.cpu.get_cpu_capability()
     return Cpu(
-        avx512=onednn and torch.backends.cpu.get_cpu_capability() == "AVX512",
+        isa=isa,
+        avx512=onednn and isa == "AVX512",
         bf16=_multiplies_bf16(has),
         vnni=bool(has.get("avx512_vnni")) and _allowed("AVX512_CORE_VNNI"),
+        amx=bool(has.get("amx_bf16")) and _allowed("AVX512_CORE_AMX"),
         packs_bf16=onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
     )
 

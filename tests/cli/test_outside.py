@@ -54,7 +54,7 @@ INPUTS = [
     "compress it --prune.layers 0.5",
     "compress vit-digits --recipe it.toml",
 ]
-NO_INPUT = {"completion", "run", "tune", "probe", "doctor", "demo"}
+NO_INPUT = {"completion", "run", "tune", "tune-kernels", "probe", "doctor", "demo"}
 """Verbs that read no file that a user names; `run` and `tune` read a script as Python does, which may be a pipe."""
 
 

@@ -29,6 +29,8 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         kind = get_args(kind)[0]
     elif is_union(kind):
         return st.one_of(*(_values(arm) for arm in get_args(kind)))
+    elif get_origin(kind) is tuple:
+        return st.lists(_values(get_args(kind)[0]), max_size=3).map(tuple)
     elif get_origin(kind) is not None:
         return st.sampled_from(get_args(kind))
     return {int: st.integers(1, 10**6), float: st.floats(1, 10**4), bool: st.booleans()}[kind]

@@ -50,6 +50,13 @@ BROKEN = {
         "heads of at most 256 features",
     ),
     "machine_computes_the_types": ("precision=O1", "vit-s16", "v100", "dtype=bf16 cannot be computed"),
+    "fused_operators_are_named_once": (
+        "fuse=auto,residual_norm",
+        "vit-s16",
+        "h100",
+        "names an operator twice",
+    ),
+    "fused_operators_have_kernels": ("fuse=bias_activation", "vit-s16", "h100", "has kernels for cpu only"),
     "host_memory_matters_on_cpus": ("host_memory=keep", "vit-s16", "h100", "no effect on a GPU's step"),
     "attention_backend_exists": ("attention=flash", "vit-s16", "h100", "in half precision only"),
     "activations_leave_a_gpu": (

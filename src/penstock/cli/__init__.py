@@ -44,6 +44,7 @@ _VERBS = {
     "pack": "Pack images or texts for fast reading.",
     "scale": "Measure a model's gradients and choose a loss scale for fp16.",
     "probe": "Measure this machine, and store the result.",
+    "tune-kernels": "Measure which fused operators pay on this machine.",
     "doctor": "Say what works here, and how to fix what does not.",
     "completion": "Print a script by which bash, zsh or fish completes verbs and options.",
 }
@@ -61,7 +62,8 @@ _WITH_SETTINGS = (
 while."""
 for _verb, _words in _VERBS.items():
     _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None
-    app.command(f"penstock.cli.{_verb}:{_verb}", name=_verb, help=_words, usage=_usage)
+    _module = _verb.replace("-", "_")
+    app.command(f"penstock.cli.{_module}:{_module}", name=_verb, help=_words, usage=_usage)
 checkpoint = App(name="checkpoint", help="Verify, list, export and average the checkpoints of a run.")
 for _verb, _words in _CHECKPOINT_VERBS.items():
     checkpoint.command(f"penstock.cli.checkpoint:{_verb}_", name=_verb, help=_words)

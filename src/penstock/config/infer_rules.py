@@ -15,6 +15,7 @@ from penstock.config.rule import Rules
 _FOR_TRAINING = {
     "cp": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp",
     "sp": "splits tokens between split layers, and they are made one at a time; use plan.sp=false",
+    "fuse": "fuses what training computes; leave plan.fuse out",
     "sharding": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers",
 }
 
@@ -23,8 +24,8 @@ INFER_RULES = Rules()
 
 @INFER_RULES.of("infer")
 def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
-    """In inference `tp` and `pp` split the model, `ep` its experts, and `dp` the texts; `cp`, `sp` and `sharding` are
-    for training alone."""
+    """In inference `tp` and `pp` split the model, `ep` its experts, and `dp` the texts; `cp`, `sp`, `fuse` and
+    `sharding` are for training alone."""
     for name, why in _FOR_TRAINING.items():
         if (value := getattr(plan, name)) != getattr(Plan(), name):
             yield f"plan.{name}={word(value)} {why}."

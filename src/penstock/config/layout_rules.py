@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from penstock.config.convert import word
 from penstock.config.formats import HALVES, PRODUCTS
+from penstock.config.fused import FUSED
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
@@ -22,6 +23,16 @@ FLASH_HEAD_WIDTH = 256
 LAYOUT_RULES = Rules()
 
 # Contradictions within the Plan.
+
+
+@LAYOUT_RULES.of("types")
+def _fused_operators_are_named_once(plan: Plan) -> Iterator[str]:
+    """`fuse` names each operator once, or `auto` alone."""
+    if len(set(plan.fuse)) < len(plan.fuse) or ("auto" in plan.fuse and len(plan.fuse) > 1):
+        yield (
+            f"plan.fuse={word(plan.fuse)} names an operator twice, as auto stands for all that pay; use fuse=auto, or "
+            f"some of {','.join(FUSED)}."
+        )
 
 
 @LAYOUT_RULES.of("types")
@@ -289,6 +300,17 @@ def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
             f"plan.matmul={plan.matmul} asks for TF32, which machine {machine.name} does not have; "
             "use matmul=highest."
         )
+
+
+@LAYOUT_RULES.of("types")
+def _fused_operators_have_kernels(plan: Plan, machine: Machine) -> Iterator[str]:
+    """Operators in `fuse` have a kernel for the machine's device; `auto` takes none where there is none."""
+    for name in plan.fuse:
+        if name != "auto" and machine.device not in FUSED[name].devices:
+            yield (
+                f"plan.fuse={name} has kernels for {' and '.join(FUSED[name].devices)} only, and machine "
+                f"{machine.name} is a {machine.device}; leave it out."
+            )
 
 
 @LAYOUT_RULES.of("types")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,6 +10,7 @@ from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import parse_toml
 from penstock.config.convert import BadValue, Checked, Count, Range, convert, nearest, present, word
 from penstock.config.formats import HalfDtype, Products
+from penstock.config.fused import Fuse
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
 from penstock.errors import ConfigError
@@ -126,6 +128,9 @@ class Plan(Checked, where="plan"):
         default="grouped", metadata=_ROUNDING | {"switch": "has no mixture of experts"}
     )
     """How experts multiply: all together, in grouped products, where torch has them, or one after the other."""
+    fuse: tuple[Fuse, ...] = field(default=(), metadata=_ROUNDING)
+    """Operators that are fused by kernels of Penstock's own, separated by commas: `auto` takes those that were measured
+    to pay on this kind of machine."""
     compile: Compile = field(default="none", metadata=_ROUNDING)
     """Scope of torch.compile: nothing, each repeated block (`blocks`; they share one compilation), or the whole
     model."""
@@ -212,7 +217,7 @@ class Plan(Checked, where="plan"):
         kinds = field_types(cls)
         values: dict[str, Any] = {}
         problems: list[str] = []
-        if "," in line or ";" in line:
+        if ";" in line or re.search(r",(?!\w+([\s,]|$))", line):  # `fuse=a,b` is a list
             spaced = " ".join(line.replace(",", " ").replace(";", " ").split())
             raise ConfigError(
                 f"A plan's settings stand apart by spaces, not by commas; write {quoted(spaced, 400)}."

@@ -31,11 +31,24 @@ def dropout(
     # The meta device stands for a CPU: what is kept there is what a CPU would keep.
     if not training or x.device.type not in ("cpu", "meta") or not 0 < level < _LEVELS:
         return F.dropout(x, p, training)
+    return torch.where(_drawn_for(x, level, generator), x, 0.0).mul_(_LEVELS / (_LEVELS - level))
+
+
+def mask_of(x: Tensor, p: float) -> tuple[Tensor, float]:
+    """The elements that dropout of `x` with probability `p` keeps, bool like x, and the factor that these get. On a CPU
+    it draws what `dropout` would."""
+    level = round(p * _LEVELS)
+    if x.device.type not in ("cpu", "meta"):
+        return torch.rand(x.shape, device=x.device) >= level / _LEVELS, _LEVELS / max(1, _LEVELS - level)
+    if not 0 < level < _LEVELS:
+        return torch.full(x.shape, level == 0, dtype=torch.bool, device=x.device), 1.0
+    return _drawn_for(x, level), _LEVELS / (_LEVELS - level)
+
+
+def _drawn_for(x: Tensor, level: int, generator: torch.Generator | None = None) -> Tensor:
     if torch.compiler.is_compiling():
-        kept = torch.ops.penstock.kept(x.shape, level)
-    else:
-        kept = _kept(x.shape, level, x.device, generator)
-    return torch.where(kept, x, 0.0).mul_(_LEVELS / (_LEVELS - level))
+        return torch.ops.penstock.kept(x.shape, level)  # type: ignore[no-any-return]
+    return _kept(x.shape, level, x.device, generator)
 
 
 class Dropout(nn.Dropout):

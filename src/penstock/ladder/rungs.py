@@ -8,6 +8,7 @@ from typing import Any
 from penstock.boundary.files import quoted
 from penstock.config.convert import nearest
 from penstock.config.formats import HalfDtype
+from penstock.config.fused import FUSED, FusedName
 from penstock.config.plan import AttentionBackend, Sharding
 from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
@@ -71,6 +72,24 @@ def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
 def _compiled(region: str, place: int, why: str) -> Rung:
     return Rung(
         name=f"compile-{region}", place=place, title=f"compile {region}", why=why, apply=plan(compile=region)
+    )
+
+
+def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
+    """A rung of one fused operator, or of all."""
+
+    def obstacle(setting: Setting, situation: Situation) -> str | None:
+        if situation.machine.device not in set.intersection(*(set(FUSED[name].devices) for name in names)):
+            return f"there is no kernel for a {situation.machine.device}"
+        return None
+
+    return Rung(
+        name=f"fuse-{names[0] if len(names) == 1 else 'all'}",
+        place=place,
+        title=f"fused {FUSED[names[0]].title if len(names) == 1 else 'operators'}",
+        why=" ".join(FUSED[name].why for name in names),
+        apply=plan(fuse=names),
+        obstacle=obstacle,
     )
 
 
@@ -311,6 +330,7 @@ for _rung in (
         "Fuses the pointwise work of a block into few kernels; one compilation serves all blocks.",
     ),
     _compiled("whole", 710, "Compiles the whole model at once: more to fuse, and longer to compile."),
+    *(_fused(names, place) for place, names in enumerate((*((name,) for name in FUSED), tuple(FUSED)), 720)),
     Rung(
         # After compilation, which fuses the scaling into its neighbours: eager, the scaling costs what fp8 gains.
         name="fp8",

@@ -22,6 +22,7 @@ from penstock.config.stack import Layer, Stack
 from penstock.kernels.attention import Scores, Sight, keeps_scores, split_heads, token_attention
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real
+from penstock.kernels.residual_norm import residual_norm
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.perceptron import MLP
 
@@ -251,6 +252,13 @@ class Branch(nn.Module):
             with torch.no_grad():
                 self.drop_rate.fill_(round(self.rate / _RATE_UNIT))
 
+    @property
+    def dropout_alone(self) -> float | None:
+        """The probability of dropout where a branch gets nothing else before it is added; None where it does."""
+        if self.scale is not None or self.stochastic:
+            return None
+        return self.dropout.p if self.dropout is not None and self.training else 0.0
+
     def forward(self, branch: Tensor) -> Tensor:
         if self.dropout is not None:
             branch = self.dropout(branch)
@@ -295,6 +303,8 @@ class Block(nn.Module):
         super().__init__()
         branch, affine = branch or {}, not modulated
         self.norm_first = sizes.norm_first
+        self.fused_norms = False
+        """Whether a branch is added and normed in one pass (`penstock.kernels.residual_norm`)."""
         self.modulation = ZeroLinear(sizes.width, 6 * sizes.width, **where) if modulated else None
         self.norm1 = make_norm(sizes, sizes.width, affine=affine, **where) if layer.normed else nn.Identity()
         self.attention = Attention(sizes, layer, causal=causal, **where)
@@ -317,10 +327,32 @@ class Block(nn.Module):
             return self._norms_last(x, context)
         if self.modulation is not None:
             return self._modulated(x, context)
-        x = x + self.branch1(self.attention(self.norm1(x), context))
-        if self.cross is not None:
-            x = x + self.cross_branch(self.cross(self.cross_norm(x), context))
-        return x + self.branch2(self._feed(self.norm2(x), context))  # type: ignore[no-any-return]
+        branch = self.attention(self.norm1(x), context)
+        if self.cross is None:
+            x, seen = self._add(x, self.branch1, branch, self.norm2)
+        else:
+            x, seen = self._add(x, self.branch1, branch, self.cross_norm)
+            x, seen = self._add(x, self.cross_branch, self.cross(seen, context), self.norm2)
+        return x + self.branch2(self._feed(seen, context))  # type: ignore[no-any-return]
+
+    @property
+    def adds_and_norms(self) -> bool:
+        """Whether what it norms are sums that it makes, by norms with weights alone."""
+        norms = [self.norm2, *([] if self.norm_first else [self.norm1])]
+        norms += [] if self.cross is None else [self.cross_norm]
+        return self.modulation is None and all(isinstance(norm, nn.LayerNorm | nn.RMSNorm) for norm in norms)
+
+    def _add(self, x: Tensor, part: Branch, branch: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """The tokens with a branch added, and the norm of them."""
+        if not self.fused_norms:
+            x = x + part(branch)
+            return x, norm(x)
+        rate = part.dropout_alone
+        if rate is None:
+            branch, rate = part(branch), 0.0
+        # A mixture's router reads the norm in its own type, and post-norm ones are the tokens of the next sum.
+        narrow = self.norm_first and not isinstance(self.mlp, MixtureOfExperts)
+        return residual_norm(x, branch, norm, dropout=rate, for_products=narrow)
 
     def _modulated(self, x: Tensor, context: Context) -> Tensor:
         assert self.modulation is not None
@@ -336,10 +368,10 @@ class Block(nn.Module):
 
     def _norms_last(self, x: Tensor, context: Context) -> Tensor:
         assert self.norm2 is not None
-        x = self.norm1(x + self.branch1(self.attention(x, context)))
+        x = self._add(x, self.branch1, self.attention(x, context), self.norm1)[1]
         if self.cross is not None:
-            x = self.cross_norm(x + self.cross_branch(self.cross(x, context)))
-        return self.norm2(x + self.branch2(self._feed(x, context)))  # type: ignore[no-any-return]
+            x = self._add(x, self.cross_branch, self.cross(x, context), self.cross_norm)[1]
+        return self._add(x, self.branch2, self._feed(x, context), self.norm2)[1]
 
     def _feed(self, x: Tensor, context: Context) -> Tensor:
         """The MLP of x, or the mixture of experts that takes its place."""

@@ -38,6 +38,8 @@ class MLP(nn.Module):
     def __init__(self, sizes: Stack, layer: Layer, *, hidden: int | None = None, **where: Any) -> None:
         super().__init__()
         self.activation = sizes.mlp
+        self.activated = False
+        """Whether `up` returns the activation already (`penstock.models.fuse`)."""
         hidden = hidden or layer.hidden
         rows = hidden * (2 if sizes.gated else 1)
         self.up = nn.Linear(sizes.width, rows, bias=sizes.bias, **where)
@@ -45,5 +47,6 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, sizes.width, bias=sizes.bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = activate(self.up(x), self.activation)
+        hidden = self.up(x)
+        hidden = hidden if self.activated else activate(hidden, self.activation)
         return self.down(hidden if self.dropout is None else self.dropout(hidden))  # type: ignore[no-any-return]

@@ -34,7 +34,9 @@ def list_block(to: Lister, block: Block) -> None:
 
     if block.modulated:
         modulation(to, "modulation", stack, 6)
-    if block.layer.normed:
+    fuses = "residual_norm" in t.fuses and block.layer.normed and not (block.modulated or stack.parallel)
+    before = not fuses or stack.norm_first
+    if block.layer.normed and before:
         to.norm("norm1", stream_rows, stack, modulated=block.modulated)
     seen, queries = t.cached + block.tokens, whole
     if not block.causal and _unpadded(to, block.tokens):
@@ -44,16 +46,17 @@ def list_block(to: Lister, block: Block) -> None:
     with to.inside("attention"):
         _attend(to, block, queries, seen, causal=block.causal and not t.cached, computed=rows)
     _after_split(to, rows, d)
-    _branch(to, "branch1", block, stream_rows)
+    _branch(to, "branch1", block, stream_rows, normed=fuses)
     if block.cross:
-        to.norm("cross_norm", stream_rows, stack)
+        if not fuses:
+            to.norm("cross_norm", stream_rows, stack)
         memory = round(block.cross * t.real) if _unpadded(to, block.cross) else block.cross
         before_split(to, rows, d)
         with to.inside("cross"):
             _attend(to, block, rows, memory, cross=True, computed=rows)
         _after_split(to, rows, d)
-        _branch(to, "cross_branch", block, stream_rows)
-    if not stack.parallel:
+        _branch(to, "cross_branch", block, stream_rows, normed=fuses)
+    if not stack.parallel and not fuses:
         to.norm("norm2", stream_rows, stack, modulated=block.modulated)
     if block.layer.mixture:
         _feed_experts(to, block, rows)
@@ -62,7 +65,7 @@ def list_block(to: Lister, block: Block) -> None:
         with to.inside("perceptron"):
             _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
         _after_split(to, rows, d)
-    _branch(to, "branch2", block, stream_rows)
+    _branch(to, "branch2", block, stream_rows, normed=fuses and not stack.norm_first)
 
 
 def modulation(to: Lister, name: str, stack: Stack, parts: int) -> None:
@@ -314,11 +317,13 @@ def _mlp(
     d, gated = stack.width, int(stack.gated)
     wide, size = (1 + gated) * hidden, batch * rows * hidden
     packed = (hidden,) * (1 + gated)
+    merged = "bias_activation" in t.fuses and batch == 1 and not block.layer.mixture and t.tp == 1
     to.gemm(
-        f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None, pieces=packed
-    )
+        f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None, pieces=packed,
+        sums_bias=not merged,
+    )  # fmt: skip
     activation = f"{name}.activation"
-    if gated and t.fused:
+    if gated and (t.fused or merged):
         kept = 2 * size * c
         to.move(activation, size, (2 * c, c), (3 * c, 2 * c), kind="activation", kept=kept, group="mlp")
     else:
@@ -464,14 +469,16 @@ def _route(to: Lister, stack: Stack, rows: float) -> None:
         )  # fmt: skip
 
 
-def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
-    """Operators between a branch's output and the residual stream, and the addition."""
+def _branch(to: Lister, name: str, block: Block, rows: float, *, normed: bool = False) -> None:
+    """Operators between a branch's output and the residual stream, and the addition; `normed`, with the norm of the sum
+    in one operator, which also drops out where nothing else is done to the branch."""
     t, d = to.terms, block.stack.width
     e, c, size = t.stream, t.product, rows * d
     if block.modulated and name != "cross_branch":
         to.modulate(f"{name}.gate", size)
     branch = e if block.stack.layer_scale is not None else c
-    if block.stack.dropout:
+    inside = normed and block.stack.layer_scale is None and not block.stack.drop_path
+    if block.stack.dropout and not inside:
         to.dropout(f"{name}.dropout", size, c, merged=t.fused)
     if block.stack.layer_scale is not None:
         to.move(
@@ -479,4 +486,10 @@ def _branch(to: Lister, name: str, block: Block, rows: float) -> None:
         )  # fmt: skip
     if block.stack.drop_path:
         to.move(f"{name}.drop_path", size, (c, c), kept=t.samples * branch, group="masks")
+    if normed:
+        dropout = inside and block.stack.dropout > 0
+        to.add_norm(
+            f"{name}.norm", rows, block.stack, branch=branch, dropout=dropout, both=block.stack.norm_first
+        )
+        return
     to.move(f"{name}.residual", size, (e + branch, e), (2 * e, e))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from penstock.config.formats import BYTES
+from penstock.config.fused import FUSED
 from penstock.config.graph import (
     ClassHead,
     FeatureHead,
@@ -59,9 +60,15 @@ def describe(
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
         gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), loops=plan.experts == "loop",
-        software=software,
+        fuses=fused_operators(plan, device), software=software,
     )  # fmt: skip
     return described(model, terms)
+
+
+def fused_operators(plan: Plan, device: str) -> frozenset[str]:
+    """The operators of `plan.fuse` that a device has kernels for; `auto` is counted as all of them."""
+    able = {name for name, row in FUSED.items() if device in row.devices}
+    return frozenset(able if "auto" in plan.fuse else able.intersection(plan.fuse))
 
 
 def knows_lengths(plan: Plan, model: ModelConfig, device: str) -> bool:

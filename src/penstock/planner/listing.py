@@ -78,6 +78,8 @@ class Terms(NamedTuple):
     """Share of tokens that the output and the loss are computed for."""
     uneven: float = 1.0
     """Visits that the busiest of the devices that split experts has, over the mean."""
+    fuses: frozenset[str] = frozenset()
+    """Fused operators of `Plan.fuse` that the device has kernels for."""
     software: Software = PENSTOCK
 
     @property
@@ -154,14 +156,15 @@ class Lister:
         self, name: str, rows: float, n: int, k: int, *, batch: int = 1, bias: bool = False, first: bool = False,
         learned: int | None = None, tensors: int | None = None, kept: float | None = None, group: str = "inputs",
         narrow: bool = True, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
-        pieces: tuple[int, ...] = (), beside: float = 0.0, was_cast: bool = False,
+        pieces: tuple[int, ...] = (), beside: float = 0.0, was_cast: bool = False, sums_bias: bool = True,
     ) -> None:  # fmt: skip
         """`batch` products of rows (rows, k) with weights (k, n): and of the output's gradient with both of them.
 
         `first` says that nobody asks for the gradient of the rows, `source` how many numbers they are where a
         convolution reads each several times, `learned` how many weights are the model's own where not all are. `pieces`
         are as in `Op`. Without `narrow` it is not in the 8 bits of the Plan's `products`; `beside` is bytes of inputs
-        that stay besides those in 8 bits. `was_cast`: an earlier product of the same weights has cast them.
+        that stay besides those in 8 bits. `was_cast`: an earlier product of the same weights has cast them. Without
+        `sums_bias` another operator sums the gradient of the bias on its way.
         """
         t = self.terms
         launched = batch if t.loops else 1
@@ -206,7 +209,10 @@ class Lister:
             weights * (4.0 if integers and "weight" in row.passes else c), weights=weights,
             narrow="weight" in row.passes, exact=t.exact, launches=launched,
         )  # fmt: skip
-        add = Op(f"{name}.bias", "reduce", False, read=outputs * c, written=biases * c, weights=biases)
+        read = outputs * c * sums_bias
+        add = Op(
+            f"{name}.bias", "reduce", False, read=read, written=biases * c, weights=biases, launches=int(sums_bias)
+        )  # fmt: skip
         self.add(ahead, *[into] * (not first), learn, *[add] * bool(biases))
 
     def _round(
@@ -317,6 +323,23 @@ class Lister:
         it is modulated it has no weights, and its output is shifted and scaled before the cast."""
         with self.inside("norm"):
             self._norm(name, rows, stack, cast=cast, modulated=modulated)
+
+    def add_norm(
+        self, name: str, rows: float, stack: Stack, *, branch: float, dropout: bool, both: bool
+    ) -> None:
+        """A branch of `branch` bytes an element added to the residual stream, and the norm of the sum, as one operator
+        (`penstock.kernels.residual_norm`). `both` says that the sum is read too; else its norm is the stream."""
+        t, e, rms, size = self.terms, self.terms.stream, stack.norm == "rms", rows * stack.width
+        out, each = (t.product if both else e), 1 + (stack.norm_bias and not rms)
+        if dropout:
+            self.move(f"{name}.mask", size, (0.0, 1.0), (0.0, 0.0), kind="dropout", kept=size, group="masks")
+        mask, apart = float(dropout), dropout or branch != e
+        with self.inside("norm"):
+            behind = out + e * (1 + both) + mask, e + branch * apart
+            self.move(
+                name, size, (e + branch + mask, e + out), behind, kind="norm", group="norms", tensors=each,
+                kept=size * e + 8.0 * rows, weights=each * stack.width,
+            )  # fmt: skip
 
     def _norm(self, name: str, rows: float, stack: Stack, *, cast: bool, modulated: bool) -> None:
         t, rms = self.terms, stack.norm == "rms"

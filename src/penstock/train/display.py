@@ -114,6 +114,9 @@ def _header(record: Record) -> str:
         "device": f"{record['device']}; utilisation is of the peak of {record['peak']}",
         "output": record["output"],
     }
+    if "fused" in record:
+        places = [f"{name} in {count} places" for name, count in record["fused"].items() if count]
+        rows["fused"] = ", ".join(places) or "nothing: no operator was measured to pay here"
     if record["event"] == "resume":
         rows["resumed"] = f"after step {record['step']} of {record['total']}"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())

@@ -436,6 +436,7 @@ class _Run:
             samples=self.calendar.samples, padding=self.loader.padding_share,
             unpacked_padding=self.loader.source.unpacked_padding, batch=self.calendar.batch,
             total=self.calendar.total, output=str(self.output),
+            **({"fused": dict(self.built.fused)} if self.config.plan.fuse else {}),
         )  # fmt: skip
         self._record("prediction", **_of_prediction(self.prediction))
 

@@ -19,10 +19,12 @@ from penstock.build import compile_model
 from penstock.config.formats import Products
 from penstock.config.plan import SWITCHES, OptimizerForm, Plan
 from penstock.config.rules import require
+from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
 from penstock.matmul import matmul_precision
 from penstock.models.anatomy import set_switch, uncompiled
+from penstock.models.fuse import fuse
 from penstock.optim.forms import form_flags, keep_form
 from penstock.parallel.recompute import recompute_blocks
 from penstock.products.convert import convert_linears
@@ -30,7 +32,8 @@ from penstock.products.convert import convert_linears
 PRECISION = ("precision", "dtype", "norms", "products")
 """Settings that `penstock.accelerate` applies."""
 APPLIED = (
-    *PRECISION, "matmul", "optimizer", *SWITCHES, "recompute", "recompute_every", "compile", "host_memory",
+    *PRECISION, "matmul", "optimizer", *SWITCHES, "fuse", "recompute", "recompute_every", "compile",
+    "host_memory",
 )  # fmt: skip
 """Settings that can be applied to a script from outside."""
 
@@ -106,6 +109,9 @@ class ScriptSwitches:
         for name in SWITCHES:
             if name in named:
                 set_switch(model, name, getattr(plan, name))
+        if plan.fuse:
+            dtype = DTYPES[plan.dtype] if plan.precision != "O0" else None
+            fuse(model, plan.fuse, dtype=dtype, compiled=compiled or plan.compile != "none")
         if "recompute" in named and plan.recompute != "none":
             if getattr(uncompiled(model), "is_gradient_checkpointing", False):
                 raise ConfigError(

@@ -1,0 +1,50 @@
+"""`penstock tune-kernels`: measure which fused operators pay on this machine, and store the result."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from penstock.config.convert import Count
+
+
+def tune_kernels(
+    *,
+    rounds: Count = 15,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Measure the fused operators beside torch's own, eager and compiled, and store which pay for plan.fuse=auto.
+
+    Takes a minute or two. Times are of the processor, on one thread. The table is stored in the cache folder
+    ($PENSTOCK_CACHE or ~/.cache/penstock) and goes before the one that ships with Penstock.
+
+    Parameters
+    ----------
+    rounds
+        Interleaved rounds for each operator, size and type.
+    as_json
+        Print the table as JSON.
+    """
+    from penstock.kernels.gains import LEAST_GAIN, kind_of, store
+    from penstock.probe.kernels import gains_of, measure_all
+
+    times = measure_all(rounds)
+    gains, kind = gains_of(times), kind_of("cpu")
+    path = store(kind, gains)
+    if as_json:
+        print(json.dumps({kind: gains}, indent=1))
+        return
+    table = Table(title=f"times as fast on {kind}", title_justify="left")
+    for heading in ("operator", "type", "than eager", "than compiled"):
+        table.add_column(heading, justify="left" if heading in ("operator", "type") else "right")
+    for name, types in gains.items():
+        for dtype, one in types.items():
+            table.add_row(name, dtype, *(f"{one[form]:.2f}" for form in ("eager", "compiled")))
+    console = Console()
+    console.print(table)
+    console.print(f"plan.fuse=auto takes what is {LEAST_GAIN} times as fast, or more.", soft_wrap=True)
+    console.print(f"stored in {path}", markup=False, soft_wrap=True)

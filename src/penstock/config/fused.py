@@ -1,0 +1,36 @@
+"""Fused operators: the words of `Plan.fuse`, one row each. Their modules are replaced by `penstock.models.fuse`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FusedName = Literal["residual_norm", "bias_activation"]
+Fuse = Literal["auto", "residual_norm", "bias_activation"]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOperator:
+    """One operator that takes the place of several."""
+
+    title: str
+    """A few words, for tables."""
+    why: str
+    """The work that it merges and why that should pay, for readers of the ladder's page."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Devices that it has a kernel for, under torch's names."""
+
+
+FUSED: dict[FusedName, FusedOperator] = {
+    "residual_norm": FusedOperator(
+        "residual + norm",
+        "A branch is dropped out, added to the residual stream and normed in one pass; the backward pass makes the "
+        "gradients of both and of the norm's weights in another.",
+    ),
+    "bias_activation": FusedOperator(
+        "activations",
+        "The activation adds the bias as it reads the product; its backward pass sums the bias's gradient as it "
+        "writes that of the product.",
+    ),
+}
+"""All fused operators, in the order in which they are applied."""

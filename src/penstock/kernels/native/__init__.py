@@ -1,0 +1,129 @@
+"""Kernels in C++ for CPUs, compiled on first use by the compiler that torch.compile needs anyway.
+
+The source is plain C++ with OpenMP and no header of torch, so that compiling takes seconds and one library serves every
+version of torch. The library is stored in the cache folder (`penstock.config.machine.cache_folder`) under a hash of the
+source, the compiler and its flags. Nothing is compiled at import. Without a compiler `library` returns None, says so
+once in the log, and operators compute in their Python form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from penstock.config.machine import cache_folder
+from penstock.cpu import this_cpu
+
+__all__ = ["TYPES", "address", "direct", "library", "sizes", "threads_for"]
+
+_log = logging.getLogger(__name__)
+_SOURCE = Path(__file__).parent / "fused.cpp"
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = (
+    "-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+)  # fmt: skip
+_ISA_FLAGS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"),
+    "AVX2": ("-mavx2", "-mfma"),
+}  # fmt: skip
+"""Flags by torch's name of the instruction set; others compile for the machine's least common denominator."""
+_LONGEST_BUILD = 300
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Codes of the types that the kernels read and write."""
+_ELEMENTS_PER_THREAD = 1 << 14
+"""Fewer are computed sooner than another thread wakes."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, with a warning in the log, where they cannot be compiled or loaded."""
+    try:
+        return ctypes.CDLL(str(_built()))
+    except (OSError, _CannotBuild) as problem:
+        _log.warning(
+            "The fused kernels for CPUs are not there (%s), so their Python form computes, more slowly. They need a "
+            "C++ compiler, such as Debian's package g++; $CXX names another.",
+            problem,
+        )
+        return None
+
+
+class _CannotBuild(Exception):
+    """There is no compiler, or it refused the source."""
+
+
+def _built() -> Path:
+    """The path of the library, compiled if it is not in the cache; one process at a time does so."""
+    compiler = _compiler()
+    command = (*_FLAGS, *_ISA_FLAGS.get(this_cpu().isa, ()))
+    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    source = _SOURCE.read_bytes()
+    key = hashlib.sha256("\0".join((about, *command)).encode() + source).hexdigest()[:16]
+    folder = cache_folder() / "native"
+    path = folder / f"fused-{key}.so"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (folder / f"{path.stem}.lock").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # released with the file; a rank that waited finds the library
+        if not path.is_file():
+            _compile(compiler, command, path)
+    return path
+
+
+def _compiler() -> str:
+    """The C++ compiler that $CXX names, or the first that is there."""
+    if chosen := os.environ.get("CXX"):
+        return chosen
+    for name in _COMPILERS:
+        if there := shutil.which(name):
+            return there
+    raise _CannotBuild("no C++ compiler was found")
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Compile to a file beside `path`, then rename it, so that nobody loads half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        done = subprocess.run(
+            [compiler, *flags, str(_SOURCE), "-o", str(made)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LONGEST_BUILD,
+        )
+        if done.returncode:
+            raise _CannotBuild(f"{compiler} failed: {done.stderr.strip()[:400]}")
+        made.replace(path)
+
+
+def direct(x: torch.Tensor) -> bool:
+    """Whether an operator may call its kernel without torch's dispatcher, which takes 100 µs more: the tensor is
+    plain, and nobody compiles, traces or counts operators."""
+    return type(x) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+
+
+def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """The address of a contiguous tensor's first element; null for None."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def sizes(rows: int, features: int) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    """Numbers of rows and of features as the kernels take them."""
+    return ctypes.c_int64(rows), ctypes.c_int64(features)
+
+
+def threads_for(elements: int) -> int:
+    """How many of torch's threads are worth waking for a pass over so many elements."""
+    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))

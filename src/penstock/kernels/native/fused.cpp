@@ -1,0 +1,355 @@
+// Fused passes over rows of features on a CPU: residual + dropout + norm, and bias + activation, both directions.
+//
+// Rows are read as fp32, computed in a buffer that stays in the first cache, and written once in their own type. What is
+// summed over rows (gradients of weights and biases) is summed in fp32 by each thread, then over threads. The file needs
+// no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
+//
+// Types: 0 is fp32, 1 is bf16. A null pointer stands for a tensor that is not there.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+namespace {
+
+using i64 = int64_t;
+
+inline float widened(uint16_t half) {
+  uint32_t bits = uint32_t(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+struct Half {
+  uint16_t bits;
+};
+
+// To the nearest, ties to even; NaN stays NaN.
+inline uint16_t rounded(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  uint32_t up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return uint16_t(value != value ? 0x7fc0 : up);
+}
+
+inline float wide(float value) { return value; }
+inline float wide(Half value) { return widened(value.bits); }
+inline void put(float& place, float value) { place = value; }
+inline void put(Half& place, float value) { place.bits = rounded(value); }
+
+// A row as fp32: itself, or converted into `buffer`.
+inline const float* read(const void* data, int type, i64 row, i64 n, float* buffer) {
+  if (type == 0) return static_cast<const float*>(data) + row * n;
+  const Half* half = static_cast<const Half*>(data) + row * n;
+#pragma omp simd
+  for (i64 i = 0; i < n; ++i) buffer[i] = wide(half[i]);
+  return buffer;
+}
+
+// Where a row of fp32 is computed: in place, or in `buffer`, from which `write` rounds it.
+inline float* place_of(void* data, int type, i64 row, i64 n, float* buffer) {
+  return type == 0 ? static_cast<float*>(data) + row * n : buffer;
+}
+
+inline void write(void* data, int type, i64 row, i64 n, const float* values) {
+  if (type == 0) {
+    float* out = static_cast<float*>(data) + row * n;
+    if (out != values) std::memcpy(out, values, n * sizeof(float));
+    return;
+  }
+  Half* half = static_cast<Half*>(data) + row * n;
+#pragma omp simd
+  for (i64 i = 0; i < n; ++i) put(half[i], values[i]);
+}
+
+// Sums over a row, of four vectors at a time, so that no addition waits for the one before.
+constexpr i64 LANES = 64;
+
+template <typename Term>
+inline float sum(i64 n, const Term& term) {
+  float parts[LANES] = {}, total = 0.0f;
+  i64 whole = n - n % LANES;
+  for (i64 i = 0; i < whole; i += LANES) {
+#pragma omp simd
+    for (i64 lane = 0; lane < LANES; ++lane) parts[lane] += term(i + lane);
+  }
+  for (i64 i = whole; i < n; ++i) parts[i - whole] += term(i);
+  for (i64 lane = 0; lane < LANES; ++lane) total += parts[lane];
+  return total;
+}
+
+// A vector as fp32, or `filler` everywhere.
+std::vector<float> vector_of(const void* data, int type, i64 n, float filler) {
+  std::vector<float> values(n, filler);
+  if (data) {
+    const float* read_in = read(data, type, 0, n, values.data());
+    if (read_in != values.data()) std::memcpy(values.data(), read_in, n * sizeof(float));
+  }
+  return values;
+}
+
+// e^x to about one unit in the last place, for x from -87 to 88; beyond, as at these bounds.
+inline float exponential(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  const float shifter = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers
+  float whole = (x * 1.44269504f + shifter) - shifter;
+  float r = x - whole * 0.693145752f;
+  r = r - whole * 1.42860677e-6f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits;
+  std::memcpy(&bits, &p, 4);
+  bits += int32_t(whole) << 23;
+  std::memcpy(&p, &bits, 4);
+  return p;
+}
+
+enum Kind { GELU = 0, GELU_TANH = 1, SILU = 2, RELU = 3 };
+
+// The share of x that an activation returns, a(x) = x * share, and its slope a'(x).
+template <int kind>
+inline void activate(float x, float& share, float& slope) {
+  if (kind == RELU) {
+    share = slope = x <= 0 ? 0.0f : 1.0f;
+  } else if (kind == GELU) {
+    // share = (1 + erf(x / sqrt 2)) / 2: near 0 by the series of erf, beyond by e^(-x^2 / 2), which is also that of the
+    // slope, and a polynomial of 1 / (1 + 0.24 |x|), as Abramowitz & Stegun have it (7.1.26), of degree 6.
+    float square = x * x, bell = exponential(-0.5f * square), t = 1.0f / (1.0f + 0.24f * std::fabs(x));
+    float near = 6.6596e-7f;
+    near = near * square - 9.4447e-6f;
+    near = near * square + 1.154345e-4f;
+    near = near * square - 1.1873283e-3f;
+    near = near * square + 9.9735570e-3f;
+    near = near * square - 6.6490380e-2f;
+    near = near * square + 3.9894228e-1f;
+    float tail = -0.121860778f;
+    tail = tail * t + 0.539195601f;
+    tail = tail * t - 0.615716717f;
+    tail = tail * t + 0.593852520f;
+    tail = tail * t - 0.135511512f;
+    tail = tail * t + 0.149779807f;
+    tail = tail * t + 0.0902610894f;
+    tail *= bell * t;
+    share = std::fabs(x) < 1.0f ? 0.5f + x * near : x < 0 ? tail : 1.0f - tail;
+    slope = share + x * bell * 0.398942280f;
+  } else {
+    // x * sigmoid(u): u is x of SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) of GELU's tanh form.
+    float u = kind == SILU ? x : x * (1.59576912f + 0.0713548162f * x * x);
+    float du = kind == SILU ? 1.0f : 1.59576912f + 0.214064449f * x * x;
+    float small = exponential(-std::fabs(u));
+    float large = 1.0f / (1.0f + small);
+    share = u < 0 ? small * large : large;
+    slope = share + x * small * large * large * du;
+  }
+}
+
+template <int kind, typename T>
+void activation_rows(const void* product, const float* bias, void* out, i64 begin, i64 end, i64 n, bool gated) {
+  for (i64 row = begin; row < end; ++row) {
+    const T* z = static_cast<const T*>(product) + row * (gated ? 2 * n : n);
+    T* result = static_cast<T*>(out) + row * n;
+    if (gated) {
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) {
+        float x = wide(z[i]) + bias[i], share, slope;
+        activate<kind>(x, share, slope);
+        put(result[i], x * share * (wide(z[n + i]) + bias[n + i]));
+      }
+    } else {
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) {
+        float x = wide(z[i]) + bias[i], share, slope;
+        activate<kind>(x, share, slope);
+        put(result[i], x * share);
+      }
+    }
+  }
+}
+
+template <int kind, typename T>
+void activation_gradient_rows(
+    const void* product, const float* bias, const void* gradient, void* out, float* sums, i64 begin, i64 end, i64 n,
+    bool gated) {
+  i64 width = gated ? 2 * n : n;
+  for (i64 row = begin; row < end; ++row) {
+    const T* z = static_cast<const T*>(product) + row * width;
+    const T* g = static_cast<const T*>(gradient) + row * n;
+    T* result = static_cast<T*>(out) + row * width;
+    if (gated) {
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) {
+        float x = wide(z[i]) + bias[i], up = wide(z[n + i]) + bias[n + i], share, slope;
+        activate<kind>(x, share, slope);
+        float into_gate = wide(g[i]) * up * slope, into_up = wide(g[i]) * x * share;
+        put(result[i], into_gate);
+        put(result[n + i], into_up);
+        sums[i] += into_gate;
+        sums[n + i] += into_up;
+      }
+    } else {
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) {
+        float share, slope;
+        activate<kind>(wide(z[i]) + bias[i], share, slope);
+        float into = wide(g[i]) * slope;
+        put(result[i], into);
+        sums[i] += into;
+      }
+    }
+  }
+}
+
+// The threads' sums, (threads, n), added up; written in a type.
+void write_sums(const std::vector<float>& sums, int threads, i64 stride, i64 offset, i64 n, void* out, int type) {
+  if (!out) return;
+  std::vector<float> total(n, 0.0f);
+  for (int thread = 0; thread < threads; ++thread) {
+    const float* part = sums.data() + thread * stride + offset;
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) total[i] += part[i];
+  }
+  write(out, type, 0, n, total.data());
+}
+
+// Calls work(thread, first row, row behind the last) on each of `threads` threads.
+template <typename Work>
+void over_rows(int threads, i64 rows, const Work& work) {
+#pragma omp parallel num_threads(threads)
+  {
+    i64 there = omp_get_num_threads(), thread = omp_get_thread_num();
+    work(int(thread), rows * thread / there, rows * (thread + 1) / there);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// sum_out = x + branch (only what `kept` says, times `scale`), normed = its norm over n features.
+void penstock_add_norm(
+    const void* x, const void* branch, const uint8_t* kept, float scale, const void* weight, const void* bias, float eps,
+    int rms, void* sum_out, void* normed, float* means, float* inverses, i64 rows, i64 n, int x_type, int branch_type,
+    int weight_type, int normed_type, int threads) {
+  std::vector<float> weights = vector_of(weight, weight_type, n, 1.0f), biases = vector_of(bias, weight_type, n, 0.0f);
+  over_rows(threads, rows, [&](int, i64 begin, i64 end) {
+    std::vector<float> buffers(4 * n);
+    float *first = buffers.data(), *second = first + n, *third = second + n, *fourth = third + n;
+    for (i64 row = begin; row < end; ++row) {
+      const float* a = read(x, x_type, row, n, first);
+      const float* b = read(branch, branch_type, row, n, second);
+      float* s = place_of(sum_out, x_type, row, n, third);
+      if (kept) {
+        const uint8_t* here = kept + row * n;
+#pragma omp simd
+        for (i64 i = 0; i < n; ++i) s[i] = a[i] + (here[i] ? b[i] * scale : 0.0f);
+      } else {
+#pragma omp simd
+        for (i64 i = 0; i < n; ++i) s[i] = a[i] + b[i];
+      }
+      write(sum_out, x_type, row, n, s);
+      const float* v = read(sum_out, x_type, row, n, s);  // as it is rounded
+      float mean = rms ? 0.0f : sum(n, [=](i64 i) { return v[i]; }) / n;
+      float square = sum(n, [=](i64 i) { return (v[i] - mean) * (v[i] - mean); });
+      float inverse = 1.0f / std::sqrt(square / n + eps);
+      means[row] = mean;
+      inverses[row] = inverse;
+      float* out = place_of(normed, normed_type, row, n, fourth);
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) out[i] = (v[i] - mean) * inverse * weights[i] + biases[i];
+      write(normed, normed_type, row, n, out);
+    }
+  });
+}
+
+// Gradients of what `penstock_add_norm` was given. `sum_gradient` may be null: nobody else read the sum. The branch's is
+// written where it differs from that of x, by its mask or its type.
+void penstock_add_norm_gradient(
+    const void* normed_gradient, const void* sum_gradient, const void* sum_in, const float* means, const float* inverses,
+    const uint8_t* kept, float scale, const void* weight, int rms, void* x_gradient, void* branch_gradient,
+    void* weight_gradient, void* bias_gradient, i64 rows, i64 n, int x_type, int branch_type, int weight_type,
+    int normed_type, int threads) {
+  std::vector<float> weights = vector_of(weight, weight_type, n, 1.0f), sums(2 * n * threads, 0.0f);
+  std::vector<float> zeros(sum_gradient ? 0 : n, 0.0f);
+  const float* by = weights.data();
+  over_rows(threads, rows, [&](int thread, i64 begin, i64 end) {
+    std::vector<float> buffers(5 * n);
+    float *first = buffers.data(), *second = first + n, *third = second + n, *fourth = third + n, *fifth = fourth + n;
+    float *by_weight = sums.data() + thread * 2 * n, *by_bias = by_weight + n;
+    for (i64 row = begin; row < end; ++row) {
+      const float* g = read(normed_gradient, normed_type, row, n, first);
+      const float* v = read(sum_in, x_type, row, n, second);
+      const float* more = sum_gradient ? read(sum_gradient, x_type, row, n, third) : zeros.data();
+      float* out = place_of(x_gradient, x_type, row, n, fourth);
+      float mean = means[row], inverse = inverses[row];
+      float slope = sum(n, [=](i64 i) { return g[i] * by[i] * ((v[i] - mean) * inverse); }) / n;
+      float shift = rms ? 0.0f : sum(n, [=](i64 i) { return g[i] * by[i]; }) / n;
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) {
+        float unit = (v[i] - mean) * inverse;
+        by_weight[i] += g[i] * unit;
+        by_bias[i] += g[i];
+        out[i] = inverse * (g[i] * by[i] - shift - unit * slope) + more[i];
+      }
+      write(x_gradient, x_type, row, n, out);
+      if (!branch_gradient) continue;
+      float* other = place_of(branch_gradient, branch_type, row, n, fifth);
+      if (kept) {
+        const uint8_t* here = kept + row * n;
+#pragma omp simd
+        for (i64 i = 0; i < n; ++i) other[i] = here[i] ? out[i] * scale : 0.0f;
+        write(branch_gradient, branch_type, row, n, other);
+      } else {
+        write(branch_gradient, branch_type, row, n, out);
+      }
+    }
+  });
+  write_sums(sums, threads, 2 * n, 0, n, weight_gradient, weight_type);
+  write_sums(sums, threads, 2 * n, n, n, bias_gradient, weight_type);
+}
+
+// Calls FUNCTION of the activation and of the type of its rows.
+#define OF_TYPE(FUNCTION, KIND, ...)                      \
+  if (type == 0) FUNCTION<KIND, float>(__VA_ARGS__);      \
+  else FUNCTION<KIND, Half>(__VA_ARGS__);                 \
+  break
+#define BY_KIND(FUNCTION, ...)                            \
+  switch (kind) {                                         \
+    case GELU: OF_TYPE(FUNCTION, GELU, __VA_ARGS__);      \
+    case GELU_TANH: OF_TYPE(FUNCTION, GELU_TANH, __VA_ARGS__); \
+    case SILU: OF_TYPE(FUNCTION, SILU, __VA_ARGS__);      \
+    default: OF_TYPE(FUNCTION, RELU, __VA_ARGS__);        \
+  }
+
+// out = a(product + bias), (rows, n); gated: a(first half) times second half, of product (rows, 2n).
+void penstock_activation(
+    const void* product, const void* bias, void* out, i64 rows, i64 n, int kind, int gated, int type, int bias_type,
+    int threads) {
+  std::vector<float> biases = vector_of(bias, bias_type, gated ? 2 * n : n, 0.0f);
+  over_rows(threads, rows, [&](int, i64 begin, i64 end) {
+    BY_KIND(activation_rows, product, biases.data(), out, begin, end, n, gated)
+  });
+}
+
+void penstock_activation_gradient(
+    const void* product, const void* bias, const void* gradient, void* out, void* bias_gradient, i64 rows, i64 n,
+    int kind, int gated, int type, int bias_type, int threads) {
+  i64 width = gated ? 2 * n : n;
+  std::vector<float> biases = vector_of(bias, bias_type, width, 0.0f), sums(width * threads, 0.0f);
+  over_rows(threads, rows, [&](int thread, i64 begin, i64 end) {
+    float* part = sums.data() + thread * width;
+    BY_KIND(activation_gradient_rows, product, biases.data(), gradient, out, part, begin, end, n, gated)
+  });
+  write_sums(sums, threads, width, 0, width, bias_gradient, bias_type);
+}
+
+}  // extern "C"

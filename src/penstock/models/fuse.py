@@ -1,0 +1,258 @@
+"""Fused operators in any model, by role: `fuse` puts them in place, `unfuse` takes them out.
+
+A fusion is a row of `penstock.config.fused` and, for each device that has a kernel, a function that names the places of
+a model where the operator fits. Places are found through the Anatomy, so that models of ours, of timm and of
+transformers are treated alike. Parameters and names in the state dict stay as they are: modules change their class or
+set a flag, and know how to change back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.fused import FUSED, Fuse, FusedName
+from penstock.errors import ConfigError
+from penstock.kernels.bias_activation import Activation, bias_activation
+from penstock.kernels.gains import pays
+from penstock.kernels.residual_norm import residual_norm
+from penstock.models.anatomy import ELSEWHERE, Anatomy, anatomy_of, uncompiled
+from penstock.models.block import Block
+from penstock.models.perceptron import MLP
+from penstock.models.roles import Norm, Perceptron
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One module of a model that computes by a fused operator once `install` was called."""
+
+    name: str
+    """Qualified name of the module."""
+    install: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """A fused operator on one kind of device."""
+
+    name: FusedName
+    device: str
+    """torch's name of the kind of device, such as `cpu`."""
+    places: Callable[[nn.Module, Anatomy], Iterable[Place]]
+
+
+_FUSIONS: dict[tuple[str, str], Fusion] = {}
+
+
+def register(fusion: Fusion) -> None:
+    """Make a fused operator known for a device; another of the same name and device is replaced."""
+    _FUSIONS[fusion.name, fusion.device] = fusion
+
+
+def fuse(
+    model: nn.Module,
+    names: Sequence[Fuse] = ("auto",),
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    compiled: bool = False,
+) -> dict[FusedName, int]:
+    """Let `model` compute by fused operators, in place; returns the number of places of each.
+
+    `names` are words of `Plan.fuse`; `auto` takes those that were measured to pay on this kind of machine for products
+    of `dtype`, by default the weights' type, in comparison with eager operators or with those that torch.compile makes
+    where the blocks are `compiled`. `device` is where the model will compute, by default where its weights are. State
+    dicts stay as they are, and results change by rounding only. `unfuse` undoes it.
+
+    Raises ConfigError for an operator that was named and fits nowhere in the model.
+    """
+    model = uncompiled(model)
+    weights = next(model.parameters(), torch.empty(0))
+    place = torch.device(weights.device if device is None else device).type
+    dtype = dtype or weights.dtype
+    chosen = [
+        name
+        for name in FUSED
+        if name in names or ("auto" in names and pays(name, place, dtype, compiled=compiled))
+    ]
+    counts: dict[FusedName, int] = {}
+    for name in chosen:
+        fusion = _FUSIONS.get((name, place))
+        places = list(fusion.places(model, anatomy_of(model))) if fusion else []
+        if not places and name in names:
+            raise ConfigError(
+                f"plan.fuse={name} fits nowhere in {type(model).__qualname__} on {place}: "
+                + (
+                    f"it has kernels for {' and '.join(FUSED[name].devices)} only"
+                    if fusion is None
+                    else _NOWHERE[name]
+                )
+                + "; leave it out."
+            )
+        for one in places:
+            one.install()
+        counts[name] = len(places)
+    words = ", ".join(f"{name} in {count} places" for name, count in counts.items() if count)
+    _log.info("Fused operators: %s.", words or "none")
+    return counts
+
+
+def unfuse(model: nn.Module) -> None:
+    """Let `model` compute by torch's own operators again, in place."""
+    for module in list(uncompiled(model).modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, _Passed):
+                setattr(module, name, child.original)
+        if issubclass(type(module).__bases__[0], _Swapped):
+            module.__class__ = type(module).__bases__[1]
+        elif isinstance(module, Block):
+            module.fused_norms = False
+        elif isinstance(module, MLP):
+            module.activated = False
+
+
+_NOWHERE = {
+    "residual_norm": "no norm of it follows a sum that Penstock knows",
+    "bias_activation": "no plain linear of it is followed by an activation that Penstock knows",
+}
+
+
+class _Swapped:
+    """A base of classes that take the place of another, which follows it in their order of resolution."""
+
+
+@functools.cache
+def _class_over(first: type[_Swapped], cls: type[nn.Module]) -> type[nn.Module]:
+    """A class that computes by `first` and is else `cls`, under the same name."""
+    return type(cls.__name__, (first, cls), {"__module__": cls.__module__})
+
+
+def _swap(module: nn.Module, first: type[_Swapped]) -> None:
+    module.__class__ = _class_over(first, type(module))
+
+
+class _Passed(nn.Identity):
+    """Stands where an activation was that is computed before it."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = original
+
+
+class _ActivatedLinear(_Swapped):
+    """A linear layer that returns the activation of its product and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = cast(Any, self)
+        product = x @ own.weight if own.transposed else F.linear(x, own.weight)
+        return bias_activation(product, own.bias, own.activation, gated=own.gated)
+
+
+def _activate(linear: Any, activation: Activation, *, gated: bool = False, transposed: bool = False) -> None:
+    linear.activation, linear.gated, linear.transposed = activation, gated, transposed
+    _swap(linear, _ActivatedLinear)
+
+
+_GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+_KINDS: dict[str, Activation] = {
+    "GELU": "gelu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh", "FastGELUActivation": "gelu_tanh", "SiLU": "silu", "SiLUActivation": "silu",
+    "ReLU": "relu",
+}  # fmt: skip
+"""Activations by the name of their module's class, in torch, timm and transformers."""
+
+
+def _activation_of(module: nn.Module) -> Activation | None:
+    """The activation that a module computes, if there is a kernel for it."""
+    if isinstance(module, nn.GELU) and module.approximate == "tanh":
+        return "gelu_tanh"
+    return _KINDS.get(type(module).__name__)
+
+
+def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
+    """The perceptrons whose first linear is a plain one."""
+    for role in () if anatomy.unknown else anatomy.parts(Perceptron):
+        linear = _module(model, role.up.name)
+        parent = _module(model, role.up.name.rpartition(".")[0])
+        if linear is None or parent is None or role.gate is not None:
+            continue
+        plain = type(linear).forward is nn.Linear.forward or (role.up.transposed and hasattr(linear, "nf"))
+        if not plain:
+            continue
+        if isinstance(parent, MLP):
+            yield Place(role.up.name, functools.partial(_activate_ours, parent))
+            continue
+        inside = [(name, kind) for name, child in parent.named_children() if (kind := _activation_of(child))]
+        if len(inside) == 1 and role.up.fused == (1,):
+            yield Place(
+                role.up.name,
+                functools.partial(
+                    _activate_foreign, parent, linear, *inside[0], transposed=role.up.transposed
+                ),
+            )
+
+
+def _activate_ours(mlp: MLP) -> None:
+    activation = _GATED.get(mlp.activation, mlp.activation)
+    _activate(mlp.up, cast(Activation, activation), gated=mlp.activation in _GATED)
+    mlp.activated = True
+
+
+def _activate_foreign(
+    parent: nn.Module, linear: nn.Module, name: str, activation: Activation, *, transposed: bool
+) -> None:
+    setattr(parent, name, _Passed(getattr(parent, name)))
+    _activate(linear, activation, transposed=transposed)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    """A module by its name; None where another process holds it."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+class _AddedOutput(_Swapped):
+    """The end of a branch of BERT and its like: a linear, dropout, and the norm of its sum with the branch's input."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        own = cast(Any, self)
+        rate = own.dropout.p if own.training else 0.0
+        return residual_norm(input_tensor, own.dense(hidden_states), own.LayerNorm, dropout=rate)[1]
+
+
+def _norm_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
+    """The blocks of ours that norm the sum of tokens and a branch, and such parts of others' blocks."""
+    for name in anatomy.blocks:
+        block = _module(model, name)
+        if isinstance(block, Block) and block.adds_and_norms and not block.__dict__.get(ELSEWHERE):
+            yield Place(name, functools.partial(setattr, block, "fused_norms", True))
+    for role in () if anatomy.unknown else anatomy.parts(Norm):
+        parent = _module(model, role.name.rpartition(".")[0])
+        if parent is not None and _adds_input(parent):
+            yield Place(role.name, functools.partial(_swap, parent, _AddedOutput))
+
+
+def _adds_input(module: nn.Module) -> bool:
+    """Whether a module is the end of a branch as BERT has it."""
+    children = dict(module.named_children())
+    return (
+        children.keys() == {"dense", "dropout", "LayerNorm"}
+        and isinstance(children["LayerNorm"], nn.LayerNorm)
+        and [*inspect.signature(type(module).forward).parameters] == ["self", "hidden_states", "input_tensor"]
+    )
+
+
+register(Fusion("residual_norm", "cpu", _norm_places))
+register(Fusion("bias_activation", "cpu", _activation_places))

@@ -1,0 +1,177 @@
+"""Fused operators beside torch's own, eager and compiled: the measurements that `plan.fuse=auto` decides by."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.fused import FusedName
+from penstock.kernels.bias_activation import bias_activation
+from penstock.kernels.gelu import gelu_tanh
+from penstock.kernels.residual_norm import add_norm
+
+WARM_UP = 2
+TYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operator at one size and type: a plain form, a fused one, and inputs that both differentiate."""
+
+    operator: FusedName
+    label: str
+    rows: int
+    features: int
+    plain: Callable[..., Any]
+    fused: Callable[..., Any]
+    inputs: Callable[[torch.dtype], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Median milliseconds of forward and backward together, by form."""
+
+    operator: FusedName
+    label: str
+    rows: int
+    features: int
+    dtype: str
+    milliseconds: Mapping[str, float]
+    """`eager` and `compiled` of the plain form, `fused`, and `fused_compiled`, as it is called inside compiled code."""
+    gains: Mapping[str, float]
+    """Median over rounds of eager / fused, and of compiled / fused_compiled."""
+
+
+class _BiasInProduct(torch.autograd.Function):
+    """The bias as a product adds it: at no cost of its own forward, and with a sum over rows backward."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.sum(0)
+
+
+def _norm_case(label: str, norm: Callable[..., Any], rows: int, features: int) -> Case:
+    def plain(x: Tensor, branch: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + branch
+        if len(weights) == 1:
+            return s, F.rms_norm(s, (features,), weights[0], 1e-5)
+        return s, F.layer_norm(s, (features,), weights[0], weights[1], 1e-5)
+
+    def fused(x: Tensor, branch: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        rms = len(weights) == 1
+        return add_norm(x, branch, weights[0], None if rms else weights[1], 1e-5, rms=rms)
+
+    def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        tokens = [torch.randn(rows, features).to(dtype) for _ in range(2)]
+        return (*tokens, *(one.detach().to(dtype) for one in norm(features).parameters()))
+
+    return Case("residual_norm", label, rows, features, plain, fused, inputs)
+
+
+def _activation_case(label: str, activation: Any, rows: int, features: int, *, gated: bool = False) -> Case:
+    wide = features * (1 + gated)
+
+    def act(x: Tensor) -> Tensor:
+        if activation == "silu":
+            return F.silu(x)
+        return gelu_tanh(x) if activation == "gelu_tanh" else F.gelu(x)
+
+    def plain(product: Tensor, bias: Tensor) -> Tensor:
+        x = _BiasInProduct.apply(product, bias)  # type: ignore[no-untyped-call]
+        if not gated:
+            return act(x)
+        gate, x = x.chunk(2, dim=-1)
+        return act(gate) * x
+
+    def fused(product: Tensor, bias: Tensor) -> Tensor:
+        return bias_activation(product, bias, activation, gated=gated)
+
+    def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (2 * torch.randn(rows, wide)).to(dtype), torch.randn(wide).to(dtype)
+
+    return Case("bias_activation", label, rows, features, plain, fused, inputs)
+
+
+def cases(rows: tuple[int, ...] = (512, 4096)) -> list[Case]:
+    """The operators at the sizes of base models."""
+    every: list[Case] = []
+    for count in rows:
+        every += [
+            _norm_case("LayerNorm", nn.LayerNorm, count, 768),
+            _norm_case("RMSNorm", nn.RMSNorm, count, 768),
+            _activation_case("GELU", "gelu", count, 3072),
+            _activation_case("GELU, tanh", "gelu_tanh", count, 3072),
+            _activation_case("SwiGLU", "silu", count, 2048, gated=True),
+        ]
+    return every
+
+
+def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
+    """Times of one case: rounds interleaved, each form once in each, in an order that is reversed every other round.
+
+    They are of the processor, so that other work on the machine counts little: set one thread before.
+    """
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    forms: dict[str, Callable[..., Any]] = {
+        "eager": case.plain,
+        "compiled": torch.compile(case.plain, dynamic=False),
+        "fused": case.fused,
+        "fused_compiled": torch.compile(case.fused, dynamic=False),
+    }
+    inputs = [one.requires_grad_() for one in case.inputs(dtype)]
+    gradients: list[Tensor] | None = None
+    taken: dict[str, list[float]] = {name: [] for name in forms}
+    for number in range(-WARM_UP, rounds):
+        for name in list(forms)[:: -1 if number % 2 else 1]:
+            start = time.process_time()
+            out = forms[name](*inputs)
+            outs = out if isinstance(out, tuple) else (out,)
+            if gradients is None:
+                gradients = [torch.randn_like(one) for one in outs]
+            torch.autograd.grad(outs, inputs, gradients)
+            if number >= 0:
+                taken[name].append(time.process_time() - start)
+    pairs = {"eager": ("eager", "fused"), "compiled": ("compiled", "fused_compiled")}
+    return KernelTime(
+        operator=case.operator, label=case.label, rows=case.rows, features=case.features,
+        dtype=str(dtype).removeprefix("torch."),
+        milliseconds={name: 1e3 * statistics.median(each) for name, each in taken.items()},
+        gains={
+            name: statistics.median(a / b for a, b in zip(taken[plain], taken[fused]))
+            for name, (plain, fused) in pairs.items()
+        },
+    )  # fmt: skip
+
+
+def measure_all(rounds: int) -> list[KernelTime]:
+    """All operators, sizes and types, on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [measure(case, dtype, rounds) for case in cases() for dtype in TYPES]
+    finally:
+        torch.set_num_threads(before)
+
+
+def gains_of(times: list[KernelTime]) -> dict[str, dict[str, dict[str, float]]]:
+    """The table that `penstock.kernels.gains` keeps: of each operator and type the geometric mean over its cases."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for name, dtype in dict.fromkeys((one.operator, one.dtype) for one in times):
+        every = [one.gains for one in times if (one.operator, one.dtype) == (name, dtype)]
+        table.setdefault(name, {})[dtype] = {
+            form: round(math.exp(statistics.fmean(math.log(gains[form]) for gains in every)), 3)
+            for form in every[0]
+        }
+    return table

@@ -1,0 +1,256 @@
+"""Fused operators against torch's own, forward and backward, and against fp64."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.kernels import bias_activation as activations
+from penstock.kernels import native
+from penstock.kernels import residual_norm as norms
+from penstock.kernels.bias_activation import bias_activation
+from penstock.kernels.dropout import dropout
+from penstock.kernels.residual_norm import add_norm, residual_norm
+
+HAS_COMPILER = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
+FORMS = pytest.mark.parametrize("form", [pytest.param("native", marks=needs_compiler), "python"])
+
+
+def _use(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "python":
+        for module in (norms, activations):
+            monkeypatch.setattr(module, "library", lambda: None)
+    else:
+        assert native.library() is not None
+
+
+def _gradients(function: Callable[..., Any], inputs: list[Tensor], upstream: list[Tensor]) -> list[Tensor]:
+    """Outputs, then gradients of the inputs."""
+    leaves = [one.detach().requires_grad_() for one in inputs]
+    outs = function(*leaves)
+    outs = list(outs) if isinstance(outs, tuple) else [outs]
+    given = [grad.to(out.dtype) for grad, out in zip(upstream, outs)]
+    return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, given)]
+
+
+def _errors(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor]) -> None:
+    """No result of ours is twice as far from fp64 as torch's of the same type, by norm; what rounding the
+    result itself costs is granted."""
+    for mine, eager, wide in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == eager.dtype
+        assert mine.shape == eager.shape
+        granted = torch.finfo(mine.dtype).eps * float(wide.norm()) / 4
+        assert float((mine - wide).norm()) <= 2 * float((eager - wide).norm()) + granted
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same values, in memory in another order."""
+    return x.mT.contiguous().mT if x.ndim > 1 else x
+
+
+def _plain_norm(rms: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    def plain(x: Tensor, branch: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + branch
+        shape = s.shape[-1:]
+        if rms:
+            return s, nn.functional.rms_norm(s, shape, weight, 1e-5)
+        return s, nn.functional.layer_norm(s, shape, weight, bias[0] if bias else None, 1e-5)
+
+    return plain
+
+
+def _our_norm(rms: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    def ours(x: Tensor, branch: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor]:
+        return add_norm(x, branch, weight, bias[0] if bias else None, 1e-5, rms=rms)
+
+    return ours
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_residual_norm_is_as_exact_as_torch(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(form, monkeypatch)
+    for shape, kind in itertools.product(
+        ((2, 37, 96), (5, 33), (3, 7), (7, 513)), ("layer", "no bias", "rms")
+    ):
+        features = shape[-1]
+        inputs = [3 * torch.randn(shape) + 1, torch.randn(shape), 1 + 0.1 * torch.randn(features)]
+        inputs += [torch.randn(features)] * (kind == "layer")
+        inputs = [_strided(one.to(dtype)) for one in inputs]
+        upstream = [torch.randn(shape), _strided(torch.randn(shape))]
+        plain, ours = _plain_norm(kind == "rms"), _our_norm(kind == "rms")
+        exact = _gradients(plain, [one.double() for one in inputs], upstream)
+        _errors(_gradients(ours, inputs, upstream), _gradients(plain, inputs, upstream), exact)
+
+
+@FORMS
+def test_residual_norm_of_two_types_and_of_one_output(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast the stream is fp32 and the branch bf16; after a post-norm nobody reads the sum."""
+    _use(form, monkeypatch)
+    norm = nn.LayerNorm(48)
+    x, branch = torch.randn(4, 9, 48, requires_grad=True), torch.randn(4, 9, 48).bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        s, normed = residual_norm(x, branch, norm, for_products=True)
+    assert (s.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
+    upstream = torch.randn(4, 9, 48)
+    normed.backward(upstream.bfloat16())
+    assert x.grad is not None
+    assert branch.grad is not None
+    assert (x.grad.dtype, branch.grad.dtype) == (torch.float32, torch.bfloat16)
+    ours = [x.grad, branch.grad.float(), norm.weight.grad, norm.bias.grad]
+    x2, branch2 = (one.detach().float().requires_grad_() for one in (x, branch))
+    norm.zero_grad()
+    expected = norm(x2 + branch2)
+    torch.testing.assert_close(s, (x2 + branch2).detach())
+    torch.testing.assert_close(normed, expected.detach().bfloat16())
+    expected.backward(upstream.bfloat16().float())
+    torch.testing.assert_close(ours[0], x2.grad)
+    torch.testing.assert_close(ours[1].bfloat16(), branch2.grad.bfloat16())
+    torch.testing.assert_close(ours[2:], [norm.weight.grad, norm.bias.grad])
+
+
+@FORMS
+def test_dropout_inside_draws_what_dropout_draws(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(form, monkeypatch)
+    norm = nn.RMSNorm(64, eps=1e-6)
+    inputs = [torch.randn(8, 16, 64), torch.randn(8, 16, 64)]
+    upstream = [torch.randn(8, 16, 64), torch.randn(8, 16, 64)]
+
+    def plain(x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(5)
+        s = x + dropout(branch, 0.3)
+        return s, norm(s)
+
+    def ours(x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(5)
+        return residual_norm(x, branch, norm, dropout=0.3)
+
+    mine, theirs = _gradients(ours, inputs, upstream), _gradients(plain, inputs, upstream)
+    torch.testing.assert_close(mine, theirs)
+    assert 0.25 < float((mine[3] == 0).float().mean()) < 0.35
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_activation_is_as_exact_as_torch(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(form, monkeypatch)
+    kinds = ("gelu", "gelu_tanh", "silu", "relu")
+    for shape, kind, gated, biased in itertools.product(
+        ((3, 11, 64), (5, 26), (9, 34)), kinds, (False, True), (True, False)
+    ):
+        inputs = [_strided((3 * torch.randn(shape)).to(dtype))]
+        inputs += [torch.randn(shape[-1]).to(dtype)] * biased
+        upstream = [_strided(torch.randn(*shape[:-1], shape[-1] // (1 + gated)))]
+
+        def ours(product: Tensor, *bias: Tensor, kind: Any = kind, gated: bool = gated) -> Tensor:
+            return bias_activation(product, bias[0] if bias else None, kind, gated=gated)
+
+        def plain(product: Tensor, *bias: Tensor, kind: str = kind, gated: bool = gated) -> Tensor:
+            x = product + bias[0] if bias else product
+            if not gated:
+                return activations._activated(x, kind)
+            gate, x = x.chunk(2, dim=-1)
+            return activations._activated(gate, kind) * x
+
+        exact = _gradients(plain, [one.double() for one in inputs], upstream)
+        _errors(_gradients(ours, inputs, upstream), _gradients(plain, inputs, upstream), exact)
+
+
+@needs_compiler
+def test_activations_at_extremes_are_those_of_torch() -> None:
+    ends = torch.tensor(
+        [0.0, -0.0, 1e-30, -1e-30, 5.0, -5.0, 12.0, -12.0, 90.0, -90.0, 3e4, -3e4, float("nan")]
+    )
+    for kind in ("gelu", "gelu_tanh", "silu", "relu"):
+
+        def ours(x: Tensor, kind: Any = kind) -> Tensor:
+            return bias_activation(x, None, kind)
+
+        def plain(x: Tensor, kind: str = kind) -> Tensor:
+            return activations._activated(x, kind)
+
+        upstream = [torch.ones(13)]
+        mine, theirs = _gradients(ours, [ends], upstream), _gradients(plain, [ends], upstream)
+        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+@FORMS
+def test_empty_tensors_have_empty_gradients(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(form, monkeypatch)
+    x = torch.empty(0, 8, requires_grad=True)
+    norm = nn.LayerNorm(8)
+    s, normed = residual_norm(x, x, norm)
+    (s.sum() + normed.sum() + bias_activation(x, norm.bias, "gelu").sum()).backward()
+    assert x.grad is not None
+    assert norm.bias.grad is not None
+    assert x.grad.shape == (0, 8)
+    assert not norm.bias.grad.any()
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensors of one shape"):
+        residual_norm(torch.zeros(2, 8), torch.zeros(1, 8), nn.LayerNorm(8))
+    with pytest.raises(ConfigError, match="as many features"):
+        bias_activation(torch.zeros(2, 8), torch.zeros(4), "gelu")
+
+
+@needs_compiler
+def test_torch_accepts_the_operators() -> None:
+    x, branch = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    weight, bias = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    kept = torch.rand(3, 8) > 0.3
+    for more in (
+        (None, 1.0, weight, bias, 1e-5, False, torch.float32),
+        (kept, 1.5, weight, None, 1e-5, True, torch.bfloat16),
+    ):
+        torch.library.opcheck(torch.ops.penstock.add_norm.default, (x, branch, *more))
+    for more in ((bias, "gelu", False), (None, "silu", True)):
+        torch.library.opcheck(torch.ops.penstock.bias_activation.default, (x, *more))
+
+
+@needs_compiler
+def test_threads_share_the_rows() -> None:
+    """Sums over rows are those of one thread, up to their order."""
+    inputs = [torch.randn(1024, 64), torch.randn(64)]
+    upstream = [torch.randn(1024, 64)]
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        results.append(
+            _gradients(lambda x, bias: bias_activation(x, bias, "gelu"), inputs, upstream)
+            + _gradients(lambda x, bias: add_norm(x, x, bias, None, 1e-5)[1], inputs, upstream)
+        )
+    # Sums of 1,024 rows, of some tens: 5e-5 apart.
+    torch.testing.assert_close(*results, rtol=1e-5, atol=2e-4)
+
+
+@needs_compiler
+def test_the_library_is_compiled_once_and_a_broken_compiler_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = native._built()
+    stamp = first.stat().st_mtime_ns
+    assert native._built() == first
+    assert first.stat().st_mtime_ns == stamp
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    assert native.library.__wrapped__() is None
+    assert "it is broken" in caplog.text
+    assert "Python form" in caplog.text
+    assert not list((tmp_path / "cache").rglob("*.so"))

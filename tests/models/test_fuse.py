@@ -1,0 +1,150 @@
+"""Fused operators in models of ours and of transformers: found by role, undone, and the same results."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.build import build
+from penstock.config.fused import FUSED
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
+from penstock.errors import ConfigError
+from penstock.kernels import gains
+from penstock.models import create
+from penstock.models.fuse import fuse, unfuse
+
+ALL = tuple(FUSED)
+
+
+def _inputs(config: Any) -> tuple[Tensor, ...]:
+    if config.graph.vision:
+        return (torch.randn(2, config.channels, config.image_size, config.image_size),)
+    tokens = torch.randint(3, 50, (2, 12))
+    return (tokens, tokens) if len(config.graph.inputs) > 1 else (tokens,)
+
+
+def _gradients(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    """Outputs and gradients, dropout drawn the same each time."""
+    torch.manual_seed(3)
+    out = model(*inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    model.zero_grad()
+    torch.manual_seed(4)
+    out.backward(torch.randn_like(out))
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", ["vit-digits", "gpt-tiny", "bert-tiny", "marian-tiny"])
+def test_ours_compute_the_same_fused(name: str) -> None:
+    """Pre-norm and post-norm, with cross attention, and with the same dropout; names of weights stay."""
+    config = PRESETS[name]
+    torch.manual_seed(0)
+    model = create(config)
+    names, inputs = list(model.state_dict()), _inputs(config)
+    before = _gradients(model, inputs)
+    counts = fuse(model, ALL)
+    blocks = sum(len(run.stack.layers) for run in config.graph.runs)
+    assert counts == {"residual_norm": blocks, "bias_activation": blocks}
+    assert list(model.state_dict()) == names
+    fused = _gradients(copy.deepcopy(model), inputs)
+    torch.testing.assert_close(fused, before, rtol=1e-4, atol=1e-4)
+    assert any(not torch.equal(a, b) for a, b in zip(fused, before))  # other kernels did run
+    unfuse(model)
+    assert all(torch.equal(a, b) for a, b in zip(_gradients(model, inputs), before))
+
+
+def test_foreign_models_compute_the_same_fused() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = transformers.BertConfig(**sizes, intermediate_size=64, vocab_size=60, hidden_dropout_prob=0.0,
+                                    attention_probs_dropout_prob=0.0)  # fmt: skip
+    gpt2 = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=60, n_positions=32, resid_pdrop=0.0,
+                                   embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    cases = (
+        (transformers.BertModel(small, add_pooling_layer=False), {"residual_norm": 4, "bias_activation": 2}),
+        (transformers.GPT2Model(gpt2), {"bias_activation": 2}),
+    )
+    for model, counts in cases:
+        model.train()
+        inputs = (torch.randint(0, 60, (2, 9)),)
+
+        def run(model: nn.Module = model, inputs: Any = inputs) -> list[Tensor]:
+            return _gradients(_FirstOutput(model), inputs)
+
+        before, names = run(), list(model.state_dict())
+        assert fuse(model, tuple(counts)) == counts
+        assert list(model.state_dict()) == names
+        fused = run()
+        torch.testing.assert_close(fused, before, rtol=1e-4, atol=1e-4)
+        assert any(not torch.equal(a, b) for a, b in zip(fused, before))
+        unfuse(model)
+        assert all(torch.equal(a, b) for a, b in zip(run(), before))
+
+
+class _FirstOutput(nn.Module):
+    """The hidden states of a model of transformers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens).last_hidden_state
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)))
+    with pytest.raises(ConfigError, match="residual_norm fits nowhere in Sequential on cpu"):
+        fuse(plain, ("residual_norm",))
+    with pytest.raises(ConfigError, match="has kernels for cpu only"):
+        fuse(create(PRESETS["gpt-tiny"]), ("residual_norm",), device="cuda")
+    assert not any(fuse(plain, ("auto",)).values())
+
+
+def test_auto_takes_what_was_measured_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = gains.kind_of("cpu")
+    table = {
+        "residual_norm": {"float32": {"eager": 1.5, "compiled": 0.9}},
+        "bias_activation": {"float32": {"eager": 1.01, "compiled": 1.2}},
+    }
+    path = gains.store(kind, table)
+    gains.store("another", {})
+    assert json.loads(path.read_text()).keys() == {kind, "another"}
+    assert fuse(create(PRESETS["gpt-tiny"])).keys() == {"residual_norm"}
+    assert fuse(create(PRESETS["gpt-tiny"]), compiled=True).keys() == {"bias_activation"}
+    assert not fuse(create(PRESETS["gpt-tiny"]), dtype=torch.bfloat16)
+    path.write_text("{")
+    shipped = gains.gains_of(kind)
+    assert fuse(create(PRESETS["gpt-tiny"])).keys() == {
+        name for name in ALL if shipped.get(name, {}).get("float32", {}).get("eager", 0) >= gains.LEAST_GAIN
+    }
+
+
+@pytest.mark.parametrize("line", ["", "precision=O1", "precision=O2", "compile=blocks recompute=full"])
+def test_weights_after_many_steps_are_those_of_plain_operators(line: str) -> None:
+    """32 steps of SGD: AdamW divides by magnitudes, so that rounding alone turns signs of tiny gradients."""
+    steps = 4 if "compile" in line else 32
+    config = PRESETS["vit-digits"]
+    results = []
+    for fused in ("", "fuse=residual_norm,bias_activation"):
+        built = build(
+            config, Plan.parse(f"algorithm=sgd optimizer=fused {line} {fused}"), recipe=Recipe(lr=0.01)
+        )
+        assert sum(built.fused.values()) == (2 * config.depth if fused else 0)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            images = torch.randn(4, 1, 8, 8, generator=generator)
+            result = built.step([(images, torch.arange(4))])
+        results.append((result.loss.item(), [p.detach().float() for p in built.model.parameters()]))
+    (loss, weights), (plain_loss, plain) = results
+    tolerance = 1e-4 if "precision" not in line else 2e-2
+    assert loss == pytest.approx(plain_loss, rel=10 * tolerance)
+    moved = [(a - b).norm() / b.norm().clamp(min=1.0) for a, b in zip(weights, plain)]
+    assert max(moved) < tolerance

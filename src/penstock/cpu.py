@@ -37,6 +37,11 @@ class Cpu:
     """Whether there are matrix units for bf16 (AMX)."""
 
     @property
+    def bf16_pairs(self) -> bool:
+        """Whether vectors of AVX-512 multiply pairs of bf16 numbers."""
+        return self.isa == "AVX512" and bool(self.bf16)
+
+    @property
     def kind(self) -> str:
         """The kind of CPU that measurements of kernels are kept by."""
         if self.amx:

@@ -58,6 +58,7 @@ BROKEN = {
     ),
     "fused_operators_have_kernels": ("fuse=bias_activation", "vit-s16", "h100", "has kernels for cpu only"),
     "host_memory_matters_on_cpus": ("host_memory=keep", "vit-s16", "h100", "no effect on a GPU's step"),
+    "native_attention_multiplies_bf16": ("attention=native", "vit-s16", "cpu", "multiplies bf16 only"),
     "attention_backend_exists": ("attention=flash", "vit-s16", "h100", "in half precision only"),
     "activations_leave_a_gpu": (
         "offload=activations",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.sdpa import Switch, Watch, plain_sdpa, set_sdpa
+from penstock.kernels.sdpa import Switch, Watch, own_sdpa, set_sdpa
 from penstock.models.anatomy import set_switch
 
 
@@ -72,7 +72,7 @@ def test_every_backend_computes_the_same(backend: AttentionBackend, form: str) -
 def test_grouped_keys_and_a_scale_are_as_torchs() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
-    found = plain_sdpa(q, k, v, scale=0.3, enable_gqa=True)
+    found = own_sdpa(q, k, v, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True))
 
 
@@ -81,7 +81,7 @@ def test_any_number_of_leading_dimensions_and_another_width_of_values(lead: tupl
     torch.manual_seed(0)
     q, k, v = torch.randn(*lead, 5, 8), torch.randn(*lead, 6, 8), torch.randn(*lead, 6, 3)
     mask = torch.randn(5, 6)
-    torch.testing.assert_close(plain_sdpa(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    torch.testing.assert_close(own_sdpa(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
 
 
 def test_plain_attention_of_half_types_stays_in_them() -> None:

@@ -13,8 +13,8 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.rule import Rules, divisors
 
-CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math")
-"""Attention backends that exist on a CPU (torch/nn/attention)."""
+CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math", "native")
+"""Attention backends that exist on a CPU."""
 HALF_ONLY_ATTENTION = ("flash", "cudnn")
 """Attention backends that compute only in half precision on a GPU."""
 FLASH_HEAD_WIDTH = 256
@@ -334,12 +334,33 @@ def _activations_leave_a_gpu(plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 @LAYOUT_RULES.of("types")
+def _native_attention_multiplies_bf16(plan: Plan) -> Iterator[str]:
+    """`attention=native` is set with bf16, of whole sequences."""
+    if plan.attention != "native":
+        return
+    if numerics_of(plan).compute != "bf16":
+        yield (
+            "plan.attention=native multiplies bf16 only; use precision=O1, O2 or O3 with dtype=bf16, or attention=auto."
+        )
+    if plan.cp > 1:
+        yield (
+            f"plan.attention=native computes whole sequences, but plan.cp={plan.cp} shards them; use attention=sdpa, "
+            "or cp=1."
+        )
+
+
+@LAYOUT_RULES.of("types")
 def _attention_backend_exists(plan: Plan, machine: Machine) -> Iterator[str]:
     """The attention backend exists on the machine, in the type that the Plan computes in."""
     if machine.device == "cpu" and plan.attention not in CPU_ATTENTION:
         yield (
             f"plan.attention={plan.attention} exists on GPUs only, and machine {machine.name} is a CPU; "
             f"use one of {', '.join(CPU_ATTENTION)}."
+        )
+    if machine.device == "cuda" and plan.attention == "native":
+        yield (
+            f"plan.attention=native is a kernel for CPUs, and machine {machine.name} is a GPU; use attention=sdpa or "
+            "flash."
         )
     if machine.device == "cuda" and plan.attention in HALF_ONLY_ATTENTION:
         if not numerics_of(plan).half:

@@ -21,7 +21,7 @@ Norms = Literal["fp32", "half"]
 Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 TokenOrder = Literal["batch_first", "batch_second"]
-AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math"]
+AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math", "native"]
 AUTO_PLAIN_TOKENS = 512
 """Longest sequence for which `attention=auto` is the plain form on a CPU that multiplies bf16, where it beats torch's
 fused kernel forward and backward together: 4.1 against 13.8 ms with matrix units and 3.3 against 8.6 with vectors of
@@ -115,7 +115,8 @@ class Plan(Checked, where="plan"):
         default="sdpa", metadata=_ROUNDING | {"switch": "never calls torch's attention, or not in this form"}
     )
     """`sdpa` lets torch choose; `plain` is two matrix products; `auto` is Penstock's choice by device, dtype
-    and sequence length; the others fix one backend of SDPA."""
+    and sequence length; `native` is Penstock's kernel in C++ for CPUs that multiply bf16 in AVX-512; the others fix one
+    backend of SDPA."""
     loss: LossForm = field(default="whole", metadata=_ROUNDING | {"switch": "does not make its loss itself"})
     """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
     made along with it, so that logits take 64 MiB at most, on a GPU 1 GiB."""

@@ -25,6 +25,7 @@ from penstock.config.plan import AUTO_PLAIN_TOKENS, CAUSAL_BLOCK, AttentionBacke
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import dropout
+from penstock.kernels.native_attention import native_attention
 
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
@@ -85,11 +86,12 @@ def attention(
     """Attend over all tokens that `scores` lets a query see. q: (B, H, N, K), k and v: (B, G, M, K), of any strides;
     returns (B, H, N, K).
 
-    `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's
-    own choice of kernel, `auto` ours (see `chosen_backend`), and `flash`, `efficient`, `cudnn` and `math` pin one of
-    torch's. A causal mask and heads that share keys cost the fused kernels no memory; a mask of their own costs what it
-    has elements. On a CPU a learned bias leads torch to its `math`. torch's kernel for CPUs has no dropout either, so
-    that `sdpa` with dropout is `plain` there, but in fp16, and in bf16 without AVX-512.
+    `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's own
+    choice of kernel, `auto` ours (see `chosen_backend`), `flash`, `efficient`, `cudnn` and `math` pin one of torch's,
+    and `native` is ours in C++ for CPUs. A causal mask and heads that share keys cost the fused kernels no memory; a
+    mask of their own costs what it has elements. On a CPU a learned bias leads torch to its `math`. torch's kernel
+    for CPUs has no dropout either, so that `sdpa` with dropout is `plain` there, but in fp16, and in bf16 without
+    AVX-512.
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
@@ -100,6 +102,11 @@ def attention(
         return plain_attention(q, k, v, scores)
     if backend == "sdpa":
         return _fused(q, k, v, scores)
+    if backend == "native":
+        mask: Tensor | None = scores.mask
+        return native_attention(
+            q, k, v, mask=mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale
+        )
     return _pinned(q, k, v, backend, scores)
 
 

@@ -21,14 +21,14 @@ from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import (
     PINNED,
     Scores,
+    attention,
     chosen_backend,
     keeps_scores,
-    plain_attention,
     raise_without_kernel,
 )
 
 
-def plain_sdpa(
+def own_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -37,9 +37,11 @@ def plain_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    backend: AttentionBackend = "plain",
 ) -> Tensor:
-    """`scaled_dot_product_attention` as two products and a softmax in the type of its inputs: (…, L, E), (…, S, E),
-    (…, S, V) → (…, L, V). The scores, (…, L, S), are kept for the backward pass.
+    """`scaled_dot_product_attention` by a kernel of ours: (…, L, E), (…, S, E), (…, S, V) → (…, L, V). The plain one,
+    two products and a softmax in the type of its inputs, keeps the scores, (…, L, S), for the backward pass.
     """
     lead = query.shape[:-2]
 
@@ -50,7 +52,7 @@ def plain_sdpa(
     if attn_mask is not None:
         attn_mask = four(attn_mask.expand(*lead, *attn_mask.shape[-2:]) if query.ndim > 4 else attn_mask)
     scores = Scores(attn_mask, is_causal, dropout_p, scale)
-    out = plain_attention(four(query), four(key), four(value), scores)
+    out = attention(four(query), four(key), four(value), backend, scores)
     return out.reshape(*lead, *out.shape[-2:])
 
 
@@ -90,7 +92,8 @@ class Watch(TorchFunctionMode):
         switch.note()
         query = args[0] if args else options["query"]
         backend = chosen_backend(switch.backend, query.device, query.dtype, query.shape[-2])
-        attend = plain_sdpa if backend == "plain" else func
+        ours = backend in ("plain", "native")
+        attend = functools.partial(own_sdpa, backend=backend) if ours else func
         if switch.again and backend in PINNED:  # pinned when it is computed again, too
             attend = functools.partial(_pinned, func, backend)
         if switch.again and torch.is_grad_enabled():

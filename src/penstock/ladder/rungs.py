@@ -57,6 +57,12 @@ def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if backend == "flash" and situation.machine.device == "cpu" and setting.plan.attention == "sdpa":
             return "on a CPU torch's own choice is flash already"
+        if backend == "native" and situation.machine.device == "cpu":
+            from penstock.cpu import this_cpu  # late: it imports torch
+
+            if this_cpu().bf16_pairs:
+                return None
+            return "this CPU does not multiply bf16 in AVX-512"
         return None
 
     return Rung(
@@ -277,6 +283,11 @@ for _rung in (
     _attention("flash", 610, "Pins the FlashAttention kernel of torch, which keeps no scores in memory."),
     _attention(
         "efficient", 620, "Pins the memory-efficient kernel of torch, which keeps no scores in memory."
+    ),
+    _attention(
+        "native",
+        605,
+        "A kernel in C++ that forgets its scores, reads heads where they are and drops weights out as it goes.",
     ),
     _attention("cudnn", 630, "Pins cuDNN's fused kernel, often the fastest on Hopper and later."),
     Rung(

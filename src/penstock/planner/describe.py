@@ -87,7 +87,7 @@ def attention_form(plan: Plan, model: ModelConfig, device: str, avx512: bool) ->
         backend = "plain" if short else "sdpa"
     if backend in ("plain", "math"):
         return backend
-    if device != "cpu":
+    if device != "cpu" or backend == "native":
         return "fused"
     # torch's fused kernel of a CPU has neither dropout of weights nor gradients of biases.
     if any(stack.weights_dropout for stack in stacks(model)):

@@ -29,9 +29,6 @@ values, and their gradients (4); results and their gradients, read for the sums 
 of queries, cleared and read (4)."""
 USUAL_ROW = 197
 """Numbers in a row of a softmax, where an operator does not say."""
-CPU_HALF_FUSED_SHARE = 0.12
-"""Share of the half-precision product rate that torch's fused attention reaches on a CPU where a Machine does not hold
-it: the kernel converts as it goes. fp32 has no such loss."""
 
 
 def seconds(op: Op, rates: Rates) -> float:
@@ -132,7 +129,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         if measured:
             # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
             return flops / measured
-        rate = rates.products.rate(op.m, op.n, op.k) * (1.0 if rates.compute == 4 else CPU_HALF_FUSED_SHARE)
+        rate = rates.products.rate(op.m, op.n, op.k) * rates.attention_share
         return max(flops / rate, moved)
     if op.kind in ("norm", "softmax", "activation", "dropout", "torch_dropout", "quantize"):
         name = "gelu" if op.kind == "activation" else op.kind

@@ -27,6 +27,12 @@ SLOWEST_CLOCK = 1.2e9
 """Below what chips for training run at, and above half of it."""
 NEAREST = 2
 """Measured shapes of attention between which a rate is interpolated."""
+CPU_HALF_FUSED_SHARE = 0.12
+"""Share of the half-precision product rate that torch's fused attention reaches on a CPU where a Machine does not hold
+it: the kernel converts as it goes. fp32 has no such loss."""
+NATIVE_SHARE = 0.55
+"""The same share of Penstock's own attention kernel (`native/attention.cpp`): 98 to 115 of 200 GFLOP/s for ViT-S, BERT
+and GPT-2 on one core with AVX512-BF16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +56,8 @@ class Rates:
     """FLOP/s of the products of fused attention's forward pass."""
     attention_backward: float
     """The same for its backward pass, which forms the scores again."""
+    attention_share: float
+    """Share of the rate of products that fused attention reaches on a CPU where its own rate was not measured."""
     exponentials: float
     """Exponentials of softmax per second."""
     memory: float
@@ -111,6 +119,11 @@ def _rates(
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
     multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
+    kernels = _kernels(machine, type_, numerics)
+    share = 1.0 if numerics.compute == "fp32" else CPU_HALF_FUSED_SHARE
+    if attention == "native":  # what was measured is torch's kernel
+        kernels = {name: rates for name, rates in kernels.items() if not name.startswith("attention")}
+        share = NATIVE_SHARE
     exponentials = exponentials_per_second(machine.peak_flops[type_], multiprocessors)
     forward, backward = _attention(machine, type_, attention, constants, exponentials)
     memory = (machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share)
@@ -124,9 +137,9 @@ def _rates(
         narrow=_products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
-        exponentials=exponentials, memory=memory,
+        attention_share=share, exponentials=exponentials, memory=memory,
         kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds, cpu=cpu,
-        kernels=_kernels(machine, type_, numerics), compute=BYTES[numerics.compute], link=link,
+        kernels=kernels, compute=BYTES[numerics.compute], link=link,
         gathering=(machine.gather_bytes_per_second or link) / link,
         scattering=(machine.scatter_bytes_per_second or link) / link, sending=machine.send_bytes_per_second or link,
         node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -28,7 +29,8 @@ from penstock.cpu import this_cpu
 __all__ = ["TYPES", "address", "direct", "library", "sizes", "threads_for"]
 
 _log = logging.getLogger(__name__)
-_SOURCE = Path(__file__).parent / "fused.cpp"
+Kernels = Literal["fused", "losses", "attention"]
+"""Source files, one library each."""
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
@@ -38,6 +40,8 @@ _ISA_FLAGS = {
     "AVX2": ("-mavx2", "-mfma"),
 }  # fmt: skip
 """Flags by torch's name of the instruction set; others compile for the machine's least common denominator."""
+_PAIRS_FLAG = "-mavx512bf16"
+"""The flag of kernels that multiply pairs of bf16 numbers."""
 _LONGEST_BUILD = 300
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Codes of the types that the kernels read and write."""
@@ -46,10 +50,10 @@ _ELEMENTS_PER_THREAD = 1 << 14
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def library(kernels: Kernels = "fused") -> ctypes.CDLL | None:
     """The compiled kernels; None, with a warning in the log, where they cannot be compiled or loaded."""
     try:
-        return ctypes.CDLL(str(_built()))
+        return ctypes.CDLL(str(_built(kernels)))
     except (OSError, _CannotBuild) as problem:
         _log.warning(
             "The fused kernels for CPUs are not there (%s), so their Python form computes, more slowly. They need a "
@@ -63,22 +67,24 @@ class _CannotBuild(Exception):
     """There is no compiler, or it refused the source."""
 
 
-def _built() -> Path:
+def _built(kernels: Kernels) -> Path:
     """The path of the library, compiled if it is not in the cache; one process at a time does so."""
     compiler = _compiler()
     command = (*_FLAGS, *_ISA_FLAGS.get(this_cpu().isa, ()))
     about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    source = _SOURCE.read_bytes()
-    key = hashlib.sha256("\0".join((about, *command)).encode() + source).hexdigest()[:16]
+    if kernels == "attention":
+        command += (_PAIRS_FLAG,)
+    source = Path(__file__).parent / f"{kernels}.cpp"
+    key = hashlib.sha256("\0".join((about, *command)).encode() + source.read_bytes()).hexdigest()[:16]
     folder = cache_folder() / "native"
-    path = folder / f"fused-{key}.so"
+    path = folder / f"{kernels}-{key}.so"
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / f"{path.stem}.lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # released with the file; a rank that waited finds the library
         if not path.is_file():
-            _compile(compiler, command, path)
+            _compile(compiler, command, source, path)
     return path
 
 
@@ -92,12 +98,12 @@ def _compiler() -> str:
     raise _CannotBuild("no C++ compiler was found")
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], source: Path, path: Path) -> None:
     """Compile to a file beside `path`, then rename it, so that nobody loads half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         done = subprocess.run(
-            [compiler, *flags, str(_SOURCE), "-o", str(made)],
+            [compiler, *flags, str(source), "-o", str(made)],
             capture_output=True,
             text=True,
             check=False,

@@ -1,0 +1,180 @@
+"""Attention in C++ on CPUs that multiply pairs of bf16 numbers: no scores in memory, and dropout of weights inside.
+
+The kernels and their formulas are in `native/attention.cpp`. The reference is `penstock.kernels.attention.
+plain_attention`. Shapes: B samples, H heads, G KV heads, N queries, M keys, K features per head.
+"""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_float, c_int64, c_uint32
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.cpu import this_cpu
+from penstock.errors import ConfigError
+from penstock.kernels.native import address, direct, library, threads_for
+
+_WIDEST_HEAD, _VECTOR = 256, 16
+
+
+def native_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, dropout: float, scale: float | None
+) -> Tensor:
+    """Attention in bf16: softmax(scale q kᵀ + mask) v.
+
+    q: (B, H, N, K), k and v: (B, G, M, K), of any strides, read in place where a head's features are adjacent; mask:
+    (B or 1, 1, 1, M), true where a key may be seen, or numbers to add; returns (B, H, N, K).
+
+    `dropout` leaves out weights by a hash of their place and of a seed from torch's generator, which the backward pass
+    computes again. Differentiable in q, k and v. Raises ConfigError for what the kernel cannot take.
+    """
+    if reason := _obstacle(q, k, v, mask, causal):
+        raise ConfigError(
+            f"plan.attention 'native' has no kernel for {reason}; use attention 'auto' or 'plain'."
+        )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    added = None if mask is None else _added(mask, len(q))
+    seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    if direct(q):
+        return _Direct.apply(q, k, v, added, seed, causal, dropout, scale)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _attend(q, k, v, added, seed, causal, dropout, scale)[0]
+    return out
+
+
+def _obstacle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
+    """The first property of these inputs that the kernel cannot take, in words, or None."""
+    width = q.shape[-1]
+    if q.device.type != "cpu" or not this_cpu().bf16_pairs:
+        return "devices other than x86 CPUs with AVX512-BF16"
+    if {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}:
+        return f"{q.dtype}, only for bf16: plan.precision O1, O2 or O3 with dtype=bf16"
+    if width % _VECTOR or width > _WIDEST_HEAD or v.shape[-1] != width:
+        return f"heads of {width} features, only for multiples of {_VECTOR} up to {_WIDEST_HEAD}"
+    if mask is not None and (mask.requires_grad or mask.shape[1:3] != (1, 1)):
+        return "biases of scores, or masks that differ between queries or heads"
+    return "a causal mask over fewer keys than queries" if causal and q.shape[-2] > k.shape[-2] else None
+
+
+def _added(mask: Tensor, samples: int) -> Tensor:
+    """The mask as numbers to add, (B, M up to a whole vector), fp32."""
+    mask = mask[:, 0, 0]
+    if not mask.is_floating_point():
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    return F.pad(mask.float(), (0, -mask.shape[-1] % _VECTOR)).expand(samples, -1).contiguous()
+
+
+def _kernels() -> Any:
+    kernels = library("attention")
+    if kernels is None:
+        raise ConfigError(
+            "plan.attention 'native' could not be compiled; use attention 'auto', or install g++."
+        )
+    return kernels
+
+
+def _sizes(q: Tensor, k: Tensor, causal: bool, dropout: float, scale: float, seed: Tensor) -> tuple[Any, ...]:
+    samples, heads, tokens, width = q.shape
+    sizes = (c_int64 * 6)(samples, heads, k.shape[1], tokens, k.shape[2], width)
+    return sizes, c_float(scale), int(causal), c_float(dropout), c_uint32(int(seed))
+
+
+def _strides(*tensors: Tensor) -> Any:
+    numbers = [t.stride(i) for t in tensors for i in range(3)]
+    return (c_int64 * len(numbers))(*numbers)
+
+
+def _by_token(like: Tensor) -> Tensor:
+    """An empty tensor (B, H, N, K) whose heads of one token lie side by side."""
+    samples, heads, tokens, width = like.shape
+    return like.new_empty(samples, tokens, heads, width).transpose(1, 2)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    seed: Tensor,
+    causal: bool,
+    dropout: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the logarithm of the sum of each query's exponentials, (B, H, N) in fp32."""
+    out, sums = _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if out.numel():
+        _kernels().penstock_attend(
+            *_sizes(q, k, causal, dropout, scale, seed), address(q), address(k), address(v), _strides(q, k, v, out),
+            address(added), address(out), address(sums), threads_for(sums.numel() * k.shape[2]),
+        )  # fmt: skip
+    return out, sums
+
+
+_attend = torch.library.custom_op("penstock::attend", _forward, mutates_args=())
+
+
+@_attend.register_fake
+def _attend_shapes(
+    q: Tensor, k: Tensor, v: Tensor, added: Any, seed: Tensor, causal: bool, dropout: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _make_gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, added: Tensor | None, seed: Tensor,
+    causal: bool, dropout: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+    into = tuple(_by_token(one) for one in (q, k, v))
+    if out.numel():
+        _kernels().penstock_attend_gradient(
+            *_sizes(q, k, causal, dropout, scale, seed), *map(address, (q, k, v, out, gradient)),
+            _strides(q, k, v, out, gradient, *into), address(added), address(sums), *map(address, into),
+            threads_for(sums.numel() * k.shape[2]),
+        )  # fmt: skip
+    return into[0], into[1], into[2]
+
+
+_gradients = torch.library.custom_op("penstock::attend_gradient", _make_gradients, mutates_args=())
+
+
+@_gradients.register_fake
+def _gradient_shapes(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, added: Any, seed: Tensor,
+    causal: bool, dropout: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _by_token(q), _by_token(k), _by_token(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, added, seed, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, added, seed)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Any = None) -> tuple[Any, ...]:
+    given = (gradient, *ctx.saved_tensors, *ctx.settings)
+    made = _make_gradients(*given) if direct(gradient) else torch.ops.penstock.attend_gradient(*given)
+    return (*made, *[None] * 5)
+
+
+_attend.register_autograd(_backward, setup_context=_save)
+
+
+class _Direct(torch.autograd.Function):
+    """The same without torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        outputs = _forward(*inputs)
+        _save(ctx, inputs, outputs)
+        return outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Any) -> Any:
+        return _backward(ctx, *given)

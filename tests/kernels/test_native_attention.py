@@ -1,0 +1,139 @@
+"""Attention in C++ on CPUs, beside the plain form in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.build import build, compile_model
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.cpu import this_cpu
+from penstock.errors import ConfigError
+from penstock.kernels.attention import Scores, attention, plain_attention
+
+needs_pairs = pytest.mark.skipif(
+    not this_cpu().bf16_pairs, reason="the kernel is made of AVX512-BF16 instructions"
+)
+
+
+def inputs(samples: int, heads: int, groups: int, queries: int, keys: int, width: int) -> list[Tensor]:
+    """q, k and v in bf16 with strides of a packed projection: heads of one token lie side by side."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(queries, samples, heads, width, generator=generator)
+    kv = torch.randn(keys, samples, groups, 2, width, generator=generator)
+    k, v = kv.bfloat16().unbind(3)
+    return [q.bfloat16().permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)]
+
+
+def with_gradients(
+    tensors: list[Tensor], backend: str, scores: Scores, *, weights: Tensor | None = None
+) -> list[Tensor]:
+    """The result and the gradients of q, k, v, for the same random gradient of the result."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    if weights is not None:  # weights after dropout, as factors
+        q, k, v = leaves
+        out = (torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) * weights) @ v
+    elif backend == "plain":
+        out = plain_attention(*leaves, scores)
+    else:
+        out = attention(*leaves, "native", scores)
+    given = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out.backward(given.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def errors(ours: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True)]
+
+
+CASES = {
+    "whole": (2, 3, 3, 197, 197, 64, False),
+    "causal, shared keys": (2, 4, 2, 130, 130, 64, True),
+    "cross, odd": (3, 2, 2, 37, 51, 32, False),
+    "one query": (1, 2, 2, 1, 7, 16, False),
+    "later queries": (2, 2, 1, 65, 90, 80, True),
+}
+
+
+@needs_pairs
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_errors_are_those_of_bf16_at_most(case: str, padded: bool) -> None:
+    *sizes, causal = CASES[case]
+    tensors = inputs(*sizes)
+    samples, keys = sizes[0], sizes[4]
+    scores = Scores(causal=causal)
+    if padded:
+        seen = torch.arange(keys) < keys - 2 * torch.arange(samples)[:, None]
+        scores = scores._replace(mask=seen[:, None, None])
+    plain = scores
+    if causal:  # the plain form has a causal mask of square scores only
+        later = torch.ones(sizes[3], keys, dtype=torch.bool).tril(keys - sizes[3])
+        plain = Scores(later[None, None] if scores.mask is None else later & scores.mask)
+    exact = with_gradients([t.double() for t in tensors], "plain", plain)
+    eager, ours = with_gradients(tensors, "plain", plain), with_gradients(tensors, "native", scores)
+    for own, theirs in zip(errors(ours, exact), errors(eager, exact), strict=True):
+        assert own <= 1.5 * theirs + 1e-3, (errors(ours, exact), errors(eager, exact))
+
+
+@needs_pairs
+def test_dropout_is_drawn_once_for_both_directions() -> None:
+    """Weights are seen where values are the identity; the gradients are those of the weights that were kept."""
+    share, keys = 0.25, 64
+    q, k, _ = tensors = inputs(2, 2, 2, 100, keys, 64)
+    unit = torch.eye(keys).bfloat16().expand(2, 2, keys, keys)
+    torch.manual_seed(3)
+    dropped = attention(q, k, unit, "native", Scores(dropout=share))
+    whole = attention(q, k, unit, "native")
+    kept = (dropped != 0).double() / (1 - share)
+    torch.testing.assert_close(dropped.double(), whole.double() * kept, rtol=2e-2, atol=1e-3)
+    assert abs((dropped != 0).double().mean() - (1 - share)) < 0.02
+    assert (dropped[0, 0] != 0).ne(dropped[1, 1] != 0).double().mean() > 0.2  # heads and samples differ
+    torch.manual_seed(3)
+    ours = with_gradients(tensors, "native", Scores(dropout=share))
+    exact = with_gradients([t.double() for t in tensors], "plain", Scores(), weights=kept)
+    assert max(errors(ours, exact)) < 0.01
+    torch.manual_seed(3)
+    again = attention(*tensors, "native", Scores(dropout=share))
+    assert torch.equal(again, ours[0])
+    assert not torch.equal(attention(*tensors, "native", Scores(dropout=share)), ours[0])
+
+
+@needs_pairs
+def test_the_operator_keeps_torchs_contract() -> None:
+    from penstock.kernels.native_attention import _attend
+
+    q, k, v = (t.requires_grad_() for t in inputs(2, 2, 1, 19, 19, 32))
+    torch.library.opcheck(_attend, (q, k, v, None, torch.zeros(1, dtype=torch.int64), True, 0.0, 0.2))
+
+
+@needs_pairs
+def test_compiled_and_built_models_train_alike() -> None:
+    images, labels = torch.randn(4, 1, 8, 8), torch.tensor([1, 2, 3, 4])
+    losses = {}
+    for name, backend in {"plain": "plain", "native": "native", "compiled": "native"}.items():
+        built = build(PRESETS["vit-digits"], Plan.parse(f"precision=O1 attention={backend}"), seed=0)
+        if name == "compiled":
+            compile_model(built.model, Plan(compile="blocks"), backend="aot_eager", fullgraph=True)
+        losses[name] = [float(built.step([(images, labels)]).loss) for _ in range(4)]
+    plain = losses.pop("plain")
+    assert plain[-1] < plain[0]
+    for others in losses.values():
+        assert others == pytest.approx(plain, rel=2e-2)
+
+
+def test_what_the_kernel_cannot_take_is_said() -> None:
+    q, k, v = (t.float() for t in inputs(1, 2, 2, 5, 5, 16))
+    with pytest.raises(ConfigError, match=r"plan\.attention 'native' has no kernel for"):
+        attention(q, k, v, "native")
+    if this_cpu().bf16_pairs:
+        q, k, v = inputs(1, 2, 2, 5, 5, 16)
+        biased = Scores(torch.zeros(1, 2, 5, 5).bfloat16())
+        with pytest.raises(ConfigError, match="biases of scores"):
+            attention(q, k, v, "native", biased)
+        with pytest.raises(ConfigError, match="multiples of 16"):
+            attention(*inputs(1, 2, 2, 5, 5, 24), "native")

@@ -37,17 +37,56 @@ def _both(
     return found[0], found[1]
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_it_is_torchs_loss_and_gradient(
-    dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, smoothing: float, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not native:
+        monkeypatch.setattr(kernel, "takes_rows", lambda logits: False)
     monkeypatch.setitem(kernel.LOSS_PIECE, "cpu", 300)  # some rows at a time, the last time fewer
     targets = torch.randint(0, 101, (23,))
     targets[::5] = kernel.IGNORED
     ours, theirs = _both(dtype, smoothing, targets, 101, factor=0.25)
     assert ours[0].dtype == theirs[0].dtype
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_calls_the_same(
+    dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(kernel, "takes_rows", lambda logits: False)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda logits, targets: cross_entropy(logits, targets, 0.1, 97), backend="aot_eager", fullgraph=True
+    )
+    targets = torch.randint(0, 97, (11,))
+    targets[2] = kernel.IGNORED
+    results = []
+    for dtype_here, loss_of in ((dtype, compiled), (torch.float64, _reference)):
+        logits = torch.randn(11, 101, generator=torch.Generator().manual_seed(0)).to(dtype).to(dtype_here)
+        logits.requires_grad_()
+        loss = loss_of(logits, targets) if loss_of is compiled else loss_of(logits[:, :97], targets, 0.1)
+        (loss * 0.5).backward()
+        assert logits.grad is not None
+        results.append((loss.detach().double(), logits.grad.double()))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3}[dtype]
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_masked_entries_count_nothing() -> None:
+    """Logits of -inf at the front, more than the kernel reads at a time."""
+    logits = torch.full((2, 5_000), -torch.inf)
+    logits[:, 4_000:4_003] = torch.tensor([1.0, 2.0, 3.0])
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    targets = torch.tensor([4_001, 4_002])
+    cross_entropy(ours * 1.0, targets).backward()
+    _reference(theirs, targets, 0.0).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("rows", [0, 1])

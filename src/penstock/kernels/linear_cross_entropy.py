@@ -11,7 +11,7 @@ makes each chunk's gradient at once, multiplies it into those of x, W and b, and
 repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
 and b.
 
-A z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5) adds ζ L² to a row's loss, with L = log Σ_v exp z_v. On a GPU one
+A z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5) adds ζ L² to a row's loss, with L = log Σ_v exp z_v. One
 kernel makes loss and gradient of a chunk's logits in their place: see `penstock.kernels.logit_rows`.
 
 With a teacher (see `penstock.kernels.distil`) a row's loss is 1 − w of the above and w of the student's divergence from
@@ -38,6 +38,10 @@ _PADDED_ON = {"cuda"}
 read 16 bytes at a time, and cuBLAS multiplies rows that do not begin at such a place several times slower. Inductor
 pads products of compiled code by itself."""
 _PADDED_TO = 64
+_SUMMED_ROWS = 8
+"""Rows whose gradients are summed at a time on a CPU, where torch casts all that it sums first."""
+_ADDED_ENTRIES = 512
+"""Entries of the vocabulary whose half gradients are added to sums in fp32 at a time on a CPU."""
 _TAUGHT_ROWS = 4
 """A row beside a teacher's takes at most so many times the memory: the logits of both, at a temperature, and as
 probabilities."""
@@ -270,7 +274,7 @@ class _Sums(NamedTuple):
         logits, dtype = rows[:, : self.columns], rows.dtype  # (r, V)
         counted = targets != IGNORED
         asked = self.x.numel() or self.weight.numel() or self.bias.numel()
-        if self.share is None and fuses_rows(logits):
+        if self.share is None and fuses_rows(logits, taught=self.taught is not None):
             p = self._fused(here, logits, targets, bool(asked))
         else:
             p = self._plain(here, logits, targets.where(counted, 0), counted, bool(asked))
@@ -279,7 +283,8 @@ class _Sums(NamedTuple):
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
         counts = counted[:, None].to(dtype)
         if self.bias.numel() and p is logits:
-            self.bias[: self.columns].add_(p.sum(0, dtype=self.bias.dtype))
+            for some in torch.split(p, len(p) if p.is_cuda else _SUMMED_ROWS):
+                self.bias[: self.columns].add_(some.sum(0, dtype=self.bias.dtype))
         elif self.bias.numel():
             self.bias[: self.columns].add_(counts.to(p.dtype).T.mm(p)[0])
         # The gradient takes the place of the logits, unless that would be no more than a copy.
@@ -359,7 +364,10 @@ class _Sums(NamedTuple):
             # A sum over rows can leave fp16's range.
             self.weight.addmm_(gradient.T.float(), x.float())
         else:
-            self.weight.add_(gradient.T.mm(x))
+            # torch casts all that it adds in another type first.
+            made, size = gradient.T.mm(x), _ADDED_ENTRIES
+            for total, more in zip(torch.split(self.weight, size), torch.split(made, size), strict=True):
+                total.add_(more)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -14,10 +14,11 @@ T), 1 − w of both, and w of
 
 A row whose target is −100 counts nothing: its loss and its gradient are 0.
 
-On a GPU with Triton one kernel does this (kernels/triton/logit_rows.py). In a type of e bytes it reads 2·e·R·V bytes,
-half of which a cache of e·V bytes for each multiprocessor has, twice that with a teacher, and writes e·R·V; it computes
-two exponentials for each logit, six with a teacher, and about 12 or 30 FLOPs besides. Separate operators read and write
-e·R·V about 9 times, in fp32. The reference below is the form of other devices and of fp64.
+On a CPU two passes in C++ do this without a teacher (native/losses.cpp). On a GPU with Triton one kernel does this
+(kernels/triton/logit_rows.py). In a type of e bytes it reads 2·e·R·V bytes, half of which a cache of e·V bytes for
+each multiprocessor has, twice that with a teacher, and writes e·R·V; it computes two exponentials for each logit, six
+with a teacher, and about 12 or 30 FLOPs besides. Separate operators read and write e·R·V about 9 times, in fp32. The
+reference below is the form of other devices and of fp64.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED, row_losses, take_target_
 from penstock.kernels.distil import divergences_and_gradients
+from penstock.kernels.native_losses import native_gradients_, native_losses, takes_rows
 from penstock.kernels.remainder_adamw import runs_triton
 
 
@@ -64,9 +66,11 @@ def logit_rows_(
     return results
 
 
-def fuses_rows(logits: Tensor) -> bool:
-    """Whether a kernel takes these logits."""
-    return runs_triton(logits.device) and logits.dtype != torch.float64
+def fuses_rows(logits: Tensor, *, taught: bool = False) -> bool:
+    """Whether a kernel takes these logits, on a CPU without a teacher's."""
+    if runs_triton(logits.device):
+        return logits.dtype != torch.float64
+    return not taught and takes_rows(logits)
 
 
 @torch.library.custom_op("penstock::logit_rows_", mutates_args=("logits",))
@@ -74,10 +78,17 @@ def _rows(
     logits: Tensor, targets: Tensor, taught: Tensor | None, row_weights: Tensor | None, smoothing: float,
     z_loss: float, share: float, temperature: float, scale: float, gradient: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not fuses_rows(logits):
+    if not fuses_rows(logits, taught=taught is not None):
         return _plain(
             logits, targets, taught, row_weights, smoothing, z_loss, share, temperature, scale, gradient
         )
+    if not runs_triton(logits.device):
+        losses, sums = native_losses(logits, targets, smoothing, z_loss)
+        counted = targets != IGNORED
+        if gradient:
+            factors = counted * scale if row_weights is None else counted * scale * row_weights
+            native_gradients_(logits, logits, targets, sums, factors, smoothing, z_loss)
+        return losses, sums.where(counted, 0.0)
     losses, sums = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     if len(logits):
         from penstock.kernels.triton.logit_rows import launch

@@ -351,15 +351,22 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     # Products of several chunks are added up in fp32; a half product is made first.
     apart = c < 4 and chunks > 1
     added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if apart else 0.0)
-    held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if apart else 0.0) + cast
+    in_rows = _fuses_rows(t)
+    held = (
+        some * (c * columns if in_rows else alive)
+        + (4.0 if chunks > 1 else c) * weights
+        + (2.0 * weights if apart else 0.0)
+        + cast
+    )
 
     # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
-    moved = size * (12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))
+    moved = size * (2 * c if in_rows else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))
     if cast:
         to.add(Op("cast.weights", "copy", read=4.0 * weights, written=cast))
     to.add(
-        Op("loss.softmax", "softmax", read=size * c, written=size * 4.0, elements=size, launches=2 * chunks)
-    )
+        Op("loss.softmax", "softmax", read=size * c, written=0.0 if in_rows else size * 4.0, elements=size,
+           launches=2 * chunks)
+    )  # fmt: skip
     to.add(
         Op("head", "gemm", True, chunks, some, columns, d, (rows * d + chunks * weights) * c, size * c, weights=learned,
            tensors=learns + (biases > 0), launches=chunks, module="head"),
@@ -372,6 +379,11 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
         Op("loss.scale", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c, in_place=True),
     )  # fmt: skip
     _of_all_words(to, rows)
+
+
+def _fuses_rows(terms: Terms) -> bool:
+    """Whether loss and gradient of logits are made in their place: see `penstock.kernels.native_losses`."""
+    return terms.host and terms.tp == 1 and terms.product < 8 and terms.software.loss == "penstock"
 
 
 def _of_all_words(to: Lister, rows: float) -> None:
@@ -425,6 +437,8 @@ def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
     made, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
     # Half logits are also cast on a CPU.
     alive = max(columns, min(piece, size)) * (8.0 if host and c < 4 else 4.0)
+    if _fuses_rows(to.terms):
+        made, pieces, alive = 0.0, 1, 0.0
     logs = Op(
         "loss.softmax",
         "softmax",
@@ -448,8 +462,18 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
     the whole model is compiled."""
     t, size, c = to.terms, rows * columns, to.terms.product
     if t.whole:
-        back = c, c + (2 if c == 2 else 0)
-        to.move("loss", size, (2 * c, 0), back, kind="softmax", kept=size * c, group="output", row=columns)
+        in_rows = _fuses_rows(t)
+        back = c, c + (2 if c == 2 and not in_rows else 0)
+        to.move(
+            "loss",
+            size,
+            (c if in_rows else 2 * c, 0),
+            back,
+            kind="softmax",
+            kept=size * c,
+            group="output",
+            row=columns,
+        )
     else:
         megatron = t.software.loss == "megatron"
         if c < 4:

@@ -1,7 +1,9 @@
 // Cross entropy of rows of logits on a CPU: losses and log-sum-exps forward, gradients backward, of one exponential per
-// logit each. A row is read in blocks that stay in the first cache. For logits z, a target t, V columns and smoothing e
+// logit each. A row is read in blocks that stay in the first cache. For logits z, a target t, V columns, smoothing e
+// and a z-loss y
 //
-//   L = log sum exp z     loss = L - (1 - e) z_t - e mean z     gradient = (exp(z - L) - e / V - (1 - e) [t]) factor
+//   L = log sum exp z            loss = L - (1 - e) z_t - e mean z + y L^2
+//   gradient = (exp(z - L) (1 + 2 y L) - e / V - (1 - e) [t]) factor
 //
 // The file needs no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 
@@ -50,8 +52,8 @@ inline float exponential(float x) {
 }
 constexpr i64 BLOCK = 2048;
 template <typename T>
-void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stride, float smoothing, i64 ignored,
-            float* loss, float* lse, int threads) {
+void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stride, float smoothing, float z_loss,
+            i64 ignored, float* loss, float* lse, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (i64 row = 0; row < rows; ++row) {
     const T* z = logits + row * stride;
@@ -66,50 +68,56 @@ void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stri
         top = v > top ? v : top;
         plain += v;
       }
+      sum += plain;
       float now = std::max(most, top);
+      if (now == -INFINITY) continue;  // all logits so far are masked
 #pragma omp simd reduction(+ : add)
       for (i64 i = 0; i < n; ++i) add += exponential(wide(part[i]) - now);
-      total = total * std::exp(most - now) + add;
+      total = (total > 0 ? total * std::exp(most - now) : 0.0f) + add;
       most = now;
-      sum += plain;
     }
     float l = most + std::log(total);
     lse[row] = l;
     i64 t = targets[row];
-    loss[row] = t == ignored ? 0.0f : l - (1.0f - smoothing) * wide(z[t]) - smoothing * (sum / columns);
+    // The mean counts where there is smoothing alone: logits of -inf would make it 0 times infinity.
+    float mean = smoothing ? smoothing * (sum / columns) : 0.0f;
+    loss[row] = t == ignored ? 0.0f : l - (1.0f - smoothing) * wide(z[t]) - mean + z_loss * l * l;
   }
 }
 template <typename T>
 void gradients(const T* logits, T* out, const i64* targets, const float* lse, const float* factors, i64 rows,
-               i64 columns, i64 stride, float smoothing, i64 ignored, int threads) {
+               i64 columns, i64 stride, i64 out_stride, float smoothing, float z_loss, i64 ignored, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (i64 row = 0; row < rows; ++row) {
     const T* z = logits + row * stride;
-    T* g = out + row * stride;
+    T* g = out + row * out_stride;
     i64 t = targets[row];
     if (t == ignored) {
       std::memset(g, 0, columns * sizeof(T));
       continue;
     }
-    float l = lse[row], f = factors[row], s = smoothing / columns;
-    float own = (std::exp(wide(z[t]) - l) - s - (1.0f - smoothing)) * f;
+    float l = lse[row], f = factors[row], s = smoothing / columns, up = 1.0f + 2.0f * z_loss * l;
+    float own = (std::exp(wide(z[t]) - l) * up - s - (1.0f - smoothing)) * f;
 #pragma omp simd
-    for (i64 i = 0; i < columns; ++i) put(g[i], (exponential(wide(z[i]) - l) - s) * f);
+    for (i64 i = 0; i < columns; ++i) put(g[i], (exponential(wide(z[i]) - l) * up - s) * f);
     put(g[t], own);
   }
 }
 }  // namespace
-extern "C" void penstock_row_losses(const void* z, int type, const i64* t, i64 rows, i64 columns, i64 stride, float s,
-                                    i64 ign, float* loss, float* lse, int th) {
-  if (type)
-    losses((const Half*)z, t, rows, columns, stride, s, ign, loss, lse, th);
+extern "C" void penstock_row_losses(const void* z, int type, const i64* t, i64 rows, i64 columns, i64 stride,
+                                    float smoothing, float z_loss, i64 ignored, float* loss, float* lse, int threads) {
+  if (type == 1)
+    losses((const Half*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
   else
-    losses((const float*)z, t, rows, columns, stride, s, ign, loss, lse, th);
+    losses((const float*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
 }
-extern "C" void penstock_row_gradients(const void* z, void* g, int type, const i64* t, const float* lse, const float* f,
-                                       i64 rows, i64 columns, i64 stride, float s, i64 ign, int th) {
-  if (type)
-    gradients((const Half*)z, (Half*)g, t, lse, f, rows, columns, stride, s, ign, th);
+extern "C" void penstock_row_gradients(const void* z, void* g, int type, const i64* t, const float* lse,
+                                       const float* factors, i64 rows, i64 columns, i64 stride, i64 out_stride,
+                                       float smoothing, float z_loss, i64 ignored, int threads) {
+  if (type == 1)
+    gradients((const Half*)z, (Half*)g, t, lse, factors, rows, columns, stride, out_stride, smoothing, z_loss, ignored,
+              threads);
   else
-    gradients((const float*)z, (float*)g, t, lse, f, rows, columns, stride, s, ign, th);
+    gradients((const float*)z, (float*)g, t, lse, factors, rows, columns, stride, out_stride, smoothing, z_loss,
+              ignored, threads);
 }

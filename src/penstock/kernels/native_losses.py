@@ -1,0 +1,69 @@
+"""Losses and gradients of rows of logits in C++ on CPUs: one exponential for each logit and pass.
+
+The kernels and their formulas are in `native/losses.cpp`; what they compute is in `penstock.kernels.logit_rows`, whose
+plain form is the reference. Shapes: R rows, V columns.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int64
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.native import TYPES, address, library, sizes, threads_for
+
+IGNORED = -100
+"""A target that counts nothing, as torch's cross entropy has it."""
+
+
+def takes_rows(logits: Tensor) -> bool:
+    """Whether the kernels are there, and take these logits. Compiles them where nobody has."""
+    known = logits.device.type == "cpu" and logits.dtype in TYPES and type(logits) is Tensor
+    return known and logits.stride(-1) == 1 and library("losses") is not None
+
+
+def native_losses(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
+    """The loss of each row and its log Σ exp, (R,) in fp32; the loss is 0 where the target is −100.
+
+    logits: (R, V), whose rows lie in one piece; targets: (R,) int64.
+    """
+    rows, columns = logits.shape
+    targets = targets.contiguous()
+    losses, sums = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    kernels = library("losses")
+    assert kernels is not None
+    if rows:
+        kernels.penstock_row_losses(
+            address(logits), TYPES[logits.dtype], address(targets), *sizes(rows, columns),
+            c_int64(logits.stride(0)), c_float(smoothing), c_float(z_loss), c_int64(IGNORED), address(losses),
+            address(sums), threads_for(logits.numel()),
+        )  # fmt: skip
+    return losses, sums
+
+
+def native_gradients_(
+    out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    factors: Tensor,
+    smoothing: float,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Write the gradient of Σ_rows factor · loss by the logits to `out`, which may be the logits, and return it.
+
+    sums: (R,) as from `native_losses`; factors: (R,). Rows whose target is −100 become 0.
+    """
+    rows, columns = logits.shape
+    targets, factors = targets.contiguous(), factors.float().contiguous()
+    kernels = library("losses")
+    assert kernels is not None
+    assert out.stride(1) == 1
+    if rows:
+        kernels.penstock_row_gradients(
+            address(logits), address(out), TYPES[logits.dtype], address(targets), address(sums),
+            address(factors), *sizes(rows, columns), c_int64(logits.stride(0)),
+            c_int64(out.stride(0)), c_float(smoothing), c_float(z_loss), c_int64(IGNORED), threads_for(logits.numel()),
+        )  # fmt: skip
+    return out

@@ -426,24 +426,24 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1660,
+    "(modules)": 1670,
     "boundary": 1590,
     "checkpoint": 1990,
     "cli": 4140,
     "compress": 2660,
-    "config": 5850,
+    "config": 5870,
     "data": 7070,
     "decode": 2650,
     "doctor": 450,
     "export": 880,
     "infer": 1760,
-    "kernels": 5900,
-    "ladder": 5410,
+    "kernels": 6250,
+    "ladder": 5420,
     "launch": 1550,
     "models": 8010,
     "optim": 1780,
     "parallel": 3970,
-    "planner": 6480,
+    "planner": 6510,
     "precision": 5520,
     "probe": 1220,
     "products": 1450,
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 86_600
+    assert sum(LINES.values()) <= 87_100
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -195,6 +195,7 @@ def test_a_z_loss_adds_the_square_of_the_sums() -> None:
 def test_chunks_are_as_good_as_equal() -> None:
     assert rows_at_once(8 * 100 * 10, 25, 100, torch.float32) == 9
     assert rows_at_once(1, 25, 100, torch.float32) == 1
+    assert rows_at_once(4 * 100 * 10, 25, 100, torch.float32, fused=True) == 9
     assert rows_at_once(1 << 40, 25, 100, torch.float32) == 25
 
 
@@ -221,7 +222,7 @@ def test_memory_stays_within_the_budget(dtype: torch.dtype) -> None:
     whole, few, many = _peak(None, dtype, 512), _peak(budget, dtype, 512), _peak(budget, dtype, 2048)
     assert few <= budget + gradients + (64 << 10)
     assert many <= budget + gradients + 4 * 4 * 1536 * 16 + (64 << 10)
-    assert whole > 4 * few
+    assert whole > 1.5 * few
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from helpers.triton_kernels import assert_close_to_exact, compile_for, interpret
 from penstock.errors import ConfigError
 from penstock.kernels.distil import Taught, divergences
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
-from penstock.kernels.logit_rows import fuses_rows, logit_rows_
+from penstock.kernels.logit_rows import logit_rows_
 
 KERNEL = "logit_rows"
 MUTANTS = [
@@ -108,14 +108,13 @@ def check(device: str) -> None:
 def check_in_chunks(device: str) -> None:
     """The loss of a linear layer over its plain form in fp64: with padded products, a bias and a teacher."""
     torch.manual_seed(0)
-    assert fuses_rows(torch.zeros(1, device=device)) == (device == "cuda" or fuses_rows(torch.zeros(1)))
     x, weight, bias = torch.randn(9, 8), torch.randn(30, 8), torch.randn(30)
     targets = torch.randint(0, 30, (9,))
     targets[2] = -100
     other, table = torch.randn(9, 6), torch.randn(30, 6)
     for taught in (None, Taught(other, table, None, 0.3, 2.0)):
         gradients = []
-        for dtype, budget in ((torch.float64, None), (torch.float32, 4 * 30 * 16)):
+        for dtype, budget in ((torch.float64, None), (torch.float32, 4 * 30 * 4)):
             kind: Any = {"device": device, "dtype": dtype}
             leaves = [each.to(**kind, copy=True).requires_grad_() for each in (x, weight, bias)]
             teacher = taught and taught._replace(x=other.to(**kind), weight=table.to(**kind))
@@ -127,7 +126,7 @@ def check_in_chunks(device: str) -> None:
         for exact, found in zip(*gradients, strict=True):
             torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
         ignored = torch.full_like(targets, -100).to(device)
-        loss = linear_cross_entropy(*leaves, ignored, z_loss=0.01, budget=4 * 30 * 16)
+        loss = linear_cross_entropy(*leaves, ignored, z_loss=0.01, budget=4 * 30 * 4)
         assert float(loss.detach()) == 0.0
         assert all(not grad.any() for grad in torch.autograd.grad(loss, leaves))
 

@@ -54,7 +54,7 @@ def test_memory_is_that_of_a_step(precision: str, tied: bool, monkeypatch: pytes
     # Beside half logits the gradient of the head or the copy of its weights is alive: 4 % of so small a model.
     assert of_whole == pytest.approx(_measured(whole, model), rel=0.01 if precision == "O0" else 0.04)
     logits = 4 * model.sequence * model.vocabulary * (4 if precision == "O0" else 2)
-    assert predicted < of_whole - 0.8 * logits
+    assert predicted < of_whole - 0.6 * logits  # one chunk is a quarter of them
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -32,7 +32,7 @@ LOSS_BUDGET = {"cpu": 64 * 2**20, "cuda": 2**30}
 the output and adds to their gradients, so that a quicker device needs more rows in one."""
 LOGIT_BYTES = {2: 10, 4: 8, 8: 16}
 """Most bytes that one of these logits takes, by the bytes of an element: itself, its log-probability, and, of a half
-one, its cast to fp32."""
+one, its cast to fp32. Where a kernel makes the gradient in its place it takes its own bytes only."""
 LOSS_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits of whose loss the gradient is made at one time, with `loss=whole`. What a CPU makes of them stays in its
 caches; a GPU needs more of them to be busy, and makes 64 MiB of fp32."""

@@ -153,9 +153,11 @@ def padded_entries(entries: Tensor) -> Tensor:
     return F.pad(entries, (0, 0) * (entries.ndim - 1) + (0, -size % _PADDED_TO))
 
 
-def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Rows of a chunk: all chunks are as good as equal, and none takes more than the budget."""
-    most = max(1, budget // (LOGIT_BYTES[dtype.itemsize] * columns))
+def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype, *, fused: bool = False) -> int:
+    """Rows of a chunk: all chunks are as good as equal, and none takes more than the budget. Where the kernel is
+    `fused`, nothing is made of logits but their gradient, in their place."""
+    each = dtype.itemsize if fused else LOGIT_BYTES[dtype.itemsize]
+    most = max(1, budget // (each * columns))
     return -(-rows // -(-rows // most)) if rows else 1
 
 
@@ -196,7 +198,8 @@ def in_chunks(
                 None if taught_bias is None else padded_entries(taught_bias),
             )
             taught, budget = Taught(taught_x, table, row, taught_share, temperature), budget // _TAUGHT_ROWS
-        step = rows_at_once(budget, len(x), len(weight), dtype)
+        fused = share is None and fuses_rows(x.device, dtype, taught=taught is not None)
+        step = rows_at_once(budget, len(x), len(weight), dtype, fused=fused)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
         sums = _Sums.of(x, cast, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
@@ -274,7 +277,7 @@ class _Sums(NamedTuple):
         logits, dtype = rows[:, : self.columns], rows.dtype  # (r, V)
         counted = targets != IGNORED
         asked = self.x.numel() or self.weight.numel() or self.bias.numel()
-        if self.share is None and fuses_rows(logits, taught=self.taught is not None):
+        if self.share is None and fuses_rows(x.device, dtype, taught=self.taught is not None):
             p = self._fused(here, logits, targets, bool(asked))
         else:
             p = self._plain(here, logits, targets.where(counted, 0), counted, bool(asked))

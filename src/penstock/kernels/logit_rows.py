@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED, row_losses, take_target_
 from penstock.kernels.distil import divergences_and_gradients
-from penstock.kernels.native_losses import native_gradients_, native_losses, takes_rows
+from penstock.kernels.native_losses import has_rows, native_gradients_, native_losses
 from penstock.kernels.remainder_adamw import runs_triton
 
 
@@ -66,11 +66,11 @@ def logit_rows_(
     return results
 
 
-def fuses_rows(logits: Tensor, *, taught: bool = False) -> bool:
-    """Whether a kernel takes these logits, on a CPU without a teacher's."""
-    if runs_triton(logits.device):
-        return logits.dtype != torch.float64
-    return not taught and takes_rows(logits)
+def fuses_rows(device: torch.device, dtype: torch.dtype, *, taught: bool = False) -> bool:
+    """Whether a kernel takes logits of this type there, on a CPU without a teacher's."""
+    if runs_triton(device):
+        return dtype != torch.float64
+    return not taught and has_rows(device, dtype)
 
 
 @torch.library.custom_op("penstock::logit_rows_", mutates_args=("logits",))
@@ -78,7 +78,7 @@ def _rows(
     logits: Tensor, targets: Tensor, taught: Tensor | None, row_weights: Tensor | None, smoothing: float,
     z_loss: float, share: float, temperature: float, scale: float, gradient: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not fuses_rows(logits, taught=taught is not None):
+    if not fuses_rows(logits.device, logits.dtype, taught=taught is not None):
         return _plain(
             logits, targets, taught, row_weights, smoothing, z_loss, share, temperature, scale, gradient
         )

@@ -17,10 +17,14 @@ IGNORED = -100
 """A target that counts nothing, as torch's cross entropy has it."""
 
 
+def has_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for logits of this type. Compiles them where nobody has."""
+    return device.type == "cpu" and dtype in TYPES and library("losses") is not None
+
+
 def takes_rows(logits: Tensor) -> bool:
-    """Whether the kernels are there, and take these logits. Compiles them where nobody has."""
-    known = logits.device.type == "cpu" and logits.dtype in TYPES and type(logits) is Tensor
-    return known and logits.stride(-1) == 1 and library("losses") is not None
+    """Whether the kernels take these logits."""
+    return type(logits) is Tensor and logits.stride(-1) == 1 and has_rows(logits.device, logits.dtype)
 
 
 def native_losses(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:

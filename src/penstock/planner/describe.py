@@ -342,7 +342,9 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     pass: the logits of one chunk and the sum of the weights' gradients are then alive beside all that is kept.
     """
     t, c = to.terms, to.terms.product
-    alive = LOGIT_BYTES[int(c)] * columns
+    # One kernel reads the logits of a chunk twice and writes their gradient over them.
+    fused = _fuses_rows(t)
+    alive = (int(c) if fused else LOGIT_BYTES[int(c)]) * columns
     chunks = math.ceil(rows / max(1, LOSS_BUDGET["cpu" if t.host else "cuda"] // alive))
     some, size, weights = rows / chunks, rows * columns, columns * d
     biases, learns = columns if head.bias else 0, not head.tied
@@ -351,26 +353,21 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     # Products of several chunks are added up in fp32; a half product is made first.
     apart = c < 4 and chunks > 1
     added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if apart else 0.0)
-    in_rows = _fuses_rows(t)
-    held = (
-        some * (c * columns if in_rows else alive)
-        + (4.0 if chunks > 1 else c) * weights
-        + (2.0 * weights if apart else 0.0)
-        + cast
-    )
+    held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if apart else 0.0) + cast
 
     # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
-    moved = size * (2 * c if in_rows else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))
+    moved = size * (2.0 * c if fused else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))
     if cast:
         to.add(Op("cast.weights", "copy", read=4.0 * weights, written=cast))
     to.add(
-        Op("loss.softmax", "softmax", read=size * c, written=0.0 if in_rows else size * 4.0, elements=size,
-           launches=2 * chunks)
+        Op("loss.softmax", "softmax", read=size * c, written=0.0 if fused else size * 4.0, elements=size,
+           launches=chunks if fused else 2 * chunks)
     )  # fmt: skip
     to.add(
         Op("head", "gemm", True, chunks, some, columns, d, (rows * d + chunks * weights) * c, size * c, weights=learned,
            tensors=learns + (biases > 0), launches=chunks, module="head"),
-        Op("loss.gradient", "pointwise", False, read=max(0.0, moved - held), written=held, launches=6 * chunks),
+        Op("loss.gradient", "pointwise", False, read=max(0.0, moved - held), written=held,
+           launches=(1 if fused else 6) * chunks),
         Op("head.input", "gemm", False, chunks, some, d, columns, (size + chunks * weights) * c, rows * d * c,
            launches=chunks),
         Op("head.weight", "gemm", False, chunks, columns, d, some, (size + rows * d) * c + added, weights=weights,
@@ -382,8 +379,8 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
 
 
 def _fuses_rows(terms: Terms) -> bool:
-    """Whether loss and gradient of logits are made in their place: see `penstock.kernels.native_losses`."""
-    return terms.host and terms.tp == 1 and terms.product < 8 and terms.software.loss == "penstock"
+    """Whether loss and gradient of logits are made in their place: see `penstock.kernels.logit_rows`."""
+    return terms.tp == 1 and terms.product < 8 and terms.software.loss == "penstock"
 
 
 def _of_all_words(to: Lister, rows: float) -> None:
@@ -437,7 +434,7 @@ def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
     made, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
     # Half logits are also cast on a CPU.
     alive = max(columns, min(piece, size)) * (8.0 if host and c < 4 else 4.0)
-    if _fuses_rows(to.terms):
+    if host and _fuses_rows(to.terms):
         made, pieces, alive = 0.0, 1, 0.0
     logs = Op(
         "loss.softmax",
@@ -462,7 +459,7 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
     the whole model is compiled."""
     t, size, c = to.terms, rows * columns, to.terms.product
     if t.whole:
-        in_rows = _fuses_rows(t)
+        in_rows = t.host and _fuses_rows(t)
         back = c, c + (2 if c == 2 and not in_rows else 0)
         to.move(
             "loss",

@@ -12,10 +12,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from penstock.kernels.gains import kind_of
-from penstock.probe.kernels import TYPES, cases, gains_of, measure
+from penstock.probe.kernels import KernelTime, gains_of, measure_all
 from penstock.report.record import environment
 
 
@@ -25,23 +23,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--only", default="", help="part of an operator's label")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    times = []
-    for case in cases(tuple(options.rows)):
-        if options.only.lower() not in case.label.lower():
-            continue
-        for dtype in TYPES:
-            one = measure(case, dtype, options.rounds)
-            times.append(one)
-            words = "".join(f"{name} {value:8.3f} ms  " for name, value in one.milliseconds.items())
-            print(
-                f"{one.label:<12}{one.rows:6} {one.dtype:<9} {words} "
-                + " ".join(f"{name} × {gain:.2f}" for name, gain in one.gains.items()),
-                flush=True,
-            )
+
+    def report(one: KernelTime) -> None:
+        words = "".join(f"{name} {value:8.3f} ms  " for name, value in one.milliseconds.items())
+        gains = " ".join(f"{name} × {gain:.2f}" for name, gain in one.gains.items())
+        print(f"{one.variant:<12}{one.rows:6} {one.dtype:<9} {words} {gains}", flush=True)
+
+    times = measure_all(options.rounds, tuple(options.rows), report)
     table = gains_of(times)
     print(json.dumps(table, indent=1))
     if options.output:

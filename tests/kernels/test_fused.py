@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,9 +83,11 @@ def test_residual_norm_is_as_exact_as_torch(
     form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _use(form, monkeypatch)
-    for shape, kind in itertools.product(
-        ((2, 37, 96), (5, 33), (3, 7), (7, 513)), ("layer", "no bias", "rms")
-    ):
+    _hold_norms(dtype, ((2, 37, 96), (5, 33), (3, 7), (7, 513)))
+
+
+def _hold_norms(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
+    for shape, kind in itertools.product(shapes, ("layer", "no bias", "rms")):
         features = shape[-1]
         inputs = [3 * torch.randn(shape) + 1, torch.randn(shape), 1 + 0.1 * torch.randn(features)]
         inputs += [torch.randn(features)] * (kind == "layer")
@@ -147,9 +151,12 @@ def test_bias_activation_is_as_exact_as_torch(
     form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _use(form, monkeypatch)
-    kinds = ("gelu", "gelu_tanh", "silu", "relu")
+    _hold_activations(dtype, ((3, 11, 64), (5, 26), (9, 34)))
+
+
+def _hold_activations(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
     for shape, kind, gated, biased in itertools.product(
-        ((3, 11, 64), (5, 26), (9, 34)), kinds, (False, True), (True, False)
+        shapes, ("gelu", "gelu_tanh", "silu", "relu"), (False, True), (True, False)
     ):
         inputs = [_strided((3 * torch.randn(shape)).to(dtype))]
         inputs += [torch.randn(shape[-1]).to(dtype)] * biased
@@ -167,6 +174,43 @@ def test_bias_activation_is_as_exact_as_torch(
 
         exact = _gradients(plain, [one.double() for one in inputs], upstream)
         _errors(_gradients(ours, inputs, upstream), _gradients(plain, inputs, upstream), exact)
+
+
+MUTANTS = (
+    ("- shift - unit * slope", "- unit * slope"),
+    ("- shift - unit * slope", "- shift"),
+    ("by_bias[i] += given;", "by_bias[i] = given;"),
+    ("d[i] += wide(more[i])", "d[i] -= wide(more[i])"),
+    ("(v[i] - mean) * (v[i] - mean)", "v[i] * v[i]"),
+    ("/ n + eps)", "/ n + 2 * eps)"),
+    ("bell * 0.398942280f", "bell * 0.3989f"),
+    ("tail = tail * t + 0.593852520f", "tail = tail * t + 0.593f"),
+    ("0.214064449f", "0.0713548162f"),
+    ("sums[n + i] += into_up", "sums[i] += into_up"),
+)
+"""Changes of one term of the kernels, each of which the tests above see."""
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = native._SOURCE.read_text()
+    for number, (term, other) in enumerate(MUTANTS):
+        assert source.count(term) == 1, term
+        path, made = tmp_path / f"{number}.cpp", tmp_path / f"{number}.so"
+        path.write_text(source.replace(term, other))
+        flags = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w")
+        subprocess.run([native._compiler(), *flags, str(path), "-o", str(made)], check=True)
+        mutant = ctypes.CDLL(str(made))
+        for module in (norms, activations):
+            monkeypatch.setattr(module, "library", lambda mutant=mutant: mutant)
+        seen = False
+        try:
+            _hold_norms(torch.float32, ((5, 33), (40, 9)))
+            _hold_activations(torch.float32, ((9, 34),))
+        except AssertionError:
+            seen = True
+        assert seen, f"{other} in place of {term}"
 
 
 @needs_compiler
@@ -220,6 +264,12 @@ def test_torch_accepts_the_operators() -> None:
     for more in ((bias, "gelu", False), (None, "silu", True)):
         torch.library.opcheck(torch.ops.penstock.bias_activation.default, (x, *more))
 
+    def both(x: Tensor, branch: Tensor) -> Tensor:
+        return bias_activation(add_norm(x, branch, weight, bias, 1e-5)[1], bias, "gelu")
+
+    whole = torch.compile(both, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(x, branch), both(x, branch))
+
 
 @needs_compiler
 def test_threads_share_the_rows() -> None:
@@ -241,6 +291,7 @@ def test_threads_share_the_rows() -> None:
 def test_the_library_is_compiled_once_and_a_broken_compiler_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(native, "_FLAGS", tuple(flag for flag in native._FLAGS if flag != "-O3"))  # quicker
     first = native._built()
     stamp = first.stat().st_mtime_ns
     assert native._built() == first

@@ -55,7 +55,7 @@ def _compared(cases: list[tuple[str, str]], steps: int, double: bool) -> list[Co
 
         got = trained(made(), plan, **options)
         if torch.distributed.get_rank() == 0:
-            single = replace(alone(plan), recompute="none", compile="none", loss="whole")
+            single = replace(alone(plan), recompute="none", compile="none", loss="whole", fuse=())
             if (name, single) not in known:
                 known[name, single] = trained(made(), single, **options)
             found.append(Compared(f"{name}: {line}", got, known[name, single]))
@@ -122,8 +122,9 @@ SHARED = [
 
 def test_a_sample_of_settings_learns_the_same_beside_split_layers() -> None:
     _hold(2, [("vit of tokens", WITH[0]), ("llama", WITH[1]), ("t5", WITH[2])], steps=4)
-    _hold(2, [("gpt", "tp=2 sp=true micro_batch=2 loss=chunked"), ("bert", "tp=2 micro_batch=2 padding=remove")],
-          steps=4)  # fmt: skip
+    _hold(2, [("gpt", "tp=2 sp=true micro_batch=2 loss=chunked fuse=residual_norm"),
+              ("bert", "tp=2 micro_batch=2 padding=remove"),
+              ("bert", "dp=2 sharding=fsdp micro_batch=2 fuse=residual_norm,bias_activation")], steps=4)  # fmt: skip
     _hold(2, [("llama", line) for line in (LEVELS[1], LEVELS[4])], steps=4)
     # Ranks round their own parts of a layer, in which scales are finer.
     _hold(2, [("llama", "tp=2 sp=true micro_batch=2 precision=O1 products=int8"),

@@ -45,6 +45,10 @@ def test_lines_say_what_matters() -> None:
     assert describe(EVALUATION, 40, classification_loss) == (
         "step 20/40  evaluation of 359 images: top-1 97.50%  top-5 99.90%  loss 0.1000  (EMA weights)"
     )
+    words = dict.fromkeys(("plan", "model", "data", "unit", "device", "peak", "output"), "a")
+    start = {"event": "start", "step": 0, "parameters": 1, "samples": 1, "batch": 1, **words}
+    assert "fused   a in 2 places\n" in describe(start | {"fused": {"a": 2, "b": 0}}, 40) + "\n"
+    assert "no operator was measured to pay" in describe(start | {"fused": {"a": 0}}, 40)
     assert describe({"event": "unheard-of", "step": 0}, 40) == ""
     assert "loss not finite" in describe(STEPS | {"loss": None}, 40)
 

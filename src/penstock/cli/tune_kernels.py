@@ -9,12 +9,12 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from penstock.config.convert import Count
+from penstock.errors import ConfigError
 
 
 def tune_kernels(
     *,
-    rounds: Count = 15,
+    rounds: int = 15,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Measure the fused operators beside torch's own, eager and compiled, and store which pay for plan.fuse=auto.
@@ -32,6 +32,8 @@ def tune_kernels(
     from penstock.kernels.gains import LEAST_GAIN, kind_of, store
     from penstock.probe.kernels import gains_of, measure_all
 
+    if rounds < 1:
+        raise ConfigError(f"--rounds is {rounds}, but must be at least 1; 15 take a minute or two.")
     times = measure_all(rounds)
     gains, kind = gains_of(times), kind_of("cpu")
     path = store(kind, gains)
@@ -39,11 +41,12 @@ def tune_kernels(
         print(json.dumps({kind: gains}, indent=1))
         return
     table = Table(title=f"times as fast on {kind}", title_justify="left")
-    for heading in ("operator", "type", "than eager", "than compiled"):
-        table.add_column(heading, justify="left" if heading in ("operator", "type") else "right")
-    for name, types in gains.items():
-        for dtype, one in types.items():
-            table.add_row(name, dtype, *(f"{one[form]:.2f}" for form in ("eager", "compiled")))
+    for heading in ("operator", "variant", "type", "than eager", "than compiled"):
+        table.add_column(heading, justify="right" if "than" in heading else "left")
+    for name, variants in gains.items():
+        for variant, types in variants.items():
+            for dtype, one in types.items():
+                table.add_row(name, variant, dtype, *(f"{one[form]:.2f}" for form in ("eager", "compiled")))
     console = Console()
     console.print(table)
     console.print(f"plan.fuse=auto takes what is {LEAST_GAIN} times as fast, or more.", soft_wrap=True)

@@ -162,7 +162,10 @@ class _DirectActivation(torch.autograd.Function):
         _save(ctx, inputs, out)
         return out
 
-    backward = staticmethod(once_differentiable(_backward_by(_make_gradient)))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _backward_by(_make_gradient)(ctx, *gradients)
 
 
 def bias_activation(

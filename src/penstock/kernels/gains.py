@@ -1,8 +1,8 @@
 """Which fused operators pay on which kind of machine: a table of measurements, shipped and re-measured.
 
-`gains.json` holds, by kind of machine, operator, type and form of the rest (eager, compiled), how many times as fast
-the fused operator was. `penstock tune-kernels` measures the machine at hand and stores its own table in the cache
-folder, which goes before the shipped one.
+`gains.json` holds, by kind of machine, operator, variant, type and form of the rest (eager, compiled), how many times
+as fast the fused operator was. A variant is the kind of a norm or an activation. `penstock tune-kernels` measures the
+machine at hand and stores its own table in the cache folder, which goes before the shipped one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.errors import PenstockError
 LEAST_GAIN = 1.03
 """Times as fast that an operator must be at least for `auto` to take it: smaller differences are noise."""
 _LARGEST = 1 << 20
-Gains = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""By operator, type and form of the rest."""
+Gains = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
+"""By operator, variant, type and form of the rest."""
 
 
 def kind_of(device: str) -> str:
@@ -49,11 +49,15 @@ def gains_of(kind: str) -> Gains:
     return {}
 
 
-def pays(name: FusedName, device: str, dtype: torch.dtype, *, compiled: bool) -> bool:
-    """Whether an operator was measured to be faster than eager or compiled operators, for products of a type."""
-    one = gains_of(kind_of(device)).get(name, {}).get(str(dtype).removeprefix("torch."), {})
-    gain = one.get("compiled" if compiled else "eager", 0.0) if isinstance(one, Mapping) else 0.0
-    return isinstance(gain, int | float) and gain >= LEAST_GAIN
+def variants_that_pay(name: FusedName, device: str, dtype: torch.dtype, *, compiled: bool) -> frozenset[str]:
+    """The variants of an operator that were measured to be faster than eager or compiled operators, for products of a
+    type."""
+    form, type_ = "compiled" if compiled else "eager", str(dtype).removeprefix("torch.")
+    variants: Any = gains_of(kind_of(device)).get(name, {})
+    try:
+        return frozenset(key for key, types in variants.items() if types[type_][form] >= LEAST_GAIN)
+    except (AttributeError, KeyError, TypeError):  # a table of another version; measuring again replaces it
+        return frozenset()
 
 
 def store(kind: str, gains: Gains) -> Path:

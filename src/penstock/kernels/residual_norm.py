@@ -230,7 +230,10 @@ class _DirectNorm(torch.autograd.Function):
         _save(ctx, inputs, outputs)
         return outputs[:2]
 
-    backward = staticmethod(once_differentiable(_backward_by(_make_gradient)))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _backward_by(_make_gradient)(ctx, *gradients)
 
 
 def residual_norm(

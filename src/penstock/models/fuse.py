@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from penstock.config.fused import FUSED, Fuse, FusedName
 from penstock.errors import ConfigError
 from penstock.kernels.bias_activation import Activation, bias_activation
-from penstock.kernels.gains import pays
+from penstock.kernels.gains import variants_that_pay
 from penstock.kernels.residual_norm import residual_norm
 from penstock.models.anatomy import ELSEWHERE, Anatomy, anatomy_of, uncompiled
 from penstock.models.block import Block
@@ -38,6 +38,8 @@ class Place:
 
     name: str
     """Qualified name of the module."""
+    variant: str
+    """The kind of its norm or activation, as `penstock.kernels.gains` has it."""
     install: Callable[[], None]
 
 
@@ -80,11 +82,7 @@ def fuse(
     weights = next(model.parameters(), torch.empty(0))
     place = torch.device(weights.device if device is None else device).type
     dtype = dtype or weights.dtype
-    chosen = [
-        name
-        for name in FUSED
-        if name in names or ("auto" in names and pays(name, place, dtype, compiled=compiled))
-    ]
+    chosen = [name for name in FUSED if name in names or "auto" in names]
     counts: dict[FusedName, int] = {}
     for name in chosen:
         fusion = _FUSIONS.get((name, place))
@@ -99,6 +97,9 @@ def fuse(
                 )
                 + "; leave it out."
             )
+        if name not in names:
+            pays = variants_that_pay(name, place, dtype, compiled=compiled)
+            places = [one for one in places if one.variant in pays]
         for one in places:
             one.install()
         counts[name] = len(places)
@@ -132,13 +133,14 @@ class _Swapped:
 
 
 @functools.cache
-def _class_over(first: type[_Swapped], cls: type[nn.Module]) -> type[nn.Module]:
+def _class_over(first: Any, cls: Any) -> Any:
     """A class that computes by `first` and is else `cls`, under the same name."""
     return type(cls.__name__, (first, cls), {"__module__": cls.__module__})
 
 
 def _swap(module: nn.Module, first: type[_Swapped]) -> None:
-    module.__class__ = _class_over(first, type(module))
+    base: Any = type(module)
+    module.__class__ = _class_over(cast(Any, first), base)
 
 
 class _Passed(nn.Identity):
@@ -190,12 +192,13 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
         if not plain:
             continue
         if isinstance(parent, MLP):
-            yield Place(role.up.name, functools.partial(_activate_ours, parent))
+            yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
             continue
         inside = [(name, kind) for name, child in parent.named_children() if (kind := _activation_of(child))]
         if len(inside) == 1 and role.up.fused == (1,):
             yield Place(
                 role.up.name,
+                inside[0][1],
                 functools.partial(
                     _activate_foreign, parent, linear, *inside[0], transposed=role.up.transposed
                 ),
@@ -237,11 +240,12 @@ def _norm_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
     for name in anatomy.blocks:
         block = _module(model, name)
         if isinstance(block, Block) and block.adds_and_norms and not block.__dict__.get(ELSEWHERE):
-            yield Place(name, functools.partial(setattr, block, "fused_norms", True))
+            variant = "rms_norm" if isinstance(block.norm2, nn.RMSNorm) else "layer_norm"
+            yield Place(name, variant, functools.partial(setattr, block, "fused_norms", True))
     for role in () if anatomy.unknown else anatomy.parts(Norm):
         parent = _module(model, role.name.rpartition(".")[0])
         if parent is not None and _adds_input(parent):
-            yield Place(role.name, functools.partial(_swap, parent, _AddedOutput))
+            yield Place(role.name, "layer_norm", functools.partial(_swap, parent, _AddedOutput))
 
 
 def _adds_input(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.fused import FusedName
+from penstock.host_memory import set_host_memory
 from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.gelu import gelu_tanh
 from penstock.kernels.residual_norm import add_norm
@@ -27,7 +28,8 @@ class Case:
     """One operator at one size and type: a plain form, a fused one, and inputs that both differentiate."""
 
     operator: FusedName
-    label: str
+    variant: str
+    """The kind of norm or activation."""
     rows: int
     features: int
     plain: Callable[..., Any]
@@ -40,7 +42,7 @@ class KernelTime:
     """Median milliseconds of forward and backward together, by form."""
 
     operator: FusedName
-    label: str
+    variant: str
     rows: int
     features: int
     dtype: str
@@ -62,7 +64,7 @@ class _BiasInProduct(torch.autograd.Function):
         return gradient, gradient.sum(0)
 
 
-def _norm_case(label: str, norm: Callable[..., Any], rows: int, features: int) -> Case:
+def _norm_case(variant: str, norm: Callable[..., Any], rows: int, features: int) -> Case:
     def plain(x: Tensor, branch: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         s = x + branch
         if len(weights) == 1:
@@ -77,10 +79,10 @@ def _norm_case(label: str, norm: Callable[..., Any], rows: int, features: int) -
         tokens = [torch.randn(rows, features).to(dtype) for _ in range(2)]
         return (*tokens, *(one.detach().to(dtype) for one in norm(features).parameters()))
 
-    return Case("residual_norm", label, rows, features, plain, fused, inputs)
+    return Case("residual_norm", variant, rows, features, plain, fused, inputs)
 
 
-def _activation_case(label: str, activation: Any, rows: int, features: int, *, gated: bool = False) -> Case:
+def _activation_case(variant: str, activation: Any, rows: int, features: int, *, gated: bool = False) -> Case:
     wide = features * (1 + gated)
 
     def act(x: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def _activation_case(label: str, activation: Any, rows: int, features: int, *, g
         return gelu_tanh(x) if activation == "gelu_tanh" else F.gelu(x)
 
     def plain(product: Tensor, bias: Tensor) -> Tensor:
-        x = _BiasInProduct.apply(product, bias)  # type: ignore[no-untyped-call]
+        x: Tensor = _BiasInProduct.apply(product, bias)  # type: ignore[no-untyped-call]
         if not gated:
             return act(x)
         gate, x = x.chunk(2, dim=-1)
@@ -101,7 +103,7 @@ def _activation_case(label: str, activation: Any, rows: int, features: int, *, g
     def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
         return (2 * torch.randn(rows, wide)).to(dtype), torch.randn(wide).to(dtype)
 
-    return Case("bias_activation", label, rows, features, plain, fused, inputs)
+    return Case("bias_activation", variant, rows, features, plain, fused, inputs)
 
 
 def cases(rows: tuple[int, ...] = (512, 4096)) -> list[Case]:
@@ -109,11 +111,12 @@ def cases(rows: tuple[int, ...] = (512, 4096)) -> list[Case]:
     every: list[Case] = []
     for count in rows:
         every += [
-            _norm_case("LayerNorm", nn.LayerNorm, count, 768),
-            _norm_case("RMSNorm", nn.RMSNorm, count, 768),
-            _activation_case("GELU", "gelu", count, 3072),
-            _activation_case("GELU, tanh", "gelu_tanh", count, 3072),
-            _activation_case("SwiGLU", "silu", count, 2048, gated=True),
+            _norm_case("layer_norm", nn.LayerNorm, count, 768),
+            _norm_case("rms_norm", nn.RMSNorm, count, 768),
+            _activation_case("gelu", "gelu", count, 3072),
+            _activation_case("gelu_tanh", "gelu_tanh", count, 3072),
+            _activation_case("silu", "silu", count, 3072),
+            _activation_case("swiglu", "silu", count, 2048, gated=True),
         ]
     return every
 
@@ -123,7 +126,7 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
 
     They are of the processor, so that other work on the machine counts little: set one thread before.
     """
-    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
     forms: dict[str, Callable[..., Any]] = {
         "eager": case.plain,
         "compiled": torch.compile(case.plain, dynamic=False),
@@ -145,7 +148,7 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
                 taken[name].append(time.process_time() - start)
     pairs = {"eager": ("eager", "fused"), "compiled": ("compiled", "fused_compiled")}
     return KernelTime(
-        operator=case.operator, label=case.label, rows=case.rows, features=case.features,
+        operator=case.operator, variant=case.variant, rows=case.rows, features=case.features,
         dtype=str(dtype).removeprefix("torch."),
         milliseconds={name: 1e3 * statistics.median(each) for name, each in taken.items()},
         gains={
@@ -155,22 +158,33 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
     )  # fmt: skip
 
 
-def measure_all(rounds: int) -> list[KernelTime]:
-    """All operators, sizes and types, on one thread."""
+def measure_all(
+    rounds: int, rows: tuple[int, ...] = (512, 4096), report: Callable[[KernelTime], None] = lambda time: None
+) -> list[KernelTime]:
+    """All operators, sizes and types, on one thread and with memory that stays mapped, as a step has it; `report` is
+    called with each as it is there."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    set_host_memory(keep=True)
+    times = []
     try:
-        return [measure(case, dtype, rounds) for case in cases() for dtype in TYPES]
+        for case in cases(rows):
+            for dtype in TYPES:
+                times.append(measure(case, dtype, rounds))
+                report(times[-1])
     finally:
+        set_host_memory(keep=False)
         torch.set_num_threads(before)
+    return times
 
 
-def gains_of(times: list[KernelTime]) -> dict[str, dict[str, dict[str, float]]]:
-    """The table that `penstock.kernels.gains` keeps: of each operator and type the geometric mean over its cases."""
-    table: dict[str, dict[str, dict[str, float]]] = {}
-    for name, dtype in dict.fromkeys((one.operator, one.dtype) for one in times):
-        every = [one.gains for one in times if (one.operator, one.dtype) == (name, dtype)]
-        table.setdefault(name, {})[dtype] = {
+def gains_of(times: list[KernelTime]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """The table that `penstock.kernels.gains` keeps: of each variant and type the geometric mean over its sizes."""
+    table: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for key in dict.fromkeys((one.operator, one.variant, one.dtype) for one in times):
+        name, variant, dtype = key
+        every = [one.gains for one in times if (one.operator, one.variant, one.dtype) == key]
+        table.setdefault(name, {}).setdefault(variant, {})[dtype] = {
             form: round(math.exp(statistics.fmean(math.log(gains[form]) for gains in every)), 3)
             for form in every[0]
         }

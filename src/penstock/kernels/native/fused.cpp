@@ -39,6 +39,9 @@ inline uint16_t rounded(float value) {
 
 inline float wide(float value) { return value; }
 inline float wide(Half value) { return widened(value.bits); }
+// A number as a type holds it.
+inline float held(float value, float) { return value; }
+inline float held(float value, Half) { return widened(rounded(value)); }
 inline void put(float& place, float value) { place = value; }
 inline void put(Half& place, float value) { place.bits = rounded(value); }
 
@@ -49,11 +52,6 @@ inline const float* read(const void* data, int type, i64 row, i64 n, float* buff
 #pragma omp simd
   for (i64 i = 0; i < n; ++i) buffer[i] = wide(half[i]);
   return buffer;
-}
-
-// Where a row of fp32 is computed: in place, or in `buffer`, from which `write` rounds it.
-inline float* place_of(void* data, int type, i64 row, i64 n, float* buffer) {
-  return type == 0 ? static_cast<float*>(data) + row * n : buffer;
 }
 
 inline void write(void* data, int type, i64 row, i64 n, const float* values) {
@@ -67,11 +65,40 @@ inline void write(void* data, int type, i64 row, i64 n, const float* values) {
   for (i64 i = 0; i < n; ++i) put(half[i], values[i]);
 }
 
-// Sums over a row, of four vectors at a time, so that no addition waits for the one before.
+// Two sums over a row, of four vectors at a time, so that no addition waits for the one before.
 constexpr i64 LANES = 64;
 
+struct Pair {
+  float first, second;
+};
+
+template <typename Terms>
+inline Pair sums_of(i64 n, const Terms& terms) {
+  float first[LANES] = {}, second[LANES] = {};
+  i64 whole = n - n % LANES;
+  for (i64 i = 0; i < whole; i += LANES) {
+#pragma omp simd
+    for (i64 lane = 0; lane < LANES; ++lane) {
+      Pair one = terms(i + lane);
+      first[lane] += one.first;
+      second[lane] += one.second;
+    }
+  }
+  for (i64 i = whole; i < n; ++i) {
+    Pair one = terms(i);
+    first[i - whole] += one.first;
+    second[i - whole] += one.second;
+  }
+  Pair total = {0.0f, 0.0f};
+  for (i64 lane = 0; lane < LANES; ++lane) {
+    total.first += first[lane];
+    total.second += second[lane];
+  }
+  return total;
+}
+
 template <typename Term>
-inline float sum(i64 n, const Term& term) {
+inline float sum_of(i64 n, const Term& term) {
   float parts[LANES] = {}, total = 0.0f;
   i64 whole = n - n % LANES;
   for (i64 i = 0; i < whole; i += LANES) {
@@ -209,6 +236,88 @@ void activation_gradient_rows(
   }
 }
 
+template <typename X, typename B, typename N>
+void add_norm_rows(
+    const X* x, const B* branch, const uint8_t* kept, float scale, const float* weights, const float* biases, float eps,
+    bool rms, X* sum, N* normed, float* means, float* inverses, i64 begin, i64 end, i64 n) {
+  std::vector<float> buffer(n);
+  float* v = buffer.data();
+  for (i64 row = begin; row < end; ++row) {
+    const X* a = x + row * n;
+    const B* b = branch + row * n;
+    X* s = sum + row * n;
+    N* out = normed + row * n;
+    // What is normed is the sum as it is rounded.
+    if (kept) {
+      const uint8_t* here = kept + row * n;
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) {
+        float added = wide(a[i]) + (here[i] ? wide(b[i]) * scale : 0.0f);
+        put(s[i], added);
+        v[i] = held(added, X());
+      }
+    } else {
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) {
+        float added = wide(a[i]) + wide(b[i]);
+        put(s[i], added);
+        v[i] = held(added, X());
+      }
+    }
+    float mean = rms ? 0.0f : sum_of(n, [=](i64 i) { return v[i]; }) / n;
+    float square = sum_of(n, [=](i64 i) { return (v[i] - mean) * (v[i] - mean); });
+    float inverse = 1.0f / std::sqrt(square / n + eps);
+    means[row] = mean;
+    inverses[row] = inverse;
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) put(out[i], (v[i] - mean) * inverse * weights[i] + biases[i]);
+  }
+}
+
+template <typename X, typename B, typename N>
+void add_norm_gradient_rows(
+    const N* gradient, const X* sum_gradient, const X* sum, const float* means, const float* inverses,
+    const uint8_t* kept, float scale, const float* weights, bool rms, X* into, B* into_branch, float* by_weight,
+    float* by_bias, i64 begin, i64 end, i64 n) {
+  std::vector<float> buffer(n);
+  float* d = buffer.data();
+  for (i64 row = begin; row < end; ++row) {
+    const N* g = gradient + row * n;
+    const X* v = sum + row * n;
+    X* out = into + row * n;
+    float mean = means[row], inverse = inverses[row];
+    Pair totals = sums_of(n, [=](i64 i) {
+      float weighted = wide(g[i]) * weights[i];
+      return Pair{weighted, weighted * ((wide(v[i]) - mean) * inverse)};
+    });
+    float shift = rms ? 0.0f : totals.first / n, slope = totals.second / n;
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) {
+      float unit = (wide(v[i]) - mean) * inverse, given = wide(g[i]);
+      by_weight[i] += given * unit;
+      by_bias[i] += given;
+      d[i] = inverse * (given * weights[i] - shift - unit * slope);
+    }
+    if (sum_gradient) {
+      const X* more = sum_gradient + row * n;
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) d[i] += wide(more[i]);
+    }
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) put(out[i], d[i]);
+    if (!into_branch) continue;
+    B* other = into_branch + row * n;
+    if (kept) {
+      const uint8_t* here = kept + row * n;
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) put(other[i], here[i] ? d[i] * scale : 0.0f);
+    } else {
+#pragma omp simd
+      for (i64 i = 0; i < n; ++i) put(other[i], d[i]);
+    }
+  }
+}
+
 // The threads' sums, (threads, n), added up; written in a type.
 void write_sums(const std::vector<float>& sums, int threads, i64 stride, i64 offset, i64 n, void* out, int type) {
   if (!out) return;
@@ -231,87 +340,55 @@ void over_rows(int threads, i64 rows, const Work& work) {
   }
 }
 
+// Calls work(X, B, N) with an empty value of the type of the stream, of the branch and of the norm's output.
+template <typename Work>
+void of_types(int x_type, int branch_type, int normed_type, const Work& work) {
+  auto with = [&](auto x, auto branch) { normed_type == 0 ? work(x, branch, 0.0f) : work(x, branch, Half()); };
+  auto second = [&](auto x) { branch_type == 0 ? with(x, 0.0f) : with(x, Half()); };
+  x_type == 0 ? second(0.0f) : second(Half());
+}
+
 }  // namespace
 
 extern "C" {
 
-// sum_out = x + branch (only what `kept` says, times `scale`), normed = its norm over n features.
+// sum = x + branch (only what `kept` says, times `scale`), normed = its norm over n features.
 void penstock_add_norm(
     const void* x, const void* branch, const uint8_t* kept, float scale, const void* weight, const void* bias, float eps,
-    int rms, void* sum_out, void* normed, float* means, float* inverses, i64 rows, i64 n, int x_type, int branch_type,
+    int rms, void* sum, void* normed, float* means, float* inverses, i64 rows, i64 n, int x_type, int branch_type,
     int weight_type, int normed_type, int threads) {
   std::vector<float> weights = vector_of(weight, weight_type, n, 1.0f), biases = vector_of(bias, weight_type, n, 0.0f);
-  over_rows(threads, rows, [&](int, i64 begin, i64 end) {
-    std::vector<float> buffers(4 * n);
-    float *first = buffers.data(), *second = first + n, *third = second + n, *fourth = third + n;
-    for (i64 row = begin; row < end; ++row) {
-      const float* a = read(x, x_type, row, n, first);
-      const float* b = read(branch, branch_type, row, n, second);
-      float* s = place_of(sum_out, x_type, row, n, third);
-      if (kept) {
-        const uint8_t* here = kept + row * n;
-#pragma omp simd
-        for (i64 i = 0; i < n; ++i) s[i] = a[i] + (here[i] ? b[i] * scale : 0.0f);
-      } else {
-#pragma omp simd
-        for (i64 i = 0; i < n; ++i) s[i] = a[i] + b[i];
-      }
-      write(sum_out, x_type, row, n, s);
-      const float* v = read(sum_out, x_type, row, n, s);  // as it is rounded
-      float mean = rms ? 0.0f : sum(n, [=](i64 i) { return v[i]; }) / n;
-      float square = sum(n, [=](i64 i) { return (v[i] - mean) * (v[i] - mean); });
-      float inverse = 1.0f / std::sqrt(square / n + eps);
-      means[row] = mean;
-      inverses[row] = inverse;
-      float* out = place_of(normed, normed_type, row, n, fourth);
-#pragma omp simd
-      for (i64 i = 0; i < n; ++i) out[i] = (v[i] - mean) * inverse * weights[i] + biases[i];
-      write(normed, normed_type, row, n, out);
-    }
+  of_types(x_type, branch_type, normed_type, [&](auto of_x, auto of_branch, auto of_norm) {
+    using X = decltype(of_x);
+    using B = decltype(of_branch);
+    using N = decltype(of_norm);
+    over_rows(threads, rows, [&](int, i64 begin, i64 end) {
+      add_norm_rows(
+          static_cast<const X*>(x), static_cast<const B*>(branch), kept, scale, weights.data(), biases.data(), eps,
+          rms != 0, static_cast<X*>(sum), static_cast<N*>(normed), means, inverses, begin, end, n);
+    });
   });
 }
 
 // Gradients of what `penstock_add_norm` was given. `sum_gradient` may be null: nobody else read the sum. The branch's is
 // written where it differs from that of x, by its mask or its type.
 void penstock_add_norm_gradient(
-    const void* normed_gradient, const void* sum_gradient, const void* sum_in, const float* means, const float* inverses,
+    const void* normed_gradient, const void* sum_gradient, const void* sum, const float* means, const float* inverses,
     const uint8_t* kept, float scale, const void* weight, int rms, void* x_gradient, void* branch_gradient,
     void* weight_gradient, void* bias_gradient, i64 rows, i64 n, int x_type, int branch_type, int weight_type,
     int normed_type, int threads) {
   std::vector<float> weights = vector_of(weight, weight_type, n, 1.0f), sums(2 * n * threads, 0.0f);
-  std::vector<float> zeros(sum_gradient ? 0 : n, 0.0f);
-  const float* by = weights.data();
-  over_rows(threads, rows, [&](int thread, i64 begin, i64 end) {
-    std::vector<float> buffers(5 * n);
-    float *first = buffers.data(), *second = first + n, *third = second + n, *fourth = third + n, *fifth = fourth + n;
-    float *by_weight = sums.data() + thread * 2 * n, *by_bias = by_weight + n;
-    for (i64 row = begin; row < end; ++row) {
-      const float* g = read(normed_gradient, normed_type, row, n, first);
-      const float* v = read(sum_in, x_type, row, n, second);
-      const float* more = sum_gradient ? read(sum_gradient, x_type, row, n, third) : zeros.data();
-      float* out = place_of(x_gradient, x_type, row, n, fourth);
-      float mean = means[row], inverse = inverses[row];
-      float slope = sum(n, [=](i64 i) { return g[i] * by[i] * ((v[i] - mean) * inverse); }) / n;
-      float shift = rms ? 0.0f : sum(n, [=](i64 i) { return g[i] * by[i]; }) / n;
-#pragma omp simd
-      for (i64 i = 0; i < n; ++i) {
-        float unit = (v[i] - mean) * inverse;
-        by_weight[i] += g[i] * unit;
-        by_bias[i] += g[i];
-        out[i] = inverse * (g[i] * by[i] - shift - unit * slope) + more[i];
-      }
-      write(x_gradient, x_type, row, n, out);
-      if (!branch_gradient) continue;
-      float* other = place_of(branch_gradient, branch_type, row, n, fifth);
-      if (kept) {
-        const uint8_t* here = kept + row * n;
-#pragma omp simd
-        for (i64 i = 0; i < n; ++i) other[i] = here[i] ? out[i] * scale : 0.0f;
-        write(branch_gradient, branch_type, row, n, other);
-      } else {
-        write(branch_gradient, branch_type, row, n, out);
-      }
-    }
+  of_types(x_type, branch_type, normed_type, [&](auto of_x, auto of_branch, auto of_norm) {
+    using X = decltype(of_x);
+    using B = decltype(of_branch);
+    using N = decltype(of_norm);
+    over_rows(threads, rows, [&](int thread, i64 begin, i64 end) {
+      float* part = sums.data() + thread * 2 * n;
+      add_norm_gradient_rows(
+          static_cast<const N*>(normed_gradient), static_cast<const X*>(sum_gradient), static_cast<const X*>(sum), means,
+          inverses, kept, scale, weights.data(), rms != 0, static_cast<X*>(x_gradient),
+          static_cast<B*>(branch_gradient), part, part + n, begin, end, n);
+    });
   });
   write_sums(sums, threads, 2 * n, 0, n, weight_gradient, weight_type);
   write_sums(sums, threads, 2 * n, n, n, bias_gradient, weight_type);

@@ -1,0 +1,43 @@
+"""`penstock tune-kernels` stores what was measured, and `auto` reads it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import penstock.probe.kernels
+from penstock.cli import main
+from penstock.kernels.gains import kind_of, stored_path, variants_that_pay
+from penstock.probe.kernels import KernelTime
+
+
+def _time(rows: int, eager: float) -> KernelTime:
+    return KernelTime(
+        operator="residual_norm", variant="rms_norm", rows=rows, features=8, dtype="float32",
+        milliseconds={"eager": 1.0, "fused": 1.0}, gains={"eager": eager, "compiled": 0.5},
+    )  # fmt: skip
+
+
+def test_what_was_measured_is_stored_and_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(penstock.probe.kernels, "measure_all", lambda rounds: [_time(8, 1.0), _time(16, 4.0)])
+    assert main(["tune-kernels", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    expected = {"residual_norm": {"rms_norm": {"float32": {"eager": 2.0, "compiled": 0.5}}}}
+    assert table == {kind_of("cpu"): expected} == json.loads(stored_path().read_text())
+    assert main(["tune-kernels", "--rounds", "1"]) == 0
+    assert "2.00" in capsys.readouterr().out
+    for compiled, pays in ((False, {"rms_norm"}), (True, set())):
+        assert variants_that_pay("residual_norm", "cpu", torch.float32, compiled=compiled) == pays
+    assert main(["tune-kernels", "--rounds", "0"]) == 2
+
+
+def test_an_operator_is_measured_in_all_its_forms() -> None:
+    case = penstock.probe.kernels.cases((4,))[0]
+    one = penstock.probe.kernels.measure(case, torch.float32, 2)
+    assert one.milliseconds.keys() == {"eager", "compiled", "fused", "fused_compiled"}
+    assert all(value > 0 for value in one.milliseconds.values())
+    assert one.gains.keys() == {"eager", "compiled"}

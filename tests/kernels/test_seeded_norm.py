@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.triton_kernels import assert_close_to_exact, compile_for, interpret, needs_triton
+from penstock.config.model import PRESETS
 from penstock.errors import ConfigError
 from penstock.kernels.seeded_norm import MOST, SeededNorm, kept, seeded_norm
+from penstock.models import create
+from penstock.models.fuse import fuse
 
 LEVEL = round(0.3 * 2**24)
 MUTANTS = [
@@ -90,8 +94,31 @@ def check(device: str) -> None:
         for one, other, right in zip(fused, plain, exact, strict=True):
             assert_close_to_exact(one, other.to(one.dtype), right, least=1e-6)
         assert torch.equal((fused[1] == residual) | (mask > 0), torch.ones_like(mask, dtype=torch.bool))
+    check_a_model(device)
     y, total = seeded_norm(x[:0], residual[:0], weight, bias, p=0.5)
     assert y.shape == total.shape == (0, columns)
+
+
+def check_a_model(device: str) -> None:
+    """A fused model learns as an unfused one: weights after eight steps, without dropout."""
+    config = replace(
+        PRESETS["bert-tiny"], depth=1, width=16, heads=2, mlp_width=24, vocabulary=40, sequence=6
+    )
+    tokens = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0)).to(device)
+    weights = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = create(config).to(device).eval()
+        if fused:
+            assert fuse(model, ("residual_norm",), device="cuda") == {"residual_norm": 1}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(tokens).square().mean().backward()
+            optimizer.step()
+        weights.append([*model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @needs_triton

@@ -104,7 +104,7 @@ def test_what_fits_nowhere_is_refused() -> None:
     with pytest.raises(ConfigError, match="residual_norm fits nowhere in Sequential on cpu"):
         fuse(plain, ("residual_norm",))
     with pytest.raises(ConfigError, match="has kernels for cpu only"):
-        fuse(create(PRESETS["gpt-tiny"]), ("residual_norm",), device="cuda")
+        fuse(create(PRESETS["gpt-tiny"]), ("bias_activation",), device="cuda")
     assert not any(fuse(plain, ("auto",)).values())
 
 

@@ -26,6 +26,7 @@ FUSED: dict[FusedName, FusedOperator] = {
         "residual + norm",
         "A branch is dropped out, added to the residual stream and normed in one pass; the backward pass makes the "
         "gradients of both and of the norm's weights in another.",
+        devices=("cpu", "cuda"),
     ),
     "bias_activation": FusedOperator(
         "activations",

@@ -9,7 +9,8 @@ it was rounded to its type. Forward reads x and the branch and writes s and its 
 where single operators take 6. Backward reads the gradients of the norm and of s, and s, and writes one gradient for
 both inputs, with those of weight and bias summed on the way: 4 passes, where single operators take 8.
 
-On a CPU the kernel is C++ (`native/fused.cpp`); `reference` is the form in torch's own operators, and what other
+On a CPU the kernel is C++ (`native/fused.cpp`). On a GPU it is `penstock.kernels.seeded_norm`, which keeps a seed in
+place of a mask. `reference` is the form in torch's own operators, and what other
 devices and types compute.
 """
 
@@ -27,6 +28,8 @@ from torch.autograd.function import once_differentiable
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import mask_of
 from penstock.kernels.native import TYPES, address, direct, library, sizes, threads_for
+from penstock.kernels.remainder_adamw import runs_triton
+from penstock.kernels.seeded_norm import seeded_norm
 
 
 def reference(
@@ -261,10 +264,13 @@ def residual_norm(
     out, place = x.dtype, x.device.type
     if for_products and out == torch.float32 and torch.is_autocast_enabled(place):
         out = torch.get_autocast_dtype(place)
-    kept, scale = mask_of(branch, dropout) if dropout else (None, 1.0)
     bias = None if isinstance(norm, nn.RMSNorm) else norm.bias
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     rms = isinstance(norm, nn.RMSNorm)
+    if place != "cpu" or runs_triton(x.device):
+        normed, s = seeded_norm(branch, x, norm.weight, bias, p=dropout, eps=eps, centred=not rms, dtype=out)
+        return s, normed
+    kept, scale = mask_of(branch, dropout) if dropout else (None, 1.0)
     return add_norm(x, branch, norm.weight, bias, eps, rms=rms, out=out, kept=kept, scale=scale)
 
 

@@ -259,4 +259,5 @@ def _adds_input(module: nn.Module) -> bool:
 
 
 register(Fusion("residual_norm", "cpu", _norm_places))
+register(Fusion("residual_norm", "cuda", _norm_places))
 register(Fusion("bias_activation", "cpu", _activation_places))

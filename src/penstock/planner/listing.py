@@ -328,12 +328,13 @@ class Lister:
         self, name: str, rows: float, stack: Stack, *, branch: float, dropout: bool, both: bool
     ) -> None:
         """A branch of `branch` bytes an element added to the residual stream, and the norm of the sum, as one operator
-        (`penstock.kernels.residual_norm`). `both` says that the sum is read too; else its norm is the stream."""
+        (`penstock.kernels.residual_norm`). `both` says that the sum is read too; else its norm is the stream. A GPU
+        draws the mask of dropout again in place of keeping it."""
         t, e, rms, size = self.terms, self.terms.stream, stack.norm == "rms", rows * stack.width
         out, each = (t.product if both else e), 1 + (stack.norm_bias and not rms)
-        if dropout:
+        if dropout and t.host:
             self.move(f"{name}.mask", size, (0.0, 1.0), (0.0, 0.0), kind="dropout", kept=size, group="masks")
-        mask, apart = float(dropout), dropout or branch != e
+        mask, apart = float(dropout and t.host), dropout or branch != e
         with self.inside("norm"):
             behind = out + e * (1 + both) + mask, e + branch * apart
             self.move(

@@ -431,7 +431,7 @@ LINES = {
     "checkpoint": 1990,
     "cli": 4140,
     "compress": 2660,
-    "config": 5870,
+    "config": 5880,
     "data": 7070,
     "decode": 2650,
     "doctor": 450,

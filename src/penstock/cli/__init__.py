@@ -40,6 +40,7 @@ _VERBS = {
     "deploy": "Find how to serve a model in time on the fewest devices.",
     "compress": "Make a trained model smaller: prune it, and train it beside the original.",
     "export": "Write a model for other programs: ONNX, or torch's own form.",
+    "push": "Upload a trained model to the Hugging Face hub.",
     "serve": "Serve a model over HTTP, as OpenAI does.",
     "pack": "Pack images or texts for fast reading.",
     "scale": "Measure a model's gradients and choose a loss scale for fp16.",

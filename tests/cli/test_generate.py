@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from helpers.generation import tiny
 from penstock.cli import main
+from penstock.data.text.chat import PLAIN
+from penstock.data.text.open import found_in
 from penstock.data.text.tokenizers import Bytes
 from penstock.infer.generator import Generator
 from penstock.models.convert import save_pretrained
@@ -50,9 +53,66 @@ def test_one_text_is_told_as_it_comes(folder: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == expected + "\n"
 
 
+@pytest.fixture(scope="module")
+def chatting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a chat template."""
+    path = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(folder, path)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": PLAIN}))
+    return path
+
+
+def _numbers(chatting: Path, *turns: tuple[str, str]) -> list[int]:
+    """Tokens of a conversation by the template, up to the assistant's next answer."""
+    words = found_in(chatting)
+    assert words is not None
+    end = words.spelled()["eos_token"]
+    text = "".join(f"<|{role}|>\n{said}{end}\n" for role, said in turns) + "<|assistant|>\n"
+    return words.encode_marked([text])[0][0].tolist()
+
+
+def test_a_chat_answers_by_the_template(chatting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = Generator(chatting)
+    told = ("system", "Be short.")
+    prompts = [_numbers(chatting, told, ("user", text)) for text in ("ab", "c")]
+    assert (
+        generator.conversation(
+            [{"role": "system", "content": "Be short."}, {"role": "user", "content": "ab"}]
+        )
+        == (prompts[0])
+    )
+    expected = generator.generate(prompts, max_tokens=9)
+    words = ["generate", str(chatting), "--chat", "--system", "Be short.", "--max_tokens", "9"]
+    assert main([*words, "ab", "c", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["prompt"], tuple(line["ids"])) for line in lines] == [
+        ("ab", expected[0].ids),
+        ("c", expected[1].ids),
+    ]
+    assert main([*words, "ab"]) == 0
+    assert capsys.readouterr().out == expected[0].text + "\n"
+
+
+def test_lines_typed_into_a_terminal_are_one_conversation(
+    chatting: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = io.StringIO("ab\n\nc\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", typed)
+    assert main(["generate", str(chatting), "--chat", "--max_tokens", "9"]) == 0
+    generator = Generator(chatting)
+    first = generator.generate(_numbers(chatting, ("user", "ab")), max_tokens=9)[0].text
+    turns = [("user", "ab"), ("assistant", first), ("user", "c")]
+    second = generator.generate(_numbers(chatting, *turns), max_tokens=9)[0].text
+    assert capsys.readouterr().out == f"> {first}\n> > {second}\n> \n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["MODEL", "a", "--chat"], "no chat template"),
+        (["MODEL", "a", "--system", "b"], "add --chat"),
         ([], "Say which model"),
         (["MODEL", "a", "--file", "b"], "not both"),
         (["MODEL", "a", "--beams", "0"], "between 1 and 256"),

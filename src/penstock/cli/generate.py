@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from penstock.config.decoding import Decoding, GenerateConfig
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.infer.generator import Generated
+    from penstock.infer.generator import Generated, Generator, Prompt
 
 MOST = 64 << 20
 """Bytes of prompts that are read."""
@@ -36,11 +37,17 @@ def generate(
         tuple[Path, ...],
         Parameter(help="Write a caption of this image, in the language of --label.", negative=""),
     ] = (),
+    chat: Annotated[
+        bool,
+        Parameter(negative="", help="Answer by the model's chat template, also line by line in a terminal."),
+    ] = False,
+    system: Annotated[str | None, Parameter(help="System message at the beginning of a chat.")] = None,
 ) -> None:
     """Continue or translate texts, or write captions of images with a model of both.
 
     PROMPTS come from the command line, from --file, or from what is piped in, one a line. One prompt's text is printed
-    as it comes. With --plan, each of several processes does its part, and one prints.
+    as it comes. With --plan, each of several processes does its part, and one prints. With --chat each prompt is the
+    user's message of a conversation of its own; typed into a terminal, lines are one conversation, until Ctrl-D.
     """
     from penstock.infer.captions import writes_of_either
     from penstock.infer.generator import Generator
@@ -48,13 +55,20 @@ def generate(
     from penstock.parallel import launched
 
     model, plan, decoding = config.named("generate"), config.as_plan, config.decoding
+    if system is not None and not chat:
+        raise ConfigError("--system begins a chat; add --chat, or write it into the prompt.")
     if image or writes_of_either(model):
+        if chat:
+            raise ConfigError(
+                "A model of images and texts writes captions and translations; leave --chat out."
+            )
         _caption(config, image, () if image else tuple(words(prompts, file)))
         return
     require_ranks(plan, launched(), weights=config.weights, shortlist=config.shortlist is not None)
     # One rank reads, for several cannot read one pipe, and shows what all have made.
     main = launched() == 1 or os.environ["RANK"] == "0"
-    texts = words(prompts, file) if main else []
+    typed = chat and not prompts and file is None and sys.stdin is not None and sys.stdin.isatty()
+    texts = words(prompts, file) if main and not typed else []
     with Generator(
         model,
         plan,
@@ -67,20 +81,66 @@ def generate(
         if main and made.bytes < made.whole_bytes:
             sizes = f"{made.bytes / 1e6:,.1f} MB of weights, of {made.whole_bytes / 1e6:,.1f} MB"
             print(f"Only the experts of label {config.label} are loaded: {sizes}.", file=sys.stderr)
+        before = [] if system is None else [{"role": "system", "content": system}]
+        if told(typed, made.dims):
+            _converse(made, before, decoding, config.label, main)
+            return
         texts = told(texts, made.dims)
+        asked: list[Prompt] = [made.conversation([*before, _user(text)]) if chat else text for text in texts]
         if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
-            for piece in made.stream(texts[0], decoding, label=config.label):
-                if main:
-                    print(piece, end="", flush=True)
-            if main:
-                print()
+            _tell(made.stream(asked[0], decoding, label=config.label), main)
             return
         step = config.batch * plan.dp
         for begin in range(0, len(texts), step):
-            some = texts[begin : begin + step]
-            for number, one in enumerate(made.generate(some, decoding, label=config.label)):
+            some = slice(begin, begin + step)
+            for number, one in enumerate(made.generate(asked[some], decoding, label=config.label)):
                 if main:
-                    _show(some[number // decoding.best], one, as_json)
+                    _show(texts[begin + number // decoding.best], one, as_json)
+
+
+def _converse(
+    made: Generator, before: list[dict[str, str]], decoding: Decoding, label: str | None, main: bool
+) -> None:
+    """Answer line by line, each with all that was said before it, until what is typed ends."""
+    from penstock.infer.ranks import told
+
+    if not _comes_in_pieces(decoding):
+        raise ConfigError(
+            "A chat in a terminal is greedy or drawn; leave beams, best, contrastive and speculate out."
+        )
+    messages = list(before)
+    while (line := told(_typed() if main else None, made.dims)) is not None:
+        messages.append(_user(line))
+        answer = _tell(made.stream(made.conversation(messages), decoding, label=label), main)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _typed() -> str | None:
+    """The next line that is typed and not blank; None at the end."""
+    line = ""
+    while not line.strip():
+        print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print()
+            return None
+    return line.rstrip("\n")
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _tell(pieces: Iterable[str], main: bool) -> str:
+    """Print a text as it comes, on the rank that prints; returns the whole."""
+    parts = []
+    for piece in pieces:
+        parts.append(piece)
+        if main:
+            print(piece, end="", flush=True)
+    if main:
+        print()
+    return "".join(parts)
 
 
 def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Decoding, Weights
 from penstock.config.plan import Plan
+from penstock.data.text.chat import template_of
 from penstock.decode.beam import search
 from penstock.decode.choose import NOTHING
 from penstock.decode.contrastive import contrast
@@ -26,7 +27,7 @@ from penstock.decode.texts import Generating, Prompts
 from penstock.errors import ConfigError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import everyones, own, together, told
-from penstock.infer.text import Stream, prompt_numbers, until_stop, usual_tokens
+from penstock.infer.text import Stream, needed, prompt_numbers, until_stop, usual_tokens
 from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
 from penstock.parallel.hosts import attend
@@ -261,6 +262,19 @@ class Generator:
         """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the
         token that ends it."""
         return prompt_numbers(prompt, self.tokenizer, source=bool(self.model.graph.remembered))
+
+    def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token numbers of messages, each with `role` and `content`, up to where the model's next answer begins: a
+        prompt for `generate` and `stream`. Raises ConfigError for a model without a chat template."""
+        words = needed(self.tokenizer)
+        template = template_of(words)
+        if template is None:
+            raise ConfigError(
+                "The model's folder has no chat template, so it cannot chat. Give it prompts without --chat, or tune "
+                "it with `penstock train --from MODEL --task chat`."
+            )
+        numbers: list[int] = words.encode_marked([template.text(messages)])[0][0].tolist()
+        return numbers
 
     def _settings(self, decoding: Decoding | None, settings: dict[str, Any]) -> Decoding:
         decoding = replace(decoding or Decoding(), **settings)

@@ -127,6 +127,7 @@ reference: $(VENV)/.core
 	$(PY) tools/op_lists.py
 	$(PY) tools/ablation.py
 	$(PY) tools/faults.py
+	$(PY) tools/gains.py
 
 relock: install-all
 	$(PY) tools/relock.py

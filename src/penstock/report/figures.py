@@ -101,6 +101,24 @@ def waterfall(
     return rows.svg(title, description, alone=alone)
 
 
+def gain_bars(
+    bars: Sequence[Bar],
+    *,
+    title: str,
+    x_label: str,
+    beside: str,
+    gain: str,
+    width: float = WIDE,
+    alone: bool = False,
+) -> str:
+    """Speeds relative to a plain loop, which is 1. A bar's `floor` is the speed of a rival, which `beside` names; the
+    rest of the bar is the `gain` over that. Raises ValueError without any bar."""
+    entries = [Entry(beside, "--soft"), Entry(gain, "--accent"), *_others(bars)]
+    rows = _bars(bars, x_label, entries, lambda value: f"{value:.2f}×", width, ruler=1.0)
+    description = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
+    return rows.svg(title, description, alone=alone)
+
+
 def memory_bars(bars: Sequence[Bar], *, title: str, x_label: str, width: float = WIDE) -> str:
     """Peak memory step by step, measured as bars and predicted as diamonds."""
     entries = [_BASELINE, Entry("kept", "--accent"), *_others(bars)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +84,59 @@ def test_fsdp_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
     told = _run([*words, *small, "--steps", "3", "--output", "run"], tmp_path)
     assert "step 3/3" in told
     assert "step 2/3" not in told
+
+
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def _cells(path: Path) -> list[tuple[str, str]]:
+    """Kind and text of each cell."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+
+
+def _shown(text: str, names: dict[str, Any]) -> str:
+    """Run a cell as Jupyter does; what it shows of the cell's last expression, and "" where it ends with none."""
+    body = ast.parse(text).body
+    last = body.pop() if isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), "cell", "exec"), names)
+    if last is None:
+        return ""
+    value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    return "" if value is None else str(value._repr_html_())
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_whole_and_hold_no_outputs(path: Path) -> None:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert notebook["metadata"]["kernelspec"]["language"] == "python"
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len({*ids}) == len(ids)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+    kinds = [kind for kind, _ in _cells(path)]
+    assert kinds[0] == "markdown"
+    assert kinds.count("code") >= 3
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize(
+    "path",
+    [
+        path if path.stem.startswith("plan") else pytest.param(path, marks=pytest.mark.slow)
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
+def test_notebooks_run_from_top_to_bottom(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    figures = [_shown(text, names) for kind, text in _cells(path) if kind == "code"]
+    assert capsys.readouterr().out
+    if path.stem != "train_and_generate":
+        assert any("<svg" in figure for figure in figures)

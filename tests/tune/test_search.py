@@ -265,6 +265,24 @@ def test_where_memory_runs_out_it_is_recomputed(tuned: Callable[..., TuneReport]
         tuned(World(fails={**fails, "recompute=early": ("out of memory", "CUDA out of memory")}))
 
 
+def test_on_a_gpu_activations_may_wait_on_the_host_instead(tuned: Callable[..., TuneReport]) -> None:
+    """What compiles gives up the host for recomputation, against which it races then."""
+    gpu = {"machine": load_machine("a100-80g"), "facts": replace(FACTS, device="cuda")}
+    fails = {"baseline": ("out of memory", "CUDA out of memory")}
+    gains = {"recompute=none": 1.3, "optimizer=fused": 1.2}
+    report = tuned(World(fails=fails, gains=gains, **gpu), rungs=("optimizer-fused",))
+    assert report.line == "recompute=none offload=activations optimizer=fused"
+    assert _statuses(report)["offload"] == "kept"
+    gains["compile=blocks"] = 2.0
+    report = tuned(World(fails=fails, gains=gains, **gpu), rungs=("compile-blocks",))
+    assert report.line == "recompute=early compile=blocks"
+    on_a_cpu = tuned(World(fails=fails, gains=gains), rungs=("optimizer",))
+    assert next(step for step in on_a_cpu.steps if step.name == "offload").reason == (
+        "on a CPU activations are in host memory already"
+    )
+    assert "offload" not in _statuses(tuned(World(), rungs=("optimizer",)))
+
+
 def test_a_rung_that_fails_is_reported(tuned: Callable[..., TuneReport]) -> None:
     fails = {"compile=blocks": ("failed", "RuntimeError: graph"), "compile=whole": ("unsupported", "no")}
     report = tuned(World(fails=fails, gains={"optimizer=fused": 1.5}))

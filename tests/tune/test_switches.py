@@ -40,6 +40,7 @@ def _loss(out: str) -> float:
             "recompute=early to GPT",
         ),
         ("optimizer=foreach recompute=full", "mingpt.py 3", "recompute=full to GPT"),
+        ("offload=activations", "mingpt.py 3", "offload=activations to GPT"),
         (
             "padding=remove optimizer=fused",
             "run_glue.py --max_steps 2",
@@ -84,6 +85,7 @@ def test_settings_are_applied_and_losses_stay(
         ("dp=2 optimizer=fused", "plain.py", "plan.dp cannot be applied to a script from outside"),
         ("optimizer=contiguous", "plain.py", "use optimizer=fused"),
         ("recompute=budget budget=1", "plain.py", "use recompute=early"),
+        ("offload=optimizer", "plain.py", "use plan.sharding=fsdp"),
         ("padding=remove", "plain.py", "plan.padding=remove cannot be applied to it"),
         ("optimizer=fused", "mnist.py --epochs", "Adadelta has no fused form"),
         ("norms=half", "plain.py", "norms"),

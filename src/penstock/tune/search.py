@@ -47,6 +47,14 @@ _SDPA = Rung(
     apply=PlanChange({"attention": "sdpa"}),
 )
 _RECOMPUTE = "recompute=early"
+_OFFLOAD = Rung(
+    name="offload",
+    place=50,
+    title="activations on the host",
+    why="What blocks keep for the backward pass waits in host memory meanwhile, in place of being computed again.",
+    apply=PlanChange({"recompute": "none", "offload": "activations"}),
+)
+"""Tried where a script runs out of memory without recomputation."""
 WARM_UP, LONGEST_WARM_UP = 3, 8
 """Steps that are not timed: at the least, and as long as successive ones differ by more than half."""
 UNEVEN = 1.5
@@ -147,6 +155,8 @@ class _Tuning:
     def run(self, rungs: Sequence[Rung]) -> TuneReport:
         """Find the fastest settings."""
         machine = self._look(rungs)
+        if self.first:
+            rungs = [_OFFLOAD, *rungs]
         path: list[TuneStep] = []
         others: dict[str, TuneStep] = {}
         end = self.start + (1 - LAST_RACE) * self.config.budget
@@ -308,6 +318,9 @@ class _Tuning:
         assert isinstance(rung.apply, PlanChange)
         values = {n: v for n, v in rung.apply.values(self.situation).items() if n not in _SCRIPT_OWN}
         named = {word.partition("=")[0]: word for word in line.split()}
+        if "compile" in values and "offload" in named:  # which eager blocks alone do
+            del named["offload"]
+            named["recompute"] = _RECOMPUTE
         if all(named.get(name) == f"{name}={value}" for name, value in values.items()):
             return "it is there already", line
         why = _unfit(rung, facts, self.situation.machine)
@@ -625,10 +638,12 @@ def _unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
             return f"this CPU has no units for {dtype}: it multiplies {dtype} no faster than fp32"
     if rung is _SDPA and not facts.eager:
         return "it calls torch's attention already, or has none of transformers"
-    if group == "compile":
+    if rung is _OFFLOAD and facts.device == "cpu":
+        return "on a CPU activations are in host memory already"
+    if group in ("compile", "offload"):
         if facts.compiled:
             return "the script calls torch.compile itself"
-        if form == "blocks" and not facts.blocks:
+        if (form == "blocks" or rung is _OFFLOAD) and not facts.blocks:
             return facts.no_blocks.partition(". ")[0]
     if group in CHANGES_RESULTS:
         if facts.mixed:

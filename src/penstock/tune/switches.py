@@ -26,13 +26,14 @@ from penstock.matmul import matmul_precision
 from penstock.models.anatomy import set_switch, uncompiled
 from penstock.models.fuse import fuse
 from penstock.optim.forms import form_flags, keep_form
+from penstock.parallel.offload import offload_blocks
 from penstock.parallel.recompute import recompute_blocks
 from penstock.products.convert import convert_linears
 
 PRECISION = ("precision", "dtype", "norms", "products")
 """Settings that `penstock.accelerate` applies."""
 APPLIED = (
-    *PRECISION, "matmul", "optimizer", *SWITCHES, "fuse", "recompute", "recompute_every", "compile",
+    *PRECISION, "matmul", "optimizer", *SWITCHES, "fuse", "recompute", "recompute_every", "offload", "compile",
     "host_memory",
 )  # fmt: skip
 """Settings that can be applied to a script from outside."""
@@ -119,6 +120,13 @@ class ScriptSwitches:
                     f"checkpointing of {type(model).__name__}; leave plan.recompute out."
                 )
             recompute_blocks(model, plan)
+        if plan.offload == "activations":
+            if compiled:
+                raise ConfigError(
+                    "plan.offload=activations cannot be applied: it takes what eager blocks keep, and the script calls "
+                    "torch.compile itself; leave plan.offload out."
+                )
+            offload_blocks(model, next(model.parameters()).device)
         if "compile" in named and plan.compile != "none":
             if compiled:
                 raise ConfigError(

@@ -99,6 +99,7 @@ def test_a_missing_package_is_told_once(tmp_path: Path) -> None:
         (["--config", "table.toml"], False),
         (["-m", "http.server"], False),
         (["generate", "nowhere"], False),
+        (["embed", "nowhere"], False),
     ],
 )
 def test_ranks_are_replicas_where_no_plan_says_what_they_share(

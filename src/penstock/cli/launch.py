@@ -20,7 +20,7 @@ from penstock.launch.settings import LaunchSettings
 
 _DEFAULTS = LaunchSettings()
 DEGREES = {"dp", "tp", "pp", "cp"}
-_VERBS = ("train", "generate")
+_VERBS = ("train", "generate", "embed")
 """Verbs that run on several ranks."""
 
 
@@ -37,7 +37,8 @@ def launch(
     Parameters
     ----------
     program
-        After `--`: the arguments of `penstock train`, or `generate MODEL …`, `SCRIPT.py …` or `-m MODULE …`.
+        After `--`: the arguments of `penstock train`, `generate MODEL …` or `embed MODEL …`, `SCRIPT.py …`, or `-m
+        MODULE …`.
     """
     command = python_arguments(list(program), elastic=settings.elastic)
     from penstock.launch.agent import launch as run

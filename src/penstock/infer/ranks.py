@@ -35,7 +35,8 @@ def require_ranks(plan: Plan, size: int, **more: Any) -> None:
         if size == 1:
             problems.append(
                 f"The plan {degrees} takes {plan.gpus} processes, and this is one by itself; start them with "
-                f'`penstock launch --procs {plan.gpus} -- generate MODEL --plan "{degrees}" …`, or leave the plan out.'
+                f'`penstock launch --procs {plan.gpus} -- generate MODEL --plan "{degrees}" …`, or embed '
+                "in place of generate; or leave the plan out."
             )
         else:
             problems.append(

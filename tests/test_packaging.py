@@ -1,13 +1,15 @@
 """What is published: wheel and source archive, the citation, and the container's recipe.
 
 The containers cannot be built here. Their recipe is read word for word instead: its instructions, and that what it
-copies and installs is there.
+copies and installs is there. The wheel is built of the files that it copies, and of no others.
 """
 
 from __future__ import annotations
 
+import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -71,11 +73,37 @@ def test_the_dockerfile_copies_what_a_wheel_needs() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source archive, which are built without a network."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    """A folder with the wheel and the source archive, which are built without a network: the wheel of what the
+    Dockerfile copies alone."""
+    folder, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("src")
+    for name in (name for word, rest in _instructions() if word == "COPY" for name in rest.split()[:-1]):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    for place, form in ((source, "wheel"), (ROOT, "sdist")):
+        command = [sys.executable, "-m", "hatchling", "build", "-t", form, "-d", str(folder)]
+        subprocess.run(command, cwd=place, check=True, capture_output=True)
     return folder
+
+
+@pytest.mark.slow
+def test_the_wheel_says_what_an_index_asks_for(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name == f"penstock-{penstock.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        said = email.message_from_bytes(archive.read(name))
+        assert "penstock/py.typed" in archive.namelist()
+        assert any(name.endswith(".dist-info/licenses/LICENSE") for name in archive.namelist())
+    assert said["Version"] == penstock.__version__
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said["Requires-Python"] == PROJECT["requires-python"]
+    assert said["Description-Content-Type"] == "text/markdown"
+    assert said.get_payload().startswith("# Penstock")  # type: ignore[union-attr]
+    assert len(said["Summary"]) <= 512
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(r"^## (Unreleased|\d+\.\d+\.\d+)", changes, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_nested_and_foreign_files(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert listing.classes == ("a", "b")
     assert listing.paths == ("a/deep/0000.jpg", "b/0000.jpg", "b/UPPER.JPG")
     assert listing.labels == (0, 1, 1)
-    assert "2 files were left out, because they are not .jpg" in caplog.text
+    assert "2 files were left out, because only .jpg" in caplog.text
     assert "1 .txt" in caplog.text
     assert "1 .heic" in caplog.text
     assert "2 folders hold no image and were left out as classes: '__MACOSX', 'empty'." in caplog.text
@@ -96,7 +96,7 @@ def test_all_formats_make_one_set_and_one_pack(tmp_path: Path) -> None:
 def test_a_folder_of_nothing_that_is_read_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.heic").write_text("x")
-    with pytest.raises(DataError, match=r"No image was found .* 1 files were left out, .*: 1 \.heic\."):
+    with pytest.raises(DataError, match=r"No image was found .* 1 file was left out, .*: 1 \.heic\."):
         list_classes(tmp_path)
 
 

@@ -31,7 +31,7 @@ def test_what_guessing_gives_is_called_chance(share: float, classes: int, sample
     words = chance_words(share, classes, samples)
     assert bool(words) == chance
     if chance:
-        assert words.startswith(f"{100 * share:.1f} % is chance for {classes} classes: ")
+        assert words.startswith(f"{100 * share:.1f} % is no more than chance for {classes} classes: ")
 
 
 @pytest.mark.parametrize("classes", [2, 4])

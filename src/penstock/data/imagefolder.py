@@ -112,11 +112,17 @@ def _left_out(others: Counter[str], empty: list[str]) -> str:
     if others:
         kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in others.most_common(5))
         more = f" and {len(others) - 5} more kinds" if len(others) > 5 else ""
-        words = f"{others.total()} files were left out, because they are not {', '.join(EXTENSIONS)}: {kinds}{more}."
+        files = "file was" if others.total() == 1 else "files were"
+        words = f"{others.total()} {files} left out, because only {', '.join(EXTENSIONS)} are read: {kinds}{more}."
     if empty:
         names = ", ".join(quoted(name) for name in empty[:5]) + (" and more" if len(empty) > 5 else "")
-        folders = "folders hold" if len(empty) > 1 else "folder holds"
-        words += f" {len(empty)} {folders} no image and were left out as classes: {names}."
+        one = len(empty) == 1
+        folders = (
+            "folder holds no image and was left out as a class"
+            if one
+            else ("folders hold no image and were left out as classes")
+        )
+        words += f" {len(empty)} {folders}: {names}."
     return words.strip()
 
 

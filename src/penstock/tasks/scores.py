@@ -42,8 +42,8 @@ def chance_words(share: float, classes: int, samples: int) -> str:
     if classes < 2 or share > chance + 2.0 * math.sqrt(chance * (1.0 - chance) / max(samples, 1)):
         return ""
     return (
-        f"{100 * share:.1f} % is chance for {classes} classes: the model has not learned to tell them apart. Train for "
-        "more steps (--recipe.steps, --recipe.epochs), or try another rate (--recipe.lr)."
+        f"{100 * share:.1f} % is no more than chance for {classes} classes: the model has not learned to tell them "
+        "apart. Train for more steps (--recipe.steps, --recipe.epochs), or try another rate (--recipe.lr)."
     )
 
 

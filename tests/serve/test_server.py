@@ -186,6 +186,10 @@ def test_messages_go_through_the_models_template(quick: Running) -> None:
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": ";<"}
     assert answer["usage"]["prompt_tokens"] == len("u:hi\na:")
+    parts = [{"type": "text", "text": letter} for letter in "hi"]
+    for message in ({"role": "user", "content": parts}, {"role": "user", "content": "hi", "type": "text"}):
+        again = ask(quick, "/v1/chat/completions", {**body, "messages": [message]})[1]
+        assert again["choices"] == answer["choices"]
     text = ask(quick, "/v1/chat/completions", body | {"stream": True})[1]
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in text.split("\n\n")[:-2]]
     assert deltas[0] == {"role": "assistant"}
@@ -208,6 +212,12 @@ def test_messages_go_through_the_models_template(quick: Running) -> None:
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
         ("/v1/completions", {"prompt": ["a"] * 13}, 429, "at most 12"),
         ("/v1/chat/completions", {"messages": "hi"}, 400, "messages must be"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "parts such",
+        ),
         ("/v1/embeddings", {"input": "x"}, 400, "come from encoders"),
         ("/v1/translate", {"text": "x"}, 400, "no encoder–decoder"),
         ("/v1/completions", b"x" * 30_000, 413, "30,000|20,000 bytes"),
@@ -223,7 +233,9 @@ def test_mistakes_are_told(quick: Running, path: str, body: object, status: int,
 def test_the_key_is_asked_for(quick: Running) -> None:
     assert quick.ask("/v1/models")[0] == 401
     assert quick.ask("/v1/models", key="secre")[0] == 401
-    assert quick.ask("/v1/models", key="secret")[0] == 200
+    status, models, *_ = quick.ask("/v1/models", key="secret")
+    assert status == 200
+    assert {"id", "object", "created", "owned_by"} <= models["data"][0].keys(), "what OpenAI's client reads"
     assert quick.ask("/health")[0] == 200
 
 

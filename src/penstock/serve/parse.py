@@ -118,10 +118,16 @@ def chat(body: Mapping[str, Any], template: Template | None) -> TextRequest:
     if not isinstance(messages, list) or not messages:
         raise ConfigError("messages must be a list of tables with role and content.")
     for message in messages:
-        if not isinstance(message, dict) or {*message} - {"role", "content", "name"}:
+        # lm-evaluation-harness says of each message that it is text.
+        if not isinstance(message, dict) or {*message} - {"role", "content", "name", "type"}:
             raise ConfigError("A message must be a table with role and content, and no more.")
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ConfigError("role and content of a message must be text.")
+        if not isinstance(message.get("role"), str) or message.get("type", "text") != "text":
+            raise ConfigError("The role of a message must be text, and its type, if it has one, text.")
+    messages = [
+        {name: value for name, value in message.items() if name != "type"}
+        | {"content": _content(message.get("content"))}
+        for message in messages
+    ]
     fields = dict(body)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_completion_tokens")
@@ -132,6 +138,19 @@ def chat(body: Mapping[str, Any], template: Template | None) -> TextRequest:
             raise ConfigError("top_logprobs is for logprobs=true; give both or neither.")
         return request
     return _scored(replace(request, logprobs=top or 0))
+
+
+def _content(content: Any) -> str:
+    """The text of a message, whole or in parts. Raises ConfigError for anything else, such as images."""
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        texts = [part["text"] for part in content if part.get("type") == "text" and "text" in part]
+        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(texts) if whole else None
+    if not isinstance(content, str):
+        raise ConfigError(
+            'The content of a message must be text, or a list of parts such as {"type": "text", "text": "Hi"}.'
+        )
+    return content
 
 
 def _scored(request: TextRequest) -> TextRequest:

@@ -63,6 +63,8 @@ class Service:
     key: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     stopping: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+    """When it began, in seconds since 1970."""
 
     @property
     def source(self) -> bool:
@@ -225,7 +227,10 @@ class Service:
     async def models(self, request: Request) -> Response:
         """The one model."""
         about = self.backend.about
-        model = {"id": self.name, "object": "model", "owned_by": "penstock", "context": about.get("context")}
+        model = {
+            "id": self.name, "object": "model", "created": self.started, "owned_by": "penstock",
+            "context": about.get("context"),
+        }  # fmt: skip
         return JSONResponse({"object": "list", "data": [model]})
 
     async def experts(self, request: Request) -> Response:

@@ -112,6 +112,12 @@ def test_paths_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert local_weights("somebody/vit-tiny") == Path("somebody/vit-tiny"), "a folder of that name goes first"
     assert local_weights("/weights/model.safetensors") == Path("/weights/model.safetensors")
     assert local_weights("runs/digits/export") == Path("runs/digits/export")
+    step = Path("runs/digits/checkpoints/step-4")
+    step.mkdir(parents=True)
+    (step / "tensors.json").touch()
+    for checkpoint in (step, step.parent):
+        with pytest.raises(ConfigError, match=f"penstock checkpoint export {checkpoint} FOLDER"):
+            local_weights(checkpoint)
     with pytest.raises(ConfigError, match="does not exist; give a safetensors file"):
         load_weights(create(ViTConfig(depth=1)), "runs/nowhere/export")
 

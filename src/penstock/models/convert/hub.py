@@ -22,12 +22,17 @@ def local_weights(source: str | Path) -> Path:
     how to use them, and a tokenizer's files are fetched.
 
     Raises:
-        ConfigError: neither a path nor a model on the hub, or one without safetensors.
+        ConfigError: neither a path nor a model on the hub, one without safetensors, or a checkpoint.
         EnvironmentProblem: there is no network, or the extra `hf` is missing.
     """
     path = Path(source)
     if not (path / "config.json").is_file() and (path / "export" / "config.json").is_file():
         return path / "export"
+    if (path / "tensors.json").is_file() or any(path.glob("step-*/tensors.json")):
+        raise ConfigError(
+            f"{path} is a checkpoint, from which training goes on. Give the run's folder, or write its weights as a "
+            f"model: penstock checkpoint export {path} FOLDER."
+        )
     if path.exists() or not _NAME.fullmatch(str(source)):
         return path
     folder = hub_folder(str(source), _FILES, enough=lambda folder: any(folder.glob("*.safetensors")))

@@ -75,6 +75,10 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
     cuts = report["rows"][1]["notes"]["cuts"]
     assert [cut["words"].partition(": ")[2].split()[0] for cut in cuts[1:]] == ["layers", "heads", "hidden"]
     assert cuts[0]["predicted_seconds"] > cuts[1]["predicted_seconds"] > cuts[3]["predicted_seconds"]
+    assert (
+        "by these steps: prune, distil, prune, distil."
+        in (tmp_path / "out" / "export" / "README.md").read_text()
+    )
     again = load_compression(file=tmp_path / "out" / "export" / run.RECIPE)
     assert again == config
     page = (tmp_path / "out" / run.PAGE).read_text()

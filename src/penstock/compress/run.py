@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.boundary.files import read_bytes, write_text
 from penstock.boundary.trees import parse_json
+from penstock.compress.card import card
 from penstock.compress.folders import StepCall
 from penstock.compress.measure import Workbench
 from penstock.compress.page import to_html
@@ -114,7 +115,7 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
         for row, seconds in zip(rows, measured, strict=True):
             row["seconds"] = seconds
         keep()
-    _export(config, Path(rows[-1]["folder"]), output)
+    _export(config, Path(rows[-1]["folder"]), output, card(config, title(bench.model), rows))
     write_text(output / PAGE, to_html(report))
     return report
 
@@ -153,11 +154,12 @@ def _record(config: CompressConfig, output: Path) -> Report:
     return record
 
 
-def _export(config: CompressConfig, folder: Path, output: Path) -> None:
-    """The last model and the recipe, whole or not at all."""
+def _export(config: CompressConfig, folder: Path, output: Path, about: str) -> None:
+    """The last model, the recipe and the card, whole or not at all."""
     target, partial = output / "export", output / "export.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(folder, partial)
     write_text(partial / RECIPE, dump_toml(config))
+    write_text(partial / "README.md", about)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 from penstock import __version__
 from penstock.boundary.files import shown
@@ -37,7 +39,7 @@ def card(
         "library_name": "penstock",
         "tags": ["penstock"],
         "pipeline_tag": _TAGS.get(task_name(config.model, config.task)),
-        "base_model": base if _HUB.fullmatch(base) else None,
+        "base_model": on_hub(base),
     }
     recipe = " ".join(changes(Recipe(), config.recipe, "recipe")).replace("--recipe.", "")
     rows = {
@@ -49,15 +51,8 @@ def card(
         "Plan": f"`{config.plan.line()}`",
         "machine": machine,
     }
-    front = "\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items() if value)
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
-    return f"""\
----
-{front}
----
-
-# {title(config.model)}
-
+    text = f"""\
 Trained with Penstock {__version__}. `penstock train --config run.toml` repeats it, with the run's run.toml.
 
 | | |
@@ -65,7 +60,26 @@ Trained with Penstock {__version__}. `penstock train --config run.toml` repeats 
 {table}
 
 On {evaluation.samples:,} validation {task.unit}: {task.describe(evaluation.metrics)}.
+"""
+    return page(head, title(config.model), text)
 
+
+def on_hub(name: str) -> str | None:
+    """A name on the hub that weights came from; None of a folder."""
+    return name if _HUB.fullmatch(name) and not Path(name).exists() else None
+
+
+def page(head: dict[str, Any], name: str, text: str) -> str:
+    """A card of what is known of a model, with the hub's head and how the model is opened."""
+    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items() if value)
+    return f"""\
+---
+{front}
+---
+
+# {name}
+
+{text}
 ```python
 from penstock import from_pretrained
 

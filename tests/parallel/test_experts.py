@@ -226,7 +226,8 @@ CASES = {"no tokens on one rank": (5, 0), "all on one expert": (4, 3), "ties": (
 
 def _mixture(case: str) -> MixtureOfExperts:
     torch.manual_seed(0)
-    mixture = MixtureOfExperts(SIZES, SIZES.layers[0], dtype=torch.float64)
+    sizes = replace(SIZES, shared_experts=1) if case == "shared" else SIZES
+    mixture = MixtureOfExperts(sizes, sizes.layers[0], dtype=torch.float64)
     mixture.init_weights()
     for parameter in mixture.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -256,15 +257,15 @@ class _Recorded:
         self.rows: list[int] = []
 
     def __call__(
-        self, out: Tensor, rows: Tensor, came: Any = None, sent: Any = None, group: Any = None
-    ) -> None:
+        self, out: Tensor, rows: Tensor, came: Any = None, sent: Any = None, group: Any = None, **how: Any
+    ) -> Any:
         own = torch.distributed.get_rank(group)
         if sent is None:
             self.counts.append(rows.numel())
         else:
             away = sum(count for rank, count in enumerate(sent) if rank != own)
             self.rows.append(away * rows.shape[1:].numel() * rows.element_size())
-        ALL_TO_ALL(out, rows, came, sent, group=group)
+        return ALL_TO_ALL(out, rows, came, sent, group=group, **how)
 
 
 ALL_TO_ALL = torch.distributed.all_to_all_single
@@ -313,6 +314,44 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
             assert len(rows) == 4
     both = pool(2).run(_exchanged)
     assert [rank["all on one expert"]["recorded"][1][0] > 0 for rank in both] == [True, True]
+
+
+class _Noted:
+    """Work that is noted where it is begun and where it is waited for."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.work: Any = None
+
+    def __call__(self, out: Tensor, rows: Tensor, *splits: Any, **how: Any) -> Any:
+        work = ALL_TO_ALL(out, rows, *splits, **how)
+        if not how.get("async_op"):
+            return work
+        self.events.append("sent")
+        noted = _Noted(self.events)
+        noted.work = work
+        return noted
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.events.append("came")
+
+
+def _in_order() -> list[str]:
+    events: list[str] = []
+    mixture = _mixture("shared")
+    split_experts(mixture, dims_of(Plan(dp=2, ep=2), "cpu"))
+    assert mixture.shared is not None
+    mixture.shared.register_forward_hook(lambda *_: events.append("shared"))
+    mixture.shared.register_full_backward_hook(lambda *_: events.append("shared"))
+    with mock.patch("torch.distributed.all_to_all_single", _Noted(events)):
+        _visited(mixture, torch.randn(5, 16, dtype=torch.float64))
+    return events
+
+
+def test_shared_experts_compute_while_tokens_travel() -> None:
+    forward, backward = "sent shared came sent came", "sent came sent shared came"
+    assert pool(2).run(_in_order) == [[*forward.split(), *backward.split()]] * 2
 
 
 def _calls(line: str) -> tuple[int, int]:

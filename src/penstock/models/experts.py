@@ -404,9 +404,12 @@ class Exchange(Protocol):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The tokens (T, D) of x (·, ·, D) that are routed here, with their shares and routes (T,)."""
 
-    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+    def visit(
+        self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute, meanwhile: Callable[[], None]
+    ) -> Tensor:
         """The results of rows (V, D), sorted by expert, that `compute` makes where their experts are: `experts` (V,)
-        are the numbers of these, and `loads` (E,) how many visit each."""
+        are the numbers of these, and `loads` (E,) how many visit each. `meanwhile` may be called once while rows are
+        on their way."""
 
     def leave(self, out: Tensor) -> Tensor:
         """The results of tokens that were routed here, (T, D), as the rest of the block takes them."""
@@ -549,9 +552,17 @@ class MixtureOfExperts(nn.Module):
                 weights = weights * (1.0 - self.masked)
         if counts:
             self._record(chosen, shares, routes)
-        out = self._visit(tokens, chosen, weights, shares)
+        beside: list[Tensor] = []
+
+        def meanwhile() -> None:
+            if self.shared is not None:
+                beside.append(self.shared(x))
+
+        out = self._visit(tokens, chosen, weights, shares, meanwhile)
         out = (out if self.exchange is None else self.exchange.leave(out)).view(x.shape)
-        return out if self.shared is None else out + self.shared(x)
+        if self.shared is None:
+            return out
+        return out + (beside[0] if beside else self.shared(x))
 
     def _choose(
         self, x: Tensor, shares: Tensor | None, routes: Tensor | None, samples: Tensor
@@ -648,8 +659,16 @@ class MixtureOfExperts(nn.Module):
         weight = 1.0 / max(1, len(logits)) if shares is None else shares.to(logits.dtype)[:, None]
         return softmax * inner * weight
 
-    def _visit(self, x: Tensor, chosen: Tensor, weights: Tensor | None, shares: Tensor | None) -> Tensor:
-        """The outputs of the chosen experts (T, k) for x (T, D), times their weights, summed."""
+    def _visit(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor | None,
+        shares: Tensor | None,
+        meanwhile: Callable[[], None],
+    ) -> Tensor:
+        """The outputs of the chosen experts (T, k) for x (T, D), times their weights, summed. For `meanwhile` see
+        `Exchange`."""
         k = chosen.shape[1]
         full = self.capacity is not None and self.training
         drops = full or self.kind == "expert_choice" or self.sample_capacity is not None
@@ -677,7 +696,7 @@ class MixtureOfExperts(nn.Module):
         if self.exchange is None:
             made = self._compute(seen, experts, loads)
         else:
-            made = self.exchange.visit(seen, experts, loads, self._compute)
+            made = self.exchange.visit(seen, experts, loads, self._compute, meanwhile)
         if compiled:
             made = _permuted(made, inverse, order, 1)
         else:

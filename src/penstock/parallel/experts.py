@@ -7,6 +7,7 @@ split a perceptron.
 
 The forward pass of a mixture makes three exchanges in its group: of how many visits come, of the tokens that visit, and
 of the results. On a GPU the host waits for the first. The backward pass makes the other two in the other direction.
+While tokens travel, and in the backward pass their gradients, shared experts compute what every token visits.
 
 Gradients of an expert come from all tokens of its group. Over the ranks that hold the same experts they are added up,
 and divided by the number of ranks whose losses are averaged, as those of all other weights are.
@@ -15,7 +16,7 @@ and divided by the number of ranks whose losses are averaged, as those of all ot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,16 +72,22 @@ class Visits:
     def leave(self, out: Tensor) -> Tensor:
         return out if self._flat is None or self._flat.sequence else unite(out, self._flat)
 
-    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+    def visit(
+        self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute, meanwhile: Callable[[], None]
+    ) -> Tensor:
         counts = repeated(lambda: self._counts(loads))
         sent = loads.view(len(counts), -1).sum(1).tolist()
         came = counts.sum(1).tolist()
-        rows = _moved(rows, came, sent, self.group)
+        way = _Way(came, sent, self.group)
+        rows = _Departed.apply(rows, way)  # type: ignore[no-untyped-call]
+        meanwhile()
+        rows = _Arrived.apply(rows, way)  # type: ignore[no-untyped-call]
         # They came sorted by rank and expert; products want them sorted by expert.
         kinds = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
         here, order = kinds.repeat_interleave(counts.flatten(), output_size=sum(came)).sort(stable=True)
         made = compute(spread(rows, order, 1), here, counts.sum(0))
-        return _moved(put_rows(made, order, len(order)), sent, came, self.group)
+        back = _Way(sent, came, self.group)
+        return _Arrived.apply(_Departed.apply(put_rows(made, order, len(order)), back), back)  # type: ignore[no-any-return, no-untyped-call]
 
     def _counts(self, loads: Tensor) -> Tensor:
         """How many visits come from each rank to each expert here, (ranks, E / ranks)."""
@@ -109,7 +116,9 @@ class Slices:
         shares = (_even(x, x.shape[:2]) if shares is None else shares) / self.line.count
         return x.flatten(0, 1), _flat(shares), _flat(routes)
 
-    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+    def visit(
+        self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute, meanwhile: Callable[[], None]
+    ) -> Tensor:
         return compute(rows, experts, loads)
 
     def leave(self, out: Tensor) -> Tensor:
@@ -126,26 +135,54 @@ def _even(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.new_full(shape, 1.0 / max(1, math.prod(shape)), dtype=torch.float64)
 
 
-class _Moved(torch.autograd.Function):
+class _Way:
+    """Rows on their way between the ranks of a group: `came` and `sent` are how many from and to each."""
+
+    def __init__(self, came: list[int], sent: list[int], group: distributed.ProcessGroup) -> None:
+        self.came, self.sent, self.group = came, sent, group
+        self._arriving: Any = None
+
+    def depart(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Begin to send rows, or with `back` as many as came: the tensor that `arrive` returns."""
+        came, sent = (self.sent, self.came) if back else (self.came, self.sent)
+        rows, arrived = rows.contiguous(), rows.new_empty(sum(came), rows.shape[1])
+        work = distributed.all_to_all_single(arrived, rows, came, sent, group=self.group, async_op=True)
+        self._arriving = work, arrived, rows
+        return arrived
+
+    def arrive(self) -> Tensor:
+        """The others' rows; on a GPU its stream waits for them, and the host goes on."""
+        work, arrived, _ = self._arriving
+        work.wait()
+        self._arriving = None
+        return arrived  # type: ignore[no-any-return]
+
+
+class _Departed(torch.autograd.Function):
+    """Rows that begin to travel; the backward pass waits for their gradients. What is computed between this and
+    `_Arrived` hides the exchange in both passes, because autograd goes backwards through what was computed."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, came: list[int], sent: list[int], group: Any) -> Tensor:
-        ctx.came, ctx.sent, ctx.group = came, sent, group
-        return _exchanged(rows, came, sent, group)
+    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.depart(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(grad, ctx.sent, ctx.came, ctx.group), None, None, None
+        return ctx.way.arrive(), None
 
 
-def _exchanged(rows: Tensor, came: list[int], sent: list[int], group: Any) -> Tensor:
-    arrived = rows.new_empty(sum(came), rows.shape[1])
-    distributed.all_to_all_single(arrived, rows.contiguous(), came, sent, group=group)
-    return arrived
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        way.arrive()
+        return rows.view_as(rows)
 
-
-def _moved(rows: Tensor, came: list[int], sent: list[int], group: Any) -> Tensor:
-    """The rows that the ranks of a group send here: `came` and `sent` are how many from and to each."""
-    return _Moved.apply(rows, came, sent, group)  # type: ignore[no-any-return, no-untyped-call]
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.way.depart(grad, back=True)
+        return grad, None  # of the shape that autograd wants, and not read
 
 
 def split_experts(model: nn.Module, dims: ParallelDims) -> None:

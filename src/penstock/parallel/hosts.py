@@ -19,7 +19,7 @@ computed: on ranks of one kind, a placement changes no bit of any result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -158,7 +158,9 @@ class Hosts(Visits):
         self._home = np.array([ranks[0] for ranks in holders], np.int64)
         self._several = {expert: ranks for expert, ranks in enumerate(holders) if len(ranks) > 1}
 
-    def visit(self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute) -> Tensor:
+    def visit(
+        self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute, meanwhile: Callable[[], None]
+    ) -> Tensor:
         return self.rounds.visit(rows, loads, self)
 
     def hosting(self, counts: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -402,6 +402,7 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         read=sent * t.uneven,
         axis="expert",
         hides=t.software.hides_exchange,
+        beside=bool(stack.shared_experts) and _routes_parts(to),
     )
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
@@ -426,7 +427,8 @@ def _mixture(to: Lister, block: Block, rows: float) -> None:
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
             to.move("experts.ungroup", moved, (c, arrived), (arrived, c), kind="copy")
-            to.add(exchange, exchange._replace(forward=False))
+            back = exchange._replace(beside=False)
+            to.add(back, back._replace(forward=False))
         if once:
             # Results of one device are weighted and added up before they are sent.
             to.move("experts.merge", rows * d, (c, c), kind="copy", kept=weighed, group="mlp")

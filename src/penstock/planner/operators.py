@@ -74,6 +74,8 @@ class Op(NamedTuple):
     axis: Axis = ""
     hides: bool = False
     """Whether a collective can hide behind the gradients of weights, or an exchange behind another micro-batch."""
+    beside: bool = False
+    """Whether an exchange goes on while shared experts compute."""
     exact: bool = False
     """Whether a product multiplies in fp32 at every precision."""
     uncut: bool = False

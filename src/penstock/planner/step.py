@@ -131,6 +131,7 @@ def part_time(part: Part, rates: Rates, layout: Layout) -> PartTime:
 def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Parts, float]:
     """Seconds of one pass by kind, and of the gradients of weights in it."""
     gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = travel = 0.0
+    beside = shared = 0.0
     for op in operators:
         kind = op.kind
         if kind in COLLECTIVE:
@@ -146,6 +147,8 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
                 taken = collective_seconds(op, rates, layout.ep, 1)
                 if op.hides:
                     travel += taken
+                elif op.beside and not rates.cpu:
+                    beside += taken
                 else:
                     expert += taken
             elif op.hides:
@@ -154,6 +157,8 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
                 context += collective_seconds(op, rates, layout.cp, layout.tp)
             continue
         taken = seconds(op, rates)
+        if op.name.startswith("shared."):
+            shared += taken
         if kind in _ATTENTION and op.module in ("attention", "cross"):
             attention += taken
         elif kind in MATRIX:
@@ -166,6 +171,8 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
         context += exposed_seconds(rates, ring, attention)
     if travel:
         expert += exposed_seconds(rates, travel, gemm + attention + pointwise)
+    if beside:
+        expert += exposed_seconds(rates, beside, shared)
     tensor = _tensor(rates, layout, shown, hidden, weights)
     return Parts(gemm, attention, pointwise, tensor + uncut, expert, context), weights
 

@@ -36,11 +36,14 @@ BIASED: dict[str, Any] = {"router": "sigmoid", "bias_rate": 0.01, "shared_expert
 
 def _config(name: str) -> ModelConfig:
     """An enrolled model of four blocks, or two and two, whose balance losses weigh as much as the loss itself. A name
-    that ends in "biased" has sigmoid routers and a shared expert.
+    that ends in "biased" has sigmoid routers and a shared expert, one that ends in "full" experts without room for all.
     """
+    name, full = name.removesuffix(" full"), name.endswith(" full")
     name, biased = name.removesuffix(" biased"), name.endswith(" biased")
     config: Any = WITH_EXPERTS.get(name) or ENROLLED[name].config
-    changes = {"balance": 0.5, "z_loss": 0.1} | (BIASED if biased else {})
+    changes = (
+        {"balance": 0.5, "z_loss": 0.1} | (BIASED if biased else {}) | ({"capacity": 0.75} if full else {})
+    )
     if isinstance(config, Seq2SeqConfig):
         sides = {side: replace(getattr(config, side), **changes) for side in ("encoder", "decoder")}
         made: ModelConfig = replace(config, **sides)
@@ -167,9 +170,9 @@ SPLIT = {
     ],
     "layers, 2 ranks": [
         ("t5 moe", "micro_batch=1 accumulate=2 tp=2"),
-        ("qwen moe biased", "micro_batch=2 tp=2 sp=true"),
+        ("qwen moe biased full", "micro_batch=2 tp=2 sp=true token_order=batch_second"),
         ("marian moe", "micro_batch=1 accumulate=4 tp=2 ep=2 recompute=full"),
-        ("marian moe", "micro_batch=2 tp=2 ep=2 sp=true padding=remove"),
+        ("marian moe full", "micro_batch=2 tp=2 ep=2 sp=true padding=remove"),
     ],
     "layers, 4 ranks": [
         ("t5 moe", "micro_batch=1 accumulate=2 dp=2 tp=2 ep=4 sp=true sharding=fsdp"),
@@ -178,11 +181,11 @@ SPLIT = {
             "mixtral",
             "micro_batch=1 accumulate=4 tp=2 ep=2 pp=2 sp=true schedule=interleaved virtual=2 recompute=full",
         ),
-        ("marian moe", "micro_batch=2 cp=2 tp=2 ep=4 sp=true padding=remove"),
+        ("marian moe full", "micro_batch=2 cp=2 tp=2 ep=4 sp=true padding=remove"),
     ],
     "tokens, 2 ranks": [
         ("marian moe", "micro_batch=1 accumulate=4 cp=2 padding=remove recompute=full"),
-        ("qwen moe biased", "micro_batch=2 cp=2 ep=2 sharding=fsdp cp_exchange=gather"),
+        ("qwen moe biased full", "micro_batch=2 cp=2 ep=2 sharding=fsdp cp_exchange=gather"),
     ],
     "tokens, 4 ranks": [
         ("mixtral", "micro_batch=1 accumulate=2 cp=2 dp=2 ep=4 sharding=zero2"),

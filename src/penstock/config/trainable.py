@@ -89,7 +89,6 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
                 f"plan.{name}={word(value)} can be predicted with {setting}, but not trained yet; use "
                 f"{name}={word(supported)}, or a model without mixtures."
             )
-    splits = [name for name in ("cp", "tp") if getattr(plan, name) > 1 and (name == "cp" or plan.ep > 1)]
     if plan.compile != "none" and plan.recompute != "none":
         yield (
             f"plan.recompute={plan.recompute} would choose experts again in compiled code, of {setting}; use "
@@ -102,12 +101,6 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
                 f"yet; use compile=none, or {name}=1."
             )
     for run in mixed:
-        if run.stack.capacity is not None and splits:
-            yield (
-                f"{run.setting}.capacity drops the last tokens of a micro-batch, which are on several ranks with "
-                f"plan.{splits[0]}={getattr(plan, splits[0])} and plan.ep={plan.ep}; use {splits[0]}=1, or leave "
-                "capacity out."
-            )
         for name in ("cp", "tp") if run.stack.chooses_by_sample else ():
             if getattr(plan, name) > 1:
                 yield (
@@ -120,10 +113,10 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
                 f"{run.setting}.experts are chosen or masked by chance, in which the ranks of plan.tp={plan.tp} would "
                 "differ; use tp=1, or a router without noise, jitter and expert_dropout."
             )
-        if run.stack.capacity is not None and plan.token_order != "batch_first":
+        if run.stack.capacity is not None and plan.token_order != "batch_first" and plan.compile != "none":
             yield (
-                f"{run.setting}.capacity drops the last tokens in the order of samples, which "
-                f"plan.token_order={plan.token_order} changes; use token_order=batch_first, or leave capacity out."
+                f"{run.setting}.capacity drops the last tokens in the order of samples, which compiled code does not "
+                f"know with plan.token_order={plan.token_order}; use token_order=batch_first, or compile=none."
             )
 
 

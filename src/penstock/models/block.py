@@ -51,6 +51,9 @@ class Context(NamedTuple):
     """The expert of each token, or its group of experts, in the order of the tokens, where they are given."""
     samples: Tensor | None = None
     """The number of each token's sample, in the order of the tokens, where experts are chosen by sample."""
+    places: Tensor | None = None
+    """The place of each token among all of the samples, sample by sample, in the order of the tokens, where experts
+    have room for the first ones alone."""
     condition: Tensor | None = None
     """The vector of each sample that modulates norms, with a dimension of 1 for the tokens."""
     causal: bool | None = None
@@ -376,5 +379,6 @@ class Block(nn.Module):
     def _feed(self, x: Tensor, context: Context) -> Tensor:
         """The MLP of x, or the mixture of experts that takes its place."""
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(x, context.shares, context.routes, context.samples)  # type: ignore[no-any-return]
+            known = context.shares, context.routes, context.samples, context.places
+            return self.mlp(x, *known)  # type: ignore[no-any-return]
         return self.mlp(x)  # type: ignore[no-any-return]

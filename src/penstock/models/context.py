@@ -68,6 +68,11 @@ class Shares:
         tokens = self._tokens[run.name]
         return tokens.cut.take(shares_of(counts, tokens.count), 1) * tokens.cut.size
 
+    def numbers(self, run: Run, device: torch.device) -> Tensor:
+        """The numbers of this rank's tokens among all of a sample, (n,)."""
+        tokens = self._tokens[run.name]
+        return tokens.cut.places(tokens.cut.rank, tokens.count, device)
+
     def whole(self, x: Tensor, head: Head) -> Tensor:
         """The features that a head reads, with the tokens of all ranks."""
         tokens = self._tokens[head.run]

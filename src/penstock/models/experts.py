@@ -38,8 +38,12 @@ from penstock.kernels.grouped import gathered_product, scattered_product
 from penstock.kernels.padding import put_rows
 from penstock.models.perceptron import MLP, activate
 
+Facts = list[Tensor | None]
+"""Facts about tokens, (T,) each: shares, routes, places."""
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The products of experts: of rows (V, D) sorted by expert, the experts of these (V,), and how many rows each has."""
+_TOKENS = 1 << 40
+"""More visits than a micro-batch has."""
 _UNIT = 2.0**-24
 """Biases of sigmoid routers are multiples of it, held as integers, which no cast to half precision rounds."""
 
@@ -399,10 +403,8 @@ class Exchange(Protocol):
     splits_tokens: bool
     """Whether ranks that have the same tokens route a part of them each, which they count together."""
 
-    def enter(
-        self, x: Tensor, shares: Tensor | None, routes: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The tokens (T, D) of x (·, ·, D) that are routed here, with their shares and routes (T,)."""
+    def enter(self, x: Tensor, shares: Tensor | None, *facts: Tensor | None) -> tuple[Tensor, Facts]:
+        """The tokens (T, D) of x (·, ·, D) that are routed here, with their shares and other facts (T,)."""
 
     def visit(
         self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute, meanwhile: Callable[[], None]
@@ -483,6 +485,8 @@ class MixtureOfExperts(nn.Module):
         part: see `penstock.kernels.grouped`."""
         self.exchange: Exchange | None = None
         """How other ranks take part; None where all tokens and experts are here."""
+        self.neighbours: Callable[[Tensor], Tensor] | None = None
+        """Brings together numbers (V,) of the ranks that have other tokens of the same samples, if there are any."""
         none = torch.zeros(sizes.experts, dtype=torch.int64, device=where.get("device"))
         self.register_buffer("bias", none.to(torch.int32) if sizes.router == "sigmoid" else None)
         self.register_buffer("loads", none, persistent=False)
@@ -513,13 +517,15 @@ class MixtureOfExperts(nn.Module):
         shares: Tensor | None = None,
         routes: Tensor | None = None,
         samples: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
-        """x (·, ·, D) to the same; `shares`, `routes` and `samples` (·, ·) are as in `Context`; without samples all
-        tokens are of one. A router of its own needs routes in training, to count visits by label, if it has labels.
+        """x (·, ·, D) to the same; `shares`, `routes`, `samples` and `places` (·, ·) are as in `Context`; without
+        samples all tokens are of one, and without places they are in order. A router of its own needs routes in
+        training, to count visits by label, if it has labels.
         Raises ConfigError where routes are missing or not wanted."""
         compiled = torch.compiler.is_compiling()  # and never recomputed
         if self.kind == "expert_choice" and compiled:
-            return _uncompiled(self, x, shares, routes, samples)  # type: ignore[no-any-return]
+            return _uncompiled(self, x, shares, routes, samples, places)  # type: ignore[no-any-return]
         counts = self.training and torch.is_grad_enabled() and (compiled or _choices.replayed is None)
         if routes is None and (self.kind == "given" or (self.labels and counts)):
             raise ConfigError(
@@ -534,8 +540,9 @@ class MixtureOfExperts(nn.Module):
             )
         if self.exchange is None:
             tokens, shares = x.flatten(0, -2), None if shares is None else shares.flatten()
+            places = None if places is None else places.flatten()
         else:
-            tokens, shares, routes = self.exchange.enter(x, shares, routes)
+            tokens, (shares, routes, places) = self.exchange.enter(x, shares, routes, places)
         given = None if routes is None or self.kind != "given" else routes.reshape(-1, 1)
         given = given if given is None or self.expert_of is None else self.expert_of[given]
         if self.router is None:
@@ -558,7 +565,7 @@ class MixtureOfExperts(nn.Module):
             if self.shared is not None:
                 beside.append(self.shared(x))
 
-        out = self._visit(tokens, chosen, weights, shares, meanwhile)
+        out = self._visit(tokens, chosen, weights, shares, places, meanwhile)
         out = (out if self.exchange is None else self.exchange.leave(out)).view(x.shape)
         if self.shared is None:
             return out
@@ -665,6 +672,7 @@ class MixtureOfExperts(nn.Module):
         chosen: Tensor,
         weights: Tensor | None,
         shares: Tensor | None,
+        places: Tensor | None,
         meanwhile: Callable[[], None],
     ) -> Tensor:
         """The outputs of the chosen experts (T, k) for x (T, D), times their weights, summed. For `meanwhile` see
@@ -678,7 +686,7 @@ class MixtureOfExperts(nn.Module):
         experts, order = chosen.flatten().sort(stable=True)
         loads = _loads(chosen, self.experts)
         if drops and not compiled:
-            experts, order, loads = self._dropped(chosen, shares if full else None)
+            experts, order, loads = self._dropped(chosen, shares if full else None, places)
         device = x.device.type
         cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
         seen = x.to(torch.get_autocast_dtype(device)) if cast else x
@@ -717,19 +725,33 @@ class MixtureOfExperts(nn.Module):
         made: Tensor = self.down(hidden, ends, experts, *second)
         return made
 
-    def _dropped(self, chosen: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _dropped(
+        self, chosen: Tensor, shares: Tensor | None, places: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of visits that find room, in order, the number of each among all, and how many each expert has.
         With shares, padding takes no room, and visits none. On a GPU this waits."""
         if shares is not None:
             chosen = chosen.masked_fill((shares == 0)[:, None], self.experts)
         experts, order = chosen.flatten().sort(stable=True)
-        loads = _loads(chosen, self.experts)
         stays = experts < self.experts
         if self.capacity is not None and self.training:
-            room = math.ceil(self.capacity * int(loads.sum()) / self.experts)
-            stays &= _places(experts) < room
-            loads = loads.clamp(max=room)
-        return experts[stays], order[stays], loads
+            stays &= self._find_room(experts, order, chosen.shape[1], places)
+        experts, order = experts[stays], order[stays]
+        return experts, order, _loads(experts, self.experts)
+
+    def _find_room(self, experts: Tensor, order: Tensor, k: int, places: Tensor | None) -> Tensor:
+        """Whether visits (V,), sorted by expert, find room on an expert that takes those of the first tokens of all
+        ranks. `places` (T,) are the tokens' places among those of all ranks; none: these have them all, in order."""
+        assert self.capacity is not None
+        tokens = order // k if places is None else places[order // k]
+        # By expert, then by place.
+        numbers = experts * _TOKENS + tokens * k + order % k
+        gather = self.neighbours or torch.clone
+        every = repeated(lambda: gather(numbers)).sort().values
+        bounds = torch.arange(self.experts + 1, device=every.device) * _TOKENS
+        first = torch.searchsorted(every, bounds)
+        room = math.ceil(self.capacity * int(first[-1]) / self.experts)
+        return torch.searchsorted(every, numbers) - first[experts] < room
 
     def _weightless(
         self, chosen: Tensor, weights: Tensor | None, shares: Tensor | None
@@ -760,8 +782,8 @@ def _places(keys: Tensor) -> Tensor:
 
 
 def _loads(chosen: Tensor, experts: int, shares: Tensor | None = None) -> Tensor:
-    """How many of the visits (T, k) go to each expert, (E,), but for those of tokens without a share. The number E
-    stands for no expert."""
+    """How many of the visits (T, k), or (V,) without shares, go to each expert, (E,), but for those of tokens without a
+    share. The number E stands for no expert."""
     ones = torch.ones_like(chosen)
     if shares is not None:
         ones *= (shares != 0)[:, None]

@@ -228,6 +228,7 @@ class Model(Switched):
             more["past"] = given.get("past") if there and hides_all else None
         if run.stack.experts:
             more |= {"shares": self._shares(run, given, x, shares), "routes": given.get("routes")}
+            more["order"] = self._order(run, x, shares)
         if run.modulated:
             more["condition"] = given["condition"]
         outputs[run.name] = getattr(self, run.name)(x, **more)
@@ -250,6 +251,14 @@ class Model(Switched):
             return cut.balance(run, x.new_full(x.shape[:1], tokens) if counts is None else counts)
         counts = self.counts(run, given, x.shape[1])
         return None if counts is None else shares_of(counts, x.shape[1])
+
+    def _order(self, run: Run, x: Tensor, cut: Shares | None) -> Tensor | None:
+        """See `Context.places`, of the tokens x (B, N, D) of a run."""
+        if run.stack.capacity is None or not self.training:
+            return None
+        tokens = torch.arange(x.shape[1], device=x.device) if cut is None else cut.numbers(run, x.device)
+        length = x.shape[1] if cut is None else x.shape[1] * cut.cut.size
+        return torch.arange(len(x), device=x.device)[:, None] * length + tokens
 
     def counts(self, run: Run, given: dict[str, Any], length: int) -> Tensor | None:
         """How many first tokens of each sample of a run count in the balance of its experts, (B,): those that are no

@@ -88,18 +88,21 @@ class TokenStack(nn.Module):
         routes: Tensor | None = None,
         condition: Tensor | None = None,
         batches: tuple[tuple[int, bool], ...] = (),
+        order: Tensor | None = None,
     ) -> Tensor:
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
         the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
         follow those whose keys and values it keeps, and it says where they stand. `shares` (B, N) are as in `Context`,
         `routes` (B,) the expert of each sample, or its group of experts, where they are given. `condition` (B, D)
         modulates the blocks of a run that is modulated. `batches` are how many consecutive samples there are of each
-        input, and whether they are causal; none: all samples are as the run is.
+        input, and whether they are causal; none: all samples are as the run is. `order` (B, N) are the places of
+        `Context`.
         """
         causal = all(hides for _, hides in batches) if batches else self.causal
         x = x if self.bridge is None else self.bridge(x)
         mixed = {"shares": shares, "routes": None if routes is None else routes[:, None].expand(x.shape[:2])}
         mixed["samples"] = _samples(x, documents) if self.sizes.chooses_by_sample else None
+        mixed["places"] = order
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
         tokens, unpadded = x.shape[1], None
         if self.places is not None:

@@ -12,7 +12,9 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.kernels.token_cut import Cut
 from penstock.models.anatomy import switch_for
+from penstock.models.experts import mixtures_of
 from penstock.parallel.dims import ParallelDims
+from penstock.parallel.experts import Neighbours
 
 
 def split_tokens(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
@@ -30,3 +32,6 @@ def split_tokens(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
             "Penstock's own decoders, encoders or Vision Transformers."
         )
     share(cut)
+    for mixture in mixtures_of(model):
+        line = mixture.neighbours.line if isinstance(mixture.neighbours, Neighbours) else None
+        mixture.neighbours = Neighbours(line, cut.group)

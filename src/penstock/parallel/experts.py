@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, distributed, nn
 
 from penstock.kernels.padding import put_rows
-from penstock.models.experts import Compute, ExpertLinear, mixtures_of, repeated, spread
+from penstock.models.experts import Compute, ExpertLinear, Facts, mixtures_of, repeated, spread
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.parts import Part, cut_to_fit, swap
 from penstock.parallel.parts import distributed as distributed_tensor
-from penstock.parallel.sequence import Line, copy, divide, gather, own, reduce, scatter, unite
+from penstock.parallel.sequence import Line, copy, divide, gather, own, reduce, scatter, together, unite
 from penstock.shards import EXPERT
 
 
@@ -51,12 +51,10 @@ class Visits:
     def __deepcopy__(self, memo: Any) -> Visits:
         return self  # a copy of a model belongs to the same group
 
-    def enter(
-        self, x: Tensor, shares: Tensor | None, routes: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def enter(self, x: Tensor, shares: Tensor | None, *facts: Tensor | None) -> tuple[Tensor, Facts]:
         line, flat = self.line, self._flat
         if line is None or flat is None:
-            return x.flatten(0, 1), _flat(shares), _flat(routes)
+            return x.flatten(0, 1), [_flat(shares), *map(_flat, facts)]
         shape = list(x.shape[:2])
         if line.sequence:
             shape[line.dim] = line.tokens
@@ -64,10 +62,10 @@ class Visits:
             # Rows of zeros that make parts equally long must not count.
             shares = _even(x, shape)
         if line.sequence:
-            parts = [None if each is None else own(each.reshape(shape), line) for each in (shares, routes)]
-            return x.flatten(0, 1), _flat(parts[0]), _flat(parts[1])
-        parts = [None if each is None else own(each.flatten(), flat) for each in (shares, routes)]
-        return divide(x.flatten(0, 1), flat), parts[0], parts[1]
+            parts = [None if each is None else own(each.reshape(shape), line) for each in (shares, *facts)]
+            return x.flatten(0, 1), list(map(_flat, parts))
+        parts = [None if each is None else own(each.flatten(), flat) for each in (shares, *facts)]
+        return divide(x.flatten(0, 1), flat), parts
 
     def leave(self, out: Tensor) -> Tensor:
         return out if self._flat is None or self._flat.sequence else unite(out, self._flat)
@@ -107,14 +105,12 @@ class Slices:
     def __deepcopy__(self, memo: Any) -> Slices:
         return self
 
-    def enter(
-        self, x: Tensor, shares: Tensor | None, routes: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def enter(self, x: Tensor, shares: Tensor | None, *facts: Tensor | None) -> tuple[Tensor, Facts]:
         x = gather(x, self.line) if self.line.sequence else copy(x, self.line)
         self._shape = x.shape
         # All ranks see the whole gradient of the balance losses, and what they send back is added up.
         shares = (_even(x, x.shape[:2]) if shares is None else shares) / self.line.count
-        return x.flatten(0, 1), _flat(shares), _flat(routes)
+        return x.flatten(0, 1), [_flat(shares), *map(_flat, facts)]
 
     def visit(
         self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute, meanwhile: Callable[[], None]
@@ -124,6 +120,33 @@ class Slices:
     def leave(self, out: Tensor) -> Tensor:
         out = out.view(self._shape)
         return scatter(out, self.line) if self.line.sequence else reduce(out, self.line)
+
+
+class Neighbours:
+    """Ranks that have other tokens of the same samples, with which the experts' room is shared. See
+    `MixtureOfExperts.neighbours`."""
+
+    def __init__(self, line: Line | None = None, group: distributed.ProcessGroup | None = None) -> None:
+        self.line, self.group = line, group
+        """The ranks that split one rank's tokens evenly, and those that split samples."""
+
+    def __deepcopy__(self, memo: Any) -> Neighbours:
+        return self
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        if self.line is not None:
+            numbers = together(numbers, self.line, 0)
+        if self.group is None:
+            return numbers
+        # Without padding, each of these ranks has as many as are real.
+        own_count = torch.tensor([len(numbers)], device=numbers.device)
+        counts = [torch.empty_like(own_count) for _ in range(distributed.get_world_size(self.group))]
+        distributed.all_gather(counts, own_count, group=self.group)
+        sizes = torch.cat(counts).tolist()
+        wide = torch.nn.functional.pad(numbers, (0, max(sizes) - len(numbers)))
+        parts = [torch.empty_like(wide) for _ in sizes]
+        distributed.all_gather(parts, wide, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
 
 def _flat(value: Tensor | None) -> Tensor | None:

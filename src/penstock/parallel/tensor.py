@@ -52,7 +52,7 @@ from penstock.optim.tensors import local
 from penstock.parallel import sequence
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS, ParallelDims
-from penstock.parallel.experts import Slices, Visits, split_experts
+from penstock.parallel.experts import Neighbours, Slices, Visits, split_experts
 from penstock.parallel.parts import Enter, Part, Row, Table, Words, cut_to_fit, distributed, swap
 from penstock.parallel.sequence import Line
 
@@ -216,6 +216,7 @@ class _Splitter:
             self._sees_a_part(role.router)
         if isinstance(mixture.exchange, Visits):
             mixture.exchange.split_over(line)
+            mixture.neighbours = Neighbours(line)
             return
         mixture.exchange = Slices(line)
         self._split(role.up, {"weight": 1, "bias": 1}, pieces=len(role.up.fused), kind=Part)

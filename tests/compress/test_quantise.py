@@ -31,8 +31,8 @@ from penstock.models.convert import from_pretrained, save_pretrained
 from penstock.models.convert.load import load_weights
 from penstock.models.convert.pretrained import rounded_weights
 from penstock.models.model import Model
-from penstock.products.rounded import RoundedExperts, RoundedInt8
-from penstock.products.stored import Stored
+from penstock.products.rounded import RoundedInt8
+from penstock.products.stored import Stored, StoredExperts
 from penstock.tasks import classification_loss
 
 RELOAD = """
@@ -91,11 +91,11 @@ def test_every_family_reopens_in_a_new_process_bit_by_bit(tmp_path: Path) -> Non
         folder = tmp_path / f"{name} in few bits"
         result = quantise_folder(tmp_path / name, folder, options, QuantiseData(lambda given=given: given))  # type: ignore[misc]
         model = opened(folder)
-        forms = {part: one for part, one in model.named_modules() if isinstance(one, Stored | RoundedExperts)}
+        forms = {part: one for part, one in model.named_modules() if isinstance(one, Stored | StoredExperts)}
         assert result.formats.keys() <= forms.keys(), "the others are packed"
         assert all(".blocks." in part and not part.endswith("router") for part in result.formats), name
         experts = any(run.stack.experts for run in config.graph.runs)
-        assert any(isinstance(one, RoundedExperts) for one in forms.values()) == experts
+        assert any(isinstance(one, StoredExperts) for one in forms.values()) == experts
         assert result.bytes_after < result.bytes_before
         with torch.inference_mode():
             found = flat(model(*given[0]))

@@ -6,23 +6,27 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.families import ENROLLED, batches, loss
+from helpers.families import ENROLLED, WORDS, batches, loss
 from penstock.build import Built, build, compile_model
+from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
+from penstock.infer.load import loaded
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
-from penstock.models.experts import MixtureOfExperts, balance, mixtures_of
+from penstock.models.convert import save_pretrained
+from penstock.models.experts import MixtureOfExperts, Router, balance, mixtures_of
 from penstock.models.perceptron import activate
 
 SIZES = Stack(width=16, heads=2, mlp_width=24, mlp="swiglu", experts=4, experts_per_token=2, depth=2)
@@ -305,6 +309,34 @@ def test_the_router_computes_in_fp32() -> None:
     assert torch.equal(half.router(x), x.float() @ half.router.weight.float().T)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_every_level_routes_in_fp32_in_training_and_serving(level: str, tmp_path: Path) -> None:
+    """The logits are those of fp32 products, of whatever types tokens and weights are, however weights are stored."""
+    seen: list[torch.dtype] = []
+
+    def compare(router: nn.Module, given: tuple[Tensor, ...], logits: Tensor) -> None:
+        assert isinstance(router, Router)
+        seen.append(given[0].dtype)
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            assert torch.equal(logits, given[0].float() @ router.weight.float().T)
+
+    built = _built("mixtral", f"precision={level} micro_batch=2")
+    plan = Plan.parse(f"precision={level}")
+    save_pretrained(built.model, tmp_path)
+    stored: tuple[Weights, ...] = ("auto", "int8")
+    served = [loaded(tmp_path, plan, weights=weights, tokenizer=None).model for weights in stored]
+    for model in (built.model, *served):
+        for router in (module for module in model.modules() if isinstance(module, Router)):
+            router.register_forward_hook(compare)
+    tokens = torch.randint(0, WORDS, (2, 8))
+    built.step(_parts("mixtral", 0, 2, 1))
+    with torch.no_grad():
+        for model in served:
+            model(tokens)
+    assert len(seen) == 3 * len(mixtures_of(built.model))
+    assert (torch.bfloat16 in seen) == (level != "O0")
+
+
 def _balance_loss(mixture: MixtureOfExperts, x: Tensor, real: Tensor) -> Tensor:
     """The losses of Fedus et al. and Zoph et al. by their formulas: means over the real tokens of a sample."""
     assert mixture.router is not None
@@ -552,6 +584,7 @@ def test_compiled_mixtures_learn_the_same(
     [
         ("compile=blocks recompute=full", "plan.recompute=full"),
         ("compile=blocks ep=2 dp=2", "plan.ep=2"),
+        ("compile=blocks products=int8 precision=O1", "plan.products=int8"),
     ],
 )
 def test_what_was_not_proven_is_refused_by_name(line: str, words: str) -> None:

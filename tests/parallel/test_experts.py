@@ -209,7 +209,7 @@ def test_all_that_splits_a_mixture_goes_together(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "precision=O1",
+        "precision=O1 products=int8_all",
         "precision=O2 dtype=fp16 optimizer=fused accumulate=2",
         "precision=O3 optimizer=contiguous",
         "precision=O2 sharding=fsdp optimizer=contiguous offload=optimizer",

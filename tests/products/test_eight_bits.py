@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.families import WORDS, small
 from penstock.config.formats import PRODUCTS, Products
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
-from penstock.models import Model
+from penstock.models import Model, create
+from penstock.models.experts import mixtures_of
 from penstock.products.convert import STORED, TRAINED, convert_linears, device_problem
-from penstock.products.eight_bits import Fp8Linear
+from penstock.products.eight_bits import Fp8Linear, RoundedExpertLinear
 
 TINY = ViTConfig(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_width=64, classes=16)
 ROUNDED: list[Products] = [name for name in TRAINED if name != "plain"]
@@ -218,3 +220,57 @@ def test_a_vit_trains_on_a_gpu(products: Products, compiled: bool) -> None:
 def test_the_table_says_what_the_classes_do() -> None:
     assert set(TRAINED) == {name for name, row in PRODUCTS.items() if row.trains}
     assert set(STORED) | {"plain"} == {name for name, row in PRODUCTS.items() if row.serves}
+
+
+@pytest.mark.parametrize("products", ROUNDED)
+def test_each_expert_multiplies_as_a_linear_of_its_own(products: Products) -> None:
+    """Outputs and gradients to the bit, also of an expert without rows; beside plain products, and undone."""
+    torch.manual_seed(0)
+    model = create(small("mixtral-tiny", head_features=8))
+    emulate = "fp8" in products
+    kept = convert_linears(model, products, emulate=emulate)
+    experts = model.get_submodule("decoder.blocks.0.mlp.up")
+    assert type(experts) is RoundedExpertLinear
+    assert "a router" in kept["decoder.blocks.0.mlp.router"]
+    assert not any(name.endswith((".up", ".down")) for name in kept)
+    count, outputs, inputs = experts.weight.shape
+    alone = nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for _ in range(count))
+    for one, weight in zip(alone, experts.weight.detach()):
+        one.weight.data = weight.clone()
+        one.__class__ = TRAINED[products]
+        one.__dict__.update(products=products, emulate=emulate)
+    loads = torch.tensor([5, 0, *[3] * (count - 2)])
+    rows = torch.randn(int(loads.sum()), inputs)
+    gradient = torch.randn(len(rows), outputs).bfloat16()
+    visited = torch.arange(count).repeat_interleave(loads)
+
+    def passed(work: Any) -> tuple[Tensor, Tensor]:
+        x = rows.clone().requires_grad_()
+        torch.manual_seed(1)  # of stochastic rounding
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = work(x)
+        out.backward(gradient)
+        assert x.grad is not None
+        return out.detach(), x.grad
+
+    def separate(x: Tensor) -> Tensor:
+        parts = zip(alone, torch.split(x, loads.tolist()))
+        return torch.cat([one(part) for one, part in parts if len(part)])
+
+    found = passed(lambda x: experts(x, loads.cumsum(0).to(torch.int32), visited))
+    expected = passed(separate)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert experts.weight.grad is not None
+    for number, one in enumerate(alone):
+        own = torch.zeros_like(one.weight) if one.weight.grad is None else one.weight.grad
+        assert torch.equal(experts.weight.grad[number], own)
+    tokens = torch.randint(0, WORDS, (2, 8))
+    rounded = run(model, tokens)
+    for mixture in mixtures_of(model):
+        mixture.gathers = True
+    torch.testing.assert_close(run(model, tokens), rounded)
+    convert_linears(model, "plain")
+    assert not isinstance(experts, RoundedExpertLinear)
+    plain = run(model, tokens)
+    assert 1e-3 < float(((rounded - plain).norm() / plain.norm()).detach()) < 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from helpers.cpus import pretend
 from helpers.generation import tiny
+from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
@@ -20,7 +22,7 @@ from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.products.convert import STORED, _stored, store_linears
 from penstock.products.eight_bits import Fp8
-from penstock.products.stored import Stored
+from penstock.products.stored import Stored, StoredExperts
 
 ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12, "fp8": 0.05}
 """Of outputs, relative to their deviation; measured 4e-7, 0.012, 0.010, 0.09 and 0.039."""
@@ -94,6 +96,28 @@ def test_layers_that_do_not_fit_four_bits_are_stored() -> None:
     assert kinds["head"] == "OneDnn", "60 words are no multiple of 16"
     with pytest.raises(ConfigError, match="for a CPU"):
         store_linears(create(config, device="meta"), "int8")
+
+
+@pytest.mark.parametrize("weights", ["int8", "int8_weights", "int4"])
+def test_experts_are_stored_each_by_itself(weights: Weights) -> None:
+    """The router is not, and in compiled code they are one operation."""
+    config = replace(
+        PRESETS["mixtral-tiny"], width=32, heads=4, kv_heads=4, mlp_width=64, depth=1, vocabulary=64
+    )
+    plain, tokens = create(config).eval().requires_grad_(False), torch.arange(12)[None]
+    for careful in (False, True):
+        stored = store_linears(copy.deepcopy(plain), weights, careful=careful)
+        mixture = stored.get_submodule("decoder.blocks.0.mlp")
+        assert type(mixture.router).__name__ == "Router"
+        forms = [type(one) for part in (mixture.up, mixture.down) for one in part.experts]
+        exact = careful and weights == "int8"
+        assert (forms[0] is STORED[weights]) == (not exact)
+        assert forms[-1] is STORED[weights]
+        assert isinstance(mixture.up, StoredExperts)
+        expected, found = plain(tokens), stored(tokens)
+        assert float((found - expected).std() / expected.std()) < (0.2 if weights == "int4" else 0.05)
+    compiled = torch.compile(stored, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,10 +30,8 @@ from penstock.models.anatomy import anatomy_of
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import rounded_weights, save_rounded, save_values
-from penstock.models.experts import ExpertLinear
-from penstock.models.roles import Experts
 from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
-from penstock.products.convert import STORED, left_out, suited
+from penstock.products.convert import STORED, AnyLinear, left_out, suited
 from penstock.products.rounded import stored_form
 
 _log = logging.getLogger(__name__)
@@ -102,26 +100,11 @@ def quantise_folder(
     return result
 
 
-def candidates(
-    model: nn.Module, form: StoredFormat
-) -> tuple[dict[str, nn.Linear | ExpertLinear], dict[str, str]]:
+def candidates(model: nn.Module, form: StoredFormat) -> tuple[dict[str, AnyLinear], dict[str, str]]:
     """The linears of a model that a format is for, by name, experts among them; and why each other is not."""
-    anatomy, row = anatomy_of(model), PRODUCTS[form]
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    kept = dict(left_out(linears, anatomy, row))
-    chosen: dict[str, nn.Linear | ExpertLinear] = {
-        name: module for name, module in linears.items() if name not in kept
-    }
-    for part in anatomy.parts(Experts):
-        for role in (part.up, part.gate, part.down):
-            module = None if role is None else model.get_submodule(role.name)
-            if role is None or not isinstance(module, ExpertLinear):
-                continue
-            if module.in_features % row.multiple[0] or module.out_features % row.multiple[1]:
-                kept[role.name] = f"{module.in_features} × {module.out_features} do not suit {form}"
-            else:
-                chosen[role.name] = module
-    return chosen, kept
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}
+    kept = dict(left_out(linears, anatomy_of(model), PRODUCTS[form]))
+    return {name: module for name, module in linears.items() if name not in kept}, kept
 
 
 class _Work:
@@ -296,7 +279,7 @@ def _slower(own: nn.Module, form: nn.Module, shape: tuple[int, int, int], name: 
     return f"{name} takes {rounded / plain:.2f} times as long here for {rows} rows"
 
 
-def _saved(module: nn.Linear | ExpertLinear, weight: RoundedWeight) -> int:
+def _saved(module: AnyLinear, weight: RoundedWeight) -> int:
     """Bytes that a weight saves against fp32."""
     return module.weight.numel() * 4 - sum(
         part.numel() * part.element_size() for part in weight.stored("").values()

@@ -46,12 +46,17 @@ def _a_compiled_step_is_on_one_device(plan: Plan) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _rounding_sees_whole_weights(plan: Plan, weights: Weights) -> Iterator[str]:
-    """Weights that are rounded are not split by `tp`."""
+    """Weights that are rounded are not split by `tp`, nor hosted by `ep`."""
     form: Weights | Products = plan.products if weights == "auto" and plan.products != "plain" else weights
     if plan.tp > 1 and form != "auto" and PRODUCTS[form].weights is not None:
         yield (
             f"weights={form} rounds by what is beside it, and with plan.tp={plan.tp} each rank has another part: "
             "texts would change with tp. Use weights=auto, or more processes with a whole model each in place of tp."
+        )
+    if plan.ep > 1 and form != "auto" and PRODUCTS[form].weights is not None:
+        yield (
+            f"weights={form} rounds experts where they are whole, and with plan.ep={plan.ep} each is sent to the ranks "
+            "that host it as it is. Use weights=auto, or more processes with a whole model each in place of ep."
         )
 
 

@@ -124,6 +124,6 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _mixtures_are_trained(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """Mixtures of experts are trained with `products=plain`, and compiled where each rank has them whole; what looks at
-    several tokens needs all of them."""
+    """Mixtures of experts are compiled where each rank has them whole, with `products=plain`; what looks at all tokens
+    of a sample needs them on one rank."""
     yield from mixture_problems(plan, model)

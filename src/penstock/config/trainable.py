@@ -15,9 +15,6 @@ _ONLY: dict[str, Any] = {
     "gradients": "weights", "overlap": True, "tp_overlap": "weights",
 }  # fmt: skip
 """Settings of a Plan that training supports for one value."""
-_MIXED: dict[str, Any] = {"products": "plain"}
-"""The same with mixtures of experts."""
-
 
 TASKS: dict[str, str] = {
     "images": "images",
@@ -82,13 +79,11 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
     if not mixed:
         return
     setting = f"{mixed[0].setting}.experts={mixed[0].stack.experts}"
-    for name, supported in _MIXED.items():
-        value = getattr(plan, name)
-        if value != supported:
-            yield (
-                f"plan.{name}={word(value)} can be predicted with {setting}, but not trained yet; use "
-                f"{name}={word(supported)}, or a model without mixtures."
-            )
+    if plan.compile != "none" and plan.products != "plain":
+        yield (
+            f"plan.products={plan.products} multiplies the experts of {setting} one after the other, which compiled "
+            "code cannot; use plan.products=plain, or plan.compile=none."
+        )
     if plan.compile != "none" and plan.recompute != "none":
         yield (
             f"plan.recompute={plan.recompute} would choose experts again in compiled code, of {setting}; use "

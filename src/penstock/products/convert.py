@@ -22,11 +22,12 @@ from penstock.config.formats import PRODUCTS, Product, Products
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import Anatomy, anatomy_of
+from penstock.models.experts import ExpertLinear
 from penstock.models.roles import Attention, Experts, Linear, Perceptron
-from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedLinear
+from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedExpertLinear, RoundedLinear
 from penstock.products.integers import Int4, Int8, Int8Twice, Int8Weights
 from penstock.products.shortlist import Shortlist
-from penstock.products.stored import Bf16, OneDnn, Stored
+from penstock.products.stored import Bf16, OneDnn, Stored, StoredExperts
 
 _log = logging.getLogger(__name__)
 TRAINED: dict[Products, type[nn.Linear]] = {
@@ -37,6 +38,8 @@ STORED: dict[Products, type[Stored]] = {
     "packed": OneDnn, "fp8": Fp8, "int8": Int8, "int8_weights": Int8Weights, "int4": Int4,
 }  # fmt: skip
 """Classes of linear layers in inference; `plain` leaves them as they are."""
+AnyLinear = nn.Linear | ExpertLinear
+_ROUNDED = (RoundedLinear, RoundedExpertLinear)
 
 
 def device_problem(device: torch.device | str, products: Products, *, serving: bool = False) -> str | None:
@@ -71,16 +74,16 @@ def device_problem(device: torch.device | str, products: Products, *, serving: b
     return f"{needed}, and {name} has {capability[0]}.{capability[1]};{''.join(others)} {remedy}."
 
 
-def left_out(linears: Mapping[str, nn.Linear], anatomy: Anatomy, row: Product) -> Iterator[tuple[str, str]]:
+def left_out(linears: Mapping[str, AnyLinear], anatomy: Anatomy, row: Product) -> Iterator[tuple[str, str]]:
     """Names of the linear layers that do not multiply as `row` says, each with the reason."""
     blocks = tuple(f"{block}." for block in anatomy.blocks)
-    routers = set() if anatomy.unknown else {e.router.name for e in anatomy.parts(Experts) if e.router}
+    routers = _routers(anatomy)
     for name, module in linears.items():
         if not name.startswith(blocks):
             yield name, "outside the blocks"
         elif name in routers:
             yield name, "a router, whose choice of experts rounding would change"
-        elif type(module) is not nn.Linear and not isinstance(module, RoundedLinear):
+        elif type(module) not in (nn.Linear, ExpertLinear) and not isinstance(module, _ROUNDED):
             kind = type(module)
             yield name, f"a {kind.__module__}.{kind.__qualname__}, which computes in its own way"
         elif not _fits(module, row):
@@ -88,7 +91,12 @@ def left_out(linears: Mapping[str, nn.Linear], anatomy: Anatomy, row: Product) -
             yield name, f"{sides} are no multiples of {' and '.join(map(str, multiples))}"
 
 
-def _fits(linear: nn.Linear, row: Product) -> bool:
+def _routers(anatomy: Anatomy) -> set[str]:
+    """Names of the linear layers that choose experts, in fp32."""
+    return set() if anatomy.unknown else {part.router.name for part in anatomy.parts(Experts) if part.router}
+
+
+def _fits(linear: AnyLinear, row: Product) -> bool:
     inputs, outputs = row.multiple
     return not (linear.in_features % inputs or linear.out_features % outputs)
 
@@ -112,7 +120,7 @@ def convert_linears(
         raise ConfigError(
             f"No model is trained with products={products!r}; choose one of {', '.join(TRAINED)}."
         )
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}
     if products == "plain":
         for linear in linears.values():
             _restore(linear)
@@ -133,15 +141,16 @@ def convert_linears(
     for name in kept:
         _restore(linears[name])
     for name in chosen:
-        linears[name].__class__ = TRAINED[products]
+        expert = isinstance(linears[name], ExpertLinear)
+        linears[name].__class__ = RoundedExpertLinear if expert else TRAINED[products]
         linears[name].__dict__.update(products=products, emulate=emulate)
     _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), kept or "none")
     return kept
 
 
 def _restore(module: nn.Module) -> None:
-    if isinstance(module, RoundedLinear):
-        module.__class__ = nn.Linear  # type: ignore[assignment]
+    if isinstance(module, _ROUNDED):
+        module.__class__ = ExpertLinear if isinstance(module, ExpertLinear) else nn.Linear  # type: ignore[assignment]
         del module.__dict__["products"], module.__dict__["emulate"]
 
 
@@ -150,8 +159,8 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
     """The model with its linear layers, by role, in a form for inference.
 
     Layers that `int4` cannot hold are `packed`, or stay as they are where this CPU packs no bf16. Layers that training
-    leaves out of fp8 (`convert_linears`) stay as they are. `careful` is for outputs that are compared as numbers, and
-    not only by which is the largest.
+    leaves out of fp8 (`convert_linears`) stay as they are, and so do experts, unless their weights go into int8 or
+    int4. `careful` is for outputs that are compared as numbers, and not only by which is the largest.
 
     Raises ConfigError for a form that does not suit the device or the type.
     """
@@ -173,13 +182,22 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
     anatomy = anatomy_of(model)
     exact = _behind_norms(anatomy) if careful and products == "int8" else set()
     stored: dict[nn.Linear, nn.Module] = {}
+    careful_form = Bf16 if this_cpu().bf16 and this_cpu().packs_bf16 else Int8Twice
     for name, linear in _chosen(model, anatomy, products).items():
         if linear not in stored:
-            careful_form = Bf16 if this_cpu().bf16 and this_cpu().packs_bf16 else Int8Twice
             stored[linear] = _stored(linear, careful_form if name in exact else STORED[products])
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, stored[linear])
+        _put(model, name, stored[linear])
+    if row.weights is not None and "cpu" in row.devices:
+        for name, experts in list(model.named_modules()):
+            if isinstance(experts, ExpertLinear) and experts.weight is not None:  # else other ranks have them
+                form = careful_form if name in exact else STORED[products]
+                _put(model, name, _stored_experts(experts, form))
     return model
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
 
 
 def _require_onednn(products: Products, dtype: torch.dtype) -> None:
@@ -197,13 +215,12 @@ def _require_onednn(products: Products, dtype: torch.dtype) -> None:
 def _behind_norms(anatomy: Anatomy) -> set[str]:
     """Names of the linears whose inputs a norm has made."""
     normed = {linear.name for part in anatomy.parts(Attention) for linear in part.projections}
-    return normed | {
-        linear.name for part in anatomy.parts(Perceptron) for linear in (part.up, part.gate) if linear
-    }
+    feeds: list[Perceptron | Experts] = [*anatomy.parts(Perceptron), *anatomy.parts(Experts)]
+    return normed | {linear.name for part in feeds for linear in (part.up, part.gate) if linear}
 
 
 def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str, nn.Linear]:
-    """The linears of a model that a form for inference is for, by name."""
+    """The linears of a model that a form for inference is for, by name; routers are none of them."""
     row = PRODUCTS[products]
     if row.linears == "blocks":
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -215,15 +232,19 @@ def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str,
                 f"{products} needs; choose weights=plain."
             )
         return linears
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules, routers = dict(model.named_modules(remove_duplicate=False)), _routers(anatomy)
     linears = {}
-    for role in anatomy.parts(Linear):
+    for role in (role for role in anatomy.parts(Linear) if role.name not in routers):
         name, module = role.name, modules.get(role.name)  # None in a block that another rank has
         if isinstance(module, Shortlist):
             name, module = f"{name}.rows", module.rows
         if isinstance(module, nn.Linear):
             linears[name] = module
     return linears
+
+
+def _stored_experts(experts: ExpertLinear, form: type[Stored]) -> nn.Module:
+    return StoredExperts(experts, lambda _, one: _stored(one, form))
 
 
 def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:

@@ -1,7 +1,10 @@
-"""Linear layers that multiply in 8 bits: those that train, and fp8's that stores its weights so for inference."""
+"""Linear layers that multiply in 8 bits: those that train, experts among them, and fp8's that stores its weights so for
+inference.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +12,8 @@ from torch import Tensor, nn
 
 from penstock.config.formats import PRODUCTS, Products
 from penstock.errors import ConfigError
+from penstock.kernels.padding import put_rows
+from penstock.models.experts import ExpertLinear, SortedVisits, spread
 from penstock.products.fp8 import Scaling, fp8_linear, rows_in_fp8, scaled_product
 from penstock.products.int8 import int8_linear
 from penstock.products.stored import Stored
@@ -25,15 +30,9 @@ class RoundedLinear(nn.Linear):
     """Whether the same numbers are multiplied in a wider type, on any device: the reference."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_autocast_enabled(x.device.type) or not x.numel():
+        if not _in_8_bits(self.products, x):
             return super().forward(x)
-        dtype = torch.get_autocast_dtype(x.device.type)
-        if dtype != torch.bfloat16:
-            raise ConfigError(
-                f"{self.products} linear layers compute in bf16 around their products, but autocast is to {dtype}; use "
-                f"dtype='bf16' or leave products={self.products} out."
-            )
-        return self.multiplied(x, dtype)
+        return self.multiplied(x, torch.bfloat16)
 
     def multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """(…, in) to (…, out) in `dtype`."""
@@ -41,6 +40,19 @@ class RoundedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, products={self.products}{', emulated' if self.emulate else ''}"
+
+
+def _in_8_bits(products: Products, x: Tensor) -> bool:
+    """Whether a layer multiplies x in 8 bits here: see `RoundedLinear`."""
+    if not torch.is_autocast_enabled(x.device.type) or not x.numel():
+        return False
+    dtype = torch.get_autocast_dtype(x.device.type)
+    if dtype != torch.bfloat16:
+        raise ConfigError(
+            f"{products} linear layers compute in bf16 around their products, but autocast is to {dtype}; use "
+            f"dtype='bf16' or leave products={products} out."
+        )
+    return True
 
 
 class Fp8Linear(RoundedLinear):
@@ -66,6 +78,45 @@ class Int8Linear(RoundedLinear):
         return int8_linear(
             x, self.weight, self.bias, weights_too=weights_too, dtype=dtype, emulate=self.emulate
         )
+
+
+class RoundedExpertLinear(ExpertLinear):
+    """The linear maps of several experts, each of which multiplies in 8 bits as a `RoundedLinear` does, one after the
+    other: no grouped product of torch has a scale for each row on all devices, and its rows in multiples of none.
+    """
+
+    products: Products
+    emulate: bool
+
+    def forward(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        experts: Tensor,
+        gathered: SortedVisits | None = None,
+        scattered: SortedVisits | None = None,
+    ) -> Tensor:
+        """See `ExpertLinear`. On a GPU this waits to know how many rows an expert has."""
+        if not _in_8_bits(self.products, x):
+            return super().forward(x, ends, experts, gathered, scattered)
+        x = x if gathered is None else spread(x, gathered.order, gathered.each)
+        row = PRODUCTS[self.products]
+        how: dict[str, Any] = {"dtype": torch.bfloat16, "emulate": self.emulate}
+        multiply: Callable[..., Tensor]
+        if row.weights == "int8":
+            multiply, how["weights_too"] = int8_linear, "weight" in row.passes
+        else:
+            multiply, how["scaling"] = fp8_linear, row.scales
+        weights = self.weight.unbind(0)
+        biases = [None] * len(weights) if self.bias is None else self.bias.unbind(0)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        each = zip(torch.split(x, counts), weights, biases)
+        made = torch.cat([multiply(rows, weight, bias, **how) for rows, weight, bias in each if len(rows)])
+        if scattered is None:
+            return made
+        made = made if scattered.shares is None else made * scattered.shares.to(made.dtype)[:, None]
+        placed: Tensor = put_rows(made, scattered.order, scattered.tokens * scattered.each)
+        return placed.view(scattered.tokens, scattered.each, -1).sum(1)
 
 
 class Fp8(Stored):

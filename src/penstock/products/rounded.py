@@ -26,7 +26,7 @@ from penstock.models.experts import ExpertLinear
 from penstock.models.rounded import MOST, RoundedWeight
 from penstock.products.convert import device_problem
 from penstock.products.integers import Int4, Int8Weights, packed_numbers
-from penstock.products.stored import Stored
+from penstock.products.stored import Stored, StoredExperts
 
 _EXACT = 1024
 """Products of two numbers of 8 bits whose sum is exact in fp32, in any order: below 2²⁴."""
@@ -87,33 +87,6 @@ def in_8_bits(x: Tensor, scale: float) -> Tensor:
     return (x * (1.0 / scale)).round().clamp(-128, 127)
 
 
-class RoundedExperts(nn.Module):
-    """An `ExpertLinear` whose experts each multiply in a form of their own."""
-
-    def __init__(self, linear: ExpertLinear, form: StoredFormat, rounded: RoundedWeight) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = None
-        self.experts = nn.ModuleList()
-        for number in range(len(rounded.numbers)):
-            bias = None if linear.bias is None else linear.bias[number]
-            self.experts.append(_stored(_stand_in(linear, bias), form, rounded.part(number)))
-
-    def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """See `ExpertLinear`."""
-        counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([one(rows) for one, rows in zip(self.experts, torch.split(x, counts))])
-
-
-def _stand_in(linear: ExpertLinear, bias: Tensor | None) -> nn.Linear:
-    """A linear of one expert's sizes with its bias, whose weight nobody reads."""
-    one = nn.Linear(
-        linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype
-    )
-    one.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-    return one
-
-
 _FORMS: dict[StoredFormat, type[RoundedInt8 | Int8Weights | Int4]] = {
     "int8": RoundedInt8, "int8_weights": Int8Weights, "int4": Int4,
 }  # fmt: skip
@@ -126,7 +99,7 @@ def _stored(linear: nn.Linear, form: StoredFormat, rounded: RoundedWeight) -> nn
 def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:
     """The module that takes the place of a linear, or of one of experts, and multiplies in a form."""
     if isinstance(module, ExpertLinear):
-        return RoundedExperts(module, form, rounded)
+        return StoredExperts(module, lambda number, one: _stored(one, form, rounded.part(number)))
     assert isinstance(module, nn.Linear)
     return _stored(module, form, rounded)
 

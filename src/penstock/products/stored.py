@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from penstock.models.experts import ExpertLinear
 
 _ROWS = 32
 """Rows of inputs that oneDNN lays weights out for; those for one row serve others badly."""
@@ -93,3 +96,47 @@ class Bf16(OneDnn):
 
     def kernel(self, x: Tensor) -> Tensor:
         return super().kernel(x.bfloat16()).to(x.dtype)
+
+
+class StoredExperts(nn.Module):
+    """An `ExpertLinear` whose experts each multiply in a form of their own, one after the other."""
+
+    def __init__(self, linear: ExpertLinear, store: Callable[[int, nn.Linear], nn.Module]) -> None:
+        """`store` makes the form of an expert out of its number and a linear of its weights."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = None
+        self.experts = nn.ModuleList()
+        for number, weight in enumerate(linear.weight.detach()):
+            one = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+            bias = None if linear.bias is None else linear.bias.detach()[number]
+            one.weight = nn.Parameter(weight, requires_grad=False)
+            one.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+            self.experts.append(store(number, one))
+        self.number = next(_numbers)
+        _known_experts[self.number] = self
+
+    def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+        """See `ExpertLinear`; in compiled code as one operation."""
+        if torch.compiler.is_compiling():
+            return torch.ops.penstock.separate(x, ends, self.number)  # type: ignore[no-any-return]
+        return self.multiplied(x, ends)
+
+    def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x (V, in), sorted by expert, to (V, out)."""
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([one(rows) for one, rows in zip(self.experts, torch.split(x, counts))])
+
+
+_known_experts: weakref.WeakValueDictionary[int, StoredExperts] = weakref.WeakValueDictionary()
+torch.library.define("penstock::separate", "(Tensor x, Tensor ends, int number) -> Tensor")
+
+
+@torch.library.impl("penstock::separate", "CPU")
+def _separate(x: Tensor, ends: Tensor, number: int) -> Tensor:
+    return _known_experts[number].multiplied(x, ends)
+
+
+@torch.library.register_fake("penstock::separate")  # type: ignore[untyped-decorator]
+def _separate_shape(x: Tensor, ends: Tensor, number: int) -> Tensor:
+    return x.new_empty(len(x), _known_experts[number].out_features)

@@ -5,7 +5,7 @@ As in `rows`, how a row becomes a Plan is said once per table, from what its sou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from calibration.table import Row, Software, decoder, iteration_seconds, read
@@ -42,7 +42,9 @@ def layers() -> Iterator[Row]:
 
     Each pass comes after a pause and a long product behind which it is launched. The source's cases name a shared
     expert and the script that runs them builds none; of its eight groups of experts, one on each device, a token visits
-    four. Blockwise fp8 has a scale for each 128 numbers of a row, and is counted as one with a scale for each row.
+    four. Blockwise fp8 has a scale for each 128 numbers of a row, and is counted as one with a scale for each row. Its
+    products want rows in multiples for each expert: HybridEP brings them so, and behind the other dispatchers
+    `TEGroupedMLP` copies tokens to where they are padded, and results back.
     """
     machine = load_machine("h100")
     for row in read("moe_megatron_moe_layer"):
@@ -61,10 +63,11 @@ def layers() -> Iterator[Row]:
         )  # fmt: skip
         software = MEGATRON_CORE._replace(sends_once=row["dispatcher"] != "a2a")
         (block,) = describe(model, plan, software=software).blocks
+        pads = products == "fp8" and row["dispatcher"] != "hybridep"
         part = replace(
             block,
-            forward=tuple(op for op in block.forward if _is_of_mixture(op)),
-            backward=tuple(op for op in block.backward if _is_of_mixture(op)),
+            forward=tuple(_of_mixture(block.forward, pads=pads)),
+            backward=tuple(_of_mixture(block.backward, pads=pads)),
         )
         for name in ("forward", "backward"):
 
@@ -74,6 +77,16 @@ def layers() -> Iterator[Row]:
 
             words = f"{row['proxy']}, {row['dispatcher']}, {row['precision']}, {name}"
             yield Row("moe_layer", words, row["proxy"], float(row[f"{name}_ms"]), predict)
+
+
+def _of_mixture(ops: Iterable[Op], *, pads: bool) -> Iterator[Op]:
+    """The operators of a mixture; with those that pad its tokens and take padding off its results, if it does."""
+    for op in ops:
+        if _is_of_mixture(op):
+            yield op
+        if pads and op.name in ("experts.regroup", "experts.ungroup"):
+            moved = 2.0 * op.elements
+            yield Op("pad", "copy", op.forward, read=moved, written=moved)
 
 
 def _is_of_mixture(op: Op) -> bool:

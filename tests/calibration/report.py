@@ -218,7 +218,8 @@ seen, so these rows are no blind test. Each choice follows the source of the sof
 - MosaicML's loss is counted as torch's own. The fused loss with its metrics was tried too: it made the A100 rows 4.2 to
   4.5 % wrong on the mean.
 - Mixtures of experts: that tokens leave a node through each device's own adapter; that a router multiplies in fp32,
-  without tensor cores; what is copied before and after an exchange; that an expert's last tile of rows is half empty.
+  without tensor cores; what is copied before and after an exchange; that an expert's last tile of rows is half empty;
+  that tokens are padded for products in fp8, unless they come so.
   What was measured by itself runs at the highest clock. One constant, the host's time for a block of Qwen3-235B-A22B,
   is fitted to two rows of that model. It is not the planner's: it belongs to the software that was measured.
 - The planner fills cards up to 98 %. With 97 % it refused one of MosaicML's layouts, which had run, for 0.1 GiB.
@@ -277,9 +278,9 @@ attention of up to 1,024 tokens is still predicted a quarter too fast.
 **Decoders with each generation of attention.** The source states neither micro-batch nor layout. The largest
 micro-batch that fits without accumulation is assumed.
 
-**Mixtures of experts, by themselves.** In bf16 the mean error is 3 %. Forward passes in fp8 are up to a quarter slower
-than predicted. Their scales are of blocks of 128 numbers, and how these are made is not modelled: with DeepEP's
-exchange they took longer in fp8 than in bf16.
+**Mixtures of experts, by themselves.** In bf16 the mean error is 3 %. Forward passes in fp8 are up to a fifth slower
+than predicted. Their scales are of blocks of 128 numbers, and how these are made is not modelled. That tokens are
+copied to where each expert's rows are padded is: so DeepEP's exchange takes longer than HybridEP's in fp8 above all.
 
 **Qwen3-235B-A22B in Megatron-Core.** Rows of long texts, which the device limits, are within 5 %. Rows of real routing
 are left out, for their loads are not stated: they are 1.09 to 1.24 times as slow as with forced balance, which is what

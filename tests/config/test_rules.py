@@ -99,12 +99,6 @@ BROKEN = {
         "h100",
         "would choose experts again in compiled code",
     ),
-    "sharded_experts_are_recomputed_whole": (
-        "ep=2 dp=2 sharding=fsdp recompute=operators",
-        "mixtral-8x7b",
-        "h100",
-        "inside which plan.sharding=fsdp gathers",
-    ),
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.families import ENROLLED, WORDS, batches, loss
+from helpers.op_dtypes import ProductDtypes
 from penstock.build import Built, build, compile_model
 from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig
@@ -498,6 +499,18 @@ def test_recomputation_repeats_the_choices_and_counts_once(way: str) -> None:
         assert int(one.last.sum()) == 8 * 6 * 2
     for mine, theirs in zip(plain.model.parameters(), again.model.parameters()):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_every_second_product_of_a_mixture_is_kept() -> None:
+    """Of what `early` computes again, `operators` computes the other half."""
+    made = []
+    for way in ("none", "early", "operators"):
+        built = _built("mixtral", f"micro_batch=8 experts=loop recompute={way}")
+        with ProductDtypes() as products:
+            built.step(_parts("mixtral", 0, 8, 1))
+        made.append(sum(products.counts.values()))
+    plain, early, kept = made
+    assert kept - plain == pytest.approx((early - plain) / 2, abs=2)
 
 
 def test_choices_are_repeated_though_the_router_would_choose_otherwise() -> None:

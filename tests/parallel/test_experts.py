@@ -101,7 +101,7 @@ def _trained(config: ModelConfig, line: str, double: bool, loss: type[Given]) ->
 def _alone(line: str) -> str:
     """The Plan of one process that takes all samples of a step at once."""
     plan = Plan.parse(line)
-    names = "dp sharding shard tp sp pp schedule virtual cp ep recompute accumulate offload"
+    names = "dp sharding shard tp sp pp schedule virtual cp ep recompute budget accumulate offload"
     kept = {name: getattr(Plan(), name) for name in names.split()}
     return replace(plan, **kept, micro_batch=plan.global_batch).line()
 
@@ -154,7 +154,7 @@ def test_a_loss_scale_is_in_the_balance_on_every_stage() -> None:
 SPLIT = {
     "replicas, 2 ranks": [
         ("mixtral", "micro_batch=1 accumulate=2 dp=2 ep=2"),
-        ("t5 moe", "micro_batch=2 dp=2 ep=2 recompute=operators"),
+        ("t5 moe", "micro_batch=2 dp=2 ep=2 sharding=fsdp recompute=operators"),
         ("switch", "micro_batch=2 dp=2 ep=2"),
         ("marian moe", "micro_batch=2 dp=2 ep=2 sharding=fsdp padding=remove recompute=full"),
         ("qwen moe biased", "micro_batch=1 accumulate=4 dp=2 ep=2 sharding=zero1 optimizer=contiguous"),
@@ -212,7 +212,7 @@ def test_all_that_splits_a_mixture_goes_together(line: str) -> None:
         "precision=O1 products=int8_all",
         "precision=O2 dtype=fp16 optimizer=fused accumulate=2",
         "precision=O3 optimizer=contiguous",
-        "precision=O2 sharding=fsdp optimizer=contiguous offload=optimizer",
+        "precision=O2 sharding=fsdp optimizer=contiguous offload=optimizer recompute=budget budget=0.00006",
         pytest.param("precision=O2 tp=2 sp=true", marks=pytest.mark.slow),
     ],
 )

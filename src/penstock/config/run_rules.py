@@ -80,18 +80,6 @@ def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
 
 
 @RUN_RULES.of("run")
-def _sharded_experts_are_recomputed_whole(plan: Plan) -> Iterator[str]:
-    """In training, `recompute=operators` and `budget` go with `ep` only where experts are not sharded further."""
-    sharded = plan.sharding != "ddp" or plan.precision == "O2"
-    if plan.ep > 1 and sharded and plan.recompute in ("operators", "budget"):
-        shards = "plan.precision=O2" if plan.sharding == "ddp" else f"plan.sharding={plan.sharding}"
-        yield (
-            f"plan.recompute={plan.recompute} keeps single operators of a block, inside which {shards} gathers the "
-            f"experts of plan.ep={plan.ep}; use recompute=full, early or selective."
-        )
-
-
-@RUN_RULES.of("run")
 def _split_tokens_have_whole_shards(plan: Plan) -> Iterator[str]:
     """In training, `cp` divides `shard`."""
     if plan.sharding == "hsdp" and plan.shard % plan.cp:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import set_checkpoint_early_stop as early_stop
 
@@ -118,14 +121,41 @@ class _Recomputed:
 
 
 def _contexts_of_mixtures() -> Any:
-    """The same choices of experts, and `_contexts`."""
+    """The same choices of experts, and what `_contexts` keeps. Experts may be sharded and gathered inside, by other
+    operators in the two passes, which torch's own contexts do not take."""
+    kept: deque[Any] = deque()
 
     @contextmanager
-    def both(one: Any, other: Any) -> Iterator[None]:
-        with one, other:
+    def both(choices: Any, again: bool) -> Iterator[None]:
+        with choices, _KeptProducts(kept, again=again):
             yield
 
-    return tuple(both(*pair) for pair in zip(same_choices(), _contexts()))
+    forward, backward = same_choices()
+    return both(forward, again=False), both(backward, again=True)
+
+
+class _KeptProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the outputs of attention and of every second matrix product; or, where they are computed `again`, gives
+    them back."""
+
+    def __init__(self, kept: deque[Any], *, again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.again, self.products = kept, again, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        self.products += name in _PRODUCTS
+        keeps = self.products % 2 == 1 if name in _PRODUCTS else _ATTENTION in name
+        if keeps and self.again:
+            return _detached(self.kept.popleft())
+        out = func(*args, **(kwargs or {}))
+        if keeps:
+            self.kept.append(_detached(out))
+        return out
+
+
+def _detached(made: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, made)
 
 
 def _contexts() -> Any:

@@ -389,7 +389,27 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         placed = grad.new_zeros(ctx.tokens * ctx.k, grad.shape[1]).index_copy_(0, order, grad)
-        return placed if ctx.k == 1 else placed.view(ctx.tokens, ctx.k, grad.shape[1]).sum(1), None, None
+        return placed if ctx.k == 1 else _summed(placed.view(ctx.tokens, ctx.k, grad.shape[1])), None, None
+
+
+def _summed(x: Tensor) -> Tensor:
+    """The sum of (T, k, D) over k: of two, which is what most have, a tenth of the time of torch's sum on a CPU."""
+    return x[:, 0] + x[:, 1] if x.shape[1] == 2 else x.sum(1)
+
+
+class _Merged(torch.autograd.Function):
+    """The sum of a token's two results (T, 2, D) times their weights (T, 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(made, weights)
+        return (made[:, 0] * weights[:, :1]).addcmul_(made[:, 1], weights[:, 1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        made, weights = ctx.saved_tensors
+        grad = grad[:, None]
+        return grad * weights[..., None], (grad * made).sum(2)
 
 
 def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
@@ -711,7 +731,10 @@ class MixtureOfExperts(nn.Module):
             made = put_rows(made, order, len(x) * k)
         if weights is None:
             return made
-        weighted: Tensor = made.view(len(x), k, x.shape[1]) * weights.to(made.dtype)[..., None]
+        made, weights = made.view(len(x), k, x.shape[1]), weights.to(made.dtype)
+        if k == 2 and not compiled:
+            return _Merged.apply(made, weights)  # type: ignore[no-any-return, no-untyped-call]
+        weighted: Tensor = made * weights[..., None]
         return weighted.sum(1)
 
     def _compute(

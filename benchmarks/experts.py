@@ -11,8 +11,10 @@
 
 A *step* is a forward and a backward pass, *forward* a pass without gradients, as when text is generated. All
 contestants of a cell take turns within short rounds whose order is reversed each time; times are processor time, and
-ratios medians of the ratios within a round. Results of ours and of transformers' are compared first. Cells that
---output has already are not measured again.
+ratios medians of the ratios within a round. Results of ours and of transformers' are compared first. With
+`--host_memory keep` the allocator keeps freed memory, as it does under the Plan's setting of that name: gradients of
+many experts are large blocks, which would be mapped again page by page in each step. Cells that --output has already
+are not measured again.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from torch import nn
 
 from penstock.config.model import PRESETS, stacks
+from penstock.host_memory import set_host_memory
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.perceptron import MLP
 from penstock.report.record import environment
@@ -150,16 +153,24 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="*", default=EXPERTS)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--types", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--host_memory", choices=("release", "keep"), default="release")
     options = parser.parse_args()
+    set_host_memory(keep=options.host_memory == "keep")
     before = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
     cells = before.get("cells", [])
-    done = {(cell["type"], cell["pass"], cell["experts"], cell["tokens"]) for cell in cells}
+    names = ("type", "pass", "experts", "tokens")
+    done = {
+        tuple(cell[name] for name in names)
+        for cell in cells
+        if cell.get("host_memory", "release") == options.host_memory
+    }
     for one in itertools.product(options.types, ("step", "forward"), options.experts, options.tokens):
         dtype, kind, experts, tokens = one
         if one in done or (kind == "forward" and tokens > FEW):
             continue
         raced = race(contestants(experts, tokens, getattr(torch, dtype), kind))
-        cells.append({"type": dtype, "pass": kind, "experts": experts, "tokens": tokens, **raced})
+        cell = dict(zip(names, one)) | {"host_memory": options.host_memory}
+        cells.append({**cell, **raced})
         ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in raced["over_ours"].items())
         print(f"{dtype} {kind} {experts} experts, {tokens} tokens: {ratios}", flush=True)
         if options.output:

@@ -16,7 +16,7 @@ Half of the blocks encode, half decode. `numbers` are those below 1,000 in digit
 or wrong; `names` are those of CLDR in 26 languages, which are hard to guess. All models train on the same samples in
 the same order, with as many steps. Quality is that of numbers or names that were held out in all languages. Speeds are
 measured at the end, all models in turn, so that a busy machine slows all alike. A run in --runs that is complete is not
-made again.
+made again. `--models dense sparse wide:3` makes three seeds of `wide`, and --seeds of the others; `dense` has the most.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def summary(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         told[name] = {}
         for metric in ("chrf", "exact_match", "loss"):
             values = np.array([run[metric] for run in runs])
-            differences = values - np.array([run[metric] for run in results["dense"]])
+            differences = values - np.array([run[metric] for run in results["dense"][: len(runs)]])
             told[name][metric] = {
                 "mean": float(values.mean()),
                 "deviation": float(values.std(ddof=1)) if len(values) > 1 else None,
@@ -227,19 +227,24 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--data", choices=tuple(SIZES), default="numbers")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="dense among them")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="NAME or NAME:SEEDS, dense among them")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     rows = write_rows(options.data, options.runs / "rows")
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.models}
-    for seed in range(options.seeds):
-        for name in options.models:  # in turn, so that a machine that grows slower does so for all
+    asked = dict(model.partition(":")[::2] for model in options.models)
+    seeds = {name: int(own or options.seeds) for name, own in asked.items()}
+    if not seeds.keys() <= set(MODELS) or seeds.get("dense", 0) < max(seeds.values()):
+        parser.error(f"--models takes some of {', '.join(MODELS)}, with dense, which has the most seeds.")
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in seeds}
+    for seed in range(max(seeds.values())):
+        # In turn, so that a machine that grows slower does so for all.
+        for name in (name for name, count in seeds.items() if seed < count):
             config = settings(name, options.data, rows, seed, options.steps, options.runs / f"{name}-{seed}")
             results[name].append(trained(config))
             print(name, seed, json.dumps(results[name][-1]), flush=True)
-    first = {name: options.runs / f"{name}-0" for name in options.models}
+    first = {name: options.runs / f"{name}-0" for name in seeds}
     measured = speeds({name: Contestant(output) for name, output in first.items()})
     models = {}
     for name, output in first.items():
@@ -253,7 +258,7 @@ def main() -> None:
             **measured[name],
         }
     data = {
-        "data": options.data, "seeds": options.seeds, "steps": options.steps, "families": families_of(options.data),
+        "data": options.data, "seeds": seeds, "steps": options.steps, "families": families_of(options.data),
         "models": models, "summary": summary(results), "runs": results, "environment": environment(),
     }  # fmt: skip
     options.output.write_text(json.dumps(data, indent=1) + "\n")

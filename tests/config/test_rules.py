@@ -180,6 +180,13 @@ INFERENCE: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
 }
 
 
+def test_experts_in_few_bits_have_one_host() -> None:
+    plan = Plan.parse("dp=2 ep=2")
+    said = inference_problems(plan, PRESETS["mixtral-8x7b"], weights="int4")
+    assert any("weights=int4 rounds experts where they are whole" in problem for problem in said)
+    assert not inference_problems(plan, PRESETS["mixtral-8x7b"], weights="auto")
+
+
 @pytest.mark.parametrize("rule", INFER_RULES, ids=lambda rule: rule.name)
 def test_a_broken_rule_of_inference_says_why(rule: Any) -> None:
     line, model, more, words = INFERENCE[rule.name]

@@ -941,8 +941,10 @@ PRESETS: dict[str, ModelConfig] = {
     "t5-large": _t5(1024, 24, 16, 4096),
     "t5-3b": _t5(1024, 24, 32, 16384, features=128),
     "t5-11b": _t5(1024, 24, 128, 65536, features=128),
-    # Fedus et al. 2022, section 4.2: T5 base with experts in every second block. NLLB Team 2022, section 6.2.
+    # Fedus et al. 2022, section 4.2: T5 base with experts in every second block; with two of them for each token as
+    # Lepikhin et al. 2021 have it. NLLB Team 2022, section 6.2.
     "switch-base-8": _t5(768, 12, 12, 3072, mixtures=_SWITCH),
+    "t5-moe-base": _t5(768, 12, 12, 3072, mixtures={"experts": 8, "experts_per_token": 2, "expert_every": 2}),
     "nllb-moe-54b": _translator(
         2048, 24, 16, _NLLB, vocabulary=256206, sequence=1024, decoder_sequence=1024, init="normal"
     ),
@@ -950,6 +952,9 @@ PRESETS: dict[str, ModelConfig] = {
     "transformer-base": _translator(512, 6, 8, {"mlp": "relu"}, vocabulary=37000),
     "transformer-big": _translator(1024, 6, 16, {"mlp": "relu", "dropout": 0.3}, vocabulary=37000),
     "marian-base": _translator(512, 6, 8, {"mlp": "silu"}, vocabulary=58101, output_bias=True),
+    "marian-moe-base": _translator(
+        512, 6, 8, {"mlp": "silu", "experts": 8, "experts_per_token": 2}, vocabulary=58101, output_bias=True
+    ),
     "bart-base": _translator(
         768, 6, 12, _BART, vocabulary=50265, sequence=1024, decoder_sequence=1024, **_BART_MODEL
     ),

@@ -416,7 +416,7 @@ HELD = {
             "nllb",
         )
     )
-    and name not in ("t5-moe-tiny", "marian-moe-tiny")
+    and not name.startswith(("t5-moe", "marian-moe"))
 }
 
 

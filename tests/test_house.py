@@ -427,33 +427,33 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
     "(modules)": 1670,
-    "boundary": 1590,
+    "boundary": 1650,
     "checkpoint": 1990,
-    "cli": 4140,
-    "compress": 2660,
-    "config": 5880,
+    "cli": 4260,
+    "compress": 2680,
+    "config": 5860,
     "data": 7070,
     "decode": 2650,
     "doctor": 450,
     "export": 880,
-    "infer": 1760,
+    "infer": 1780,
     "kernels": 6260,
     "ladder": 5420,
     "launch": 1550,
-    "models": 8010,
+    "models": 8100,
     "optim": 1780,
-    "parallel": 3970,
-    "planner": 6510,
+    "parallel": 4070,
+    "planner": 6520,
     "precision": 5520,
     "probe": 1240,
-    "products": 1450,
-    "report": 1440,
+    "products": 1540,
+    "report": 1460,
     "schedules": 1040,
-    "serve": 3380,
+    "serve": 3410,
     "step": 710,
     "tasks": 3280,
-    "train": 3160,
-    "tune": 1590,
+    "train": 3170,
+    "tune": 1620,
 }
 
 
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 87_100
+    assert sum(LINES.values()) <= 87_700
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

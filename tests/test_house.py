@@ -431,7 +431,7 @@ LINES = {
     "checkpoint": 1990,
     "cli": 4260,
     "compress": 2680,
-    "config": 5860,
+    "config": 5890,
     "data": 7070,
     "decode": 2650,
     "doctor": 450,
@@ -440,19 +440,19 @@ LINES = {
     "kernels": 6260,
     "ladder": 5420,
     "launch": 1550,
-    "models": 8100,
+    "models": 8200,
     "optim": 1780,
-    "parallel": 4070,
+    "parallel": 4080,
     "planner": 6520,
     "precision": 5520,
     "probe": 1240,
-    "products": 1540,
+    "products": 1610,
     "report": 1460,
     "schedules": 1040,
     "serve": 3410,
     "step": 710,
     "tasks": 3280,
-    "train": 3170,
+    "train": 3190,
     "tune": 1620,
 }
 
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 87_700
+    assert sum(LINES.values()) <= 87_900
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

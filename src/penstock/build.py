@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.config.formats import PRODUCTS
 from penstock.config.fused import FusedName
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
@@ -154,6 +155,11 @@ def build(
         module = _created(model, seed)
 
     # Adapters are linears beside linears: whatever follows treats them as parts of the model.
+    if recipe.lora.rank and PRODUCTS[plan.products].clips:
+        raise ConfigError(
+            f"plan.products={plan.products} learns how inputs of whole weights are clipped, and recipe.lora adds "
+            "adapters to these later; use products=int8, or set recipe.lora.rank to 0."
+        )
     if recipe.lora.rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -297,9 +303,9 @@ def _reference(
             "(init_from), or give the task a model with `beside`."
         )
     module = _created(config, seed)
-    load_weights(module, task.init_from)
     if precision.products != "plain":
         convert_linears(module, precision.products, device=device)
+    load_weights(module, task.init_from)
     apply_precision(module, precision, device)
     module = module.to(device)
     set_switches(module, plan)

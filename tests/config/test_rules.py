@@ -125,7 +125,9 @@ def test_a_broken_rule_says_why(name: str) -> None:
         assert not any(words in problem for problem in problems(Plan.parse(line), config, degrees=False))
 
 
-@pytest.mark.parametrize("products", [name for name, row in PRODUCTS.items() if row.trains and row.passes])
+@pytest.mark.parametrize(
+    "products", [name for name, row in PRODUCTS.items() if row.trains and row.passes and not row.clips]
+)
 def test_products_in_eight_bits_stand_on_bf16(products: str) -> None:
     for line in (f"products={products}", f"precision=O1 dtype=fp16 products={products}"):
         (problem,) = problems(Plan.parse(line))
@@ -140,6 +142,14 @@ def test_products_in_eight_bits_stand_on_bf16(products: str) -> None:
     assert bool(problems(Plan.parse(f"precision=O2 products={products}"), machine=measured)) == (
         "fp8" in products
     )
+
+
+def test_learned_clips_stand_on_fp32_weights() -> None:
+    for level in ("O0", "O1"):
+        assert problems(Plan.parse(f"precision={level} products=int8_pact")) == []
+    for line in ("precision=O2", "precision=O1 dtype=fp16", "precision=O3"):
+        (problem,) = problems(Plan.parse(f"{line} products=int8_pact"))
+        assert "rounds the weights that will be deployed" in problem
 
 
 def test_all_problems_come_at_once() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers.equality import TINY, images, trained
 from helpers.spawn import spawn
 from penstock.build import build, compile_model
-from penstock.config.formats import Products
+from penstock.config.formats import PRODUCTS, Products
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
@@ -174,7 +174,7 @@ def _through_bf16(layer: RoundedLinear, x: Tensor, dtype: torch.dtype) -> Tensor
     assert weight is not None
     if isinstance(layer, Fp8Linear):
         return fp8_linear(x, weight, bias, scaling=layer.scaling, emulate=True)
-    return int8_linear(x, weight, bias, weights_too=layer.products == "int8_all")
+    return int8_linear(x, weight, bias, passes=PRODUCTS[layer.products].passes)
 
 
 def _in_eight_bits(products: Products) -> tuple[set[torch.dtype], float, float]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers.triton_kernels import compile_for, interpret, needs_triton
+from penstock.config.formats import PRODUCTS
 from penstock.errors import ConfigError
 from penstock.models.perceptron import activate
 from penstock.products import fp8, int8
@@ -148,11 +149,16 @@ def test_a_norm_and_its_int8_linear_learn_as_two_layers_do(kind: type[nn.Module]
     nn.init.normal_(norm.weight)
     x, grad = torch.randn(3, 20, 32), torch.randn(3, 20, 24)
     fused = NormedInt8Linear(norm, linear, weights_too=weights_too, dtype=torch.float32)
+    passes = PRODUCTS["int8_all" if weights_too else "int8"].passes
     results = []
     for run in (
         fused,
         lambda x: int8.int8_linear(
-            norm(x), linear.weight, linear.bias, weights_too=weights_too, dtype=torch.float32
+            norm(x),
+            linear.weight,
+            linear.bias,
+            passes=passes,
+            dtype=torch.float32,
         ),
     ):
         torch.manual_seed(1)

@@ -180,6 +180,7 @@ def export_model(
     from penstock.models import create
     from penstock.models.convert import branch_of, fitted, require_as_large, require_theirs, save_pretrained
     from penstock.models.lora import merged
+    from penstock.models.rounded import without_clips
 
     config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
     elements = sum(math.prod(checkpoint.index[f"{which}/{name}"].shape) for name in _names(checkpoint, which))
@@ -188,9 +189,10 @@ def export_model(
     with torch.device("meta"):
         model = create(config.model)
     try:
-        weights, _ = fitted(
-            model, merged(state or read_weights(checkpoint, which), config.recipe.lora, model)
-        )
+        held = merged(state or read_weights(checkpoint, which), config.recipe.lora, model)
+        held, clips = without_clips(held)
+        weights, _ = fitted(model, held)
+        weights |= clips
     except ConfigError as problem:
         raise CheckpointError(
             f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "

@@ -61,7 +61,20 @@ def level_of(word: str) -> str:
     return f" {said}" if (said := _LEVELS_OF.get(word.lower())) else ""
 
 
-Products = Literal["plain", "packed", "fp8", "fp8_tensorwise", "int8", "int8_all", "int8_weights", "int4"]
+Products = Literal[
+    "plain",
+    "packed",
+    "fp8",
+    "fp8_tensorwise",
+    "int8",
+    "int8_all",
+    "int8_forward",
+    "int8_pact",
+    "int8_weights",
+    "int4",
+]
+ProductPass = Literal["forward", "input", "weight"]
+"""The products of a linear layer in training: outputs, gradients of inputs, gradients of weights."""
 Scales = Literal["none", "tensorwise", "rowwise", "groups"]
 
 
@@ -83,11 +96,12 @@ class Product:
     """Which linear layers multiply so: all that are one by role, or those inside the blocks except for routers."""
     trains: tuple[str, ...] = ()
     """Kinds of devices that multiply so in training, where weights keep their values beside it."""
-    passes: tuple[Literal["forward", "input", "weight"], ...] = ()
-    """The products of a linear layer in training that are in this format: outputs, gradients of inputs and of weights.
-    The others are in the compute type."""
+    passes: tuple[ProductPass, ...] = ()
+    """The products in training that are in this format; the others are in the compute type."""
     kept: Dtype | None = None
     """The format in which inputs stay for the backward pass; None is the compute type."""
+    clips: bool = False
+    """Whether inputs have one scale in each layer, whose end is a parameter that learns."""
     splits: bool = False
     """Whether ranks that split a layer may each round their own part."""
 
@@ -97,7 +111,7 @@ class Product:
         return bool(self.devices)
 
 
-_ALL: tuple[Literal["forward", "input", "weight"], ...] = ("forward", "input", "weight")
+_ALL: tuple[ProductPass, ...] = ("forward", "input", "weight")
 PRODUCTS: dict[Products, Product] = {
     "plain": Product(weights=None, devices=("cpu", "cuda"), trains=("cpu", "cuda"), splits=True),
     "packed": Product(weights=None, devices=("cpu",)),
@@ -116,6 +130,14 @@ PRODUCTS: dict[Products, Product] = {
     "int8_all": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=_ALL, kept="int8",
         splits=True,
+    ),
+    "int8_forward": Product(
+        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward",), kept="int8",
+        splits=True,
+    ),
+    "int8_pact": Product(
+        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward", "input"),
+        kept="int8", clips=True, splits=True,
     ),
     "int8_weights": Product(weights="int8", scales="rowwise", devices=("cpu",)),
     "int4": Product(weights="int4", scales="groups", devices=("cpu",), multiple=(32, 16)),

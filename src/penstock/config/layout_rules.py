@@ -76,12 +76,22 @@ def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
 
 @LAYOUT_RULES.of("types")
 def _products_have_gradients(plan: Plan) -> Iterator[str]:
-    """`products` is a form that trains, and replaces the bf16 products of O1 or O2."""
-    if not PRODUCTS[plan.products].trains:
+    """`products` is a form that trains, and replaces the bf16 products of O1 or O2; with learned clips, those of O1, or
+    the fp32 ones of O0."""
+    row = PRODUCTS[plan.products]
+    if not row.trains:
         able = " or ".join(name for name, row in PRODUCTS.items() if row.trains)
         yield (
             f"plan.products={plan.products} stores weights for inference, and nothing would train them; use "
             f"products={able}, and weights={plan.products} where the trained model is opened."
+        )
+    elif row.clips and (plan.precision == "O0" or (plan.precision, plan.dtype) == ("O1", "bf16")):
+        return
+    elif row.clips:
+        yield (
+            f"plan.products={plan.products} rounds the weights that will be deployed, which are fp32 with "
+            "plan.precision=O0, or O1 and dtype=bf16, but the plan has "
+            f"precision={plan.precision} dtype={plan.dtype}; change these, or use products=int8."
         )
     elif plan.products != "plain" and (plan.precision not in ("O1", "O2") or plan.dtype != "bf16"):
         yield (

@@ -66,7 +66,7 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with `products=plain`, `int8` and `int8_all` alone, and neither `tp` nor `ep` with
+    """In training, `tp` goes with `products=plain` and those in int8 alone, and neither `tp` nor `ep` with
     `master=remainder`."""
     if plan.tp > 1 and not PRODUCTS[plan.products].splits:
         yield f"plan.products={plan.products} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."

@@ -12,7 +12,7 @@ inputs was measured, `NAME.input_scale`, fp32. Without offsets numbers are from 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +22,14 @@ from penstock.errors import CheckpointError
 
 MOST = 127
 """The largest number of int8 that is used; −128 would have no opposite."""
+CLIP = "log_clip"
+"""Name of the parameter (1,) of a linear in training that is the logarithm, to base 2, of what 127 stands for in its
+inputs: so a step changes small and large clips by the same share (Jain et al., "Trained Quantization Thresholds",
+MLSys 2020, section 3.3)."""
 _SCALE, _OFFSET, _INPUT = ".weight_scale", ".weight_offset", ".input_scale"
-_LEAST = 1e-12
+LEAST = 2.0**-100
+"""The largest magnitude that a scale is made for is at least this, so that scales and their inverses are normal fp32
+numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,51 @@ def nearest(weight: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Ro
     return RoundedWeight(numbers, scales, offsets)
 
 
+def sizes_along(x: Tensor, dim: int) -> Tensor:
+    """The largest magnitude of each slice of fp32 numbers along `dim`, which stays with size 1."""
+    return x.abs().amax(dim, keepdim=True).clamp(min=LEAST)
+
+
+def in_levels(x: Tensor, sizes: Tensor) -> Tensor:
+    """Numbers of which `sizes` become 127, before they are rounded. In training and in storage alike."""
+    return x * (MOST / sizes)
+
+
 def round_rows(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
     """A weight (…, N, K) in int8 with a scale for each output; `clip`, (…, N) or one for all, is the share of its
     largest magnitude that 127 stands for."""
-    largest = weight.detach().float().abs().amax(-1) * clip
-    return nearest(weight, (largest.clamp(min=_LEAST) / MOST)[..., None])
+    wide = weight.detach().float()
+    share = clip[..., None] if isinstance(clip, Tensor) else clip
+    sizes = (sizes_along(wide, -1) * share).clamp(min=LEAST)
+    numbers = in_levels(wide, sizes).round().clamp(-MOST, MOST).to(torch.int8)
+    return RoundedWeight(numbers, sizes / MOST)
+
+
+def input_scale_of(clip: Tensor) -> Tensor:
+    """The value of 1 in inputs with a learned `clip` (1,): fp32 (1,)."""
+    return clip.float().exp2() / MOST
+
+
+def clip_of(input_scale: Tensor) -> Tensor:
+    """The clip (1,) with which 1 has this value in inputs."""
+    return (input_scale.reshape(1) * MOST).log2()
+
+
+def without_clips(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A state dict without learned clips, and these alone, by their names."""
+    clips = {name: value for name, value in state.items() if name.rpartition(".")[2] == CLIP}
+    return {name: value for name, value in state.items() if name not in clips}, clips
+
+
+def rounded_by_clips(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
+    """The weights of the linears of a state dict that have learned clips, by their names, as they multiply in
+    training: with a scale for each output, and that of inputs."""
+    return {
+        name: replace(round_rows(state[f"{name}.weight"]), input_scale=input_scale_of(clip).cpu()[0])
+        for name, clip in (
+            (key.removesuffix(f".{CLIP}"), clip) for key, clip in without_clips(state)[1].items()
+        )
+    }
 
 
 def round_groups(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.config.formats import PRODUCTS
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.models.anatomy import anatomy_of, is_norm
@@ -107,7 +108,8 @@ def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
     """
     if isinstance(module, RoundedLinear):
         # Rounded from bf16, which is fp32's eight leading bits where fp8 has four and int8 seven, at half the traffic.
-        return True
+        # With learned clips they are rounded as they will be deployed, from fp32.
+        return not PRODUCTS[module.products].clips
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith(("proj_weight", "in_proj_bias"))
     known = [base for base in _PRODUCTS if isinstance(module, base)]

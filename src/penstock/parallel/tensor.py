@@ -48,6 +48,7 @@ from penstock.models.roles import (
     owned,
     walk,
 )
+from penstock.models.rounded import CLIP
 from penstock.optim.tensors import local
 from penstock.parallel import sequence
 from penstock.parallel.data import broadcast
@@ -227,6 +228,7 @@ class _Splitter:
         pieces = len(linear.fused)
         self._split(linear, {"weight": outputs, "bias": 0}, pieces=pieces, kind=Part)
         _divide(self._module(self._plain(linear.name)), linear.counts, self.line.count)
+        self._clips(linear)
         if is_adapted(self._module(linear.name)):
             # A gives the same on all ranks, whose rows of B each send a part of its gradient.
             self._split(linear, {"weight": 0}, pieces=pieces, kind=Part, inside=SECOND)
@@ -234,8 +236,14 @@ class _Splitter:
 
     def _row(self, linear: Linear, line: Line) -> None:
         self._split(linear, {"weight": 0 if linear.transposed else 1}, kind=Row, line=line, spread=("bias",))
+        self._clips(linear)
         if is_adapted(self._module(linear.name)):
             self._split(linear, {"weight": 1}, kind=Row, line=line, inside=FIRST)
+
+    def _clips(self, linear: Linear) -> None:
+        """A learned clip gets the gradient of a rank's own features, or by its own outputs."""
+        if CLIP in self._module(linear.name)._parameters:
+            self.partial.append(f"{linear.name}.{CLIP}")
 
     def _enters(self, name: str, line: Line) -> None:
         module = self._module(name)

@@ -179,7 +179,7 @@ class Lister:
             # Sequence parallelism keeps the device's rows and gathers the others again.
             each = t.kept if narrow else c
             kept = (
-                inputs * each + beside * (each != c) + 4.0 * batch * rows * integers
+                inputs * each + beside * (each != c) + 4.0 * batch * rows * (integers and not row.clips)
             )  # and a scale for each row
             kept /= t.spread if group == "inputs" else 1
         count = (1 + bool(biases) if tensors is None else tensors) if own else 0
@@ -223,14 +223,15 @@ class Lister:
         read twice, for the largest element and to round; a CPU's single ones work on pieces that stay in its cache."""
         t = self.terms
         c, weight = t.product, 4.0 if t.casts else t.product
-        gradients = outputs * (1 + ("weight" in passes))
+        times = sum(one in passes for one in ("input", "weight"))
+        gradients = outputs * times
         reads, writes = (2.0 if t.fused else 1.0), 1.0 + ROUNDING_BYTES * (not t.fused and not t.host)
         ahead, behind = inputs + (0.0 if t.serving else weights), gradients + weights
         self.add(
             Op(f"{name}.quantize", "quantize", read=reads * (inputs * c + (ahead - inputs) * weight),
                written=writes * ahead, elements=0.0 if t.fused else ahead),
             Op(f"{name}.quantize", "quantize", False, read=reads * (gradients * c + weights * weight),
-               written=writes * behind, elements=0.0 if t.fused else behind, launches=1 + ("weight" in passes)),
+               written=writes * behind, elements=0.0 if t.fused else behind, launches=max(times, 1)),
         )  # fmt: skip
         own = 0.0 if "weight" in passes else (outputs + inputs) * (2 * c)
         moved = 4.0 + c if t.fused else 12.0 + 8.0 + c

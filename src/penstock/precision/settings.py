@@ -38,7 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "norms": get_args(Width),
     "master": get_args(Master),
     "outputs": get_args(Outputs),
-    "products": tuple(name for name, row in PRODUCTS.items() if row.trains),
+    "products": tuple(name for name, row in PRODUCTS.items() if row.trains and not row.clips),
 }
 
 _APEX = {

@@ -24,6 +24,7 @@ from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import Anatomy, anatomy_of
 from penstock.models.experts import ExpertLinear
 from penstock.models.roles import Attention, Experts, Linear, Perceptron
+from penstock.models.rounded import CLIP
 from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedExpertLinear, RoundedLinear
 from penstock.products.integers import Int4, Int8, Int8Twice, Int8Weights
 from penstock.products.shortlist import Shortlist
@@ -32,6 +33,7 @@ from penstock.products.stored import Bf16, OneDnn, Stored, StoredExperts
 _log = logging.getLogger(__name__)
 TRAINED: dict[Products, type[nn.Linear]] = {
     "plain": nn.Linear, "fp8": Fp8Linear, "fp8_tensorwise": Fp8Linear, "int8": Int8Linear, "int8_all": Int8Linear,
+    "int8_forward": Int8Linear, "int8_pact": Int8Linear,
 }  # fmt: skip
 """Classes of linear layers in training."""
 STORED: dict[Products, type[Stored]] = {
@@ -40,6 +42,8 @@ STORED: dict[Products, type[Stored]] = {
 """Classes of linear layers in inference; `plain` leaves them as they are."""
 AnyLinear = nn.Linear | ExpertLinear
 _ROUNDED = (RoundedLinear, RoundedExpertLinear)
+UNCALIBRATED = 3.0
+"""The logarithm of a clip that no calibration has set: inputs from −8 to 8."""
 
 
 def device_problem(device: torch.device | str, products: Products, *, serving: bool = False) -> str | None:
@@ -83,6 +87,8 @@ def left_out(linears: Mapping[str, AnyLinear], anatomy: Anatomy, row: Product) -
             yield name, "outside the blocks"
         elif name in routers:
             yield name, "a router, whose choice of experts rounding would change"
+        elif row.clips and isinstance(module, ExpertLinear):
+            yield name, "experts, whose inputs share no clip"
         elif type(module) not in (nn.Linear, ExpertLinear) and not isinstance(module, _ROUNDED):
             kind = type(module)
             yield name, f"a {kind.__module__}.{kind.__qualname__}, which computes in its own way"
@@ -109,9 +115,9 @@ def convert_linears(
 
     What comes before and after the blocks (stem, embeddings, head) stays as it is: the first and last layers are the
     most sensitive and a small part of the work. In fp8 so do layers whose sides are no multiples of 16. Weights stay
-    what they are and so do state dicts; `products="plain"` undoes it. Convert before compiling and sharding. `device`
-    is where the model will run, by default where its weights are. `emulate` computes the same numbers slowly, on any
-    device.
+    what they are and so do state dicts, but for the clip that a layer learns, which begins at `UNCALIBRATED`;
+    `products="plain"` undoes it. Convert before compiling and sharding. `device` is where the model will run, by
+    default where its weights are. `emulate` computes the same numbers slowly, on any device.
 
     Raises:
         ConfigError: the device does not multiply so, or no layer can be converted.
@@ -144,6 +150,12 @@ def convert_linears(
         expert = isinstance(linears[name], ExpertLinear)
         linears[name].__class__ = RoundedExpertLinear if expert else TRAINED[products]
         linears[name].__dict__.update(products=products, emulate=emulate)
+        linears[name]._parameters.pop(CLIP, None)
+        if row.clips:
+            weight = linears[name].weight
+            # Also beside weights that have no memory before they are sharded.
+            clip = torch.full((1,), UNCALIBRATED, device="cpu" if weight.is_meta else weight.device)
+            linears[name].register_parameter(CLIP, nn.Parameter(clip))
     _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), kept or "none")
     return kept
 
@@ -152,6 +164,7 @@ def _restore(module: nn.Module) -> None:
     if isinstance(module, _ROUNDED):
         module.__class__ = ExpertLinear if isinstance(module, ExpertLinear) else nn.Linear  # type: ignore[assignment]
         del module.__dict__["products"], module.__dict__["emulate"]
+        module._parameters.pop(CLIP, None)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from penstock.config.formats import PRODUCTS, Products
 from penstock.errors import ConfigError
 from penstock.kernels.padding import put_rows
 from penstock.models.experts import ExpertLinear, SortedVisits, spread
+from penstock.models.rounded import CLIP
 from penstock.products.fp8 import Scaling, fp8_linear, rows_in_fp8, scaled_product
 from penstock.products.int8 import int8_linear
 from penstock.products.stored import Stored
@@ -21,8 +22,8 @@ from penstock.products.stored import Stored
 
 class RoundedLinear(nn.Linear):
     """A linear layer whose products are in 8 bits inside an accelerated forward pass (under autocast to bf16), and
-    which is a plain one elsewhere. Made by `penstock.products.convert` out of an nn.Linear, whose parameters and names
-    it keeps.
+    which is a plain one elsewhere, unless it has a learned clip, which says how it multiplies in fp32, too. Made by
+    `penstock.products.convert` out of an nn.Linear, whose parameters and names it keeps.
     """
 
     products: Products
@@ -30,9 +31,12 @@ class RoundedLinear(nn.Linear):
     """Whether the same numbers are multiplied in a wider type, on any device: the reference."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _in_8_bits(self.products, x):
+        clipped = PRODUCTS[self.products].clips and not torch.is_autocast_enabled(x.device.type)
+        if not clipped and not _in_8_bits(self.products, x):
             return super().forward(x)
-        return self.multiplied(x, torch.bfloat16)
+        if not x.numel():
+            return super().forward(x)
+        return self.multiplied(x, x.dtype if clipped else torch.bfloat16)
 
     def multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """(…, in) to (…, out) in `dtype`."""
@@ -74,10 +78,8 @@ class Int8Linear(RoundedLinear):
 
     def multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """See `RoundedLinear`."""
-        weights_too = "weight" in PRODUCTS[self.products].passes
-        return int8_linear(
-            x, self.weight, self.bias, weights_too=weights_too, dtype=dtype, emulate=self.emulate
-        )
+        passes, clip = PRODUCTS[self.products].passes, self._parameters.get(CLIP)
+        return int8_linear(x, self.weight, self.bias, clip, passes=passes, dtype=dtype, emulate=self.emulate)
 
 
 class RoundedExpertLinear(ExpertLinear):
@@ -104,7 +106,7 @@ class RoundedExpertLinear(ExpertLinear):
         how: dict[str, Any] = {"dtype": torch.bfloat16, "emulate": self.emulate}
         multiply: Callable[..., Tensor]
         if row.weights == "int8":
-            multiply, how["weights_too"] = int8_linear, "weight" in row.passes
+            multiply, how["passes"] = int8_linear, row.passes
         else:
             multiply, how["scaling"] = fp8_linear, row.scales
         weights = self.weight.unbind(0)

@@ -13,6 +13,11 @@ over thousands of rows, where rounding hurts most: in bf16 it is that of SwitchB
 low-precision training for large-scale vision-language models", NeurIPS 2023, section 2.2), which however has one scale
 for all of a weight.
 
+With a learned clip log₂ α all inputs have the scale α / 127 instead, as those of a deployed model with static scales.
+What is at an end of the scale is clipped: it passes no gradient on, and α gets that of its value (Choi et al., "PACT:
+Parameterized Clipping Activation for Quantized Neural Networks", 2018, section 3), divided by √K, so that it does not
+outweigh others in the norm of all (Esser et al., "Learned Step Size Quantization", ICLR 2020, section 2.2).
+
 The sums are exact on every CPU. Those of `torch._int_mm` are where there is VNNI. Without, oneDNN adds pairs of
 products of whole bytes in 16 bits, which saturate: there the second factor is split into halves and remainders, whose
 pairs fit, and multiplied twice. So results do not depend on the processor, and int8 does not pay on such a one.
@@ -25,6 +30,7 @@ for bytes without a sign, a thousand times slower for signed ones, and laying we
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,13 +38,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.config.formats import ProductPass
 from penstock.cpu import this_cpu
+from penstock.models.rounded import MOST as LEVELS
+from penstock.models.rounded import in_levels, input_scale_of, sizes_along
 
-LEVELS = 127
-"""The largest magnitude of a number."""
-_LEAST = 2.0**-100
-"""The largest magnitude that a scale is made for is at least this, so that scales and their inverses are normal fp32
-numbers."""
 _PIECE = 1 << 15
 """Elements that are rounded at a time on a CPU, which then stay in its cache from one operation to the next."""
 _ALIGNED = 8
@@ -57,20 +61,20 @@ def rounded(
     noise = torch.ops.penstock.noise(x) if noisy else None
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         wide = _scaled(x, factor)
-        sizes = _sizes(wide, dim)
+        sizes = sizes_along(wide, dim)
         return _numbers(wide, sizes, noise), sizes / LEVELS
     rows = max(1, _PIECE // x.shape[1])
     pieces = [slice(start, start + rows) for start in range(0, len(x), rows)]
     by_piece = [factor if factor is None or len(factor) == 1 else factor[piece] for piece in pieces]
     numbers = torch.empty(x.shape, dtype=torch.int8)
-    sizes = torch.full((1, x.shape[1]), _LEAST) if dim == 0 else torch.empty(len(x), 1)
+    sizes = torch.zeros(1, x.shape[1]) if dim == 0 else torch.empty(len(x), 1)
     if dim == 0:
         for piece, by in zip(pieces, by_piece):
-            sizes = torch.maximum(sizes, _sizes(_scaled(x[piece], by), 0))
+            sizes = torch.maximum(sizes, sizes_along(_scaled(x[piece], by), 0))
     for piece, by in zip(pieces, by_piece):
         wide = _scaled(x[piece], by)
         if dim == 1:
-            sizes[piece] = _sizes(wide, 1)
+            sizes[piece] = sizes_along(wide, 1)
         own = sizes if dim == 0 else sizes[piece]
         numbers[piece] = _numbers(wide, own, None if noise is None else noise[piece])
     return numbers, sizes / LEVELS
@@ -80,12 +84,14 @@ def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
     return x.float() if factor is None else x.float() * factor
 
 
-def _sizes(wide: Tensor, dim: int) -> Tensor:
-    return wide.abs().amax(dim, keepdim=True).clamp(min=_LEAST)
+def clipped(x: Tensor, scale: Tensor) -> Tensor:
+    """int8 numbers of x (M, K) from −128 to 127, with the fp32 scale (1,) of a deployed model for all."""
+    inverse = scale.double().reciprocal().float()
+    return (x.float() * inverse).round().clamp(-LEVELS - 1, LEVELS).to(torch.int8)
 
 
 def _numbers(wide: Tensor, sizes: Tensor, noise: Tensor | None) -> Tensor:
-    numbers = wide * (LEVELS / sizes)
+    numbers = in_levels(wide, sizes)
     if noise is not None:  # from −127.5/256 to 127.5/256: what is whole stays, and nothing leaves the levels
         numbers = numbers + (noise.float() * 2.0**-8 + 2.0**-9)
     return numbers.round().to(torch.int8)
@@ -131,26 +137,34 @@ def int8_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    clip: Tensor | None = None,
     *,
-    weights_too: bool = False,
+    passes: tuple[ProductPass, ...] = ("forward", "input"),
     dtype: torch.dtype = torch.bfloat16,
     emulate: bool = False,
 ) -> Tensor:
     """`F.linear` with products in int8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
 
-    Gradients have the types of `x`, `weight` and `bias`. `weights_too` makes those of weights in int8 as well, instead
-    of in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be differentiated twice.
+    Gradients have the types of `x`, `weight`, `bias` and `clip`, (1,), with which all inputs have one scale. Products
+    of the backward pass that are not in `passes` are in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be
+    differentiated twice.
     """
     flat = x.reshape(-1, x.shape[-1])
     function: Any = _Int8
-    y: Tensor = function.apply(flat, weight, bias, dtype, weights_too, emulate)
+    y: Tensor = function.apply(flat, weight, bias, clip, dtype, passes, emulate)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def scale_sums(
     sums: Tensor, columns: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Sums (M, N) times the scales of columns (1, N), then of rows (M, 1), and a bias (N,): (M, N) in `dtype`."""
+    """Sums (M, N) times the scales of columns (1, N), then of rows (M, 1), and a bias (N,): (M, N) in `dtype`. One
+    scale for all rows, (1,), is multiplied by those of columns first, as in a deployed model."""
+    if rows.ndim == 1:
+        scales = columns * rows
+        # Torch rounds this once, as the fused products of oneDNN do.
+        wide = sums * scales if bias is None else torch.addcmul(bias.float(), sums.float(), scales)
+        return wide.to(dtype)
     wide = sums * columns
     wide = wide * rows if bias is None else torch.addcmul(bias.float(), wide, rows)
     return wide.to(dtype)
@@ -184,31 +198,48 @@ class _Int8(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        clip: Tensor | None,
         dtype: torch.dtype,
-        weights_too: bool,
+        passes: tuple[ProductPass, ...],
         emulate: bool,
     ) -> Tensor:
         ctx.types = (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
-        ctx.weights_too, ctx.emulate = weights_too, emulate
-        rows, row_scales = rounded(x)
+        ctx.passes, ctx.emulate = passes, emulate
+        if clip is None:
+            rows, row_scales = rounded(x)
+        else:
+            row_scales = input_scale_of(clip)
+            rows = clipped(x, row_scales)
         outputs, output_scales = rounded(weight)
         # Of the weight the parameter itself: where it is sharded, nothing of it stays behind.
-        ctx.save_for_backward(rows, row_scales, weight)
+        ctx.save_for_backward(rows, row_scales, weight, clip)
         sums = integer_product(rows, outputs.t(), emulate=emulate)
         return scale_sums(sums, output_scales.t(), row_scales, bias, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        rows, row_scales, weight = ctx.saved_tensors
+        rows, row_scales, weight, clip = ctx.saved_tensors
         x_type, weight_type, bias_type, dtype = ctx.types
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, *rounded(weight), x_type, emulate=ctx.emulate)
+        dx = dweight = dbias = dclip = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+            outputs, scales = rounded(weight)
+            if "input" in ctx.passes:
+                wide = x_type if clip is None else torch.float32
+                dx = input_gradient(dy, outputs, scales, wide, emulate=ctx.emulate)
+            else:
+                dx = (dy * scales.t()).to(dtype) @ outputs.to(dtype)
+            if clip is not None:
+                inside = (rows < LEVELS) & (rows > -LEVELS - 1)
+                ends = (dx * rows).masked_fill(inside, 0.0).sum(dtype=torch.float32)
+                dclip = (ends * row_scales * (math.log(2) / rows.shape[1] ** 0.5)).to(clip.dtype)
+                dx = dx * inside
+            dx = dx.to(x_type)
         if ctx.needs_input_grad[1]:
+            weights_too = "weight" in ctx.passes
             dweight = weight_gradient(
-                dy, rows, row_scales, dtype, weights_too=ctx.weights_too, emulate=ctx.emulate
+                dy, rows, row_scales.view(-1, 1), dtype, weights_too=weights_too, emulate=ctx.emulate
             ).to(weight_type)
         if ctx.needs_input_grad[2]:
             dbias = dy.sum(0, dtype=torch.float32).to(bias_type)
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, dclip, None, None, None

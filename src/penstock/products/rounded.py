@@ -71,8 +71,12 @@ class RoundedInt8(Stored):
             return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(  # type: ignore[no-any-return]
                 x.contiguous(), scale, 128, self.packed
             )
-        found = self.sums(in_8_bits(x, scale)) * (self.scales * scale)
-        return found if self.bias is None or self.static is None else found + self.bias
+        sums, scales = self.sums(in_8_bits(x, scale)), self.scales * scale
+        return (
+            sums * scales
+            if self.bias is None or self.static is None
+            else torch.addcmul(self.bias, sums, scales)
+        )
 
     def sums(self, q: Tensor) -> Tensor:
         """Inputs of whole numbers (M, K) by the weights' numbers, (M, N): exact before they are fp32. The reference."""

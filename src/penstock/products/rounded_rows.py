@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from penstock.errors import ConfigError
 from penstock.kernels.remainder_adamw import runs_triton
 from penstock.models.perceptron import activate
+from penstock.models.rounded import LEAST
 from penstock.products import fp8, int8
 
 FORMS = {"int8": torch.int8, "fp8": fp8.E4M3}
@@ -33,7 +34,7 @@ NORMS = ("none", "layer", "rms")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 MOST = 1 << 14
 """Numbers up to which a kernel holds a row."""
-_LEAST = {"int8": int8._LEAST, "fp8": fp8._LEAST}
+_LEAST = {"int8": LEAST, "fp8": fp8._LEAST}
 
 
 def rounded_rows(

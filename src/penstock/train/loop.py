@@ -64,6 +64,7 @@ from penstock.train.prepare import (
     learning_of,
     like_the_teacher,
     machine_of,
+    require_calibrated,
     require_teacher,
     write_beside,
 )
@@ -175,6 +176,8 @@ class _Run:
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         require_teacher(config, train_source)
         stored = find_checkpoint(config, dims, resume=resume)
+        if not stored:
+            require_calibrated(config)
         if config.init_from and not stored:
             weights = local_weights(config.init_from)
             require_fitting(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock.config.formats import PRODUCTS
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig, vocabulary_of
 from penstock.config.recipes import require_alike
@@ -22,9 +23,11 @@ from penstock.disk import write_file
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
 from penstock.models import create
+from penstock.models.convert.files import described
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.models.lora import add_adapters, gives_classes
+from penstock.models.rounded import rounded_in
 from penstock.optim.groups import freeze
 from penstock.parallel import fit_to_ranks, launched
 from penstock.planner.learning import WHOLE, Learning
@@ -84,6 +87,21 @@ def require_teacher(config: RunConfig, source: Source) -> None:
         raise ConfigError(
             f"recipe.teacher {name} has the tokenizer {theirs.name}, and this run {ours.name}, so that the numbers of "
             "their words are not the same; set data.tokenizer to the teacher's folder, or leave it out."
+        )
+
+
+def require_calibrated(config: RunConfig) -> None:
+    """Raise ConfigError where clips are to be learned, and the weights to start from say not where they start."""
+    if not PRODUCTS[config.plan.products].clips:
+        return
+    start = config.init_from
+    weights = {} if start is None else rounded_in(described(local_weights(start)))
+    if not any(one.input_scale is not None for one in weights.values()):
+        raise ConfigError(
+            f"plan.products={config.plan.products} learns where inputs are clipped, and "
+            f"{'init_from is not set' if start is None else f'init_from {start} has no scales of inputs'} to start at; "
+            "calibrate a trained model first with penstock compress MODEL --quantise int8 --quantise.inputs static, "
+            "and start --from the result."
         )
 
 

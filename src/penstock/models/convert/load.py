@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copie
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.lora import without_adapters
 from penstock.models.model import Model, part_of, renamed
-from penstock.models.rounded import plain_state
+from penstock.models.rounded import CLIP, clip_of, plain_state, rounded_in
 from penstock.planner.describe import totals
 
 log = logging.getLogger(__name__)
@@ -75,15 +76,41 @@ def load_weights(
             "model.init_weights() first."
         )
     with without_adapters(model):
-        return _load(model, source, new_head, upcycling)
+        with _without_clips(model) as clips:
+            state, loaded, scales = _fitting(model, source, new_head, upcycling)
+        if clips:
+            held = model.state_dict()  # of a stage of a pipeline its own
+            starts = {f"{name}.{CLIP}": clip_of(scales[name]) for name in clips & scales.keys()}
+            state = held | state | {name: start for name, start in starts.items() if name in held}
+        if loaded.ignored:
+            log.info("Left out, because the model does not need them: %s.", ", ".join(loaded.ignored))
+        with torch.no_grad():
+            model.load_state_dict(state)
+        return loaded
 
 
-def _load(
+@contextmanager
+def _without_clips(model: nn.Module) -> Iterator[set[str]]:
+    """Inside, the model has none of the clips that its linears learn; given are the names of these linears."""
+    held = {
+        name: (module, module._parameters.pop(CLIP))
+        for name, module in model.named_modules()
+        if CLIP in module._parameters
+    }
+    try:
+        yield set(held)
+    finally:
+        for module, clip in held.values():
+            module._parameters[CLIP] = clip
+
+
+def _fitting(
     model: nn.Module,
     source: str | Path | Mapping[str, Tensor],
     new_head: bool,
     upcycling: Upcycling | None,
-) -> Loaded:
+) -> tuple[dict[str, Tensor], Loaded, dict[str, Tensor]]:
+    """The state that a model is to have, and the scale of the inputs of linears where one is stored."""
     # A stage of a pipeline has the names of the whole model, and some of its weights.
     whole = create(cast(Any, model).config, device="meta") if WHOLE in model.__dict__ else model
     model_type = None
@@ -94,15 +121,12 @@ def _load(
         model_type = said_in(source).get("model_type")
     else:
         state = source
+    scales = {name: one.input_scale for name, one in rounded_in(state).items() if one.input_scale is not None}
     state, loaded = fitted(whole, state, new_head, model_type, upcycling)
     if whole is not model:  # what other ranks hold, and what is drawn again, stays as it is
         held = model.state_dict()
         state = held | {name: value for name, value in state.items() if name in held and not value.is_meta}
-    if loaded.ignored:
-        log.info("Left out, because the model does not need them: %s.", ", ".join(loaded.ignored))
-    with torch.no_grad():
-        model.load_state_dict(state)
-    return loaded
+    return dict(state), loaded, scales
 
 
 def require_fitting(

@@ -28,7 +28,13 @@ from penstock.models.convert.text import text_pending
 from penstock.models.convert.text_config import read_text_config, write_text_config
 from penstock.models.convert.vit import require_representable, to_hf, unrepresentable
 from penstock.models.model import Model
-from penstock.models.rounded import RoundedWeight, plain_state, rounded_in
+from penstock.models.rounded import (
+    RoundedWeight,
+    plain_state,
+    rounded_by_clips,
+    rounded_in,
+    without_clips,
+)
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
 GIVE = (
@@ -62,14 +68,22 @@ def save_pretrained(
     holds is replaced only when all new weights are on the disk (see `penstock.tensorfile.write_model`, and what it
     raises). `weights` replace the model's state dict, if the model holds only a part of it. `beside` is a folder whose
     files are written too, those of a tokenizer; what its config.json holds, such as the numbers of special tokens, goes
-    into the model's.
+    into the model's. Linears that have learned clips are written in int8, as they multiply.
     """
     config = cast(Any, model).config
     others = [*beside.iterdir()] if beside is not None and beside.is_dir() else []
     more: dict[str, Any] = {}
     for file in (file for file in others if file.name == "config.json"):
         more |= read_json(file)
-    values, tensors = _in_their_form(config, model.state_dict() if weights is None else weights, more)
+    state = model.state_dict() if weights is None else weights
+    rounded = rounded_by_clips(state)
+    if rounded:
+        formats: dict[str, tuple[StoredFormat, RoundedWeight]] = {
+            n: ("int8", one) for n, one in rounded.items()
+        }
+        values, tensors = _in_few_bits(config, without_clips(state)[0], formats, more)
+    else:
+        values, tensors = _in_their_form(config, state, more)
     files = {file.name: file for file in others if file.name != "config.json"}
     _write_folder(Path(folder), values, tensors, files, shard_bytes)
 
@@ -106,13 +120,25 @@ def save_rounded(
 
     What the folder `source` says of special tokens, labels and classes, and its tokenizer, go with it.
     """
-    config, state = cast(Any, model).config, dict(model.state_dict())
-    state = {name: tensor for name, tensor in state.items() if name not in config.graph.tied}
+    config, more = cast(Any, model).config, _carried(source)
+    values, tensors = _in_few_bits(config, model.state_dict(), rounded, more, said)
+    _write_folder(Path(folder), values, tensors, files_beside(source))
+
+
+def _in_few_bits(
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
+    more: Mapping[str, Any],
+    said: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], list[Pending]]:
+    """The config.json, with `more` in it, and the weights of a model that has some in few bits."""
+    state = {name: tensor for name, tensor in weights.items() if name not in config.graph.tied}
     for name, (_, weight) in rounded.items():
         state |= {key: part.contiguous() for key, part in weight.stored(name).items()}
     formats = {name: form for name, (form, _) in rounded.items()}
-    values = _own_form(config) | _carried(source) | {"quantised": {"formats": formats, **(said or {})}}
-    _write_folder(Path(folder), values, pending(state), files_beside(source))
+    values = {**_own_form(config), **more, "quantised": {"formats": formats, **(said or {})}}
+    return values, pending(state)
 
 
 def save_values(model: nn.Module, folder: str | Path, *, source: Path) -> None:

@@ -17,10 +17,13 @@ from helpers.generation import Letters, tiny
 from helpers.rank_pool import pool
 from helpers.routed import routed
 from penstock.cli import main
+from penstock.compress.data import QuantiseData
 from penstock.compress.quantise import quantise_folder
 from penstock.config.decoding import Decoding
+from penstock.config.model import DecoderConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
+from penstock.config.stack import Stack
 from penstock.data.text.tokenizers import Bytes
 from penstock.decode.engine import Engine, Request
 from penstock.decode.speculate import Reading
@@ -32,6 +35,8 @@ from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.parallel import ALONE, dims_of
 from penstock.parallel.hosts import attend, rounds_of
+from penstock.products.integers import Int4, Int8Weights
+from penstock.products.rounded import RoundedInt8
 from penstock.products.stored import Stored
 from penstock.serve.led import Led, LedVectors
 
@@ -141,7 +146,52 @@ def _rounded(folder: str) -> str:
 
 def test_experts_in_few_bits_are_not_split(tmp_path: Path) -> None:
     save_pretrained(tiny("mixtral", dtype=torch.float32), tmp_path)
-    assert all("leave tp, pp and ep out" in said for said in pool(2).run(_rounded, str(tmp_path)))
+    assert all("leave tp and ep out" in said for said in pool(2).run(_rounded, str(tmp_path)))
+
+
+def _in_few_bits(line: str, folders: list[str]) -> list[tuple[list[tuple[int, ...]], int]]:
+    """Texts of each folder in two ways, and how many linears multiply in few bits on this rank."""
+    found = []
+    for folder in folders:
+        with Generator(folder, Plan.parse(line), start=0, ends=ENDS) as made:
+            texts = [one.ids for way in ("greedy", "beams") for one in made.generate(ROWS, **WAYS[way])]
+            forms = (RoundedInt8, Int8Weights, Int4)
+            found.append((texts, sum(isinstance(one, forms) for one in made.model.modules())))
+    return found
+
+
+def test_layers_in_few_bits_are_split_and_make_the_same_texts(tmp_path: Path) -> None:
+    """Scales of rows of inputs that ranks each have a part of are those of whole rows."""
+    sizes: dict[str, Any] = {"width": 64, "heads": 4, "mlp_width": 128, "depth": 2}
+    stack = Stack(**sizes)
+    models = {
+        "decoder": DecoderConfig(vocabulary=WORDS, sequence=24, mlp="swiglu", kv_heads=2, **sizes),
+        "both": Seq2SeqConfig(
+            vocabulary=WORDS, sequence=24, decoder_sequence=24, encoder=stack, decoder=stack
+        ),
+    }
+    folders = []
+    for name, config in models.items():
+        torch.manual_seed(1)
+        model = create(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3.0)
+        save_pretrained(model, tmp_path / name)
+        draw = torch.randint(0, WORDS, (4, 12), generator=torch.Generator().manual_seed(0))
+        given = (draw,) if name == "decoder" else (draw, draw, torch.full((4,), 12))
+        for options in (
+            QuantiseOptions(format="int8"), QuantiseOptions(format="int8", inputs="static"),
+            QuantiseOptions(format="int4"), QuantiseOptions(format="int8_weights"),
+        )[: 4 if name == "decoder" else 2]:  # fmt: skip
+            folders.append(str(tmp_path / f"{name} {len(folders)}"))
+            quantise_folder(tmp_path / name, folders[-1], options, QuantiseData(lambda given=given: [given]))  # type: ignore[misc]
+    alone = _in_few_bits("baseline", folders)
+    for line in ("tp=2", "pp=2"):
+        for rank in pool(2).run(_in_few_bits, line, folders):
+            for (texts, count), (expected, whole) in zip(rank, alone, strict=True):
+                assert texts == expected, line
+                assert count == (whole if "tp" in line else whole // 2) > 0
 
 
 def _by_label(line: str, label: list[str]) -> list[tuple[int, ...]]:

@@ -33,6 +33,7 @@ from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS
 from penstock.parallel.hosts import Slots, host_experts, rounds_of
+from penstock.parallel.parts import rounded_part
 from penstock.parallel.tensor import line_of, split_layers
 from penstock.products.convert import store_linears, suited
 from penstock.products.rounded import store_rounded
@@ -151,11 +152,20 @@ def loaded(
     if shortlist:
         shorten(module, (*shortlist, *ends))
     if rounded:
-        if dims.tp * dims.pp * dims.ep > 1:
+        experts = any(weight.numbers.ndim > 2 for _, weight in rounded.values())
+        if dims.ep > 1 or (dims.tp > 1 and experts):
             raise ConfigError(
-                "The folder has linear layers in few bits, which ranks cannot split; give weights=plain to compute "
-                "with their values, or leave tp, pp and ep out."
+                "The folder has experts in few bits, which ranks cannot split; give weights=plain to compute with "
+                "their values, or leave tp and ep out."
             )
+        here = dict(module.named_modules())
+        if dims.tp > 1:
+            rounded = {
+                name: (each, rounded_part(here[name], weight, name) if name in here else weight)
+                for name, (each, weight) in rounded.items()
+            }
+        if dims.pp > 1:  # blocks of other stages are not here
+            rounded = {name: weight for name, weight in rounded.items() if name in here}
         store_rounded(module, rounded)
     module = store_linears(module, suited(module, form, own=own), careful=careful)
     never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
+from penstock.models.rounded import RoundedWeight
 from penstock.optim.tensors import local, whole
 from penstock.parallel import sequence
 from penstock.parallel.sequence import Line
-from penstock.shards import FIRST, Cut, cut_like
+from penstock.shards import FIRST, Cut, cut_like, cuts
 
 M = TypeVar("M", bound=nn.Module)
 SPLIT_FROM = "penstock_split_from"
@@ -73,7 +75,33 @@ class Part:
                 new.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
                 base: Any = type(new)
                 new.__class__ = _class(kind, base, reads=False)
+        if isinstance(self, Row):
+            new.__dict__["whole_rows"] = functools.partial(sequence.largest, line=self.penstock_line)
         return new
+
+
+def rounded_part(linear: nn.Module, weight: RoundedWeight, name: str) -> RoundedWeight:
+    """This rank's part of the weight in few bits of the linear `name`; the whole where it is not split.
+
+    Raises ConfigError where ranks would split inputs that share a scale.
+    """
+    held: Any = linear._parameters["weight"]
+    if not hasattr(held, "placements"):
+        return weight
+    cut, groups = cuts(held)[0], weight.scales.shape[-1]
+    by_inputs = cut.dim == weight.numbers.ndim - 1
+    if by_inputs and groups > 1 and groups % cut.count:
+        raise ConfigError(
+            f"plan.tp={cut.count} would split inputs of {name} that share a scale, of which it has {groups}; use a tp "
+            "that divides it, or weights=plain."
+        )
+
+    def part(scales: Tensor | None) -> Tensor | None:
+        return scales if scales is None or (by_inputs and groups == 1) else cut_like(held, scales)
+
+    scales = part(weight.scales)
+    assert scales is not None
+    return RoundedWeight(cut_like(held, weight.numbers), scales, part(weight.offsets), weight.input_scale)
 
 
 def _reader(name: str) -> Callable[[Any], Any]:

@@ -213,6 +213,12 @@ class _OncePerRank(torch.autograd.Function):
         return grad, None
 
 
+def largest(x: Tensor, line: Line) -> Tensor:
+    """The largest of all ranks, element by element; no gradient."""
+    found: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "max", line.group))
+    return found
+
+
 def copy(x: Tensor, line: Line) -> Tensor:
     """See the table above, as for the others."""
     return _Copy.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]

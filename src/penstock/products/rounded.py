@@ -13,7 +13,7 @@ there, which gains no time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ class RoundedInt8(Stored):
     """Weights and inputs in int8, of a folder's numbers."""
 
     wide = True
+    whole_rows: Callable[[Tensor], Tensor] | None = None
+    """Makes the sizes of whole rows of inputs, (M, 1), of which ranks each have a part, of those of the parts."""
 
     def __init__(self, linear: nn.Linear, rounded: RoundedWeight) -> None:
         super().__init__(linear)
@@ -60,6 +62,7 @@ class RoundedInt8(Stored):
         if self.static is not None:
             return self.called(x.float()).to(x.dtype)
         sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=_LEAST)
+        sizes = sizes if self.whole_rows is None else self.whole_rows(sizes)
         found = self.called(x.float() * (MOST / sizes))
         sizes = sizes / MOST
         found = found * sizes if self.bias is None else torch.addcmul(self.bias, found, sizes)
@@ -97,7 +100,10 @@ _FORMS: dict[StoredFormat, type[RoundedInt8 | Int8Weights | Int4]] = {
 
 
 def _stored(linear: nn.Linear, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:
-    return _FORMS[form](linear, rounded)
+    made = _FORMS[form](linear, rounded)
+    # A linear that is split over ranks gives the other form its part between them: see `penstock.parallel.parts`.
+    hand_over: Callable[[nn.Module], nn.Module] | None = getattr(linear, "replaced_by", None)
+    return made if hand_over is None else hand_over(made)
 
 
 def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:

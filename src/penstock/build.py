@@ -204,7 +204,9 @@ def build(
 
     # A teacher is no part of what learns, is sharded or saved: the loss alone knows it. It computes by the same Plan.
     if recipe.teacher is not None:
-        teacher = open_teacher(recipe, loss, config, module, device=device, dtype=precision.dtype)
+        teacher = open_teacher(
+            recipe, loss, config, module, device=device, dtype=precision.dtype, rank=dims.rank
+        )
         set_switches(teacher.model, plan)
         _fuse(teacher.model, plan, precision, device)
         compile_model(teacher.model, plan)

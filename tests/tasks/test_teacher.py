@@ -264,6 +264,69 @@ def test_loss_and_gradients_are_those_computed_by_hand(kind: str, tmp_path: Path
     assert task.teacher is None
 
 
+def test_embeddings_are_taught_by_their_cosine(tmp_path: Path) -> None:
+    student = replace(BERT, head="none")
+    torch.manual_seed(7)
+    save_pretrained(create(replace(student, depth=2)), tmp_path / "teacher")
+    recipe = Recipe(teacher=str(tmp_path / "teacher"), teacher_weight=SHARE, clip_norm=None)
+    built = build(student, Plan(), recipe=recipe, loss=Embedding())
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([3, 8, 5, 1, 4, 8])
+    words, ids = torch.randint(0, 40, (6, 8), generator=g), torch.arange(3).numpy()
+    batch = TextBatch(inputs=(words, lengths), ids=ids, tokens=0)
+    teacher = from_pretrained(tmp_path / "teacher").eval()
+    means = [
+        torch.stack([row[: int(n)].mean(0) for row, n in zip(model(*batch.inputs), lengths)])
+        for model in (built.model, teacher)
+    ]
+    apart = 1 - F.cosine_similarity(means[0], means[1].detach()).mean()
+    assert float(apart.detach()) > 0.1
+    expected = (1 - SHARE) * Embedding()(built.model, batch) + SHARE * apart
+    weights = list(built.model.parameters())
+    gradients = torch.autograd.grad(expected, weights)
+    loss = built.loss(built.model, batch)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(weights, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    save_pretrained(create(replace(student, width=32)), tmp_path / "teacher")
+    with pytest.raises(ConfigError, match="embeddings have 32 features, the student's 16"):
+        build(student, Plan(), recipe=recipe, loss=Embedding())
+
+
+@pytest.mark.parametrize("kind", ["images", "next token", "translation", "sentences"])
+def test_outputs_are_kept_on_disk_and_read_again(kind: str, tmp_path: Path) -> None:
+    model, task = KINDS[kind]
+    recipe = _teacher(model, tmp_path / "teacher")
+    cached = replace(recipe, teacher_cache=str(tmp_path / "cache"))
+    batches = [_batch(kind, seed=seed) for seed in (0, 1)]
+
+    def losses(recipe: Recipe) -> tuple[list[Tensor], int]:
+        built = build(model, Plan(), recipe=recipe, loss=task)
+        assert isinstance(built.loss, Task)
+        used: Any = built.loss.teacher
+        made = [built.loss(built.model, batch) for batch in batches * 2]
+        return made, 0 if used.cache is None else used.cache.computed  # type: ignore[return-value]
+
+    plain, _ = losses(recipe)
+    for expected in (8, 0):  # computed once, then read by another run
+        found, computed = losses(cached)
+        assert all(map(torch.equal, found, plain))
+        assert computed == expected
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.truncate(whole - 3)  # as a killed process leaves it
+    found, computed = losses(cached)
+    assert all(map(torch.equal, found, plain))
+    assert (computed, file.stat().st_size) == (4, whole)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        build(model, Plan(), recipe=replace(cached, teacher_hidden=1.0), loss=task)
+    with pytest.raises(ConfigError, match=r"no recipe\.teacher; name one"):
+        build(model, Plan(), recipe=Recipe(teacher_cache="x"), loss=task)
+
+
 def test_shares_of_classes_are_taught_too(tmp_path: Path) -> None:
     """Targets of mixup count all samples."""
     built = build(VIT, Plan(), recipe=_teacher(VIT, tmp_path / "teacher"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import NONE_WORDS
-from penstock.config.graph import Graph, PatchInput, TokenInput
+from penstock.config.graph import FeatureHead, Graph, PatchInput, TokenInput
 from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, stacks, title
@@ -89,6 +89,10 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
             for name in idle
             if getattr(recipe, name) != getattr(usual, name)
         ]
+        if recipe.teacher_cache is not None:
+            problems.append(
+                "recipe.teacher_cache keeps a teacher's outputs, but there is no recipe.teacher; name one."
+            )
     else:
         problems = [
             f"plan.{name}={degree} splits the student's outputs, which recipe.teacher is compared with as a whole; use "
@@ -97,6 +101,11 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
             if (degree := getattr(plan, name)) > 1
         ]
         inside = [name for name in ("teacher_hidden", "teacher_attention") if getattr(recipe, name)]
+        if recipe.teacher_cache is not None and inside:
+            problems.append(
+                f"recipe.teacher_cache keeps outputs, and recipe.{inside[0]} looks into the teacher's blocks each "
+                "time; leave one of them out."
+            )
         if recipe.teacher_attention and plan.compile == "blocks":
             problems.append(
                 "recipe.teacher_attention looks into blocks, which plan.compile=blocks closes; use compile=none."
@@ -180,7 +189,13 @@ def _differences(teacher: Graph, student: Graph) -> Iterator[str]:
     if teacher.labelled and not student.labelled:
         yield "its router is given the label of each sample, which the student has no place for."
     if not student.classes and not student.words:
-        yield "the student gives features, and only words or classes can be taught."
+        if not (student.heads_of(FeatureHead) and teacher.heads_of(FeatureHead)):
+            yield "the student gives features, and only a teacher that gives features, too, can be compared with it."
+        elif student.width != teacher.width:
+            yield (
+                f"its embeddings have {teacher.width} features, the student's {student.width}; use a student as wide, "
+                "with fewer or narrower blocks."
+            )
         return
     told, asked = _outputs(teacher), _outputs(student)
     if told != asked:

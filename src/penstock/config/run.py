@@ -287,6 +287,9 @@ class Recipe(Checked, where="recipe"):
     teacher_attention: NotNegative = 0.0
     """Weight of the divergence of self-attention relations in the last block of each run, of queries, keys and values
     (Wang et al., ACL 2021, "MiniLMv2"); the teacher may be wider. 0: none."""
+    teacher_cache: FilledText | None = None
+    """Folder in which the teacher's outputs are kept by the inputs that they are of, so that later epochs and runs read
+    them; useful where samples are not augmented. None: they are computed each time."""
     temperature: Positive = 2.0
     """Divisor of the logits of student and teacher before these are compared (Hinton et al., 2015): a higher one makes
     more of unlikely classes and words."""

@@ -3,8 +3,9 @@ in a neural network", 2015).
 
 With w the share and T the temperature, the loss of a batch is (1 − w) · loss of the task + w · T² · KL(teacher ‖
 student), both as means over the task's targets, so that it is the same however a step is cut into micro-batches and
-over ranks. With `hidden` above 0, hidden times the mean difference between the outputs of blocks is added, a mean over
-the tokens of a micro-batch. Evaluations are of the task alone.
+over ranks. Of embeddings the mean of 1 − cos between the vectors of a text takes the place of T² · KL. With `hidden`
+above 0, hidden times the mean difference between the outputs of blocks is added, a mean over the tokens of a
+micro-batch. Evaluations are of the task alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +29,13 @@ from penstock.kernels.distil import Taught, divergences, relation_divergence
 from penstock.models.anatomy import uncompiled
 from penstock.models.block import Attention
 from penstock.models.convert import from_pretrained
+from penstock.models.convert.hub import local_weights
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
 from penstock.models.stack import TokenStack
+from penstock.tasks.embedding import Embedding, vectors
 from penstock.tasks.task import Task
+from penstock.tasks.teacher_cache import TeacherCache
 from penstock.tasks.text import WordTask
 
 
@@ -56,6 +61,7 @@ class Teacher:
         self.model, self.hidden, self.attention = model, hidden, attention
         self.share, self.temperature = share, temperature
         self.student = student.graph
+        self.cache: TeacherCache | None = None
         self.head: Vocabulary | None = None
         if model.graph.words is not None and self.student.words is not None:
             self.head = getattr(model, model.graph.words.name)
@@ -87,7 +93,16 @@ class Teacher:
         with torch.no_grad():
             known = self.model.graph.arguments
             given = {name: value for name, value in zip(self.student.arguments, inputs) if name in known}
-            found = self.model(**{name: self._cast(value) for name, value in given.items()})
+
+            def compute() -> Tensor:
+                made: Tensor = self.model(**{name: self._cast(value) for name, value in given.items()})
+                return torch.cat(vectors(made, batch)) if isinstance(task, Embedding) else made
+
+            found = compute() if self.cache is None else self.cache.outputs(given, compute)
+        if isinstance(task, Embedding):
+            outputs = model(*inputs)
+            apart = 1.0 - (torch.cat(vectors(outputs, batch)) * found).sum(1).mean()
+            return (1.0 - self.share) * task.loss(outputs, batch) + self.share * apart
         if self.head is None:
             return self._of_classes(task, model(*inputs), found, batch)
         head = model.get_submodule(self.student.words.name) if self.student.words else None
@@ -183,7 +198,7 @@ class _Features(nn.Module):
 
 def open_teacher(
     recipe: Recipe, task: Any, student: ModelConfig | None, module: nn.Module, *, device: torch.device | str,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None, rank: int = 0,
 ) -> Teacher:  # fmt: skip
     """The teacher of a recipe for `module`, the model of `student`, in `dtype`.
 
@@ -209,9 +224,12 @@ def open_teacher(
                 f"recipe.teacher cannot be compared with a student trained by {type(task).__name__} with a head of "
                 f"{type(head).__name__}; use a task on words, or leave adapters away from the head."
             )
+    elif isinstance(task, Embedding):
+        pass  # features of as many, as `require_alike` holds
     elif student.graph.classes is None or student.graph.classes.classes < 2:
         raise ConfigError(
-            "recipe.teacher teaches words or classes, but this student gives numbers or features; leave it out."
+            "recipe.teacher teaches words, classes or embeddings, but this student gives numbers or features; leave it "
+            "out."
         )
     runs = [{run.name for run in graph.runs} for graph in (model.graph, student.graph)]
     if recipe.teacher_attention and runs[0] != runs[1]:
@@ -222,7 +240,7 @@ def open_teacher(
     if recipe.teacher_hidden:
         _require_alike_hidden(model.graph, student.graph, recipe.teacher)
     model = model.to(device=device, dtype=dtype)
-    return Teacher(
+    teacher = Teacher(
         model,
         student,
         share=recipe.teacher_weight,
@@ -230,6 +248,10 @@ def open_teacher(
         hidden=recipe.teacher_hidden,
         attention=recipe.teacher_attention,
     )
+    if recipe.teacher_cache is not None:
+        weights = local_weights(recipe.teacher)
+        teacher.cache = TeacherCache(Path(recipe.teacher_cache), recipe.teacher, weights, dtype, rank)
+    return teacher
 
 
 def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:

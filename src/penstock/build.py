@@ -203,7 +203,9 @@ def build(
     compile_model(module, plan)
 
     # A teacher is no part of what learns, is sharded or saved: the loss alone knows it. It computes by the same Plan.
-    if recipe.teacher is not None:
+    if recipe.teacher is not None and (
+        recipe.teacher_weight or recipe.teacher_hidden or recipe.teacher_attention
+    ):
         teacher = open_teacher(
             recipe, loss, config, module, device=device, dtype=precision.dtype, rank=dims.rank
         )

@@ -65,6 +65,7 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
         teacher_weight=distil.weight,
         teacher_hidden=distil.hidden,
         teacher_attention=distil.attention,
+        teacher_beams=distil.beams,
         temperature=distil.temperature,
         eval_every_epochs=NEVER,
     )

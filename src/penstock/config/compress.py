@@ -16,6 +16,7 @@ from penstock.config.convert import (
     NotNegative,
     Positive,
     Probability,
+    Range,
     Seed,
     Share,
     Text,
@@ -86,6 +87,8 @@ class Distil(Checked, where="distil"):
     depth; 0: none."""
     attention: NotNegative = 0.0
     """Weight of the divergence of self-attention relations in the last block; 0: none."""
+    beams: Annotated[int, Range(0, 256)] = 0
+    """Beams with which the original translates the training data, whose targets its translations replace; 0: none."""
     temperature: Positive = 2.0
     """Divisor of the logits of both before these are compared."""
 

@@ -82,7 +82,10 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
 def require_teachable(recipe: Recipe, plan: Plan) -> None:
     """Raise ConfigError where a Plan cannot train beside the recipe's teacher, or settings of one have no teacher."""
     if recipe.teacher is None:
-        usual, idle = Recipe(), ("teacher_weight", "teacher_hidden", "teacher_attention", "temperature")
+        usual, idle = (
+            Recipe(),
+            ("teacher_weight", "teacher_hidden", "teacher_attention", "teacher_beams", "temperature"),
+        )
         problems = [
             f"recipe.{name} is {getattr(recipe, name):g}, but there is no recipe.teacher to learn from; name one, or "
             f"leave {name} out."

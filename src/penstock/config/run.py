@@ -287,6 +287,9 @@ class Recipe(Checked, where="recipe"):
     teacher_attention: NotNegative = 0.0
     """Weight of the divergence of self-attention relations in the last block of each run, of queries, keys and values
     (Wang et al., ACL 2021, "MiniLMv2"); the teacher may be wider. 0: none."""
+    teacher_beams: Annotated[int, Range(0, 256)] = 0
+    """Beams with which the teacher translates the training data before the first step: its best translations take the
+    place of the targets (Kim and Rush, EMNLP 2016, section 3.2). 0: the targets stay."""
     teacher_cache: FilledText | None = None
     """Folder in which the teacher's outputs are kept by the inputs that they are of, so that later epochs and runs read
     them; useful where samples are not augmented. None: they are computed each time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from typing import Any, Literal
@@ -55,6 +56,8 @@ class RowSource(Source):
         self.classes = classes
         """Names of the classes; None where labels are numbers, or there are none."""
         self.length, self.target_length = length, target_length
+        self._targets: NDArray[np.int32] | None = None
+        """Targets that take the place of the rows' own: (N, 1 + T), the length of each first."""
         self._tables = [table for table, _ in tables]
         self._frame = _Frame(tokenizer, form, length, target_length)
         self._mixture = Mixture([len(table) for table in self._tables], [weight for _, weight in tables])
@@ -76,6 +79,15 @@ class RowSource(Source):
         self._frame.write(out, table.texts(row))
         if table.labelled:
             out["label"] = table.label(row)
+        if self._targets is not None:
+            out["target_length"], out["target"] = self._targets[index, 0], self._targets[index, 1:]
+
+    def with_targets(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> RowSource:
+        """The same sources, of lengths (N,), with other targets (N, 1 + T), the length of each first."""
+        assert self.form == "translation"
+        other = copy.copy(self)
+        other._targets, other.lengths = targets, sources + targets[:, 0]
+        return other
 
 
 _SIDES = {"translation": ("source", "target"), "two": ("first", "second")}

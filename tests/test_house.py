@@ -426,33 +426,33 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1670,
+    "(modules)": 1680,
     "boundary": 1650,
     "checkpoint": 1990,
     "cli": 4260,
-    "compress": 2680,
-    "config": 5890,
-    "data": 7070,
+    "compress": 2740,
+    "config": 5930,
+    "data": 7090,
     "decode": 2650,
     "doctor": 450,
     "export": 880,
-    "infer": 1780,
+    "infer": 1790,
     "kernels": 6260,
     "ladder": 5420,
     "launch": 1550,
     "models": 8200,
     "optim": 1780,
-    "parallel": 4080,
+    "parallel": 4120,
     "planner": 6520,
     "precision": 5520,
     "probe": 1240,
-    "products": 1610,
+    "products": 1590,
     "report": 1460,
     "schedules": 1040,
     "serve": 3410,
     "step": 710,
-    "tasks": 3280,
-    "train": 3190,
+    "tasks": 3420,
+    "train": 3300,
     "tune": 1620,
 }
 
@@ -464,7 +464,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 87_900
+    assert sum(LINES.values()) <= 88_300
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

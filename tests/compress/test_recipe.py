@@ -16,7 +16,9 @@ import torch
 import penstock
 from penstock.cli import main
 from penstock.compress import measure, run
+from penstock.compress.page import front
 from penstock.config.compress import CompressConfig, Distil, Prune, load_compression
+from penstock.config.machine import Machine, save_machine
 from penstock.config.plan import Plan
 from penstock.config.recipes import load_run
 from penstock.errors import ConfigError
@@ -83,6 +85,10 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
     assert again == config
     page = (tmp_path / "out" / run.PAGE).read_text()
     assert page.count("<svg") >= 4
+    assert "best of each latency" in page
+    points = [(4.0, 0.9), (2.0, 0.7), (3.0, 0.6), (1.0, 0.7), (5.0, 0.8)]
+    assert front(points, lower=False) == [(1.0, 0.7), (4.0, 0.9)]
+    assert front(points, lower=True) == [(1.0, 0.7), (3.0, 0.6)]
     assert "src=" not in page
     assert "encoder: layers 4 → 3" in page
 
@@ -216,6 +222,25 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(teacher: Path, tmp_
     rates = {**bench.machine.peak_flops, "bf16": 1e11, "int8": 4e11}
     bench.__dict__["machine"] = replace(bench.machine, peak_flops=rates)
     assert bench.predicted(model, int8=True) < 0.7 * bench.predicted(model)
+    # Scales that learn: the step before is calibrated, and the export is what was trained.
+    peaks = dict.fromkeys(("fp32", "bf16", "fp16", "int8"), 1e11)
+    desk = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
+    machine = str(save_machine(desk, tmp_path / "machine.json"))
+    config = load_compression(overrides={
+        "model": str(teacher), "quantise": "int8", "quantise.inputs": "static", "quantise.learn": "3",
+        "quantise.samples": "64", "output": str(tmp_path / "learned"), "device": "cpu", "machine": machine,
+    })  # fmt: skip
+    (_, row) = run.compress(config)["rows"]
+    assert row["notes"]["points_lost"] == pytest.approx(
+        100 * (rows[0]["metrics"]["top1"] - row["metrics"]["top1"])
+    )
+    start, learned = (rounded_weights(tmp_path / "learned" / name) for name in ("1-quantise-start", "export"))
+    assert start.keys() == learned.keys()
+    moved = [not torch.equal(start[name][1].numbers, weight.numbers) for name, (_, weight) in learned.items()]
+    assert all(moved)
+    assert all(weight.input_scale is not None for _, weight in learned.values())
+    with pytest.raises(ConfigError, match=r"set quantise\.inputs to static"):
+        _config(teacher, tmp_path / "x", **{"quantise": "int8", "quantise.learn": "3"})
     for changes, words in (
         ({"steps": "quantise,prune", "quantise": "int8"}, "put it last"),
         ({"steps": "prune,quantise"}, "but no format"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,8 @@ from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.units import duration
 
 MB = 1e6
+LOWER = ("loss", "perplexity")
+"""Metrics of which less is better."""
 
 
 def table(report: Mapping[str, Any]) -> Section:
@@ -81,7 +83,11 @@ def to_html(report: Mapping[str, Any]) -> str:
     points = [(row["seconds"] * 1e3, row["metrics"][name]) for row in rows]
     tips = [f"{row['title']}: {row['words']}, {duration(row['seconds'], 3)}" for row in rows]
     label = f"latency in ms of {report['settings']['batch']} sample(s)"
-    drawn = [Line(label=name, points=points, bold=True, tips=tips)]
+    best = front(points, lower=name in LOWER)
+    drawn = [
+        Line(label="after each step", points=points, tips=tips),
+        Line(label="best of each latency", points=best, bold=True, tips=[f"{y:.4g}" for _, y in best]),
+    ]
     sections = [
         Section(
             title="Speed",
@@ -100,6 +106,15 @@ def to_html(report: Mapping[str, Any]) -> str:
         origin(report["environment"]),
     ]
     return page("Compression", f"{first['folder']} in {len(rows) - 1} steps.", tiles, sections)
+
+
+def front(points: Sequence[tuple[float, float]], *, lower: bool) -> list[tuple[float, float]]:
+    """The points (latency, metric) that none of the others beats in both, by latency: the Pareto front."""
+    found: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], point[1] if lower else -point[1])):
+        if not found or (y < found[-1][1] if lower else y > found[-1][1]):
+            found.append((x, y))
+    return found
 
 
 def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float | None]:

@@ -80,6 +80,10 @@ def quantise_folder(
         raise ConfigError(
             "quantise.format says that nothing is quantised; set it to int8, int8_weights or int4."
         )
+    if options.learn:
+        raise ConfigError(
+            "quantise.learn trains, as penstock compress does; set it to 0 and train the folder yourself."
+        )
     if rounded_weights(folder):
         raise ConfigError(f"The model in {folder} was quantised before; give the one that it was made of.")
     if options.calibrates and data is None:

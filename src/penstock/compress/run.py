@@ -21,7 +21,7 @@ from penstock.compress.folders import StepCall
 from penstock.compress.measure import Workbench
 from penstock.compress.page import to_html
 from penstock.compress.search import SHARES, reach
-from penstock.compress.steps import STEPS, distil_run
+from penstock.compress.steps import STEPS, distil_run, learning_run
 from penstock.config.compress import AT_LAST, CompressConfig, Prune, StepName
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.model import title
@@ -67,6 +67,9 @@ def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: 
     if "distil" in config.order:  # what could not be trained is refused before anything is pruned
         call = StepCall(source=original, target=output / "distil", original=original, prune=config.prune)
         require_startable(distil_run(config, call))
+    if "quantise" in config.order and config.quantise.learn:
+        call = StepCall(source=original, target=output / "learn", original=original, prune=config.prune)
+        require_startable(learning_run(config, call))
     if output.resolve() in (original.resolve(), *original.resolve().parents):
         raise ConfigError(f"output is {output}, in which the model itself is; choose another folder.")
     output.mkdir(parents=True, exist_ok=True)

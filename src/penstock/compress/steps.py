@@ -17,6 +17,7 @@ from penstock.config.compress import CompressConfig, StepName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
+from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.train.loop import train
 
@@ -88,9 +89,41 @@ def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     config = bench.config
     read = bench.task_for(call.source)[1]  # by the tokenizer that the steps before have left
     data = task_data(call.source, read, task=config.task, samples=config.quantise.samples)
-    shutil.rmtree(call.target, ignore_errors=True)
-    result = quantise_folder(call.source, call.target, config.quantise, data)
-    return {"layers": len(result.formats), "kept": dict(result.kept), "points_lost": result.lost}
+    learns = config.quantise.learn > 0
+    folder = call.target.with_name(f"{call.target.name}-start") if learns else call.target
+    shutil.rmtree(folder, ignore_errors=True)
+    result = quantise_folder(call.source, folder, replace(config.quantise, learn=0), data)
+    notes: dict[str, Any] = {
+        "layers": len(result.formats), "kept": dict(result.kept), "points_lost": result.lost,
+    }  # fmt: skip
+    if not learns:
+        return notes
+    if not result.formats:
+        raise ConfigError(
+            "No layer could be rounded within quantise.drop, so that no scale can learn; raise it."
+        )
+    train(learning_run(config, replace(call, source=folder)))
+    score = (
+        None
+        if data.score is None or result.before is None
+        else data.score(bench.open(local_weights(call.target)))
+    )
+    lost = None if score is None or result.before is None else result.before - score
+    return {**notes, "points_lost": lost, "points_lost_before_learning": result.lost}
+
+
+def learning_run(config: CompressConfig, call: StepCall) -> RunConfig:
+    """The run in which the scales of a quantised model learn, which `call.source` holds."""
+    run, options = distil_run(config, call), config.quantise
+    recipe = replace(
+        run.recipe,
+        steps=options.learn,
+        lr=options.learn_lr,
+        teacher_hidden=0.0,
+        teacher_attention=0.0,
+        teacher_beams=0,
+    )
+    return replace(run, recipe=recipe, plan=replace(run.plan, products="int8_pact"))
 
 
 STEPS: dict[StepName, Callable[[Workbench, StepCall], dict[str, Any]]] = {

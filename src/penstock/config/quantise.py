@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from penstock.config.convert import Checked, Count, NotNegative, Range
+from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, Range
 
 StoredFormat = Literal["int8", "int8_weights", "int4"]
 Rounding = Literal["absmax", "mse", "gptq"]
@@ -39,6 +39,11 @@ class QuantiseOptions(Checked, where="quantise"):
     α); 0 leaves all as it is, 0.5 suits most."""
     drop: NotNegative | None = None
     """Most points of accuracy that may be lost: the layers that cost most stay as they are. None: any."""
+    learn: Natural = 0
+    """Optimizer steps in which the ends of `static` scales learn afterwards, and the weights with them, by rounding as
+    the model will be deployed, with the original as teacher; 0: none."""
+    learn_lr: Positive = 1e-4
+    """Peak learning rate of these steps."""
     speed: bool = False
     """Whether layers that int8 does not make faster here stay as they are."""
     samples: Count = 256
@@ -47,6 +52,12 @@ class QuantiseOptions(Checked, where="quantise"):
     def _problems(self) -> Iterator[str]:
         if self.format not in (None, "int8") and self.inputs == "static":
             yield f"quantise.inputs is static, but {self.format} leaves inputs as they are; leave quantise.inputs out."
+
+        if self.learn and self.inputs != "static":
+            yield (
+                "quantise.learn learns where inputs are clipped, which static scales alone do; set quantise.inputs to "
+                "static, or quantise.learn to 0."
+            )
 
     @property
     def asked(self) -> bool:

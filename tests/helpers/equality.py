@@ -53,7 +53,7 @@ def part(batch: Any, start: int, stop: int) -> Any:
     """Samples `start` to `stop` of every tensor of a tuple or mapping."""
     if isinstance(batch, dict):
         return {name: value[start:stop] for name, value in batch.items()}
-    return tuple(value[start:stop] for value in batch)
+    return tuple(None if value is None else value[start:stop] for value in batch)
 
 
 def micro_batches(batch: Any, plan: Plan, rank: int) -> list[Any]:

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import Scores, attention
 from penstock.kernels.batches import AlikeSamples, Batches
 from penstock.models import create
+from penstock.models.positions import visible
 from penstock.planner.describe import describe, totals
 
 TINY: Any = small("universal-tiny", head="both")
@@ -137,6 +138,34 @@ def test_batches_with_masks_of_their_own_attend_as_under_one_mask() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0] * 9, [0] * 4 + [1] * 5])])
+def test_a_prefix_is_seen_whole_and_hides_what_comes_behind(documents: Tensor | None) -> None:
+    """Gradients tell which token sees which; without a prefix, and of one that is all, two plain masks are the same."""
+    model = _made(replace(TINY, prefix=0.5))
+    tokens, prefixes = _numbers(2, 9), torch.tensor([4, 6])
+    x = model.tokens(tokens).detach().requires_grad_()
+    more: dict[str, Any] = {"batches": ((2, True),), "documents": documents}
+    out = model.generating(model.shared(x, prefixes=prefixes, **more), prefixes=prefixes, documents=documents)
+    places = torch.arange(9)
+    for sample, prefix in enumerate(prefixes):
+        wanted = (places <= places[:, None]) | ((places < prefix) & (places[:, None] < prefix))
+        if documents is not None:
+            wanted &= documents[sample] == documents[sample][:, None]
+        for place in range(9):
+            (gradient,) = torch.autograd.grad(out[sample, place].sin().sum(), x, retain_graph=True)
+            assert torch.equal(gradient[sample].abs().sum(-1) > 0, wanted[place])
+    for given, hides in (([0, 0], True), ([9, 9], False)):
+        found = model.shared(x, prefixes=torch.tensor(given), **more)
+        torch.testing.assert_close(found, model.shared(x, documents=documents, batches=((2, hides),)))
+    near = visible(9, torch.device("cpu"), causal=True, window=3, prefixes=prefixes)
+    assert near is not None
+    alone = visible(9, torch.device("cpu"), causal=True, window=3)
+    assert alone is not None
+    inside = (places < prefixes[:, None, None]) & (places - places[:, None] < 3) & (places > places[:, None])
+    assert torch.equal(near[:, 0], alone[0] | inside)
+    assert "prefixes" not in _made(TINY).graph.arguments
+
+
 LAYOUTS = {
     2: ["tp=2 sp=true micro_batch=4", "pp=2 micro_batch=2 accumulate=2", "dp=2 micro_batch=2 sharding=fsdp"],
     4: ["tp=2 pp=2 micro_batch=2 accumulate=2", "pp=4 micro_batch=2 accumulate=2 recompute=full"],
@@ -145,13 +174,21 @@ LAYOUTS = {
 
 def _config() -> UniversalConfig:
     """Branches of another width, in which two ranks can share out all that they have."""
-    return replace(NARROW, head="words")
+    return replace(NARROW, head="words", prefix=0.5)
+
+
+def _with_prefixes(config: UniversalConfig, step: int, samples: int) -> tuple[Any, ...]:
+    *inputs, targets = batches(config, step, samples)
+    prefixes = (torch.arange(samples) + step) % 5
+    more = [None] * (config.graph.arguments.index("prefixes") - len(inputs))
+    return *inputs, *more, prefixes, targets
 
 
 def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
     config = _config()
     options: dict[str, Any] = {
-        "steps": 2, "recipe": Recipe(lr=3e-3, eps=1e-4), "batches": partial(batches, config), "loss": loss,
+        "steps": 2, "recipe": Recipe(lr=3e-3, eps=1e-4), "batches": partial(_with_prefixes, config),
+        "loss": loss,
     }  # fmt: skip
     plans = [Plan.parse(line) for line in lines]
     return [(p.line(), trained(config, p, **options), trained(config, alone(p), **options)) for p in plans]

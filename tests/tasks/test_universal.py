@@ -86,6 +86,30 @@ def test_shares_of_samples_are_asked_for_each(continued: float, masked: float) -
     assert len(given["tokens"]) == len(given["hidden"]) == 8
 
 
+def test_what_a_prefix_shows_is_not_asked_for() -> None:
+    task, model, source = _fitted(prefix=0.5)
+    batch, given = _batch(task, model, source, 32, augment=Augment())
+    prefixes, targets = given["prefixes"], given["targets"]["next"]
+    plain = _batch(*_fitted(), 32, augment=Augment())[1]
+    assert 8 < (prefixes > 0).sum() < 24
+    assert torch.equal(given["tokens"], plain["tokens"])
+    shown = torch.arange(16) < prefixes[:, None] - 1
+    assert torch.equal(targets, plain["targets"]["next"].where(~shown, IGNORED))
+    assert batch.counts[0] == (~shown).sum()
+    # Of one place in the stream, whatever the batch.
+    assert torch.equal(_batch(task, model, source, 8, augment=Augment())[1]["prefixes"], prefixes[:8])
+    assert "prefixes" not in {
+        name for name, value in _batch(task, model, source)[1].items() if value is not None
+    }
+    built = build(model, Plan(micro_batch=32), loss=task)
+    assert torch.isfinite(built.step([batch]).loss)
+    alone = task_of(replace(model, branches=("generating",)))
+    one, given = _batch(alone, replace(model, branches=("generating",)), source, 32, augment=Augment())
+    assert torch.equal(given["prefixes"], prefixes)
+    assert torch.equal(given["targets"], targets)
+    assert one.count == batch.counts[0]
+
+
 def test_weights_and_heads_of_the_loss() -> None:
     task, model, source = _fitted()
     torch.manual_seed(0)

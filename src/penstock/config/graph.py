@@ -39,6 +39,8 @@ class TokenInput:
     """Whether vectors are multiplied by √width (Vaswani et al., NeurIPS 2017, section 3.4)."""
     ordered: bool = False
     """Whether its tokens see none that come later, in every run that they go through."""
+    prefix: float = 0.0
+    """Share of samples in training whose first tokens see each other all the same, as many as `prefixes` says."""
     share: float = 1.0
     """Samples of it that a micro-batch has, on average for each of its own."""
 
@@ -409,6 +411,7 @@ class Graph:
             *(("segments",) if seen and not crossed else ()),
             *(("documents",) if text and not crossed else ()),
             *(("targets", "rows") if text and self.pixels is None else ()),
+            *(("prefixes",) if any(one.prefix for one in self.inputs_of(TokenInput)) else ()),
             *(("smoothing", "past") if self.writer is not None else ()),
             *(("sees",) if any(len(run.memories) > 1 for run in self.runs) else ()),
             *(("routes",) if self.labelled else ()),

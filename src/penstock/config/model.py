@@ -495,6 +495,9 @@ class UniversalConfig(_Text):
     masked: Share = 1.0
     """Share of a batch's samples, counted from its end, whose words are masked. With `continued`, 1 and 1 ask for both
     of every sample, and 0.5 and 0.5 for one of each."""
+    prefix: Share = 0.0
+    """Share of the samples to continue whose beginning is seen whole, at any length, so that only the rest is asked for
+    (Raffel et al., JMLR 2020, "T5", section 3.2.1, "prefix LM")."""
     token_types: Annotated[int, Range(0, 1 << 24)] = 0
     """Rows in the table of segment embeddings of texts to understand; 0 means no table."""
     output_bias: bool = False
@@ -517,6 +520,7 @@ class UniversalConfig(_Text):
         generates = "generating" in self.branches
         read = "hidden" if both else "tokens"
         tokens = replace(self._input("tokens", self.sequence), ordered=generates)
+        tokens = replace(tokens, prefix=self.prefix) if generates else tokens
         hidden = self._input(read, self.sequence, self.token_types)
         if both:
             tokens, hidden = replace(tokens, share=self.continued), replace(hidden, share=self.masked)

@@ -20,6 +20,7 @@ MASK = 5
 GROUP = 6
 NOISE = 7
 SWAP = 8
+PREFIX = 9
 
 
 def _mix(x: Words) -> Words:

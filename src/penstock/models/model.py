@@ -72,6 +72,8 @@ class Model(Switched):
     | `targets` | (B, N) int64, of which −100 counts nothing: the head returns the sum of −log p over them, 0-d, fp32 |
     | `rows` | (M,), numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are
       (M, V) and targets (M,) |
+    | `prefixes` | (B,), how many first tokens of each text that is continued see each other, of models that were made
+      for it; none: 0 |
     | `smoothing` | label smoothing of the loss |
     | `routes` | (B,) int64, the label of each sample, of models that have labels; without them, its expert, where the
       router is `given` |
@@ -219,13 +221,18 @@ class Model(Switched):
         if any(name in outputs for name in run.memories):
             more |= self._memory(run, given, outputs)
         if shares is not None:
-            if given.get("token_weights") is not None:
-                raise ConfigError("plan.cp cannot cut texts whose tokens have weights; use plan.cp=1.")
+            if given.get("token_weights") is not None or given.get("prefixes") is not None:
+                raise ConfigError(
+                    "plan.cp cannot cut texts whose tokens have weights, or whose beginning is seen whole; use "
+                    "plan.cp=1."
+                )
             more["past"] = shares.tokens(run)
         else:
             more |= {"lengths": self.lengths_of(run, given), "documents": self._documents_of(run, given)}
             hides_all = all(graph.hides_later(run, one) for one in there)
-            more["past"] = given.get("past") if there and hides_all else None
+            continued = hides_all and run.name in {one.name for one in graph.written}
+            more["past"] = given.get("past") if there and continued else None
+            more["prefixes"] = self._prefixes_of(run, given)
         if run.stack.experts:
             more |= {"shares": self._shares(run, given, x, shares), "routes": given.get("routes")}
             more["order"] = self._order(run, x, shares)
@@ -321,6 +328,14 @@ class Model(Switched):
         if not isinstance(documents, Mapping):
             return documents
         return self._of_samples(run, given, documents, torch.zeros_like)
+
+    def _prefixes_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
+        """How many first tokens of each sample of a run see each other, (B,)."""
+        prefixes = given.get("prefixes")
+        if prefixes is None:
+            return None
+        every = {one.name: prefixes for one in self.graph.inputs_of(TokenInput) if one.prefix}
+        return self._of_samples(run, given, every, lambda values: torch.zeros_like(values[:, 0]))
 
     def _of_samples(
         self, run: Run, given: dict[str, Any], every: Mapping[str, Any], plain: Callable[[Tensor], Tensor]

@@ -174,27 +174,36 @@ def visible(
     window: int | None = None,
     lengths: Tensor | None = None,
     documents: Tensor | None = None,
+    prefixes: Tensor | None = None,
 ) -> Tensor | None:
     """Which tokens see which: true where so, broadcast to (B, 1, N, N); None where the kernel's own causal mask, or
     no mask, is enough.
 
     `lengths` (B,) are how many tokens of each sample are no padding, which comes last: so a causal mask hides it
     already. Else the mask is (B, 1, 1, N), and only a window or packed documents cost N² of memory, where no other form
-    serves: see `penstock.kernels.windows` and `documents`.
+    serves: see `penstock.kernels.windows` and `documents`. `prefixes` (B,) are how many first tokens of each sample see
+    each other under a causal mask too.
     """
     mask: Tensor | None = None
+    ordered: Tensor | None = None
+    if causal and (documents is not None or prefixes is not None):
+        ordered = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
+    if ordered is not None and prefixes is not None:
+        ordered = ordered | within(prefixes, tokens)
     limited = window is not None and (window if causal else window // 2) < tokens
     if limited:
         assert window is not None
         places = torch.arange(tokens, device=device)
         behind = places[:, None] - places
-        mask = (behind >= 0) & (behind < window) if causal else behind.abs() <= window // 2
+        mask = behind.abs() < window if causal else behind.abs() <= window // 2
         mask = mask[None, None]
+        if causal:
+            mask = mask & ((behind >= 0)[None, None] if ordered is None else ordered)
     if documents is not None:
         same = documents[:, None, :, None] == documents[:, None, None, :]
         mask = same if mask is None else mask & same
-        if causal and not limited:
-            mask = mask & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    if ordered is not None and not limited:
+        mask = ordered if mask is None else mask & ordered
     if lengths is not None and not causal:
         real = within(lengths, tokens)
         # Padding sees itself: a row of −∞ alone would be NaN, which spreads.

@@ -80,6 +80,7 @@ class TokenStack(nn.Module):
         x: Tensor,
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
+        prefixes: Tensor | None = None,
         memory: Tensor | None = None,
         memory_lengths: Tensor | None = None,
         memory_seen: Tensor | None = None,
@@ -96,7 +97,7 @@ class TokenStack(nn.Module):
         `routes` (B,) the expert of each sample, or its group of experts, where they are given. `condition` (B, D)
         modulates the blocks of a run that is modulated. `batches` are how many consecutive samples there are of each
         input, and whether they are causal; none: all samples are as the run is. `order` (B, N) are the places of
-        `Context`.
+        `Context`. Under a causal mask, the first `prefixes` (B,) tokens of a sample see each other.
         """
         causal = all(hides for _, hides in batches) if batches else self.causal
         x = x if self.bridge is None else self.bridge(x)
@@ -120,7 +121,8 @@ class TokenStack(nn.Module):
             x, places, lengths = unpadded.real.take(x), unpadded.places, None
             mixed = {name: _rows(value, unpadded.real) for name, value in mixed.items()}
         if past is None:
-            context = self._context(x, places, tokens, lengths, unpadded or documents, causal, batches)
+            packed = unpadded or documents
+            context = self._context(x, places, tokens, lengths, packed, prefixes, causal, batches)
             if memory is not None:
                 context = self._beside(context, memory, memory_lengths, memory_seen, x)
         else:
@@ -179,6 +181,7 @@ class TokenStack(nn.Module):
         tokens: int,
         lengths: Tensor | None,
         documents: Tensor | Unpadded | None,
+        prefixes: Tensor | None,
         causal: bool,
         batches: tuple[tuple[int, bool], ...],
     ) -> Context:
@@ -197,6 +200,7 @@ class TokenStack(nn.Module):
             "device": x.device,
             "dtype": type_of_scores(x),
             "lengths": lengths,
+            "prefixes": prefixes,
         }
 
         def seen(window: int | None) -> Tensor | Sight | None:
@@ -210,6 +214,7 @@ class TokenStack(nn.Module):
                 own = None if lengths is None or hides else lengths[some]
                 inside = None if documents is None else documents[some]
                 alone = {**known, "samples": samples, "lengths": own}
+                alone["prefixes"] = None if prefixes is None or not hides else prefixes[some]
                 found.append(
                     AlikeSamples(
                         samples, hides, self._sight(tokens, window, bias, inside, causal=hides, **alone)
@@ -234,9 +239,15 @@ class TokenStack(nn.Module):
         causal: bool,
         dtype: torch.dtype,
         varlen: bool = False,
+        prefixes: Tensor | None = None,
         **known: Any,
     ) -> Tensor | Sight | None:
         """Which tokens see which, in the form that takes the least memory here."""
+        if prefixes is not None:
+            assert not isinstance(documents, Unpadded)  # whose tokens have no order
+            given = {"lengths": known["lengths"], "documents": documents, "prefixes": prefixes}
+            mask = visible(tokens, known["device"], causal=causal, window=window, **given)
+            return added(mask if bias is None else biased(bias, mask, causal=causal), dtype)
         if varlen and isinstance(documents, Unpadded):
             return Varlen(*documents.starts(rest=True), causal=causal, window=window)
         if varlen and known["lengths"] is None and (documents is not None or window is not None):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from penstock.config.decoding import Decoding
+from penstock.config.graph import TokenInput
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
+from penstock.data.hashing import PREFIX, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
 from penstock.decode.sample import sample
@@ -20,6 +23,7 @@ from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,
+    Tokens,
     WordTask,
     counted,
     documents_of,
@@ -43,7 +47,8 @@ class NextToken(WordTask):
 
     A sample is a window of the text one token longer than the model's `sequence`. Windows overlap by that token, so
     that each token is a target once. Attention does not cross the ends of documents, and positions start again there.
-    Documents that are not packed are padded, and padding counts for nothing.
+    Documents that are not packed are padded, and padding counts for nothing. Where the model's input has a share of
+    prefixes, so many samples of training begin with one, of any length, that is seen whole and asked for nothing.
     """
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
@@ -57,7 +62,10 @@ class NextToken(WordTask):
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
     ) -> Prepare:
         size = float(getattr(source, "bytes_per_token", 0.0))
-        return PrepareNextToken(tokenizer_of(source).end, size, packed=source.lengths is None)
+        share = 0.0 if augment is None else model.graph.inputs_of(TokenInput)[0].prefix
+        return PrepareNextToken(
+            tokenizer_of(source).end, size, packed=source.lengths is None, prefix=share, seed=seed
+        )
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """How the model goes on after the first half of the split's first sample. The same weights go on alike."""
@@ -81,6 +89,9 @@ class PrepareNextToken:
     """The token that ends documents."""
     bytes_per_token: float
     packed: bool = True
+    prefix: float = 0.0
+    """Share of samples that begin with a prefix."""
+    seed: int = 0
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         windows = host.samples.numpy()
@@ -94,14 +105,33 @@ class PrepareNextToken:
         # No token that counts sees padding, which comes last, so that it may be any number.
         tokens = np.maximum(windows[:, :-1], 0)
         targets = np.where(windows[:, 1:] == PADDING, IGNORED, windows[:, 1:])
+        more: tuple[Any, ...] = ()
+        if self.prefix:
+            prefixes = draw_prefixes(self.seed, host.positions, self.prefix, tokens.shape[1])
+            targets = unseen(targets, prefixes)
+            more = None, on_device(prefixes, device)
         return TextBatch(
             inputs=(
                 on_device(tokens, device),
                 None if documents is None else on_device(documents, device),
                 on_device(targets, device),
+                *more,
             ),
             ids=host.ids,
             tokens=real,
             count=counted(targets),
             bytes=real * self.bytes_per_token,
         )
+
+
+def draw_prefixes(seed: int, positions: NDArray[np.int64], share: float, tokens: int) -> NDArray[np.int64]:
+    """The length of the prefix of each sample, (B,), a pure function of its position in the stream: 0, or for a share
+    of the samples any that leaves one of so many tokens to ask for."""
+    chance = uniforms(seed, PREFIX, counters=positions, columns=2)
+    lengths = 1 + (chance[:, 1] * (tokens - 1)).astype(np.int64)
+    return np.where(chance[:, 0] < share, lengths, 0)
+
+
+def unseen(targets: Tokens, prefixes: NDArray[np.int64]) -> Tokens:
+    """Targets (B, N) without those inside a prefix: only its last token does not see what comes next."""
+    return np.where(np.arange(targets.shape[1]) < prefixes[:, None] - 1, IGNORED, targets)

@@ -22,7 +22,7 @@ from penstock.data.source import PADDING, Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.masked_words import PrepareMasked
-from penstock.tasks.next_token import NextToken
+from penstock.tasks.next_token import NextToken, draw_prefixes, unseen
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import (
     MOST_NATS,
@@ -58,7 +58,9 @@ class Universal(NextToken):
     (Lan et al., ICLR 2020, "ALBERT", section 3.1). A text that begins in one document and ends in another has no order.
 
     A sample is a window of the text, and asked for all; `model.continued` and `model.masked` leave some of either out
-    in training. What is hidden or swapped is a pure function of the seed and the sample's position in the stream.
+    in training. With `model.prefix`, so many of those to continue begin with a prefix that is seen whole and asked for
+    nothing. What is hidden, swapped or seen whole is a pure function of the seed and the sample's position in the
+    stream. An evaluation has no prefixes, so that its perplexity is that of all tokens.
 
     Metrics: `loss`; `perplexity` and `bits_per_byte` of the next token; `masked_accuracy` and `order_accuracy`.
     """
@@ -203,6 +205,7 @@ class PrepareUniversal:
         self.before = int(tokenizer.classify is not None)
         self.tokens = graph.inputs[0].length
         self.weights = (model.next_weight, model.words_weight, model.classes_weight)
+        self.prefix = graph.inputs[0].prefix if mixes and self.continues else 0.0
         self.continued: float = model.continued if mixes else 1.0
         self.masked: float = model.masked if mixes else 1.0
         self._hide = PrepareMasked(tokenizer, seed) if self.understood else None
@@ -218,11 +221,15 @@ class PrepareUniversal:
                 windows[:, :-1],
                 windows[:, 1:] if asked else np.full_like(windows[:, 1:], IGNORED),
             )
+            if self.prefix and asked:
+                prefixes = draw_prefixes(self.seed, host.positions[some], self.prefix, self.tokens)
+                targets = unseen(targets, prefixes)
+                named["prefixes"] = on_device(prefixes, device)
             documents = documents_of(before, self.end)
             named["tokens"] = on_device(before, device)
             named["documents"]["tokens"] = None if documents is None else on_device(documents, device)
             named["targets"]["next"] = on_device(targets, device)
-            counts[0] = targets.size * asked
+            counts[0] = int((targets != IGNORED).sum())
             tokens += before.size
         if self._hide is not None:
             some, asked = _due(host.positions, self.masked, first=False)
@@ -241,7 +248,7 @@ class PrepareUniversal:
                 labels, counts[2] = on_device(orders, device), int((orders != IGNORED).sum())
         if all(value is None for value in named["documents"].values()):
             named["documents"] = None
-        last = self.arguments.index("rows") + 1
+        last = max(self.arguments.index(name) for name in ("rows", "prefixes") if name in self.arguments) + 1
         return UniversalBatch(
             inputs=tuple(named.get(name) for name in self.arguments[:last]),
             ids=host.ids, tokens=tokens, labels=labels, bytes=counts[0] * self.size, weights=self.weights,

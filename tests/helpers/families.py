@@ -64,7 +64,8 @@ _VIT = ViTConfig(
 _DIFFUSION = DiffusionConfig(
     image_size=8, patch_size=2, channels=2, width=16, depth=2, heads=2, mlp_width=32, classes=10
 )
-_TEXT = Stack(width=16, depth=1, heads=2, mlp_width=32)
+_WIDE = Stack(width=24, depth=1, heads=2, mlp_width=32)
+"""A run of another width than those that attend to it."""
 _LAYERS = (
     Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16), Layer(heads=4, kv=2, hidden=32),
     Layer(heads=8, kv=4, hidden=24),
@@ -95,11 +96,11 @@ ENROLLED = {
     "universal": Enrolled(small("universal-tiny", head="words"), None),
     "nllb moe": Enrolled(small("nllb-moe-tiny"), None),
     "marian moe": Enrolled(small("marian-moe-tiny"), None),
-    "diffusion of texts": Enrolled(replace(_DIFFUSION, classes=0, text=_TEXT, vocabulary=WORDS), None),
+    "diffusion of texts": Enrolled(replace(_DIFFUSION, classes=0, text=_WIDE, vocabulary=WORDS), None),
     "diffusion moe": Enrolled(replace(_DIFFUSION, experts=2, expert_every=2), None),
     "multimodal": Enrolled(
         MultimodalConfig(
-            image_size=8, patch_size=4, channels=1, vision=_SMALL, text=_SMALL, writer=_SMALL, features=8,
+            image_size=8, patch_size=4, channels=1, vision=_WIDE, text=_SMALL, writer=_SMALL, features=8,
             vocabulary=WORDS, sequence=16, writer_sequence=16, contrast="sigmoid",
         ),
         None,

@@ -41,6 +41,10 @@ def _summed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 def _batch(config: Any, how: str, step: int, samples: int) -> Any:
     """A batch for `_summed` or `loss`: with documents, with some rows asked for alone, or as all tests have it."""
     batch = families.batches(config, step, samples)
+    if how == "sees":  # each sample sees one of several memories
+        *inputs, targets = batch
+        more = [None] * (config.graph.arguments.index("sees") - len(inputs))
+        return *inputs, *more, torch.arange(samples) % 2, targets
     if how == "plain" or isinstance(config, ViTConfig):
         return batch
     tokens, targets = batch[0], batch[-1].clone()
@@ -65,8 +69,10 @@ def _learn(config: Any, plan: Plan, how: str, double: bool) -> tuple[list[float]
             share = index * plan.dp + (0 if dims is None else dims.data_rank)
             batch = _batch(config, how, 100 * step + share, size)
             parts.append(_doubled(batch) if double else batch)
-        if dims is None and how == "plain":  # one process takes all of them at once
-            parts = [tuple(torch.cat(values) for values in zip(*parts, strict=True))]
+        if dims is None and how != "words":  # one process takes all of them at once
+            parts = [
+                tuple(None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True))
+            ]
         out = built.step(parts)
         lost = out.loss.detach().double()
         if dims is not None:
@@ -126,6 +132,7 @@ def _check(world: int, cases: list[tuple[Any, str, str, bool]], timeout: float =
 CONFIGS: dict[str, Any] = {
     **{name: one.config for name, one in ENROLLED.items()},
     "alibi": small("gpt-tiny", positions="alibi"),
+    "causal texts": replace(ENROLLED["multimodal"].config, text_causal=True),
 }
 CASES = [
     ("alibi", "cp=2 micro_batch=2 accumulate=2", "words", True),
@@ -138,6 +145,13 @@ CASES = [
     ("bert of classes", "cp=2 micro_batch=3 padding=remove token_order=batch_second", "plain", True),
     ("t5", "cp=2 micro_batch=2", "plain", True),
     ("bart", "cp=2 micro_batch=2 token_order=batch_second loss=chunked", "plain", True),
+    ("causal texts", "cp=2 micro_batch=2", "plain", True),
+    (
+        "multimodal",
+        "cp=2 micro_batch=2 cp_exchange=gather token_order=batch_second padding=remove",
+        "sees",
+        True,
+    ),
 ]
 FOUR = [
     ("gpt", "cp=2 dp=2 micro_batch=2 sharding=fsdp recompute=full", "words", False),

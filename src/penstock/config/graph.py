@@ -108,7 +108,7 @@ class Run:
     """The input whose samples it computes, where it reads a run over several inputs."""
     memories: tuple[str, ...] = ()
     """Earlier runs whose outputs its cross attention sees, one after the other; of several, those that are there, or
-    of each sample the one that is asked for."""
+    of each sample the one that is asked for. Features that narrower ones lack are 0."""
     causal: bool = False
     """Whether a token sees itself and those before it only."""
     rows: int = 0
@@ -195,8 +195,8 @@ class VectorHead:
     name: str
     run: str
     features: int
-    pool: Literal["first", "mean"] = "mean"
-    """The vector of a sample is made of its first token, or of the mean over tokens."""
+    pool: Literal["first", "last", "mean"] = "mean"
+    """The vector of a sample is made of its first token, of its last that is no padding, or of the mean over tokens."""
     scale: float | None = None
     """The learned factor at first, an inverse temperature; none: there is no factor."""
     offset: float | None = None
@@ -274,8 +274,16 @@ class Graph:
 
     @property
     def width(self) -> int:
-        """Features of a token of an input."""
+        """Features of a token of the first run."""
         return self.runs[0].stack.width
+
+    def width_of(self, one: Input) -> int:
+        """Features of a token of an input: those of the run that reads it."""
+        return next((run.stack.width for run in self.runs if one.name in (run.reads, *run.also)), self.width)
+
+    def memory_width(self, run: Run) -> int:
+        """Features of a token that a run's cross attention sees, the most of several memories; 0 where it has none."""
+        return max((self.run(name).stack.width for name in run.memories), default=0)
 
     def width_before(self, run: Run) -> int:
         """Features of a token that a run reads."""
@@ -359,9 +367,16 @@ class Graph:
 
     @cached_property
     def padded(self) -> str:
-        """The input that lengths are of unless they are given by name: the first whose padding a run would see."""
+        """The input that lengths are of unless they are given by name: the first whose padding a run, or a vector,
+        would see."""
         every = ((run, one) for run in self.runs for one in self.inputs_through(run))
-        seen = (one for run, one in every if isinstance(one, TokenInput) and not self.hides_later(run, one))
+        looked = {name for run in self.runs for name in run.memories} | {
+            head.run for head in self.heads_of(VectorHead)
+        }
+        seen = (
+            one for run, one in every
+            if isinstance(one, TokenInput) and (run.name in looked or not self.hides_later(run, one))
+        )  # fmt: skip
         return next((one.name for one in seen), "")
 
     @cached_property
@@ -423,12 +438,12 @@ class Graph:
 
     def _reading_problems(self, run: Run) -> Iterator[str]:
         """Every reason why a run cannot compute what it reads."""
-        for other in self.runs:
-            read = other.name in run.memories or (self.enters(run) and other is self.runs[0])
-            if read and other.stack.width != run.stack.width:
+        tables = self._tables_of(run)
+        for other in self.runs[: self.runs.index(run)]:
+            if tables & self._tables_of(other) and other.stack.width != run.stack.width:
                 yield (
                     f"{other.setting}.width {other.stack.width} and {run.setting}.width {run.stack.width} differ, but "
-                    "runs that read inputs, or attend to one another, exchange vectors of one width; make them equal."
+                    f"both read the table {min(tables)}, whose rows have one width; make them equal."
                 )
         through = self.inputs_through(run)
         if run.of and len(through) != 1:
@@ -448,6 +463,11 @@ class Graph:
                 f"{run.setting} has relative positions, or experts that are chosen by sample, which a run over inputs "
                 "with different masks cannot have; use other positions, and another router."
             )
+
+    def _tables_of(self, run: Run) -> set[str]:
+        """The tables of tokens that a run reads."""
+        inputs = self.inputs_through(run) if self.enters(run) else ()
+        return {one.table for one in inputs if isinstance(one, TokenInput)}
 
     def problems(self) -> Iterator[str]:
         """Every reason why such a model is impossible."""
@@ -493,9 +513,15 @@ class Graph:
             run = self.run(head.run)
             if len(self.inputs_through(run)) > 1:
                 yield f"The head {head.name} reads {head.run}, which is over several inputs; name a run over one."
-            if isinstance(head, WordHead) and head.tied and run.stack.width != self.width:
+            tables = (
+                one
+                for one in self.inputs_of(TokenInput)
+                if isinstance(head, WordHead) and one.table == head.tied
+            )
+            width = next(map(self.width_of, tables), run.stack.width)
+            if isinstance(head, WordHead) and width != run.stack.width:
                 yield (
-                    f"The head {head.name} shares the table {head.tied} of {self.width} features, but "
+                    f"The head {head.name} shares the table {head.tied} of {width} features, but "
                     f"{run.setting}.width is {run.stack.width}; make them equal, or set model.tied to false."
                 )
 

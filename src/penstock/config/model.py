@@ -357,6 +357,10 @@ class DiffusionConfig(Stack, ModelFamily):
     """Rows in the table of the texts' tokens."""
     sequence: Tokens = 32
     """Tokens of a text."""
+    text_norm: bool = False
+    """Whether a norm follows the embeddings of texts, as in BERT."""
+    text_causal: bool = False
+    """Whether a text's tokens see none that come later, as in CLIP."""
     mlp: Mlp = "gelu_tanh"
     norm_eps: Positive = 1e-6
     router: Router = "given"
@@ -385,7 +389,7 @@ class DiffusionConfig(Stack, ModelFamily):
         tokens = TokenInput(vocabulary=self.vocabulary, length=self.sequence)
         text = Run(
             name="text", stack=self.text, reads="tokens", rows=self.sequence, most=self.sequence,
-            setting="model.text",
+            setting="model.text", embedding_norm=self.text_norm, causal=self.text_causal,
         )  # fmt: skip
         return Graph(inputs=(images, tokens), runs=(text, denoiser), heads=(head,), condition=condition)
 
@@ -401,6 +405,10 @@ class MultimodalConfig(_Text):
     channels: Annotated[int, Range(1, 1 << 12)] = 3
     classifier: Classifier = "pooled"
     """An image's vector is made of the mean over patches, or of a learned class token (`token`)."""
+    vision_norm: bool = False
+    """Whether a norm comes before the first block over images, as in CLIP."""
+    text_causal: bool = False
+    """Whether a text's tokens see none that come later, so that its vector is made of the last, as in CLIP."""
     vision: Stack = field(default_factory=Stack)
     text: Stack = field(default_factory=Stack)
     writer: Stack = field(default_factory=Stack)
@@ -425,9 +433,11 @@ class MultimodalConfig(_Text):
         )
         vision = Run(
             name="vision", stack=self.vision, reads="images", setting="model.vision", rows=images.length,
-            most=images.length,
+            most=images.length, embedding_norm=self.vision_norm,
         )  # fmt: skip
-        text = self._run("text", self.text, "source", self.sequence, setting="model.text")
+        text = self._run(
+            "text", self.text, "source", self.sequence, setting="model.text", causal=self.text_causal
+        )
         writer = self._run(
             "writer", self.writer, "target", self.writer_sequence, setting="model.writer", causal=True,
             memories=("vision", "text"),
@@ -438,7 +448,9 @@ class MultimodalConfig(_Text):
             VectorHead(
                 name="image_vector", run="vision", scale=scale, pool="first" if token else "mean", **vectors
             ),
-            VectorHead(name="text_vector", run="text", **vectors),
+            VectorHead(
+                name="text_vector", run="text", pool="last" if self.text_causal else "mean", **vectors
+            ),
             self._words("writer"),
         )
         source, target = self._input("source", self.sequence), self._input("target", self.writer_sequence)

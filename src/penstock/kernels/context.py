@@ -14,7 +14,7 @@ device's, M of the keys at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +51,8 @@ class Shared:
         self.window, self.biases = window, biases
         """Values added to scores by distance, (H, 2·reach − 1): from a key reach − 1 tokens before its query to one as
         many behind."""
-        self.lengths = None if cut.causal else lengths
-        """(B,) tokens that are no padding, which comes last: a causal mask hides it already."""
+        self.lengths = None if cut.causal and queries is None else lengths
+        """(B,) tokens that are no padding, which comes last: a causal mask hides it already, but from another run's."""
         self.documents = None
         """(B, N), padded, of whole samples."""
         if documents is not None:
@@ -125,6 +125,31 @@ class Shared:
         if self.lengths is not None:
             mask = mask & (seen < self.lengths[:, None])[:, None, None]
         return mask
+
+
+class SharedMemories(Shared):
+    """The same for queries of one run and several memories, whose tokens lie one after the other: of each memory every
+    rank has some. `sees` (B,) is the number of the memory that a sample sees; none: all.
+    """
+
+    def __init__(self, memories: Sequence[tuple[int, Shared]], sees: Tensor | None) -> None:
+        self.memories, self.sees = memories, sees
+        first = memories[0][1]
+        super().__init__(first.cut, sum(one.tokens for _, one in memories), queries=first.queries)
+
+    def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:
+        parts = []
+        for number, one in self.memories:
+            places = one.cut.places(source, one.tokens, device)
+            seen = (places < one.tokens)[None]
+            seen = seen if one.lengths is None else seen & (places < one.lengths[:, None])
+            parts.append(seen if self.sees is None else seen & (self.sees == number)[:, None])
+        samples = max(len(part) for part in parts)
+        mask = torch.cat([part.expand(samples, -1) for part in parts], dim=1)[:, None, None]
+        assert self.queries is not None
+        for start in range(0, self.queries, QUERIES):
+            queries = slice(start, min(start + QUERIES, self.queries))
+            yield _Piece(queries, slice(0, mask.shape[3]), "mask", mask)
 
 
 class _Piece(NamedTuple):

@@ -199,14 +199,15 @@ class Attention(_Attending):
 
 
 class CrossAttention(_Attending):
-    """Attention of tokens to the memory in the context (Vaswani et al., NeurIPS 2017, section 3.2.3)."""
+    """Attention of tokens to the memory in the context, which has `width` features (Vaswani et al., NeurIPS 2017,
+    section 3.2.3)."""
 
-    def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
+    def __init__(self, sizes: Stack, layer: Layer, width: int, **where: Any) -> None:
         super().__init__(sizes)
         inner = layer.heads * sizes.head_width
         self.q = nn.Linear(sizes.width, inner, bias=sizes.qkv_bias, **where)
         # Rows are ordered (head, {k, v}, K).
-        self.kv = nn.Linear(sizes.width, 2 * layer.kv * sizes.head_width, bias=sizes.qkv_bias, **where)
+        self.kv = nn.Linear(width, 2 * layer.kv * sizes.head_width, bias=sizes.qkv_bias, **where)
         if sizes.qk_norm:
             self.q_norm = make_norm(sizes, sizes.head_width, **where)
             self.k_norm = make_norm(sizes, sizes.head_width, **where)
@@ -284,8 +285,8 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 class Block(nn.Module):
     """Attention and an MLP, or a mixture of experts, each added to the tokens: x + attention(norm(x)) (pre-norm), or
-    norm(x + attention(x)), as `norm_first` says. In a `parallel` block both read one norm. `cross` puts cross attention
-    between the two.
+    norm(x + attention(x)), as `norm_first` says. In a `parallel` block both read one norm. Cross attention to a memory
+    of `cross` features is between the two; 0: there is none.
 
     `branch` are the options of `Branch`. Where the layer has no norm, attention reads the tokens as they are. In a
     `modulated` block the condition in the context makes a shift, a scale and a gate of each of the two branches:
@@ -299,7 +300,7 @@ class Block(nn.Module):
         branch: dict[str, Any] | None = None,
         *,
         causal: bool = False,
-        cross: bool = False,
+        cross: int = 0,
         modulated: bool = False,
         **where: Any,
     ) -> None:
@@ -315,7 +316,7 @@ class Block(nn.Module):
         self.cross: CrossAttention | None = None
         if cross:
             self.cross_norm = make_norm(sizes, sizes.width, **where)
-            self.cross = CrossAttention(sizes, layer, **where)
+            self.cross = CrossAttention(sizes, layer, cross, **where)
             self.cross_branch = Branch(sizes, **branch, **where)
         self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, affine=affine, **where)
         self.mlp: MLP | MixtureOfExperts = (MixtureOfExperts if layer.mixture else MLP)(sizes, layer, **where)

@@ -6,13 +6,14 @@ tokens: from the inputs to the heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.config.graph import Graph, Head, Input, Run, TokenInput, WordHead
-from penstock.kernels.context import Shared
+from penstock.kernels.context import Shared, SharedMemories
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
@@ -40,19 +41,25 @@ class Shares:
         self._tokens: dict[str, _Tokens] = {}
         documents, known = given.get("documents"), {}
         for one in graph.inputs:
+            if given.get(one.name) is None:
+                continue
             runs = [run for run in graph.runs if graph.input_of(run) is one]
             causal = any(run.causal for run in runs)
             own = self._cuts[one.name] = cut if causal else cut.unordered()
             count = given[one.name].shape[1] if isinstance(one, TokenInput) else one.length
-            lengths = None if causal or one.name != graph.padded else given.get("lengths")
+            lengths = given.get("lengths") if one.name == graph.padded else None
             known[one.name] = own, count, given[one.name].device, lengths, documents
             if isinstance(one, TokenInput):
                 given[one.name] = own.take(given[one.name], 1)
                 if given.get("segments") is not None:
                     given["segments"] = own.take(given["segments"], 1)
         for run in graph.runs:
-            memory = self._tokens[run.memories[0]] if run.memories else None
-            self._tokens[run.name] = _Tokens(*known[graph.input_of(run).name], memory)
+            if graph.input_of(run).name in known:
+                there = enumerate(self._tokens.get(name) for name in run.memories)
+                memories = [(number, tokens) for number, tokens in there if tokens is not None]
+                self._tokens[run.name] = _Tokens(
+                    *known[graph.input_of(run).name], memories, given.get("sees")
+                )
 
     def cut_of(self, one: Input) -> Cut:
         """The cut of an input's tokens."""
@@ -109,9 +116,10 @@ class _Tokens:
         device: torch.device,
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
-        memory: _Tokens | None = None,
+        memories: Sequence[tuple[int, _Tokens]] = (),
+        sees: Tensor | None = None,
     ) -> None:
-        self.cut, self.count, self.memory = cut, count, memory
+        self.cut, self.count, self.memories, self.sees = cut, count, memories, sees
         self._known: dict[str, Any] = {"lengths": lengths, "documents": documents}
         places = places_of(count, documents, device)
         self.places = cut.take(places, places.dim() - 1)
@@ -119,9 +127,12 @@ class _Tokens:
     def context(self, stack: TokenStack, x: Tensor, memory: Tensor | None) -> Context:
         sizes = stack.sizes
         sight: Shared | None = None
-        if memory is not None and self.memory is not None:
+        if memory is not None:
             memory = memory.transpose(0, 1) if stack.sequence_first else memory
-            sight = self.memory.seen_by(x.shape[1])
+            views = [(number, tokens.seen_by(x.shape[1])) for number, tokens in self.memories]
+            # A memory whose own tokens hide later ones lies with the ranks in another order.
+            plain = len(views) == 1 and self.sees is None and not views[0][1].cut.causal
+            sight = views[0][1] if plain else SharedMemories(views, self.sees)
         known = {**self._known, "biases": self._biases(stack, x.device)}
         lengths, real = self._known["lengths"], None
         if stack.padding == "remove" and lengths is not None and not stack.causal:

@@ -114,8 +114,9 @@ class Model(Switched):
     # -- parts
 
     def _build(self, **where: Any) -> None:
-        graph, width = self.graph, self.graph.width
+        graph = self.graph
         for one in graph.inputs:
+            width = graph.width_of(one)
             if isinstance(one, PatchInput):
                 stem = PatchStem if one.stem == "patchify" else ConvStem
                 self.stem = stem(one, width, **where)
@@ -126,9 +127,11 @@ class Model(Switched):
             if one.segments:
                 self.types = nn.Embedding(one.segments, width, **where)
         if graph.condition is not None:
-            setattr(self, graph.condition.name, Conditioner(graph.condition, width, **where))
+            modulated = next((run.stack.width for run in graph.runs if run.modulated), graph.width)
+            setattr(self, graph.condition.name, Conditioner(graph.condition, modulated, **where))
         for run in graph.runs:
-            stack = TokenStack(run, enters=graph.enters(run), width=graph.width_before(run), **where)
+            widths = {"width": graph.width_before(run), "memory": graph.memory_width(run)}
+            stack = TokenStack(run, enters=graph.enters(run), **widths, **where)
             stack.begins = run.name not in {later.name for later in graph.written[1:]}
             setattr(self, run.name, stack)
         for head in graph.heads:
@@ -218,7 +221,9 @@ class Model(Switched):
                 more["batches"] = tuple((len(part), each) for part, each in zip(parts, hides))
             if shares is not None and isinstance(there[0], PatchInput):
                 x = shares.cut_of(there[0]).take(x, 1)
-        if any(name in outputs for name in run.memories):
+        if any(name in outputs for name in run.memories) and shares is not None:
+            more["memory"] = self._beside(run, outputs)
+        elif any(name in outputs for name in run.memories):
             more |= self._memory(run, given, outputs)
         if shares is not None:
             if given.get("token_weights") is not None or given.get("prefixes") is not None:
@@ -286,36 +291,43 @@ class Model(Switched):
         places = torch.arange(1, length + 1, device=asked.device)
         return (asked.view(-1, length) * places).amax(1)
 
+    def _beside(self, run: Run, outputs: dict[str, Tensor]) -> Tensor:
+        """The tokens of all memories of a run that are there, one after the other: (B, M, D)."""
+        width = self.graph.memory_width(run)
+        every = [outputs[name] for name in run.memories if name in outputs]
+        wide = [one if one.shape[2] == width else F.pad(one, (0, width - one.shape[2])) for one in every]
+        return wide[0] if len(wide) == 1 else torch.cat(wide, dim=1)
+
     def _memory(self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         """The memory of a run: the outputs of those that it attends to, one after the other."""
         names, asked = [name for name in run.memories if name in outputs], given.get("sees")
         lengths = [self.lengths_of(self.graph.run(name), given) for name in names]
-        every = [outputs[name] for name in names]
+        memory = self._beside(run, outputs)
         weights = given.get("token_weights")
         if weights is not None:
-            assert len(every) == 1
+            assert len(names) == 1
             # Scores plus log w give w times the attention, before it is normalised.
-            more, hidden = weights.to(every[0].dtype).log()[:, None, None], ~_seen(lengths[0], every[0])
-            return {"memory": every[0], "memory_seen": more.masked_fill(hidden, -torch.inf)}
+            more, hidden = weights.to(memory.dtype).log()[:, None, None], ~_seen(lengths[0], memory)
+            return {"memory": memory, "memory_seen": more.masked_fill(hidden, -torch.inf)}
         if len(run.memories) == 1:
-            return {"memory": every[0], "memory_lengths": lengths[0]}
+            return {"memory": memory, "memory_lengths": lengths[0]}
         seen = None
         if (
             asked is not None
             or given.get("past") is not None
             or any(length is not None for length in lengths)
         ):
-            each = [_seen(length, x) for length, x in zip(lengths, every)]
+            each = [_seen(length, outputs[name]) for length, name in zip(lengths, names)]
             if asked is not None:
                 numbers = map(run.memories.index, names)
                 each = [part & (asked == number)[:, None, None, None] for number, part in zip(numbers, each)]
             seen = torch.cat(each, dim=3)
-        return {"memory": torch.cat(every, dim=1), "memory_seen": seen}
+        return {"memory": memory, "memory_seen": seen}
 
     def lengths_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
         """How many tokens of each sample of a run are no padding, (B,)."""
         lengths = given.get("lengths")
-        if lengths is None or run.causal:
+        if lengths is None or (run.causal and self.graph.input_of(run).name != self.graph.padded):
             return None
         every = lengths if isinstance(lengths, Mapping) else {self.graph.padded: lengths}
         return self._of_samples(
@@ -371,7 +383,7 @@ class Model(Switched):
                 f"{tuple(values.shape)}."
             )
         x: Tensor = getattr(self, one.table)(values)
-        x = x * self.graph.width**0.5 if one.scaled else x
+        x = x * x.shape[-1] ** 0.5 if one.scaled else x
         if one.segments:
             x = x + self.types(torch.zeros_like(values) if segments is None else segments)
         return x
@@ -409,7 +421,11 @@ class Model(Switched):
             return self.pixels(x, head, given.get("condition"))
         lengths = self.lengths_of(self.graph.run(head.run), given)
         if isinstance(head, VectorHead):
-            pooled = x[:, 0].clone() if head.pool == "first" else _mean(x, lengths)
+            if head.pool == "last":
+                last = x.new_full((len(x),), x.shape[1], dtype=torch.int64) if lengths is None else lengths
+                pooled = x[torch.arange(len(x), device=x.device), last - 1]
+            else:
+                pooled = x[:, 0].clone() if head.pool == "first" else _mean(x, lengths)
             return getattr(self, head.name)(pooled)  # type: ignore[no-any-return]
         return self.classes(x, head, lengths)
 
@@ -540,11 +556,9 @@ class Model(Switched):
 
     def share_tokens(self, cut: Cut) -> None:
         """Compute this rank's tokens of each sample alone. All ranks are given whole samples and get the same outputs.
-        Raises ConfigError for several memories, which have no order of their own."""
-        if any(len(run.memories) > 1 or run.also for run in self.graph.runs):
-            raise ConfigError(
-                "plan.cp cannot cut several memories, or several inputs, of one run; use plan.cp=1."
-            )
+        Raises ConfigError for runs over several inputs, which a cut would mix."""
+        if any(run.also for run in self.graph.runs):
+            raise ConfigError("plan.cp cannot cut samples of several inputs of one run; use plan.cp=1.")
         self.cut = cut
 
     # -- weights
@@ -567,7 +581,9 @@ class Model(Switched):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=self._deviation(id(module.weight) in shared))
+                tokens = id(module.weight) in shared
+                width = module.embedding_dim if tokens else self.graph.width
+                nn.init.normal_(module.weight, std=self._deviation(tokens, width))
             elif isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d):
@@ -580,9 +596,9 @@ class Model(Switched):
         if token is not None:
             nn.init.normal_(token, std=0.02)
 
-    def _deviation(self, of_tokens: bool) -> float:
+    def _deviation(self, of_tokens: bool, width: int) -> float:
         """The standard deviation of a table's rows."""
-        narrow = self.graph.width**-0.5
+        narrow = width**-0.5
         if self.graph.init == "fan_in":
             return 1.0 if of_tokens else narrow
         return narrow if self.graph.init == "xavier" and of_tokens else 0.02

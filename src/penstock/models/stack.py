@@ -38,10 +38,13 @@ class TokenStack(nn.Module):
     """The vectors of tokens (B, N, D) to features (B, N, D).
 
     Where it `enters`, the vectors come from an input and get positions; else they are what another run made, of `width`
-    features, which a linear maps to its own where these are others.
+    features, which a linear maps to its own where these are others. Its cross attention reads `memory` features of a
+    token, by default as many as it has.
     """
 
-    def __init__(self, run: Run, *, enters: bool = True, width: int | None = None, **where: Any) -> None:
+    def __init__(
+        self, run: Run, *, enters: bool = True, width: int | None = None, memory: int = 0, **where: Any
+    ) -> None:
         super().__init__()
         sizes, causal = run.stack, run.causal
         self.bridge: nn.Linear | None = None
@@ -71,7 +74,8 @@ class TokenStack(nn.Module):
         for i, layer in enumerate(sizes.layers):
             rate = sizes.drop_path * i / max(sizes.depth - 1, 1) if sizes.drop_path else None
             branch = {"layer_scale": sizes.layer_scale, "drop_path": rate}
-            form = {"causal": causal, "cross": bool(run.memories), "modulated": run.modulated}
+            cross = (memory or sizes.width) if run.memories else 0
+            form: dict[str, Any] = {"causal": causal, "cross": cross, "modulated": run.modulated}
             self.blocks.append(Block(sizes, layer, branch, **form, **where))
         self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first and run.last_norm else None
 

@@ -142,8 +142,9 @@ def _attend(
         others = max(1.0, t.samples * seen / t.cp)
         to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
         # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
-        cast = others * d * c if t.stream == 4 and c == 2 and not t.fused else 0.0
-        to.gemm(f"{name}.kv", others, 2 * kv, d, bias=stack.qkv_bias, kept=cast, pieces=(kv, kv))
+        wide = block.cross_width
+        cast = others * wide * c if t.stream == 4 and c == 2 and not t.fused else 0.0
+        to.gemm(f"{name}.kv", others, 2 * kv, wide, bias=stack.qkv_bias, kept=cast, pieces=(kv, kv))
     else:
         others = rows + t.samples * t.cached
         to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=stack.qkv_bias, pieces=(a, kv, kv))

@@ -132,9 +132,11 @@ def totals(model: ModelConfig) -> Workload:
 
 def _entrance(to: Lister, graph: Graph) -> int:
     """List the operators before the blocks; return the number of their parameters that the exit uses too."""
-    t, e, d = to.terms, to.terms.stream, graph.width
+    t, e = to.terms, to.terms.stream
     # Entries of the vocabulary and heads are split over tensor parallel devices, the other tables are not.
-    tables = {one.table: -(-one.vocabulary * d // t.tp) for one in graph.inputs_of(TokenInput)}
+    tables = {
+        one.table: -(-one.vocabulary * graph.width_of(one) // t.tp) for one in graph.inputs_of(TokenInput)
+    }
     entering = [run for run in graph.runs if graph.enters(run)]
     every = [one for run in entering for one in graph.inputs_through(run)]
     read = [one.table for one in every if isinstance(one, TokenInput)]
@@ -148,6 +150,7 @@ def _entrance(to: Lister, graph: Graph) -> int:
                    module="shared_table")
             )  # fmt: skip
     if graph.condition is not None:
+        d = next((run.stack.width for run in graph.runs if run.modulated), graph.width)
         with to.inside("condition"):
             to.gemm(
                 "condition.up", t.samples, d, graph.condition.frequencies, bias=True, first=True, narrow=False
@@ -164,7 +167,8 @@ def _entrance(to: Lister, graph: Graph) -> int:
         if isinstance(one, PatchInput):
             _stem(to, one, run)
             continue
-        stack, rows = run.stack, t.samples * graph.samples(run) * graph.length(run) / t.cp
+        stack, d = run.stack, run.stack.width
+        rows = t.samples * graph.samples(run) * graph.length(run) / t.cp
         before = graph.width_before(run)
         if before != stack.width:
             to.gemm("bridge", rows, stack.width, before, bias=stack.bias, narrow=False)

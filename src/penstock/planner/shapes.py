@@ -24,6 +24,8 @@ class Block:
     causal: bool = False
     cross: int = 0
     """Tokens of another stack that the block also attends to; 0 is none."""
+    cross_width: int = 0
+    """Features of each of these."""
     modulated: bool = False
     """Whether a condition of each sample shifts, scales and gates it."""
     run: int = 0
@@ -45,6 +47,7 @@ def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
             samples=graph.samples(run), inputs=len(graph.inputs_through(run)),
             modulated=run.modulated,
             cross=sum(graph.length(graph.run(name)) for name in run.memories),
+            cross_width=graph.memory_width(run),
         )
         for number, run in enumerate(graph.runs)
         for layer, count in run.stack.kinds.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,13 @@ def test_ours_compute_the_same_fused(name: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(fused, before))  # other kernels did run
     unfuse(model)
     assert all(torch.equal(a, b) for a, b in zip(_gradients(model, inputs), before))
+
+
+def test_an_activation_without_a_kernel_is_refused() -> None:
+    model = create(replace(PRESETS["gpt-tiny"], mlp="gelu_quick", depth=2))
+    with pytest.raises(ConfigError, match="fuse=bias_activation fits nowhere in Model"):
+        fuse(model, ("bias_activation",))
+    assert fuse(model, ("residual_norm",)) == {"residual_norm": 2}
 
 
 def test_foreign_models_compute_the_same_fused() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from penstock.config.convert import Count, NotNegative, Positive, Probability, Range
 
-Mlp = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
+Mlp = Literal["gelu", "gelu_tanh", "gelu_quick", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 Norm = Literal["layer", "rms"]
 Features = Annotated[int, Range(1, 1 << 20)]
 Heads = Annotated[int, Range(1, 1 << 16)]
@@ -77,8 +77,8 @@ class Stack:
     """Features of one head; none: `width / heads`."""
     mlp_width: Features = 3072
     mlp: Mlp = "gelu"
-    """Activation of the MLP; `_tanh` is GELU's tanh approximation. `swiglu` and `geglu` have a third weight matrix, the
-    gate (Shazeer, 2020)."""
+    """Activation of the MLP; `_tanh` is GELU's tanh approximation, `gelu_quick` x·σ(1.702·x), as in CLIP. `swiglu` and
+    `geglu` have a third weight matrix, the gate (Shazeer, 2020)."""
     norm: Norm = "layer"
     norm_eps: Positive = 1e-5
     norm_first: bool = True

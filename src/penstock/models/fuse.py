@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -192,7 +192,8 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
         if not plain:
             continue
         if isinstance(parent, MLP):
-            yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
+            if _GATED.get(parent.activation, parent.activation) in get_args(Activation):
+                yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
             continue
         inside = [(name, kind) for name, child in parent.named_children() if (kind := _activation_of(child))]
         if len(inside) == 1 and role.up.fused == (1,):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ def activate(x: Tensor, activation: Mlp) -> Tensor:
             return F.gelu(x)
         case "gelu_tanh":
             return gelu_tanh(x)
+        case "gelu_quick":
+            return x * torch.sigmoid(1.702 * x)
         case "relu":
             return F.relu(x)
         case "silu":

@@ -39,6 +39,7 @@ what stands in files on the hub though transformers' models do not read it. So d
 ACTIVATIONS: dict[str, Mlp] = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu",
+    "quick_gelu": "gelu_quick",
 }  # fmt: skip
 """Functions by transformers' names, of which the first is written."""
 GATED: dict[str, Mlp] = {

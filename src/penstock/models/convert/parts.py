@@ -1,17 +1,22 @@
-"""Runs of a model from whole models: the images of one from a Vision Transformer, the texts from BERT."""
+"""Runs of a model from whole models: images from a Vision Transformer, texts from BERT, either from CLIP."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.config.graph import Graph, Input, PatchInput, Run, TokenInput
+from penstock.config.graph import Graph, Input, PatchInput, Run, TokenInput, VectorHead
 from penstock.errors import ConfigError
+from penstock.models.convert.clip import Tower, tower_in
+from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import misfit
 from penstock.models.convert.pretrained import from_pretrained
 from penstock.models.model import Model
+
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -21,20 +26,36 @@ def load_part(model: Model, run: str, source: str | Path | Model) -> None:
     kind. Tables of tokens and of positions may have other numbers of rows: the first are taken. Segments of kind 0 are
     added to the table of tokens.
 
+    Of a CLIP of transformers it is the tower over such inputs, with the projection to vectors and their factor where
+    the run has a head for as many features. Its form is that of `vision_norm`, and of `text_causal`.
+
     Raises ConfigError, naming all, for parts that are missing or of another shape; then nothing is changed.
     """
     names = [one.name for one in model.graph.runs if model.graph.enters(one)]
     if run not in names:
         raise ConfigError(f"The model has no run {run} over an input; name one of {', '.join(names)}.")
-    other = source if isinstance(source, Model) else from_pretrained(source)
-    ours, theirs = model.graph.run(run), _like(other.graph, model.graph.input_of(model.graph.run(run)))
-    if theirs is None:
-        raise ConfigError(
-            f"The weights for {run} have no run over inputs of the same kind; name another model."
-        )
-    taken = _taken(model, ours, other, theirs)
+    ours, one = model.graph.run(run), model.graph.input_of(model.graph.run(run))
+    if not isinstance(source, Model):
+        source = local_weights(source)
+    tower, differing, head = None if isinstance(source, Model) else tower_in(source, one), list[str](), {}
+    if tower is not None:
+        places = {"input": _table(model, ours), "class_token": "class_token"}
+        taken = {
+            ".".join([places.get(first, f"{run}.{first}"), *rest]): value
+            for name, value in tower.state.items()
+            for first, *rest in (name.split("."),)
+        }
+        differing, head = _differing(ours, tower), _vectors(model, ours, tower)
+    else:
+        other = source if isinstance(source, Model) else from_pretrained(source)
+        theirs = _like(other.graph, one)
+        if theirs is None:
+            raise ConfigError(
+                f"The weights for {run} have no run over inputs of the same kind; name another model."
+            )
+        taken = _taken(model, ours, other, theirs)
     wanted = {name: value for name, value in model.state_dict().items() if name in _places(model, ours)}
-    problems = [f"The weights for {run} lack {name}." for name in wanted if name not in taken]
+    problems = [*differing, *(f"The weights for {run} lack {name}." for name in wanted if name not in taken)]
     problems += [
         f"The model has no place for {name} of the weights for {run}." for name in taken if name not in wanted
     ]
@@ -47,7 +68,40 @@ def load_part(model: Model, run: str, source: str | Path | Model) -> None:
             problems.append(told)
     if problems:
         raise ConfigError([*problems, f"Give the run {run} the sizes and the norms of these weights."])
-    model.load_state_dict(taken, strict=False)
+    model.load_state_dict(taken | head, strict=False)
+
+
+def _differing(run: Run, tower: Tower) -> list[str]:
+    """Problems of a run that computes otherwise than a tower of CLIP does, whatever the shapes of its weights."""
+    said = {name: (getattr(run.stack, name), value) for name, value in tower.sizes.items()}
+    found = [
+        f"{run.setting}.{name} is {ours}, but the weights were trained with {theirs}."
+        for name, (ours, theirs) in said.items()
+        if ours != theirs
+    ]
+    if run.causal is not tower.causal:
+        found.append(
+            f"The run {run.name} is {'' if run.causal else 'not '}causal, but the weights were trained "
+            f"{'with' if tower.causal else 'without'} a causal mask; set model.text_causal."
+        )
+    return found
+
+
+def _vectors(model: Model, run: Run, tower: Tower) -> dict[str, Tensor]:
+    """The weights of the head for vectors over a run, of as many features as the tower's."""
+    heads = (head for head in model.graph.heads_of(VectorHead) if head.run == run.name)
+    head, state = next(heads, None), model.state_dict()
+    weights = {} if head is None else {f"{head.name}.{name}": value for name, value in tower.head.items()}
+    fitting = {
+        name: value for name, value in weights.items() if name in state and state[name].shape == value.shape
+    }
+    if head is not None and f"{head.name}.weight" not in fitting:
+        log.info(
+            "The projection to vectors of %s stays as it was drawn: the weights have none of its shape.",
+            run.name,
+        )
+        return {}
+    return fitting
 
 
 def _like(graph: Graph, one: Input) -> Run | None:

@@ -37,7 +37,7 @@ from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.planner import predict
 from penstock.planner.describe import describe, totals
-from penstock.tasks import _TEXT as FACTORIES
+from penstock.tasks import _OF_WEIGHTS as FACTORIES
 from penstock.tasks import Translation
 from penstock.tasks import enrol as enrol_task
 

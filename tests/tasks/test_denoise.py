@@ -17,6 +17,7 @@ from penstock.config.run import Augment, DataConfig
 from penstock.config.stack import Stack
 from penstock.data import Loader
 from penstock.errors import ConfigError
+from penstock.infer.images import ImageGenerator
 from penstock.models import Model, create
 from penstock.models.block import ZeroLinear
 from penstock.models.convert import from_pretrained
@@ -178,3 +179,35 @@ def test_a_run_goes_on_exactly_and_experts_begin_as_copies(tmp_path: Path) -> No
         one, other = mixture.up.weight
         assert not torch.equal(one, other), "each learned from its half of the times"
         torch.testing.assert_close(one, block.mlp.up.weight, rtol=0, atol=0.02)
+
+
+def test_a_run_of_texts_reads_them_in_the_tokenizer_that_is_named(tmp_path: Path) -> None:
+    """And so does what it is exported to: the numbers are words, with the token that ends a text behind them."""
+    tokenizers, transformers = (pytest.importorskip(name) for name in ("tokenizers", "transformers"))
+    names = ["<pad>", "</s>", "<unk>", *"0123456789"]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, "<unk>")
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(tmp_path / "words")
+    text = {f"model.text.{name}": 16 for name in ("width", "mlp_width")}
+    run = _run(
+        tmp_path / "run", model="ddigits-tiny",
+        **{"recipe.steps": 2, "model.classes": 0, "data.tokenizer": str(tmp_path / "words"), **text,
+           "model.text.depth": 1, "model.text.heads": 2, "model.vocabulary": 16, "model.sequence": 4},
+    )  # fmt: skip
+    generator = ImageGenerator(run.export)
+    found = generator._arguments(["7", None, "7 3"])
+    assert found["tokens"].tolist() == [[10, 1, 0], [1, 0, 0], [10, 6, 1]]
+    assert found["lengths"].tolist() == [2, 1, 3]
+    assert generator.sample(["7", "3"], steps=2).shape == (2, 1, 8, 8)
+    # Weights to start from bring theirs.
+    source = Denoise(str(run.export)).open(
+        DataConfig(source="digits"), generator._model(0.5)[0].config, "val"
+    )
+    assert texts_of(generator.graph, ["7"], source.tokenizer)[0].tolist() == [[10, 1], [1, 0]]  # type: ignore[index,attr-defined]

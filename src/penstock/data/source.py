@@ -135,9 +135,13 @@ class ImageSource(Source):
     """True where enlarging the stored size is intended (the 8 × 8 digits), so that there is no warning."""
     transform: Callable[..., Any] | None = None
     """The function for each batch after augmentation (see `penstock.data.transform`); reading processes lack it."""
+    tokenizer: Any = None
+    """The tokenizer of a model that reads the names of classes; reading processes lack it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "transform"}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("transform", "tokenizer")
+        }
 
     @property
     def sample(self) -> np.dtype[Any]:  # type: ignore[override]  # it follows from the other attributes

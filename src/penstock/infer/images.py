@@ -21,6 +21,8 @@ from penstock.config.decoding import Weights
 from penstock.config.graph import PatchInput, TokenInput
 from penstock.config.plan import Plan
 from penstock.config.sampling import Sampling
+from penstock.data.text.open import found_in
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.infer.labels import labels_of
 from penstock.infer.load import Loaded, loaded
@@ -55,6 +57,7 @@ class ImageGenerator:
         plan: Plan | None = None,
         *,
         weights: Weights = "auto",
+        tokenizer: Tokenizer | None = None,
         batch: int = 64,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -82,6 +85,9 @@ class ImageGenerator:
         """Names of the classes that images can have."""
         self.reads = bool(self.graph.inputs_of(TokenInput))
         """Whether labels are texts."""
+        self._tokenizer = tokenizer
+        if tokenizer is None and self.reads and self._folder is not None:
+            self._tokenizer = found_in(self._folder)
         self.ranges = labels_of(self.graph, said).names
         """Names of the ranges of time that have experts of their own; none where all times share them."""
         self._parted, self._range = parted and bool(self.ranges), -1
@@ -151,7 +157,7 @@ class ImageGenerator:
             made["classes"] = torch.tensor(self.numbers(labels))
         if self.reads:
             texts = list(dict.fromkeys(str(label) for label in labels if label is not None))
-            found = texts_of(self.graph, texts)
+            found = texts_of(self.graph, texts, self._tokenizer)
             assert found is not None
             # The last row is the empty text.
             rows = [len(texts) if label is None else texts.index(str(label)) for label in labels]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.config.model import ModelConfig
 from penstock.config.run import TaskName
 from penstock.config.trainable import TASKS, task_name
@@ -44,8 +46,9 @@ __all__ = [
     "task_of",
 ]
 
-_IMAGES: dict[str, Task] = {"images": classification_loss, "denoise": Denoise()}
-_TEXT: dict[str, type[TextTask]] = {
+_IMAGES: dict[str, Task] = {"images": classification_loss}
+_OF_WEIGHTS: dict[str, Callable[[str | None], Task]] = {
+    "denoise": Denoise,
     "next_token": NextToken,
     "chat": Chat,
     "preferences": Preferences,
@@ -63,7 +66,7 @@ _TEXT: dict[str, type[TextTask]] = {
 def enrol(name: str, form: str, task: type[TextTask]) -> None:
     """Train models whose graph has a `form` for a task of your own, unless told otherwise. It is made of the name of
     the weights that a run starts from, or of None."""
-    TASKS[name], _TEXT[name] = form, task
+    TASKS[name], _OF_WEIGHTS[name] = form, task
 
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:
@@ -73,4 +76,4 @@ def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | Non
     Raises ConfigError for a task that does not fit the model.
     """
     name = task_name(model, task)
-    return _IMAGES[name] if name in _IMAGES else _TEXT[name](init_from)
+    return _IMAGES[name] if name in _IMAGES else _OF_WEIGHTS[name](init_from)

@@ -20,7 +20,8 @@ from penstock.data.loader import HostBatch
 from penstock.data.open import open_source
 from penstock.data.resample import to_device
 from penstock.data.source import ImageSource, Source, Split
-from penstock.data.text.tokenizers import Bytes
+from penstock.data.text.open import open_tokenizer
+from penstock.data.text.tokenizers import Bytes, Tokenizer
 from penstock.errors import ConfigError
 from penstock.tasks.image_classification import fit_classes
 from penstock.tasks.noise import NoiseSchedule, ranges_of
@@ -28,7 +29,6 @@ from penstock.tasks.task import Prepare, Task, plain
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2⁶⁴ times the fraction of the golden ratio, whose multiples fill [0, 1) evenly, however many they are."""
-_BYTES = Bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class PrepareNoise:
             augment=flips,
             seed=seed,
         )
-        self._texts = texts_of(graph, source.classes)
+        self._texts = texts_of(graph, source.classes, source.tokenizer)
 
     def __call__(self, host: HostBatch, device: torch.device) -> NoisyBatch:
         """Copy to the device and mix in noise there, on the current stream, waiting for nothing."""
@@ -125,23 +125,30 @@ class Denoise(Task):
     """Mean squared error of the model's prediction, over the pixels of each image and then over images; with weights,
     the mean of the weighted squares. It is computed in fp32 or wider under every Plan.
 
-    Batches are `NoisyBatch`es. The metric `loss` is the same of held-out images, each of which has one time and one
-    noise in all evaluations.
+    A model that reads texts gets the names of classes, in the tokenizer that `data.tokenizer` names or that belongs to
+    the weights of `init_from`; else in bytes. Batches are `NoisyBatch`es. The metric `loss` is the same of held-out
+    images, each of which has one time and one noise in all evaluations.
     """
 
     unit = "images"
     size_setting = "model.image_size"
     augments = frozenset({"flip"})
 
+    def __init__(self, init_from: str | None = None) -> None:
+        self.init_from = init_from
+
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
         images = _images(model.graph)
-        return open_source(data, split=split, channels=images.channels, image_size=images.image_size)
+        source = open_source(data, split=split, channels=images.channels, image_size=images.image_size)
+        if model.graph.inputs_of(TokenInput):
+            source.tokenizer = open_tokenizer(data, self.init_from)
+        return source
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
         """The model with as many classes as the data, where its number was left at the default; this is logged. Raises
         ConfigError where it contradicts the data, or has no room for the texts."""
         assert isinstance(source, ImageSource)
-        texts_of(model.graph, source.classes)
+        texts_of(model.graph, source.classes, source.tokenizer)
         condition = model.graph.condition
         return fit_classes(model, source) if condition is not None and condition.classes else model
 
@@ -179,18 +186,25 @@ class Denoise(Task):
         return f"images of {images.channels} × {images.image_size} × {images.image_size}"
 
 
-def texts_of(graph: Graph, classes: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+def texts_of(
+    graph: Graph, classes: Sequence[str], tokenizer: Tokenizer | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """The names of classes as a model with texts reads them, tokens (classes + 1, N) and lengths (classes + 1,), the
-    empty text last; None for one without texts. Raises ConfigError where the model has no room for them."""
+    empty text last; None for one without texts. Without a tokenizer they are bytes behind a begin token. Raises
+    ConfigError where the model has no room for them."""
     one = next(iter(graph.inputs_of(TokenInput)), None)
     if one is None:
         return None
-    texts = [[_BYTES.begin, *numbers.tolist()] for numbers in _BYTES.encode([*classes, ""])]
+    words = tokenizer or Bytes()
+    frame = words.frame()
+    before, behind = ((words.begin,), ()) if isinstance(words, Bytes) else (frame.before, frame.behind)
+    texts = [[*before, *numbers.tolist(), *behind] or [words.pad] for numbers in words.encode([*classes, ""])]
     lengths = np.array([len(text) for text in texts], np.int64)
     problems = []
-    if one.vocabulary < _BYTES.size:
+    if one.vocabulary < words.size:
         problems.append(
-            f"model.vocabulary is {one.vocabulary}, but texts are bytes and special tokens; use {_BYTES.size}."
+            f"model.vocabulary is {one.vocabulary}, but the tokenizer {words.name} has {words.size} entries; "
+            f"use {words.size}."
         )
     if one.length < lengths.max():
         problems.append(
@@ -198,7 +212,7 @@ def texts_of(graph: Graph, classes: Sequence[str]) -> tuple[NDArray[np.int64], N
         )
     if problems:
         raise ConfigError(problems)
-    tokens = np.full((len(texts), int(lengths.max())), _BYTES.pad, np.int64)
+    tokens = np.full((len(texts), int(lengths.max())), words.pad, np.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     return tokens, lengths

@@ -219,6 +219,8 @@ def test_messages_go_through_the_models_template(quick: Running) -> None:
             "parts such",
         ),
         ("/v1/embeddings", {"input": "x"}, 400, "come from encoders"),
+        ("/v1/classify", {"input": "x"}, 400, "no head for classes"),
+        ("/v1/classify", {"input": "x", "echo": True}, 400, "'echo' is no setting of this route"),
         ("/v1/translate", {"text": "x"}, 400, "no encoder–decoder"),
         ("/v1/completions", b"x" * 30_000, 413, "30,000|20,000 bytes"),
     ],
@@ -424,6 +426,7 @@ def tiny(family: str, where: Path) -> Path:
     import torch
 
     import penstock
+    from penstock.config.model import UniversalConfig, with_stacks
     from penstock.data.text.tokenizers import Bytes
 
     torch.manual_seed(1)
@@ -431,13 +434,35 @@ def tiny(family: str, where: Path) -> Path:
     words.mkdir(parents=True)
     Bytes().save(words)
     model = penstock.PRESETS[family]
-    if isinstance(model, penstock.Seq2SeqConfig):
+    if isinstance(model, UniversalConfig):
+        (words / "config.json").write_text('{"id2label": {"0": "in order", "1": "swapped"}}')
+        config = with_stacks(model, lambda stack: dataclasses.replace(stack, **small))
+        config = dataclasses.replace(config, vocabulary=Bytes.size, sequence=96, head="both")
+    elif isinstance(model, penstock.Seq2SeqConfig):
         sides = {side: dataclasses.replace(getattr(model, side), **small) for side in ("encoder", "decoder")}
         config = dataclasses.replace(model, vocabulary=Bytes.size, sequence=48, decoder_sequence=48, **sides)
     else:
         config = dataclasses.replace(model, **small, kv_heads=None, vocabulary=Bytes.size, sequence=96)
     penstock.save_pretrained(penstock.create(config), where / family, beside=words)
     return where / family
+
+
+@pytest.mark.slow
+def test_one_model_of_two_branches_writes_and_tells_classes(tmp_path: Path) -> None:
+    from penstock.infer.encode import Classifier
+    from penstock.infer.generator import Generator
+
+    where, texts = tiny("universal-tiny", tmp_path), ["seven and eight", "import os"]
+    with served(where, "slots=2", opener=REAL) as running:
+        written = running.ask("/v1/completions", {"prompt": texts, "max_tokens": 6, "temperature": 0})[1]
+        told = running.ask("/v1/classify", {"input": texts})[1]["data"]
+        assert running.ask("/v1/embeddings", {"input": texts})[0] == 400
+    for one, expected in zip(told, Classifier(where).classify(texts), strict=True):
+        assert one["label"] == expected.label in ("in order", "swapped")
+        assert one["probs"] == pytest.approx(expected.probabilities, abs=1e-5)
+    with Generator(where) as generator:
+        alone = generator.generate(texts, decoding=Decoding(max_tokens=6, temperature=0.0))
+    assert [choice["text"] for choice in written["choices"]] == [one.text for one in alone]
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ _KEYS = {
     "chat": _SHARED | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"},
     "translate": frozenset({"model", "text", "max_tokens", "label", *DECODING, *_CALLER}),
     "embeddings": frozenset({"model", "input", "encoding_format", *_CALLER}),
+    "classify": frozenset({"model", "input", *_CALLER}),
 }
 
 

@@ -83,6 +83,7 @@ class Service:
             "/v1/completions": ("completions", self.completions),
             "/v1/chat/completions": ("chat", self.chat),
             "/v1/embeddings": ("embeddings", self.embeddings),
+            "/v1/classify": ("classify", self.classify),
             "/v1/translate": ("translate", self.translate),
         }
         routes = [
@@ -189,12 +190,37 @@ class Service:
             raise Fault(400, "encoding_format must be float.")
         if self.backend.about and self.backend.about["writes"]:
             raise Fault(400, "This model makes text; embeddings come from encoders.")
+        vectors, count = await self._vectors(request, body, "texts")
+        return JSONResponse({
+            "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
+            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
+        })  # fmt: skip
+
+    async def classify(self, request: Request) -> Response:
+        """The likeliest class of each text, and the probabilities of all."""
+        body = await self._table(request, "classify")
+        if self.backend.about and not self.backend.about.get("classes"):
+            raise Fault(400, "This model has no head for classes; use another route.")
+        shares, count = await self._vectors(request, body, "classify")
+        names = self.backend.about["classes"]
+        return JSONResponse({
+            "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
+            "data": [
+                {"index": i, "label": names[row.index(max(row))], "probs": row, "num_classes": len(row)}
+                for i, row in enumerate(shares)
+            ],
+        })  # fmt: skip
+
+    async def _vectors(
+        self, request: Request, body: dict[str, Any], wanted: str
+    ) -> tuple[list[list[float]], int]:
+        """The worker's vector of each text of a request, and how many tokens these have."""
         texts = parse.texts_of(body, "input")
         rows = [self._sentence(text) for text in texts]
         longest = self.backend.about.get("context", 0)
         if longest and max(map(len, rows)) > longest:
             raise Fault(400, f"A text has {max(map(len, rows)):,} tokens, but the model reads {longest:,}.")
-        (ticket,) = self._send({"texts": rows})
+        (ticket,) = self._send({wanted: rows})
         begun = time.monotonic()
         vectors: list[list[float]] = []
 
@@ -206,10 +232,7 @@ class Service:
         self.metrics.latency.add(time.monotonic() - begun)
         count = sum(map(len, rows))
         self.metrics.prompt_tokens += count
-        return JSONResponse({
-            "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
-            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
-        })  # fmt: skip
+        return vectors, count
 
     def _sentence(self, text: str | tuple[int, ...]) -> list[int]:
         """Token numbers of a text to be embedded, with what an encoder has around it."""

@@ -58,6 +58,9 @@ class Opened(NamedTuple):
     """The engine, where several ranks split its layers or host experts: see `penstock.serve.led`."""
     experts: Callable[[], dict[str, Any] | None] | None = None
     """News of hosted experts since the last call, as of `Balance.state`; None where there are none."""
+    classes: Any = None
+    """Function of lists of token numbers to the probabilities of their classes, whose names are in `about`; None of a
+    model without a head for classes, or on several devices."""
 
 
 class Worker:
@@ -90,6 +93,11 @@ class Worker:
                 if self.opened.vectors is None:
                     raise ConfigError("This model makes text; only encoders make embeddings.")
                 self.link.send({"vectors": [number, self.opened.vectors(message["texts"])]})
+                return
+            if "classify" in message:
+                if self.opened.classes is None:
+                    raise ConfigError("Classes come from models with a head for them, on one device.")
+                self.link.send({"vectors": [number, self.opened.classes(message["classify"])]})
                 return
             if "score" in message:
                 if self.opened.scores is None:
@@ -167,6 +175,10 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         "vocabulary": 0 if config is None else vocabulary_of(config),
         "source": 0,
     }
+    classes = None
+    if config is not None and config.graph.classes is not None and plan.gpus == 1:
+        classes = _Classes(settings, plan)
+        about["classes"] = classes.names
     if config is not None and config.graph.writer is None:
         if settings["compile"] != "none":
             raise ConfigError(
@@ -183,6 +195,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             Request,
             about | {"context": config.graph.runs[0].most, "never": []},
             ranks=None if embedder.dims.alone else vectors,
+            classes=classes,
         )
     dims = ALONE
     if plan.gpus > 1:
@@ -229,7 +242,34 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         Scorer(start.model) if decodes else None,
         led,
         None if balance is None or led is None else led.experts_news,
+        classes,
     )  # fmt: skip
+
+
+class _Classes:
+    """The classes of texts. The head, with the layers under it, is opened with the first that are asked for: a server
+    that is asked for none keeps no second copy of what a branch that writes shares with it."""
+
+    def __init__(self, settings: dict[str, Any], plan: Any) -> None:
+        from penstock.models.convert.files import said_in
+        from penstock.models.convert.hub import local_weights
+        from penstock.models.convert.pretrained import read_config
+
+        self._settings, self._plan = settings, plan
+        self._opened: Any = None
+        folder = local_weights(settings["model"])
+        head, names = read_config(folder).graph.classes, said_in(folder).get("id2label")
+        assert head is not None
+        known = names if isinstance(names, dict) else {}
+        self.names = [str(known.get(str(number), number)) for number in range(head.classes)]
+
+    def __call__(self, rows: list[list[int]]) -> list[list[float]]:
+        from penstock.infer.encode import Classifier
+
+        if self._opened is None:
+            named = {name: self._settings[name] for name in ("weights", "device")}
+            self._opened = Classifier(self._settings["model"], self._plan, **named)
+        return [list(one.probabilities) for one in self._opened.classify(rows)]
 
 
 def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted]:

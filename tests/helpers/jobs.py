@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from helpers.families import small
-from penstock.config.model import ModelConfig, ViTConfig, option_words
+from penstock.config.model import DiffusionConfig, ModelConfig, MultimodalConfig, ViTConfig, option_words
 from penstock.config.run import DataConfig
+from penstock.config.stack import Stack
 
 
 class Job(NamedTuple):
@@ -27,6 +28,7 @@ VIT = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10,
     dropout=0.1, drop_path=0.2,
 )  # fmt: skip
+_SMALL = Stack(width=16, depth=2, heads=2, mlp_width=32, dropout=0.1)
 JOBS = {
     "vit": Job(VIT, "digits"),
     "decoder": Job(small("qwen-tiny", dropout=0.1), "text:words"),
@@ -34,14 +36,29 @@ JOBS = {
     "encoder-decoder": Job(small("marian-tiny", dropout=0.1), "pairs:rows.tsv", "translation"),
     "encoder of pairs": Job(small("bert-tiny", dropout=0.1), "pairs:pairs.tsv", "pairs"),
     "encoder-decoder of spans": Job(small("t5-tiny", dropout=0.1), "text:words"),
-}
+    "diffusion": Job(
+        DiffusionConfig(
+            image_size=8, patch_size=4, channels=1, classes=10, experts=2, width=16, depth=2, heads=2, mlp_width=32,
+            dropout=0.1,
+        ),
+        "digits",
+    ),
+    "universal": Job(small("universal-tiny", dropout=0.1, head="both", prefix=0.5), "text:words"),
+    "multimodal": Job(
+        MultimodalConfig(
+            image_size=8, patch_size=4, channels=1, vision=_SMALL, text=_SMALL, writer=_SMALL, features=8,
+            vocabulary=368, sequence=32, writer_sequence=32,
+        ),
+        "captions:en,de",
+    ),
+}  # fmt: skip
 
 
 def settings(name: str, folder: Path) -> dict[str, Any]:
     """Fields of a RunConfig: model, task and data, whose texts are written to `folder`."""
     model, source, task = JOBS[name]
     kind, colon, path = source.partition(":")
-    if colon:
+    if colon and kind != "captions":
         source = f"{kind}:{texts_in(folder) / path}"
     return {"model": model, "task": task, "data": DataConfig(source=source)}
 

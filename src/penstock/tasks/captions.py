@@ -80,7 +80,8 @@ class Captioning(TextTask):
     Metrics are of a whole split. `image_to_text` and `text_to_image` are recall@1 among the names of a language and
     among images, the mean over languages; `unseen_words` the latter of names that training never saw; `captions` and
     `translations` the shares of names that are written exactly, `unseen_pairs` those of translations between languages
-    between which nothing was translated. With a language behind it (`captions_de`), they are those of this language.
+    between which nothing was translated. With a language behind it (`captions_de`), they are those of this language;
+    with `_chance`, the recall of a guess, which few names of a language in a split make easy.
     """
 
     unit = "captions"
@@ -244,6 +245,7 @@ class Captioning(TextTask):
     def describe(self, metrics: Mapping[str, float | None]) -> str:
         said = [
             f"{words} {plain(metrics[name], '.1%')}"
+            + (f" (chance {plain(metrics[f'{name}_chance'], '.1%')})" if f"{name}_chance" in metrics else "")
             for name, words in (
                 ("image_to_text", "image→text"), ("text_to_image", "text→image"), ("unseen_words", "unseen words"),
                 ("captions", "captions"), ("translations", "translations"), ("unseen_pairs", "unseen pairs"),
@@ -331,6 +333,7 @@ def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.fl
     found = {"contrast_loss": float((lse - own)[right.any(1)].mean())}
     best = right[near.argmax(0), np.arange(len(named))]
     to_text, to_image = dict[str, float](), dict[str, float]()
+    guessed: dict[str, list[float]] = {"image_to_text": [], "text_to_image": []}
     for number, name in enumerate(words.languages):
         here = np.flatnonzero(language == number)
         asked = right[:, here].any(1) if len(here) else np.zeros(len(shown), bool)
@@ -338,8 +341,11 @@ def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.fl
             chosen = near[np.ix_(asked, here)].argmax(1)
             to_text[name] = float(right[np.ix_(asked, here)][np.arange(len(chosen)), chosen].mean())
             to_image[name] = float(best[here].mean())
+            guessed["image_to_text"].append(float(right[np.ix_(asked, here)].mean()))
+            guessed["text_to_image"].append(float(right[:, here].mean()))
     for key, of in (("image_to_text", to_text), ("text_to_image", to_image)):
         found[key] = float(np.mean([*of.values()])) if of else 0.0
+        found[f"{key}_chance"] = float(np.mean(guessed[key])) if of else 0.0
         found |= {f"{key}_{name}": share for name, share in of.items()}
     found["unseen_words"] = float(best[held].mean()) if held.any() else 0.0
     return found

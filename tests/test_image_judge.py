@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,12 +84,36 @@ def test_the_page_shows_what_was_measured() -> None:
     root = Path(__file__).parent.parent
     page = (root / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8").splitlines()
     bench = _load("denoise_digits")
-    for name in ("denoise_digits_cpu",):
+    measured: dict[str, Any] = {}
+    for name in ("denoise_digits_cpu", "denoise_experts_cpu"):
         data = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
         missing = [line for line in bench.table(data) if line not in page]
         assert not missing, f"docs/how-to/unified.md lacks these lines of {name}.json: {missing}"
-        # The demand: nearer to real digits than Gaussians of each class are, and no nearer to training images.
-        ours, gaussians = data["models"]["dense"], data["floors"]["gaussians"]
-        assert ours["frechet"]["mean"] < gaussians["frechet"]["mean"]
-        assert ours["told_apart"]["mean"] < gaussians["told_apart"]["mean"]
-        assert ours["nearest"]["mean"] > 1.0
+        measured[name] = data
+    # The demand: nearer to real digits than Gaussians of each class are, and no nearer to training images.
+    data = measured["denoise_digits_cpu"]
+    ours, gaussians = data["models"]["dense"], data["floors"]["gaussians"]
+    assert ours["frechet"]["mean"] < gaussians["frechet"]["mean"]
+    assert ours["told_apart"]["mean"] < gaussians["told_apart"]["mean"]
+    assert ours["nearest"]["mean"] > 1.0
+
+
+def test_a_stopped_script_goes_on_and_other_settings_are_refused(tmp_path: Path) -> None:
+    bench, file = _load("denoise_digits"), tmp_path / "out.json"
+    assert bench.begun(file, {"steps": 3}) == {}
+    file.write_text(json.dumps({"steps": 3, "runs": [1]}))
+    assert bench.begun(file, {"steps": 3})["runs"] == [1]
+    with pytest.raises(SystemExit, match="made with other steps; name another file"):
+        bench.begun(file, {"steps": 4})
+    rows = [("dense", 0, 1.0), ("experts", 0, 5.0), ("dense", 1, 3.0)]
+    found = bench.gathered(
+        [
+            {"model": model, "seed": seed, "measures": {"frechet": {"mean": mean, "deviation": 0.5}}}
+            for model, seed, mean in rows
+        ]
+    )
+    assert list(found) == ["dense", "experts"]
+    assert found["dense"]["frechet"] == {
+        "mean": 2.0, "deviation": pytest.approx(2**0.5), "of_each_seed": [1.0, 3.0],
+    }  # fmt: skip
+    assert found["experts"]["frechet"] == {"mean": 5.0, "deviation": 0.5}

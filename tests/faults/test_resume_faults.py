@@ -93,7 +93,8 @@ def test_a_run_goes_on_with_any_number_of_ranks(
     expected, deviations = losses(undisturbed), {}
     for size in sizes:
         config = moved(stopped, tmp_path / f"on-{size}")
-        with launched(config, "samples", options=TWO if size == 2 else as_many_as(size)) as agent:
+        options = TWO if size == 2 else as_many_as(size)
+        with launched(config, "samples", options=options, forked=len(sizes) == 1) as agent:
             assert agent.wait(240) == 0, agent.said
         assert samples(config) == samples(undisturbed)
         found = losses(config)
@@ -122,7 +123,8 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_before_a_step(
     valid = {5: "It can by 1, 2, 3, 4.", 7: "It can by 1, 2, 3, 4, 6."}
     for size in sizes:
         started = time.monotonic()
-        with launched(config, options=as_many_as(size), name=f"on-{size}") as agent:
+        options, name = as_many_as(size), f"on-{size}"
+        with launched(config, options=options, name=name, forked=len(sizes) == 1) as agent:
             assert agent.wait(300) == 2, agent.said  # seven ranks on a few cores start slowly
         slowest = max(slowest, time.monotonic() - started)
         assert "The global batch of 24 samples" in agent.said
@@ -172,7 +174,7 @@ def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
     for number, workers in enumerate(kills):
         fault = [f"kill:0:{dice.randint(5, 7)}"] * (number + 1)  # those before have struck
         with launched(reading_with(killed, workers), "samples", *fault, options=(*TWO, "--max-restarts", "0"),
-                      name=f"log.{number}") as agent:  # fmt: skip
+                      name=f"log.{number}", forked=len(kills) == 1) as agent:  # fmt: skip
             assert agent.wait(120) == 128 + signal.SIGKILL, agent.said
     for last in range(3) if len(kills) > 1 else (1,):
         config = reading_with(moved(killed, tmp_path / f"last-{last}"), last)
@@ -202,7 +204,8 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
     killed = reading_with(like(epochs, folder), 2)
     for number in range(times):
         before = len(tally(killed))
-        with launched(killed, "samples", "slow:100", options=TWO, name=f"log.{number}") as agent:
+        name = f"log.{number}"
+        with launched(killed, "samples", "slow:100", options=TWO, name=name, forked=times == 1) as agent:
             agent.until(lambda before=before: len(tally(killed)) > before, timeout=120)  # type: ignore[misc]
             time.sleep(dice.uniform(0.0, 0.3))
             rank = psutil.Process(int((folder / f"rank.{dice.randrange(2)}").read_text()))
@@ -238,11 +241,12 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_pa
     plan = Plan(micro_batch=16, dp=2, optimizer="fused")
     config = config_in(tmp_path, plan, steps=100_000)
     slowest = 0.0
-    with launched(config, "slow:100", options=TWO, name="first") as first:
+    forked = times == 1
+    with launched(config, "slow:100", options=TWO, name="first", forked=forked) as first:
         first.until(lambda: bool(tally(config)), timeout=120)
         for number in range(times):
             started = time.monotonic()
-            with launched(config, options=TWO, name=f"second.{number}") as second:
+            with launched(config, options=TWO, name=f"second.{number}", forked=forked) as second:
                 assert second.wait(60) == 3, second.said
             slowest = max(slowest, time.monotonic() - started)
             assert "is in use by process" in second.said

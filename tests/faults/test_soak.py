@@ -50,7 +50,7 @@ class Undisturbed:
     def measure(self, folder: Path, seconds: float) -> None:
         config = run_in(folder)
         started = time.time()
-        with launched(config, "heed", SLOW, options=OPTIONS) as agent:
+        with launched(config, "heed", SLOW, options=OPTIONS, forked=False) as agent:
             agent.until(lambda: bool(tally(config)), timeout=120)
             time.sleep(seconds)
             agent.send(signal.SIGTERM)
@@ -209,7 +209,7 @@ def soaked(folder: Path, *, seconds: float, every: float) -> tuple[Soaked, RunCo
     """A run that was soaked and then asked to stop, with nothing lost and nothing left."""
     config = run_in(folder)
     checkpoints = Path(config.output) / "checkpoints"
-    with launched(config, "heed", SLOW, options=OPTIONS) as agent:
+    with launched(config, "heed", SLOW, options=OPTIONS, forked=False) as agent:
         agent.until(lambda: bool(tally(config)), timeout=120)
         found = soak(config, agent, seconds, every)
         last = tally(config)[-1].step

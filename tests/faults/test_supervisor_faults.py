@@ -60,7 +60,8 @@ def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: P
     dice = random.Random(kills)
     config = config_in(tmp_path, undisturbed.plan)
     faults = [f"kill:{dice.randrange(2)}:{dice.randint(1, 6)}" for _ in range(kills)]
-    with launched(config, *faults, options=(*TWO, "--max-restarts", str(kills))) as agent:
+    options = (*TWO, "--max-restarts", str(kills))
+    with launched(config, *faults, options=options, forked=kills == 1) as agent:
         assert agent.wait(60 * (kills + 1)) == 0, agent.said
     assert len(list((tmp_path / "struck").iterdir())) == kills
     assert agent.said.count("was killed by SIGKILL") == kills
@@ -111,7 +112,8 @@ def test_being_stopped_at_random_times_changes_no_bit(
     folder, slowest, during = Path(config.output) / "checkpoints", 0.0, 0
     for number in range(stops):
         known = checkpoint.steps(folder)
-        with launched(config, "slow:150", "slowsync:30", options=TWO, name=f"log.{number}") as agent:
+        name = f"log.{number}"
+        with launched(config, "slow:150", "slowsync:30", options=TWO, name=name, forked=stops == 2) as agent:
             agent.until(lambda agent=agent: "predicted:" in agent.said, timeout=120)  # type: ignore[misc]
             time.sleep(dice.uniform(0.0, 1.2))
             first, second = dice.sample([signal.SIGTERM, signal.SIGUSR1], 2)
@@ -168,7 +170,8 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Pa
         config = config_in(folder, PLANS["ddp"], steps=12)
         rank = dice.randrange(2)
         options = (*TWO, "--hang-seconds", str(timeout), "--max-restarts", "0")
-        with launched(config, f"stop:{rank}:{dice.randint(1, 9)}", options=options) as agent:
+        fault = f"stop:{rank}:{dice.randint(1, 9)}"
+        with launched(config, fault, options=options, forked=times == 1) as agent:
             agent.until(lambda folder=folder: (folder / "struck" / "0").exists(), timeout=120)  # type: ignore[misc]
             struck = time.monotonic()
             assert agent.wait() == 8, agent.said
@@ -210,7 +213,8 @@ def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(tmp_path: Path, tim
     config = config_in(tmp_path / "again", PLANS["ddp"], steps=16)
     slowest = 0.0
     for number in range(times):
-        with launched(config, "slow:100", options=TWO, name=f"log.{number}") as agent:
+        name = f"log.{number}"
+        with launched(config, "slow:100", options=TWO, name=name, forked=times == 1) as agent:
             agent.until(lambda agent=agent: "predicted:" in agent.said, timeout=120)  # type: ignore[misc]
             time.sleep(dice.uniform(0.0, 0.6))
             agent.send(signal.SIGKILL)
@@ -237,8 +241,8 @@ def test_a_lost_node_is_gone_on_without(tmp_path: Path) -> None:
         *("--procs", "1", "--nnodes", "1:2", "--rdzv", f"127.0.0.1:{free_port()}"),
         *("--settle-seconds", "5", "--lost-seconds", "4"),
     )
-    a = launched(config, "slow:50", options=(*common, "--node-rank", "0"), name="a")
-    b = launched(config, "slow:50", options=(*common, "--node-rank", "1"), name="b")
+    a = launched(config, "slow:50", options=(*common, "--node-rank", "0"), name="a", forked=False)
+    b = launched(config, "slow:50", options=(*common, "--node-rank", "1"), name="b", forked=False)
     folder = Path(config.output) / "checkpoints"
     with a, b:
         a.until(lambda: bool(checkpoint.steps(folder)), timeout=120)

@@ -64,10 +64,12 @@ def written(config: RunConfig) -> Path:
     return file
 
 
-def launched(config: RunConfig, *faults: str, options: tuple[str, ...] = (), name: str = "log") -> Agent:
+def launched(
+    config: RunConfig, *faults: str, options: tuple[str, ...] = (), name: str = "log", forked: bool = True
+) -> Agent:
     """An agent whose ranks train as `config` says, doomed by `faults`."""
     program = ("-m", "helpers.doomed", str(written(config)), *faults)
-    return Agent(*options, "--", *program, log=Path(config.output).parent / name)
+    return Agent(*options, "--", *program, log=Path(config.output).parent / name, forked=forked)
 
 
 def finished(config: RunConfig, *faults: str, world: int = 2) -> None:

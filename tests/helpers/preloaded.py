@@ -10,6 +10,8 @@ for name in (
     "torch._dynamo",  # an optimizer imports it
     "torch.distributed.fsdp",
     "pytest",
+    "hypothesis",
+    "helpers.forked",
     "helpers.spawn",
     "penstock.build",
     "penstock.train.loop",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -40,10 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -weights[item.path])
 
 
+@pytest.fixture(scope="session")
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """New folders. Pytest's own numbered ones lie in one folder, all of whose names it reads for each."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolated(_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test sees its own cache folder and starts from seed 0 on one thread."""
-    cache: Path = tmp_path_factory.mktemp("cache")
+    cache = next(_caches)
+    cache.mkdir()
     monkeypatch.setenv("PENSTOCK_CACHE", str(cache))
     import torch
 

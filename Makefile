@@ -84,12 +84,12 @@ test: $(VENV)/.test
 
 # Tests of what depends on the CPU, as on one with AVX2 only and on one with AVX-512 but no units for bf16. What this
 # machine has itself is tested by `make test`. Scripts and the loops of Hugging Face at each level are left out: they
-# compute by the same operators.
-ISA_TESTS := tests/kernels tests/precision tests/planner tests/products tests/infer/test_encode.py \
-  tests/tasks/test_plans.py tests/parallel/test_recompute.py tests/test_cpu.py
+# compute by the same operators. So are Triton's kernels and what plans without torch: both compute the same everywhere.
+ISA_TESTS = tests/kernels tests/precision tests/products tests/infer/test_encode.py tests/tasks/test_plans.py \
+  tests/parallel/test_recompute.py tests/test_cpu.py $$(grep -lE '^(import|from) torch' tests/planner/*.py)
 ISA_RUN = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal \
   -m 'not gpu and not slow and not faults and not sweep and not alone' $(ISA_TESTS) \
-  --ignore tests/precision/test_script.py --ignore tests/precision/test_hugging_face.py $(PYTEST)
+  --ignore tests/precision/test_script.py --ignore tests/precision/test_hugging_face.py -k 'not triton' $(PYTEST)
 
 test-isa: $(VENV)/.test
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(ISA_RUN)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.child import BLOCK
+from helpers.forked import run_python
 
 TESTS = Path(__file__).parents[1]
 
@@ -68,25 +67,15 @@ def _run(arguments: list[str], outcome: Outcome) -> int:
             "OMP_NUM_THREADS": "1",
             "PENSTOCK_CACHE": f"{folder}/cache",
         }
-        with (Path(folder) / "stderr").open("w+b") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fuzz.child", *arguments],
-                cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-            assert process.stdout is not None
-            block = 0
-            try:
-                for line in process.stdout:
-                    block = max(block, _take(json.loads(line), outcome))
-            except BaseException:
-                process.kill()
-                raise
-            finally:
-                code = process.wait()
-                process.stdout.close()
+        code, reported, errors = run_python(
+            ["-m", "fuzz.child", *arguments], Path(folder), env=environment, cwd=folder, timeout=7200.0
+        )
+        block = 0
+        for line in reported.splitlines():
+            block = max(block, _take(json.loads(line), outcome))
         if code == 0:
             return block
-        return max(block, _took_down(Path(folder), code, outcome))
+        return max(block, _took_down(Path(folder), code, errors[-1500:], outcome))
 
 
 def _take(document: dict[str, Any], outcome: Outcome) -> int:
@@ -103,9 +92,8 @@ def _take(document: dict[str, Any], outcome: Outcome) -> int:
     return int(document["block"])
 
 
-def _took_down(folder: Path, code: int, outcome: Outcome) -> int:
+def _took_down(folder: Path, code: int, errors: str, outcome: Outcome) -> int:
     """Note the case that ended its process."""
-    errors = (folder / "stderr").read_text(errors="replace")[-1500:]
     file = folder / "room" / "case.bin"
     head, _, data = file.read_bytes().partition(b"\n") if file.exists() else (b"", b"", b"")
     number, _, name = head.decode(errors="replace").partition(" ")

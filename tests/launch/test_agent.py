@@ -20,12 +20,15 @@ def steps(folder: Path) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in (folder / "steps").read_text().splitlines()]
 
 
-def toy(folder: Path, *faults: str, total: int = 12, options: tuple[str, ...] = ()) -> Agent:
-    return Agent("--procs", "2", *options, "--", *TOY, str(folder), str(total), *faults, log=folder / "log")
+def toy(
+    folder: Path, *faults: str, total: int = 12, options: tuple[str, ...] = (), forked: bool = True
+) -> Agent:
+    words = ("--procs", "2", *options, "--", *TOY, str(folder), str(total), *faults)
+    return Agent(*words, log=folder / "log", forked=forked)
 
 
 def test_all_ranks_go_on_from_the_checkpoint_after_one_is_killed(tmp_path: Path) -> None:
-    with toy(tmp_path, "kill:1:7") as agent:
+    with toy(tmp_path, "kill:1:7", forked=False) as agent:
         assert agent.wait() == 0, agent.said
     assert steps(tmp_path) == [[n, 2, 0] for n in range(1, 8)] + [[n, 2, 1] for n in range(6, 13)]
     assert "rank 1 was killed by SIGKILL." in agent.said
@@ -87,7 +90,7 @@ def test_all_ranks_save_the_same_step_when_the_agent_is_asked_to_stop(
 
 
 def test_being_asked_before_there_is_anything_to_save_asks_for_a_requeue(tmp_path: Path) -> None:
-    with toy(tmp_path) as agent:
+    with toy(tmp_path, forked=False) as agent:
         agent.until(lambda: len(psutil.Process(agent.process.pid).children()) == 2)  # they still import torch
         agent.send(signal.SIGTERM)
         assert agent.wait() == 75
@@ -116,7 +119,7 @@ def test_a_hang_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:
-    with toy(tmp_path, "slow:20", total=100_000) as agent:
+    with toy(tmp_path, "slow:20", total=100_000, forked=False) as agent:
         agent.until(lambda: (tmp_path / "steps").exists())
         assert len(alive(tmp_path)) == 2
         agent.send(signal.SIGKILL)

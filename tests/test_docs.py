@@ -21,8 +21,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 import penstock.ladder
+from helpers import forked
 from helpers.small_forms import lay_out, small_form
 from helpers.spawn import spawn
 from penstock.cli import app, main
@@ -109,8 +108,15 @@ def run_page(page: Path, text: str) -> None:
                     raise AssertionError(f"{page}:{line}: {command}: {error}") from error
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ladders and tuned scripts end their races undecided."""
+    for module in ("ladder.search", "ladder.climb", "tune.search"):
+        monkeypatch.setattr(f"penstock.{module}.MOST_ROUNDS", 2)
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("known_machine")
+@pytest.mark.usefixtures("known_machine", "hurried")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.slow) if page.stem in SLOW else page for page in PAGES],
@@ -188,20 +194,14 @@ def _end(words: list[str]) -> tuple[int, str]:
             replicas = names_no_degree(program)
             return max(spawn(_on_a_rank, ranks, program[2:], replicas, group=False, timeout=200)), ""
     if words[0] in ("launch", "run"):
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        return done.returncode, done.stdout[-1000:] + done.stderr[-2000:]
+        code, out, error = forked.run_python(["-m", "penstock", *words], Path())
+        return code, out[-1000:] + error[-2000:]
     return main(words), ""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("known_machine")
+@pytest.mark.usefixtures("known_machine", "hurried")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.:FutureWarning")
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
@@ -212,6 +212,8 @@ def test_commands_that_are_only_shown_run_in_a_small_form(
     shutil.copytree(laid_out, folder)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
+    for module in ("penstock.tune.process", "penstock.ladder.team"):
+        monkeypatch.setattr(f"{module}.subprocess", forked.instead())
     for number, (command, line) in enumerate(SHOWN[page]):
         words = small_form(shlex.split(command)[1:], folder)
         if words[0] == "train" and "--output" not in words:

@@ -7,13 +7,12 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import forked
 from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.tune.process import ScriptCommand
@@ -32,6 +31,14 @@ def _tuned(words: str, output: Path, *, procs: int = 1, **options: Any) -> TuneR
     return tune(command, config)
 
 
+@pytest.fixture
+def forked_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts run in processes that have torch already; races end undecided."""
+    monkeypatch.setattr("penstock.tune.process.subprocess", forked.instead())
+    monkeypatch.setattr("penstock.tune.search.MOST_ROUNDS", 3)
+
+
+@pytest.mark.usefixtures("forked_scripts")
 def test_a_plain_loop(tmp_path: Path) -> None:
     report = _tuned(f"plain.py {ENDLESS}", tmp_path, rungs=("optimizer",))
     assert (report.facts.model, report.facts.optimizer, report.facts.device) == ("Sequential", "Adam", "cpu")
@@ -51,6 +58,7 @@ def test_a_plain_loop(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("forked_scripts")
 @pytest.mark.parametrize(("what", "why"), [("none", "without a step"), ("several", "several optimizers")])
 def test_scripts_that_cannot_be_timed_are_refused(what: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -98,6 +106,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_scripts")
 @pytest.mark.parametrize("words", KNOWN)
 def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     name = words.split()[0]
@@ -119,12 +128,10 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
             assert step.ratio is not None
             assert step.ratio.low > 1.0
     line = report.line or next((s.line for s in report.steps if s.ratio is not None), "")
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "run", "--plan", line, *shlex.split(words.replace(ENDLESS, "4"))],
-        capture_output=True, text=True, cwd=SCRIPTS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"applied {line.split()[0].partition('=')[0]}" in done.stderr or "accelerated" in done.stderr
+    again = ["-m", "penstock", "run", "--plan", line, *shlex.split(words.replace(ENDLESS, "4"))]
+    code, _, error = forked.run_python(again, tmp_path, cwd=SCRIPTS)
+    assert code == 0, error
+    assert f"applied {line.split()[0].partition('=')[0]}" in error or "accelerated" in error
 
 
 @pytest.mark.slow

@@ -108,35 +108,38 @@ print(json.dumps(ended))
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "prepare", "why"),
-    [("ro", "true", "read-only"), ("nr_inodes=2", 'touch "$1/full"', "disk is full|no space left")],
-    ids=["read-only", "full"],
-)
-def test_an_output_that_takes_nothing_ends_every_verb_with_3(
-    options: str, prepare: str, why: str, tmp_path: Path
-) -> None:
+def test_an_output_that_takes_nothing_ends_every_verb_with_3(tmp_path: Path) -> None:
+    """On a disk that is read-only, and on one that is full."""
     from helpers.checkpoints import numbered
     from penstock import checkpoint
 
-    disk, made = tmp_path / "disk", tmp_path / "run" / "checkpoints"
-    disk.mkdir()
+    disks = {tmp_path / "fixed": "read-only", tmp_path / "filled": "disk is full|no space left"}
+    for disk in disks:
+        disk.mkdir()
+    made = tmp_path / "run" / "checkpoints"
     checkpoint.save(made, numbered(2))
     images = write_folder(tmp_path / "set", per_class=1)
-    places = {"out": disk / "out", "set": images, "run": made.parent}
-    lines = [line.format(**places) for line in OUTPUTS]
-    mount = f'mount -t tmpfs -o {options} tmpfs "$1"; {prepare}; shift; exec "$@"'
+    lines = {
+        line.format(out=disk / "out", set=images, run=made.parent): disk for disk in disks for line in OUTPUTS
+    }
+    mount = (
+        'mount -t tmpfs -o ro tmpfs "$1"; mount -t tmpfs -o nr_inodes=2 tmpfs "$2"; touch "$2/full"; shift 2; '
+        'exec "$@"'
+    )
+    program = [sys.executable, "-c", PROGRAM, json.dumps(list(lines))]
     ended = subprocess.run(
-        ["unshare", "-Urm", "sh", "-ec", mount, "sh", str(disk), sys.executable, "-c", PROGRAM, json.dumps(lines)],
+        ["unshare", "-Urm", "sh", "-ec", mount, "sh", *map(str, disks), *program],
         capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     if "unshare" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip("no file system can be mounted here")
     assert ended.returncode == 0, ended.stderr
-    for line, (code, said) in zip(lines, json.loads(ended.stdout.splitlines()[-1])):
+    for (line, disk), (code, said) in zip(
+        lines.items(), json.loads(ended.stdout.splitlines()[-1]), strict=True
+    ):
         assert code == ExitCode.ENVIRONMENT, (line, code, said)
         assert str(disk) in said, (line, said)
-        assert re.search(why, said, re.IGNORECASE), (line, said)
+        assert re.search(disks[disk], said, re.IGNORECASE), (line, said)
         assert "Traceback" not in said, (line, said)
 
 

@@ -158,6 +158,22 @@ def test_the_search_finds_what_pays_only_together(clock: Clock) -> None:
     assert report.candidates > 100
     assert len(report.tried) < report.candidates / 5
 
+    # Steps of the path multiply to the total.
+    product, last = 1.0, report.baseline
+    for name in report.same.rungs:
+        step, last = rungs[name].to_previous, rungs[name]
+        assert step is not None
+        product *= step.value
+    assert last.to_baseline is not None
+    assert product == pytest.approx(last.to_baseline.value)
+    assert product == pytest.approx(report.same.speedup.value)
+    assert report.baseline.samples_per_second is not None
+    ratio = report.same.samples_per_second.value / report.baseline.samples_per_second.value
+    assert ratio == pytest.approx(product)
+    # What pays only later comes later: casts after compiling, and attention after the casts.
+    order = list(report.same.rungs)
+    assert order.index("compile-whole") < order.index("half-bf16") < order.index("attention-plain")
+
 
 class _Bit(PlanChange):
     """Leaves the Plan as it is, and tells settings apart."""
@@ -189,24 +205,6 @@ def test_forecasts_grow_with_the_sum_of_answers_and_not_with_their_product(switc
     best = sum(1 << i for i in range(switches) if i % 2 == 0) + (1 << 1) - (1 << 4)
     assert found[0].setting.copy == best
     assert len(asked) == len(set(asked)) < 6 * switches
-
-
-def test_steps_of_the_path_multiply_to_the_total(clock: Clock) -> None:
-    report, rungs, _ = _climb(clock, _seconds, rungs=(*EAGER, "compile"))
-    product, last = 1.0, report.baseline
-    for name in report.same.rungs:
-        step, last = rungs[name].to_previous, rungs[name]
-        assert step is not None
-        product *= step.value
-    assert last.to_baseline is not None
-    assert product == pytest.approx(last.to_baseline.value)
-    assert product == pytest.approx(report.same.speedup.value)
-    assert report.baseline.samples_per_second is not None
-    ratio = report.same.samples_per_second.value / report.baseline.samples_per_second.value
-    assert ratio == pytest.approx(product)
-    # What pays only later comes later: casts after compiling, and attention after the casts.
-    order = list(report.same.rungs)
-    assert order.index("compile-whole") < order.index("half-bf16") < order.index("attention-plain")
 
 
 def test_a_gain_within_noise_is_no_gain(clock: Clock) -> None:

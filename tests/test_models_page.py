@@ -73,6 +73,7 @@ def test_a_class_without_a_figure_stops_the_page(tmp_path: Path, monkeypatch: py
         models.page()
 
 
+@pytest.mark.slow
 def test_stored_figures_are_those_of_a_run() -> None:
     pytest.importorskip("transformers")
     parity = _load("benchmarks", "transformers_parity")

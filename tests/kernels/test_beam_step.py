@@ -105,6 +105,7 @@ def test_triton_equals_the_plain_form_in_the_interpreter() -> None:
     interpret(__file__)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_triton_compiles_for_hopper_without_spilling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -434,6 +434,7 @@ def test_triton_equals_the_reference_bit_by_bit_in_the_interpreter_and_mutants_d
     interpret(__file__)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     "architecture",

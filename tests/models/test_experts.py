@@ -559,7 +559,10 @@ def test_biases_of_experts_are_not_decayed() -> None:
     [
         # A loss scale and several micro-batches: the weight of the balance is no constant of compiled code.
         ("mixtral", "compile=blocks precision=O1 dtype=fp16 optimizer=fused accumulate=2", {"balance": 1.0}),
-        ("switch", "compile=whole", {"sample_capacity": 2, "capacity": 0.75, "balance": 0.1}),
+        pytest.param(
+            *("switch", "compile=whole", {"sample_capacity": 2, "capacity": 0.75, "balance": 0.1}),
+            marks=pytest.mark.slow,
+        ),
         ("vit moe", "compile=blocks", {}),
     ],
 )

@@ -139,6 +139,7 @@ def test_blocks_are_found_gathered_and_trained(names: list[str]) -> None:
         _assert_alike(name, got, expected)
 
 
+@pytest.mark.slow
 def test_adapters_are_shared_out_and_trained() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")

@@ -242,7 +242,7 @@ def _compiled(level: str) -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
 def test_gathering_does_not_cut_compiled_blocks(level: str) -> None:
     assert spawn(_compiled, 2, level, timeout=200)[0] == (1, 0), (
         "one graph serves all blocks, and it is whole"

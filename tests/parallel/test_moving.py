@@ -125,7 +125,9 @@ def test_weights_come_from_hosts_that_have_them() -> None:
     assert transfers_of(before, before) == []
 
 
-@pytest.mark.parametrize(("line", "spare"), [("dp=2 ep=2", 0), ("dp=2 tp=2 ep=4", 2)])
+@pytest.mark.parametrize(
+    ("line", "spare"), [("dp=2 ep=2", 0), pytest.param("dp=2 tp=2 ep=4", 2, marks=pytest.mark.slow)]
+)
 def test_moves_and_replicas_change_no_bit(line: str, spare: int) -> None:
     ranks = pool(Plan.parse(line).gpus)
     stays = ranks.run(_led, line, 0, 0, 1 << 18)

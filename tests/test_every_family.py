@@ -12,7 +12,7 @@ import torch
 
 from helpers.equality import Trained, alone, trained
 from helpers.families import ENROLLED, Enrolled, batches, loss, small
-from helpers.spawn import spawn
+from helpers.rank_pool import pool
 from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.build import Built, build, compile_model
@@ -35,6 +35,15 @@ SAME = ["recompute=selective attention=plain", "recompute=budget", "recompute=fu
         "attention=plain", "attention=auto", "token_order=batch_second", "matmul=medium"]  # fmt: skip
 
 
+def _by_turns(lines: list[str], share: int) -> list[Any]:
+    """Each family with each line; in `make test` each family with every `share`-th, and each line with as many."""
+    return [
+        pytest.param(name, line, marks=() if (number + place) % share == 0 else pytest.mark.slow)
+        for number, name in enumerate(ENROLLED)
+        for place, line in enumerate(lines)
+    ]
+
+
 @pytest.fixture(params=ENROLLED)
 def enrolled(request: pytest.FixtureRequest) -> Enrolled:
     return ENROLLED[request.param]
@@ -49,7 +58,7 @@ def _stepped(
     ]
 
 
-@pytest.mark.parametrize("line", LEVELS)
+@pytest.mark.parametrize(("enrolled", "line"), _by_turns(LEVELS, 3), indirect=["enrolled"])
 def test_every_level_learns(enrolled: Enrolled, line: str) -> None:
     built, losses = _stepped(enrolled, line, 12, fixed=True)
     assert losses[-1] < losses[0] - 0.05, losses
@@ -59,7 +68,7 @@ def test_every_level_learns(enrolled: Enrolled, line: str) -> None:
     assert losses[0] == pytest.approx(exact[0], rel=3e-2)
 
 
-@pytest.mark.parametrize("line", SAME)
+@pytest.mark.parametrize(("enrolled", "line"), _by_turns(SAME, 3), indirect=["enrolled"])
 def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> None:
     expected, losses = _stepped(enrolled, "baseline", 3)
     built, got = _stepped(enrolled, line, 3)
@@ -71,21 +80,38 @@ def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> N
         )
 
 
+COMPILED = [
+    ("qwen", "baseline", 1e-4),
+    ("pruned", "precision=O1 attention=auto", 1e-2),
+    ("modernbert", "baseline", 1e-4),
+    ("t5", "precision=O1 attention=auto", 1e-2),
+    ("marian", "baseline", 1e-4),
+    ("mixtral", "precision=O1 attention=auto", 1e-2),
+]
+"""A family of each form of block, a Plan, and how far losses may be from those of uncompiled blocks."""
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.parametrize(
-    ("name", "line", "tolerance"),
+    ("name", "line", "tolerance", "backend"),
     [
-        ("qwen", "baseline", 1e-4),
-        ("pruned", "precision=O1 attention=auto", 1e-2),
-        ("modernbert", "baseline", 1e-4),
-        ("t5", "precision=O1 attention=auto", 1e-2),
-        ("marian", "baseline", 1e-4),
-        ("mixtral", "precision=O1 attention=auto", 1e-2),
+        *[(*case, "inductor") for case in COMPILED if case[0] in ("qwen", "t5", "mixtral")],
+        *[(*case, "aot_eager") for case in COMPILED if case[0] in ("pruned", "modernbert", "marian")],
+        *[
+            pytest.param(*case, "inductor", marks=pytest.mark.sweep)
+            for case in COMPILED
+            if case[0] in ("pruned", "modernbert", "marian")
+        ],
     ],
 )
-def test_compiled_models_learn_the_same(name: str, line: str, tolerance: float) -> None:
-    """One family of each form of block; `test_build.test_inductor_agrees` compiles the one of images, and it whole."""
+def test_compiled_models_learn_the_same(
+    name: str, line: str, tolerance: float, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor takes up to half a minute of a processor for a family, tracing two seconds.
+    `test_build.test_inductor_agrees` lets it compile the family of images too, and whole.
+    """
+    monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend=backend))
     enrolled = ENROLLED[name]
     config: Any = enrolled.config
     if name == "pruned":  # two layers are as unequal as four
@@ -105,25 +131,24 @@ def test_whole_models_are_traced_and_learn_the_same(name: str, monkeypatch: pyte
     assert got == pytest.approx(losses, rel=1e-2)
 
 
-def _ranks(names: list[str], lines: list[str]) -> list[tuple[str, Trained, Trained]]:
+def _ranks(cases: list[tuple[str, str]]) -> list[tuple[str, Trained, Trained]]:
     found = []
-    for name in names:
-        config = ENROLLED[name].config
+    for name, line in cases:
+        config, plan = ENROLLED[name].config, Plan.parse(line)
         options: dict[str, Any] = {
             "steps": 3,
             "recipe": RECIPE,
             "batches": partial(batches, config),
             "loss": loss,
         }
-        for line in lines:
-            plan = Plan.parse(line)
-            got = trained(config, plan, **options)
+        got = trained(config, plan, **options)
+        if torch.distributed.get_rank() == 0:
             found.append((f"{name}: {line}", got, trained(config, alone(plan), **options)))
     return found
 
 
-def _hold(world: int, names: list[str], lines: list[str]) -> None:
-    for said, got, expected in spawn(_ranks, world, names, lines, timeout=280)[0]:
+def _hold(world: int, cases: list[tuple[str, str]]) -> None:
+    for said, got, expected in pool(world).run(_ranks, cases, timeout=280)[0]:
         assert got.weights.keys() == expected.weights.keys()
         torch.testing.assert_close(
             torch.tensor(got.losses), torch.tensor(expected.losses), rtol=1e-4, atol=1e-5
@@ -135,12 +160,10 @@ def _hold(world: int, names: list[str], lines: list[str]) -> None:
             )
 
 
-def test_two_ranks_learn_what_one_process_does() -> None:
-    _hold(
-        2,
-        list(ENROLLED),
-        ["dp=2 micro_batch=2 sharding=fsdp recompute=full", "dp=2 micro_batch=2 accumulate=2"],
-    )
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_ranks_learn_what_one_process_does(turn: int) -> None:
+    lines = ["dp=2 micro_batch=2 sharding=fsdp recompute=full", "dp=2 micro_batch=2 accumulate=2"]
+    _hold(2, [(name, lines[(number + turn) % 2]) for number, name in enumerate(ENROLLED)])
 
 
 @pytest.mark.parametrize(
@@ -149,8 +172,8 @@ def test_two_ranks_learn_what_one_process_does() -> None:
 def test_every_way_to_share_out_learns_the_same(name: str) -> None:
     shardings = ["zero1 optimizer=contiguous", "zero2 accumulate=2", "hsdp shard=1", "fsdp offload=optimizer"]
     lines = [f"dp=2 micro_batch=2 sharding={sharding}" for sharding in shardings]
-    _hold(2, [name], lines)
-    _hold(4, [name], ["dp=4 micro_batch=1 sharding=hsdp shard=2"])
+    _hold(2, [(name, line) for line in lines])
+    _hold(4, [(name, "dp=4 micro_batch=1 sharding=hsdp shard=2")])
 
 
 def _saved(enrolled: Enrolled, folder: Path, *, steps: int = 2) -> Built:
@@ -348,7 +371,7 @@ def _adapted(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
 def test_adapters_learn_over_ranks_what_they_learn_in_one_process() -> None:
     pytest.importorskip("peft")
     lines = ["dp=2 micro_batch=2 sharding=fsdp", "dp=2 micro_batch=2 accumulate=2"]
-    for said, got, expected in spawn(_adapted, 2, lines, timeout=120)[0]:
+    for said, got, expected in pool(2).run(_adapted, lines, timeout=120)[0]:
         for name, value in expected.weights.items():
             torch.testing.assert_close(
                 got.weights[name], value, rtol=1e-3, atol=2e-5, msg=lambda t, n=name, s=said: f"{s}: {n}: {t}"

@@ -14,11 +14,14 @@ for name in (
     "helpers.forked",
     "helpers.spawn",
     "penstock.build",
+    "penstock.cli.launch",
+    "penstock.cli.train",
     "penstock.train.loop",
 ):
     import_module(name)
-with contextlib.suppress(ImportError):
-    import_module("transformers.modeling_utils")
+for name in ("transformers.modeling_utils", "tokenizers"):
+    with contextlib.suppress(ImportError):
+        import_module(name)
 
 # Ranks collect only garbage of their own; looking through all of this would copy its pages besides.
 gc.freeze()

@@ -16,7 +16,7 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
 
-STEPS = 20
+STEPS = 8
 RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-6)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {

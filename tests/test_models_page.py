@@ -12,7 +12,7 @@ import pytest
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +47,7 @@ def test_every_preset_is_counted_once_and_written_once() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_sample_keeps_as_much_as_the_page_says(name: str, precision: str, device: str) -> None:
     one, nine = (Plan(precision=precision, micro_batch=samples) for samples in (1, 9))  # type: ignore[arg-type]
-    more = [held(describe(PRESETS[name], plan, device), plan).kept for plan in (one, nine)]
+    more = [pass_bytes(describe(PRESETS[name], plan, device), plan).kept for plan in (one, nine)]
     assert more[1] - more[0] == pytest.approx(8 * models.sample_bytes(PRESETS[name], precision, device))
 
 

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config
 from penstock.models.convert.libraries import LIBRARIES
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.report.units import rounded
 
 ROOT = Path(__file__).parent.parent
@@ -141,7 +141,7 @@ CLAIMS = (
           f"{PLANNER}test_text_models.py::test_one_more_sample_keeps_what_is_predicted", "rel=0.02"),
     Claim("activation bytes", "ten forms of a small ViT, O0, O1 and O3", AUTOGRAD, "exact",
           f"{PLANNER}test_describe.py::test_activation_bytes_are_what_autograd_keeps",
-          "held(work, plan).kept == kept"),
+          "pass_bytes(work, plan).kept == kept"),
     Claim("activation bytes", "blocks of GPT on a GPU, with plain attention",
           "Korthikanti et al. 2022, Table 2", "1e-12",
           f"{PLANNER}test_memory.py::test_activations_are_the_formulas_of_korthikanti_table_2", "rel=1e-12"),
@@ -179,7 +179,7 @@ def page() -> str:
 def sample_bytes(model: ModelConfig, precision: Precision, device: str) -> float:
     """Bytes that one more sample keeps for the backward pass."""
     plans = [Plan(precision=precision, micro_batch=samples) for samples in (1, 2)]
-    one, two = (held(describe(model, plan, device), plan).kept for plan in plans)
+    one, two = (pass_bytes(describe(model, plan, device), plan).kept for plan in plans)
     return two - one
 
 

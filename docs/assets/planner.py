@@ -25,7 +25,7 @@ from penstock.planner.loads import EVEN
 from penstock.planner.operators import MATRIX
 from penstock.planner.prediction import room
 from penstock.planner.rates import rates_of
-from penstock.planner.search import Found, explore, nothing_fits
+from penstock.planner.search import SearchResult, explore, nothing_fits
 from penstock.planner.shapes import counted_tokens
 from penstock.planner.show import memories, times
 from penstock.report.chart import style
@@ -230,7 +230,7 @@ def _read(asked: str) -> tuple[Question, Machine]:
     return load(Question, overrides=given, origin="the form"), machine
 
 
-def _search(question: Question, machine: Machine, gpus: int, keep: int) -> Found:
+def _search(question: Question, machine: Machine, gpus: int, keep: int) -> SearchResult:
     base = Plan.parse(question.base) if question.base else None
     fixed = frozenset(Plan.named(question.base)) if question.base else frozenset[str]()
     found = explore(

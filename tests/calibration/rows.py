@@ -323,12 +323,12 @@ def deepspeed_bytes(work: Workload, plan: Plan, constants: Constants) -> float:
     stage keeps its outputs until their gradients come. Groups are those of tensor parallel devices, of replicas, of a
     whole replica and of all devices.
     """
-    mine = device_share(work, plan)
+    share = device_share(work, plan)
     half = plan.dtype == "fp16"
-    standing = mine.held * (2.0 + (2.0 if half else 6.0)) + mine.kept * 12.0
+    standing = share.parameters * (2.0 + (2.0 if half else 6.0)) + share.updated * 12.0
     activations = (1.0 + constants.fragmentation) * sum(worst_stage(work, plan).values())
     largest = max(op.weights for part in work.parts for op in part.forward)
-    flat = 6.0 * mine.kept + 2.0 * _REDUCE_BUCKET + 2.0 * largest if half else (4.0 + 2.0) * largest
+    flat = 6.0 * share.updated + 2.0 * _REDUCE_BUCKET + 2.0 * largest if half else (4.0 + 2.0) * largest
     outputs = in_flight(plan) * work.blocks[0].entering if plan.pp > 1 else 0.0
     groups = ((plan.tp > 1) + 3) * group_bytes(constants)
     return standing + activations + flat + outputs + groups + _CUDA_CONTEXT

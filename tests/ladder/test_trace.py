@@ -13,7 +13,7 @@ from penstock.config.plan import Plan
 from penstock.ladder.trace import trace
 from penstock.models import create
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
 from penstock.planner.prediction import predict, predict_workload
 
@@ -88,7 +88,7 @@ def test_a_traced_model_is_predicted_like_a_counted_one() -> None:
     model = create(config)
     model.set_attention("plain")
     traced = trace(model, torch.randn(4, 3, 64, 64), _square, 4)
-    counted = held(describe(config, plan, "cpu"), plan).kept
+    counted = pass_bytes(describe(config, plan, "cpu"), plan).kept
     assert traced.kept_bytes == pytest.approx(counted, rel=0.05)
     seconds = predict_workload(traced, CPU, plan).iteration_seconds
     assert seconds == pytest.approx(predict(config, CPU, plan).iteration_seconds, rel=0.15)

@@ -19,7 +19,7 @@ from penstock.parallel import ParallelDims, parts, recompute_blocks, sequence, s
 from penstock.parallel.pipeline import cut_stages
 from penstock.parallel.tensor import split_layers
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.planner.pipeline import stage_counts
 from penstock.planner.states import device_share
 
@@ -128,7 +128,11 @@ def test_what_a_rank_holds_is_what_the_planner_says(name: str, monkeypatch: pyte
     plan, config = Plan.parse(line), preset(name)
     assert plan.gpus == size
     work = describe(config, plan, "cpu")  # whose operators are those that run without a device's own kernels
-    counts, share, one = stage_counts(totals(config), plan.pp), device_share(work, plan), held(work, plan)
+    counts, share, one = (
+        stage_counts(totals(config), plan.pp),
+        device_share(work, plan),
+        pass_bytes(work, plan),
+    )
     full = []
     for place in (0, plan.pp // 2, plan.pp - 1):
         rank = place * (size // plan.pp) + 5
@@ -146,5 +150,5 @@ def test_what_a_rank_holds_is_what_the_planner_says(name: str, monkeypatch: pyte
         # A stage between the ends has blocks alone.
         assert place in (0, plan.pp - 1) or found.weights == counts[place] * work.blocks[0].parameters
         full.append(found)
-    assert max(rank.weights for rank in full) == share.held
-    assert max(rank.rows for rank in full) == share.kept
+    assert max(rank.weights for rank in full) == share.parameters
+    assert max(rank.rows for rank in full) == share.updated

@@ -32,7 +32,7 @@ from penstock.models.anatomy import anatomy_of
 from penstock.parallel import recompute
 from penstock.parallel.recompute import _apply, _Recomputed, recompute_blocks
 from penstock.planner.describe import describe
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.planner.prediction import predict, room
 from penstock.planner.recompute import (
     CHOICES,
@@ -131,7 +131,7 @@ def test_a_budget_is_kept_and_the_gradients_stay(monkeypatch: pytest.MonkeyPatch
     config = _config("llama")
     batch = _batch(config, monkeypatch)
     plain = Plan(micro_batch=4, attention="plain")
-    whole = held(describe(config, plain, "cpu"), plain)
+    whole = pass_bytes(describe(config, plain, "cpu"), plain)
     expected, ways = None, []
     for share in (1.0, 0.75, 0.5, 0.25, 0.1):
         budget = share * whole.blocks / 2**30
@@ -184,9 +184,13 @@ def test_a_stage_of_a_pipeline_counts_the_micro_batches_it_holds() -> None:
     assert allowed_bytes(work, plan) == 20.0 * 2**30 * 4 / 4
     found = predict(config, load_machine("a100-80g"), plan)
     assert (
-        found.memory["activations"] - found.micro_batches_held * held(work, plan).entrance > 0.9 * 20 * 2**30
+        found.memory["activations"] - found.micro_batches_held * pass_bytes(work, plan).entrance
+        > 0.9 * 20 * 2**30
     )
-    assert found.memory["activations"] <= 20.0 * 2**30 + found.micro_batches_held * held(work, plan).entrance
+    assert (
+        found.memory["activations"]
+        <= 20.0 * 2**30 + found.micro_batches_held * pass_bytes(work, plan).entrance
+    )
     kinds = block_kinds(config, plan, work)
     assert len(kinds) == 48
     stages = [sorted(kinds[i : i + 12]) for i in range(0, 48, 12)]

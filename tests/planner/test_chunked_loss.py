@@ -17,7 +17,7 @@ from penstock.models import create
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
 from penstock.planner import Software, predict
-from penstock.planner.describe import describe, described
+from penstock.planner.describe import describe, workload_of
 from penstock.step.memory import step_with_memory
 from penstock.tasks import NextToken
 from penstock.tasks.text import TextBatch
@@ -39,13 +39,13 @@ def _measured(plan: Plan, model: DecoderConfig) -> int:
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
 def test_memory_is_that_of_a_step(precision: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSS_BUDGET, "cpu", 2 << 20)
-    described.cache_clear()
+    workload_of.cache_clear()
     model = replace(MODEL, tied=tied)
     plan = Plan.parse(f"micro_batch=4 precision={precision} optimizer=fused loss=chunked")
     try:
         predicted = predict(model, CPU, plan).memory_bytes
     finally:
-        described.cache_clear()
+        workload_of.cache_clear()
     assert predicted == pytest.approx(_measured(plan, model), rel=0.1)
     if precision != "O0" and this_cpu().avx512 and not this_cpu().bf16:
         pytest.skip("oneDNN makes bf16 logits in fp32 on this CPU, in memory that the planner does not count")

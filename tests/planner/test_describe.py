@@ -14,7 +14,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.models import Model
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import COLLECTIVE, Op
 from penstock.planner.prediction import repeated_flops
 
@@ -146,11 +146,11 @@ def test_devices_of_a_replica_share_out_flops_and_matrices(name: str, line: str)
     shared = plan.tp * plan.cp
     # The router of a mixture, the embedding of patches and an image's classes are computed by all.
     assert part.model_flops == pytest.approx(whole.model_flops / shared, rel=0.02)
-    held, mine = (
+    whole_weights, mine = (
         sum(op.weights for one in work.blocks for op in one.forward if op.kind == "gemm")
         for work in (whole, part)
     )
-    assert mine == pytest.approx(held / plan.tp, rel=0.01)
+    assert mine == pytest.approx(whole_weights / plan.tp, rel=0.01)
 
 
 def test_collectives_are_operators_too() -> None:
@@ -271,4 +271,4 @@ def test_activation_bytes_are_what_autograd_keeps(
     model.set_token_order(plan.token_order)
     kept = _kept_bytes(model, torch.randn(5, 3, 32, 32, dtype=dtype), autocast=precision == "O1")
     work = describe(config, replace(plan, micro_batch=5), "cpu")
-    assert held(work, plan).kept == kept
+    assert pass_bytes(work, plan).kept == kept

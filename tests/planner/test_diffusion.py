@@ -16,7 +16,7 @@ from penstock.config.stack import Stack
 from penstock.cpu import this_cpu
 from penstock.models import create
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.tasks.denoise import NoisyBatch
 
 TINY: Any = PRESETS["ddigits-tiny"]
@@ -71,5 +71,5 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, line: str) -> None:
     ):
         made = model(*inputs)
         (made.float() - inputs[0]).square().mean()
-    predicted = held(describe(config, plan, "cpu", avx512=this_cpu().avx512), plan).kept
+    predicted = pass_bytes(describe(config, plan, "cpu", avx512=this_cpu().avx512), plan).kept
     assert predicted == pytest.approx(sum(kept.values()), rel=0.03)

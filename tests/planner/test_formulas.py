@@ -118,7 +118,7 @@ def test_an_exchange_that_hides_costs_what_outlasts_the_computing() -> None:
         ]
         for software in (Software(), Software(hides_exchange=True))
     )
-    assert hidden == pytest.approx(rates_of(H100, plan).taken * shown)
+    assert hidden == pytest.approx(rates_of(H100, plan).collective_share * shown)
 
 
 def test_offloaded_activations_go_over_the_link_twice() -> None:
@@ -194,7 +194,7 @@ def test_all_keys_gathered_at_once_hide_behind_nothing() -> None:
     each = gather_seconds(group_of(rates, 8, 1), 2.0 * model.sequence * model.kv * model.head_width * 2)
     # Forward and again for the backward pass, whose gradients are scattered; recomputation gathers a third time.
     assert gather.seconds["context"] == pytest.approx(3 * model.depth * each)
-    assert ring.seconds["context"] == pytest.approx(3 * model.depth * rates.taken * each)
+    assert ring.seconds["context"] == pytest.approx(3 * model.depth * rates.collective_share * each)
     assert gather.seconds["recompute"] > ring.seconds["recompute"]
     # All of them and their gradients are there while a block runs backward, unless another moment needs more.
     narrow = replace(model, mlp_width=1024, vocabulary=64)

@@ -189,7 +189,7 @@ def test_a_product_of_few_deep_tiles_is_cut_along_its_depth() -> None:
 
 def test_what_hides_slows_what_it_hides_behind() -> None:
     rates = rates_of(A100, HALF)
-    assert rates.taken == pytest.approx(20 / 108)
+    assert rates.collective_share == pytest.approx(20 / 108)
     assert exposed_seconds(rates, 1.0, 10.0) == pytest.approx(20 / 108)
     assert exposed_seconds(rates, 3.0, 1.0) == 2.0
 

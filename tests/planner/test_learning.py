@@ -14,7 +14,7 @@ from penstock.config.plan import Plan
 from penstock.config.run import Lora, Recipe, RunConfig
 from penstock.planner import predict
 from penstock.planner.describe import describe
-from penstock.planner.learning import WHOLE, Learning, learning
+from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.step.memory import step_with_memory
 from penstock.tasks import NextToken
 from penstock.tasks.text import TextBatch
@@ -69,7 +69,7 @@ def test_the_operators_of_adapters_are_those_of_their_matrices() -> None:
     """A product of x with A and with B ahead, and two each behind, in place of that of the frozen weight."""
     work = describe(MODEL, Plan(micro_batch=4), "cpu")
     rank = 8
-    adapted = learning(work, Learning(parameters=0.1, tensors=0.5, lora=Lora(rank=rank)))
+    adapted = learning_part(work, Learning(parameters=0.1, tensors=0.5, lora=Lora(rank=rank)))
     block = next(part for part in work.parts if part.block)
     mine = next(part for part in adapted.parts if part.block)
     linears = [op for op in block.forward if op.kind == "gemm"]
@@ -83,4 +83,4 @@ def test_the_operators_of_adapters_are_those_of_their_matrices() -> None:
             sum(op.kept for op in mine.forward), rel=1e-9
         )
     assert not adapted.parts[0].backward
-    assert learning(work, WHOLE) is work
+    assert learning_part(work, WHOLE) is work

@@ -10,8 +10,8 @@ from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import group_bytes, held, live_bytes, memory
-from penstock.planner.pipeline import in_flight, most_kept, stage_counts
+from penstock.planner.memory import group_bytes, live_bytes, memory, pass_bytes
+from penstock.planner.pipeline import in_flight, most_blocks, stage_counts
 from penstock.planner.prediction import predict
 from penstock.schedules import Costs, schedule_of, simulate
 
@@ -25,7 +25,7 @@ def kept(model: str, **settings: object) -> tuple[float, float]:
     config = preset(model)
     assert isinstance(config, DecoderConfig)
     unit = 2048 * 4 * config.width
-    blocks = held(describe(config, plan), plan).blocks
+    blocks = pass_bytes(describe(config, plan), plan).blocks
     if plan.recompute != "full":
         # Their formulas leave out the statistics of two norms: two of 4 bytes for each row.
         blocks -= config.depth * 16 * 2048 * 4 / (plan.tp if plan.sp else 1)
@@ -75,10 +75,10 @@ def test_the_fullest_device_is_that_of_the_schedule_played_through(name: str, li
     plan, work = Plan.parse(line), totals(preset(name))
     counts = stage_counts(work, plan.pp * plan.virtual)
     *front, last = simulate(schedule_of(plan), Costs(activation=counts)).peak_memory
-    assert most_kept(work, plan) == (max(front), last)
+    assert most_blocks(work, plan) == (max(front), last)
     with_entrance = (counts[0] + 3, *counts[1:])
     *front, last = simulate(schedule_of(plan), Costs(activation=with_entrance)).peak_memory
-    assert most_kept(work, plan, 3.0) == (max(front), last)
+    assert most_blocks(work, plan, 3.0) == (max(front), last)
 
 
 def test_the_second_device_of_a_pipeline_can_be_the_fullest() -> None:
@@ -88,8 +88,8 @@ def test_the_second_device_of_a_pipeline_can_be_the_fullest() -> None:
         "precision=O2 pp=16 virtual=4 schedule=interleaved accumulate=32 attention=flash tp=8 sp=true"
     )
     work = describe(preset("llama3-405b"), plan)
-    assert most_kept(work, plan)[0] == 154
-    assert memory(work, plan)["activations"] == pytest.approx(154 * held(work, plan).blocks / 126)
+    assert most_blocks(work, plan)[0] == 154
+    assert memory(work, plan)["activations"] == pytest.approx(154 * pass_bytes(work, plan).blocks / 126)
 
 
 def test_sharded_weights_keep_two_blocks_of_weights_and_of_gradients_whole() -> None:

@@ -6,7 +6,7 @@ import re
 
 from penstock.config.machine import load_machine
 from penstock.config.model import preset
-from penstock.planner.search import Found, explore, search
+from penstock.planner.search import SearchResult, explore, search
 from penstock.planner.show import SHOWN
 
 
@@ -32,4 +32,4 @@ def test_the_list_of_a_search_is_the_same_cell() -> None:
 
 
 def test_a_search_that_found_nothing_says_so() -> None:
-    assert "No layout fits" in Found(tried=3, too_large=3)._repr_html_()
+    assert "No layout fits" in SearchResult(tried=3, too_large=3)._repr_html_()

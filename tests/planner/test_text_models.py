@@ -18,7 +18,7 @@ from penstock.cpu import this_cpu
 from penstock.models import create
 from penstock.models.base import Switched
 from penstock.planner.describe import describe, totals
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
 from penstock.planner.software import PENSTOCK, Software
 
@@ -86,7 +86,7 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, att
     model.set_attention(plan.attention)
     kept = _kept_bytes(model, _inputs(PRESETS[name], 4, dtype=dtype), autocast=precision == "O1")
     described = describe(PRESETS[name], plan, "cpu", avx512=this_cpu().avx512)
-    assert held(described, plan).kept == pytest.approx(kept, rel=0.02)
+    assert pass_bytes(described, plan).kept == pytest.approx(kept, rel=0.02)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -100,7 +100,7 @@ def test_one_more_sample_keeps_what_is_predicted(name: str, precision: str) -> N
         for plan in plans
     ]
     avx512 = this_cpu().avx512
-    predicted = [held(describe(PRESETS[name], plan, "cpu", avx512=avx512), plan).kept for plan in plans]
+    predicted = [pass_bytes(describe(PRESETS[name], plan, "cpu", avx512=avx512), plan).kept for plan in plans]
     assert predicted[1] - predicted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
 
 
@@ -113,7 +113,7 @@ def test_routers_keep_what_is_predicted(precision: str) -> None:
     kept = _kept_bytes(model, _inputs(config, 4), autocast=precision == "O1")
     described = describe(config, plan, "cpu", avx512=this_cpu().avx512)
     # Without the noise of each feature 3 % would be missing.
-    assert held(described, plan).kept == pytest.approx(kept, rel=0.01)
+    assert pass_bytes(described, plan).kept == pytest.approx(kept, rel=0.01)
     assert totals(config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -123,7 +123,7 @@ def test_unequal_layers_keep_what_is_predicted() -> None:
     assert isinstance(model, Switched)
     model.set_attention("plain")
     kept = _kept_bytes(model, _inputs(PRUNED, 4), autocast=False)
-    assert held(describe(PRUNED, plan, "cpu"), plan).kept == pytest.approx(kept, rel=0.02)
+    assert pass_bytes(describe(PRUNED, plan, "cpu"), plan).kept == pytest.approx(kept, rel=0.02)
 
 
 def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool) -> int:
@@ -171,7 +171,7 @@ def test_a_loss_in_chunks_keeps_no_logits() -> None:
     assert whole.model_flops == chunked.model_flops
     logits = 2 * 1024 * model.vocabulary * 4  # type: ignore[union-attr]
     inputs = 2 * 1024 * model.width * 4  # type: ignore[union-attr]
-    ends = [held(work, Plan(micro_batch=2)) for work in (whole, chunked)]
+    ends = [pass_bytes(work, Plan(micro_batch=2)) for work in (whole, chunked)]
     assert ends[0].exit - ends[1].exit == pytest.approx(logits + inputs)
     # The logits of one chunk, the gradients of the table and those of the inputs.
     table = model.width * model.vocabulary * 4  # type: ignore[union-attr]

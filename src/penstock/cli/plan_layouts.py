@@ -20,7 +20,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.explain import Lever, explain, sensitivity, why_others_lose
 from penstock.planner.prediction import Prediction, predict
-from penstock.planner.search import Found, explore, nothing_fits
+from penstock.planner.search import SearchResult, explore, nothing_fits
 from penstock.report.page import plain_console, terminal_table
 
 
@@ -75,7 +75,7 @@ def search_all(asked: PlanConfig, machine: Machine) -> None:
         _show(asked, machine, gpus, found, levers if asked.sensitivity else [])
 
 
-def _command(model: ModelConfig, machine: Machine, found: Found) -> str:
+def _command(model: ModelConfig, machine: Machine, found: SearchResult) -> str:
     """The command that trains with the fastest layout Penstock can run. Raises ConfigError where there is none."""
     runs = best_runnable(found, model)
     if runs is None:
@@ -108,7 +108,7 @@ def _loads_line(asked: PlanConfig, plan: Plan, uneven: Mapping[int, float]) -> s
 
 
 def as_data(
-    asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: Sequence[Lever]
+    asked: PlanConfig, machine: Machine, gpus: int, found: SearchResult, levers: Sequence[Lever]
 ) -> dict[str, Any]:
     """The answer as plain data, with units in the names."""
     assert asked.model is not None
@@ -133,7 +133,9 @@ def _layout(one: Prediction, asked: PlanConfig, machine: Machine) -> dict[str, A
     return entry | totals(one, asked.samples(), machine, asked.price)
 
 
-def _show(asked: PlanConfig, machine: Machine, gpus: int, found: Found, levers: Sequence[Lever]) -> None:
+def _show(
+    asked: PlanConfig, machine: Machine, gpus: int, found: SearchResult, levers: Sequence[Lever]
+) -> None:
     model, best = asked.model, found.predictions[0]
     assert model is not None
     console = plain_console()

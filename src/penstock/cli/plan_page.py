@@ -14,7 +14,7 @@ from penstock.config.plan import Plan
 from penstock.errors import PenstockError
 from penstock.planner.explain import Lever, why_others_lose
 from penstock.planner.prediction import Prediction, room
-from penstock.planner.search import Found, explore
+from penstock.planner.search import SearchResult, explore
 from penstock.planner.show import SHOWN, memories, times
 from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, origin, page
@@ -31,7 +31,7 @@ def plan_page(
     asked: PlanConfig,
     machine: Machine,
     gpus: int,
-    found: Found,
+    found: SearchResult,
     levers: Sequence[Lever],
     *,
     base: Plan | None = None,

@@ -8,7 +8,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.rules import problems
 from penstock.planner.prediction import Prediction
-from penstock.planner.search import Found
+from penstock.planner.search import SearchResult
 from penstock.report.page import Cell, Section
 from penstock.report.units import GIB, duration, energy, money, rounded
 
@@ -19,7 +19,7 @@ LEGEND = (
 )
 
 
-def best_runnable(found: Found, model: ModelConfig) -> Prediction | None:
+def best_runnable(found: SearchResult, model: ModelConfig) -> Prediction | None:
     """The fastest layout that can be trained today."""
     return next((one for one in found.predictions if not problems(one.plan, model, run=True)), None)
 
@@ -62,7 +62,7 @@ def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
     return one.tokens_per_second_per_gpu, "tokens"
 
 
-def layouts(model: ModelConfig, found: Found, top: int) -> Section:
+def layouts(model: ModelConfig, found: SearchResult, top: int) -> Section:
     """The fastest layouts, so many."""
     heads = [*map(Cell, ("", "tp", "pp", "dp", "micro")), Cell("virtual", rank=5), Cell("sharding", rank=1)]
     heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("GiB")]
@@ -90,7 +90,7 @@ def _row(model: ModelConfig, one: Prediction) -> list[str]:
     ]  # fmt: skip
 
 
-def _error_words(found: Found) -> str:
+def _error_words(found: SearchResult) -> str:
     """How right the times are, and how many of the best layouts that leaves equal."""
     best = found.predictions[0]
     if best.interval is None:

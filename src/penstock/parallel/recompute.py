@@ -27,7 +27,7 @@ from penstock.models.anatomy import Block, anatomy_of, set_switch
 from penstock.models.experts import mixtures_of, same_choices
 from penstock.models.roles import Attention, Experts, Perceptron, Role, walk
 from penstock.planner.describe import describe
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.planner.recompute import allowed_bytes, block_kinds, every_nth
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: to
             "was given as a module; use recompute=early with recompute_every, or one of Penstock's own models."
         )
     work = describe(config, plan, device.type, avx512=this_cpu().avx512)
-    needed = held(work, plan).blocks
+    needed = pass_bytes(work, plan).blocks
     if needed > 1.001 * allowed_bytes(work, plan):
         least = plan.budget * needed / max(allowed_bytes(work, plan), 1.0)
         _log.warning(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from penstock.planner.rates import Rates
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Devices that communicate: `size` of them, `inside` in each node, over `bandwidth` bytes per second."""
 
     size: int
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def group_of(rates: Rates, size: int, stride: int) -> Group:
+def group_of(rates: Rates, size: int, stride: int) -> DeviceGroup:
     """The group of `size` devices that are `stride` apart."""
     per_node = rates.machine.devices_per_node
     link_step, node_step = rates.constants.link_step_seconds, rates.constants.node_step_seconds
@@ -41,18 +41,20 @@ def group_of(rates: Rates, size: int, stride: int) -> Group:
     levels = 4 * (size - 1).bit_length()
     if inside >= size:
         rates = (rates.pairs or rates) if size == 2 else rates
-        return Group(size, inside, rates.link, link_step, link_step, levels * link_step, rates.node, rates)
+        tree = levels * link_step
+        return DeviceGroup(size, inside, rates.link, link_step, link_step, tree, rates.node, rates)
     nodes = -(-size // inside)
     # Members are `stride` apart, so that those in neighbouring nodes come first.
-    apart = max(1, stride // per_node)
-    above = rates.machine.leaf_nodes and nodes * apart > rates.machine.leaf_nodes
+    node_stride = max(1, stride // per_node)
+    above = rates.machine.leaf_nodes and nodes * node_stride > rates.machine.leaf_nodes
     node = rates.node * (rates.machine.spine_share if above else 1.0)
     bandwidth = min(rates.link, node * inside / per_node)
     step = (nodes * node_step + (size - nodes) * link_step) / size
-    return Group(size, inside, bandwidth, step, node_step, levels * node_step + inside * step, node, rates)
+    tree = levels * node_step + inside * step
+    return DeviceGroup(size, inside, bandwidth, step, node_step, tree, node, rates)
 
 
-def gather_seconds(group: Group, moved: float, calls: float = 1.0, *, scatters: bool = False) -> float:
+def gather_seconds(group: DeviceGroup, moved: float, calls: float = 1.0, *, scatters: bool = False) -> float:
     """All-gather to, or reduce-scatter of, `moved` bytes: each member ends (or starts) with all of them.
 
     By a ring, whose steps add up: nccl knows no tree of these before 2.23, and later one only for a device per node.
@@ -65,27 +67,23 @@ def gather_seconds(group: Group, moved: float, calls: float = 1.0, *, scatters: 
     return (n - 1) / n * moved / bandwidth + (n - 1) * group.step + _ramp(group, moved) / 2 + called
 
 
-def reduce_seconds(group: Group, moved: float, calls: float = 1.0) -> float:
+def reduce_seconds(group: DeviceGroup, moved: float, calls: float = 1.0) -> float:
     """All-reduce of `moved` bytes, by a ring or a double tree, whichever is faster."""
     n = group.size
     if n == 1 or moved <= 0:
         return 0.0
     called = calls * group.rates.call_seconds
-    return (
-        2 * (n - 1) / n * moved / group.bandwidth
-        + min(2 * (n - 1) * group.step, group.tree)
-        + _ramp(group, moved)
-        + called
-    )
+    steps = min(2 * (n - 1) * group.step, group.tree)
+    return 2 * (n - 1) / n * moved / group.bandwidth + steps + _ramp(group, moved) + called
 
 
-def exchange_seconds(group: Group, moved: float, once: int = 0, reach: float = 1.0) -> float:
+def exchange_seconds(group: DeviceGroup, moved: float, once: int = 0, reach: float = 1.0) -> float:
     """All-to-all where each member sends `moved` bytes in all, its own part among them.
 
     Within a node they go over the links, between nodes through each member's own share of the adapters, both at the
-    same time. With `once`, `moved` is of tokens that go to so many places, drawn evenly from the share `reach` of the
-    members: a token enters each node once, and goes on to each of the node's members once, as in DeepEP's kernels for
-    training (its README).
+    same time. With `once`, `moved` is of tokens that each go to `once` places, drawn evenly from the share `reach` of
+    the members: a token enters each node once, and goes on to each of the node's members once, as in DeepEP's kernels
+    for training (its README).
     """
     n, per_node = group.size, group.rates.machine.devices_per_node
     if n == 1 or moved <= 0:
@@ -102,7 +100,7 @@ def exchange_seconds(group: Group, moved: float, once: int = 0, reach: float = 1
 
 
 def distinct_places(places: float, draws: int) -> float:
-    """Different places among so many draws from `places`, on average; one at least."""
+    """Different places among `draws` draws from `places`, on average; one at least."""
     places = max(1.0, places)
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
@@ -119,9 +117,9 @@ def send_seconds(rates: Rates, stride: int, moved: float) -> float:
 def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
     """Seconds that a transfer adds to the computation that it overlaps: all that outlasts it, and at least the share of
     the multiprocessors that the transfer occupies, over its duration."""
-    return max(transfer - computing, rates.taken * transfer)
+    return max(transfer - computing, rates.collective_share * transfer)
 
 
-def _ramp(group: Group, moved: float) -> float:
+def _ramp(group: DeviceGroup, moved: float) -> float:
     constants = group.rates.constants
     return constants.ramp_seconds * float(min(1.0, moved / constants.ramp_bytes) ** 0.5)

@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.planner.layouts import vary
 from penstock.planner.loads import EVEN
 from penstock.planner.prediction import Prediction, predict, room
-from penstock.planner.search import Found, default_batch, explore, needed_bytes
+from penstock.planner.search import SearchResult, default_batch, explore, needed_bytes
 from penstock.report.units import GIB, duration
 
 SECOND_WORDS = {
@@ -57,32 +57,32 @@ def explain(
     model: ModelConfig, machine: Machine, plan: Plan, uneven: Mapping[int, float] = EVEN
 ) -> list[str]:
     """One layout in sentences: where its time and memory go, and whether it fits. Raises ConfigError as `predict`."""
-    one = predict(model, machine, plan, uneven=uneven)
+    best = predict(model, machine, plan, uneven=uneven)
     lines = [
         f"{plan.line()}",
-        f"{one.gpus} {machine.name}: {duration(one.iteration_seconds, 3)} a step of {one.global_batch} samples, "
-        f"MFU {one.mfu:.1%}, HFU {one.hfu:.1%} of {one.peak_flops / 1e12:.0f} TFLOP/s ({one.peak_name}).",
+        f"{best.gpus} {machine.name}: {duration(best.iteration_seconds, 3)} a step of {best.global_batch} samples, "
+        f"MFU {best.mfu:.1%}, HFU {best.hfu:.1%} of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name}).",
     ]
-    if one.interval is not None:
-        lines.append(f"It would take {one.interval.seconds(one.iteration_seconds)}.")
-    for name, seconds, share in _largest(one.seconds):
+    if best.interval is not None:
+        lines.append(f"It would take {best.interval.seconds(best.iteration_seconds)}.")
+    for name, seconds, share in _largest(best.seconds):
         lines.append(f"  {duration(seconds, 3):>10}  {share:6.1%}  {SECOND_WORDS.get(name, name)}")
-    spare = room(machine) - one.memory_bytes
+    spare = room(machine) - best.memory_bytes
     words = f"{spare / GIB:.1f} GiB to spare" if spare >= 0 else f"{-spare / GIB:.1f} GiB too much"
     if not machine.memory_bytes:
         words = "the machine's memory is unknown"
-    lines.append(f"Memory {one.memory_bytes / GIB:.1f} GiB on the fullest device: {words}.")
-    for name, size, share in _largest(one.memory):
+    lines.append(f"Memory {best.memory_bytes / GIB:.1f} GiB on the fullest device: {words}.")
+    for name, size, share in _largest(best.memory):
         lines.append(f"  {size / GIB:10.2f} GiB  {share:6.1%}  {MEMORY_WORDS.get(name, name)}")
-    if one.activations:
+    if best.activations:
         kinds = [
             f"{name.replace('_', ' ')} {size / GIB:.2f} GiB"
-            for name, size, _ in _largest(one.activations)
+            for name, size, _ in _largest(best.activations)
             if size > GIB / 200
         ]
-        said = ", ".join(kinds)
-        held = f" of {one.micro_batches_held:.3g} micro-batches" if plan.pp > 1 else ""
-        lines.append(f"Activations{held}: {said or 'less than 0.01 GiB'}.")
+        largest_kinds = ", ".join(kinds)
+        micro_batches = f" of {best.micro_batches_held:.3g} micro-batches" if plan.pp > 1 else ""
+        lines.append(f"Activations{micro_batches}: {largest_kinds or 'less than 0.01 GiB'}.")
     return lines
 
 
@@ -97,8 +97,8 @@ def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 
 def why_others_lose(
-    model: ModelConfig, machine: Machine, found: Found, best: Prediction, uneven: Mapping[int, float] = EVEN
-) -> Iterator[str]:
+    model: ModelConfig, machine: Machine, result: SearchResult, best: Prediction, uneven: Mapping[int, float] = EVEN
+) -> Iterator[str]:  # fmt: skip
     """Sentences on each choice of the best layout: the best with another, its extra cost; and layouts that do not fit.
 
     A layout is named once, under the first choice in which it differs.
@@ -107,23 +107,23 @@ def why_others_lose(
     for axis in AXES:
         chosen = getattr(best.plan, axis)
         others: dict[object, Prediction] = {}
-        for one in found.predictions:
-            others.setdefault(getattr(one.plan, axis), one)
+        for other in result.predictions:
+            others.setdefault(getattr(other.plan, axis), other)
         others.pop(chosen, None)
-        for value, one in sorted(others.items(), key=lambda item: item[1].iteration_seconds)[:2]:
-            if one.plan in named:
+        for value, other in sorted(others.items(), key=lambda item: item[1].iteration_seconds)[:2]:
+            if other.plan in named:
                 continue
-            named.add(one.plan)
-            slower = one.iteration_seconds / best.iteration_seconds - 1
-            differing = [name for name in AXES if getattr(one.plan, name) != getattr(best.plan, name)]
-            besides = [f"{name}={getattr(one.plan, name)}" for name in differing if name != axis]
+            named.add(other.plan)
+            slower = other.iteration_seconds / best.iteration_seconds - 1
+            differing = [name for name in AXES if getattr(other.plan, name) != getattr(best.plan, name)]
+            besides = [f"{name}={getattr(other.plan, name)}" for name in differing if name != axis]
             at = f" (at best with {', '.join(besides)})" if besides else ""
             equal = best.interval is not None and slower <= best.interval.apart
             words = "slower, which is equal within the error: " if equal else "slower, "
-            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{_difference(best, one)}."
+            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{_difference(best, other)}."
     yield from _too_large(model, machine, best, uneven)
-    if found.too_large:
-        yield f"{found.too_large:,} of {found.tried:,} layouts do not fit."
+    if result.too_large:
+        yield f"{result.too_large:,} of {result.tried:,} layouts do not fit."
 
 
 def _difference(best: Prediction, other: Prediction) -> str:
@@ -151,9 +151,9 @@ def _too_large(
     if plan.tp > 1:
         neighbours.append((f"tp={plan.tp // 2}", vary(plan, tp=plan.tp // 2, dp=plan.dp * 2, sp=plan.tp > 2)))
     for words, other in neighbours:
-        needed = needed_bytes(model, machine, other, uneven)
-        if needed > limit:
-            yield f"{words}, and all else as in the best: {(needed - limit) / GIB:.1f} GiB too much."
+        bytes_needed = needed_bytes(model, machine, other, uneven)
+        if bytes_needed > limit:
+            yield f"{words}, and all else as in the best: {(bytes_needed - limit) / GIB:.1f} GiB too much."
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +187,14 @@ def sensitivity(
     }
     levers = []
     for words, change in changes.items():
-        other, samples = replace(machine, **change), batch if change else 2 * batch
+        changed, samples = replace(machine, **change), batch if change else 2 * batch
         try:
-            found = explore(
-                model, other, gpus, global_batch=samples, base=base, fixed=fixed, keep=1, uneven=uneven
+            result = explore(
+                model, changed, gpus, global_batch=samples, base=base, fixed=fixed, keep=1, uneven=uneven
             )
         except PenstockError:
             continue
-        if found.predictions:
-            first = found.predictions[0]
+        if result.predictions:
+            first = result.predictions[0]
             levers.append(Lever(words, first.samples_per_second / best.samples_per_second - 1, first.plan))
     return sorted(levers, key=lambda lever: -lever.gain)

@@ -14,7 +14,7 @@ from penstock.config.machine import Machine, ProductForm
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
-from penstock.planner.learning import WHOLE, Learning, learning
+from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op
 from penstock.planner.price import products_of
 from penstock.planner.rates import Rates, rates_of
@@ -46,24 +46,24 @@ def least_of_step(
     words: float = 1.0,
     learns: Learning = WHOLE,
 ) -> dict[str, Least]:
-    """The least work of one optimizer step by rows: products, attention, what lies between, loss, embedding, optimizer.
+    """The least work of one optimizer step by rows: products, attention, all between them, loss, embedding, optimizer.
 
     `real`, `words` and `learns` are as `predict` takes them.
     """
-    work = learning(
+    work = learning_part(
         describe(model, plan, machine.device, avx512=machine.avx512, real=real, words=words), learns
     )
     rates = rates_of(machine, plan)
-    found: defaultdict[str, Least] = defaultdict(Least)
+    least: defaultdict[str, Least] = defaultdict(Least)
     for part in work.parts:
         compiled = plan.compile == "whole" or (plan.compile == "blocks" and part.block is not None)
         for op in (*part.forward, *part.backward):
             if op.kind not in COLLECTIVE:
                 row, times = row_of(op, compiled=compiled), part.count * plan.accumulate / plan.pp
-                found[row] = Least(*[a + times * b for a, b in zip(found[row], _least(op, rates))])
-    moved = device_share(work, plan).kept * update_bytes(plan)
-    found["optimizer"] = Least(0.0, moved, moved / rates.memory)
-    return dict(found)
+                least[row] = Least(*[a + times * b for a, b in zip(least[row], _least(op, rates))])
+    moved = device_share(work, plan).updated * update_bytes(plan)
+    least["optimizer"] = Least(0.0, moved, moved / rates.memory)
+    return dict(least)
 
 
 def row_of(op: Op, *, compiled: bool) -> str:
@@ -91,6 +91,6 @@ def _least(op: Op, rates: Rates) -> Least:
         seconds = min(by.seconds(op.m, op.n, op.k, op.batch, form=form) for form in FORMS)
         return Least(op.flops, 0.0, max(seconds, moved))
     if op.kind == "attention":
-        seen = min(0.5 if op.causal else 1.0, op.window / op.n if op.window else 1.0)
-        return Least(op.flops * seen, 0.0, max(op.flops * seen / rates.product_rate, moved))
+        share_seen = min(0.5 if op.causal else 1.0, op.window / op.n if op.window else 1.0)
+        return Least(op.flops * share_seen, 0.0, max(op.flops * share_seen / rates.product_rate, moved))
     return Least(0.0, op.read + op.written, moved)

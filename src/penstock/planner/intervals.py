@@ -44,13 +44,14 @@ def interval_of(*, vision: bool, machine: Machine) -> Interval:
     if machine.device == "cpu":
         return table["cpu"]
     hopper = "fp8" in machine.peak_flops
-    found = table["vision" if vision else "hopper" if hopper else "ampere"]
+    interval = table["vision" if vision else "hopper" if hopper else "ampere"]
     if machine.name not in GUESSED:
-        return found
-    both = (table["vision"], table["hopper"], table["ampere"])
+        return interval
+    measured = (table["vision"], table["hopper"], table["ampere"])
     return Interval(
-        low=min(one.low for one in both), high=max(one.high for one in both), apart=max(one.apart for one in both),
-        rows=0, words=f"rows of other chips, for none was made on {machine.name}: a guess",
+        low=min(one.low for one in measured), high=max(one.high for one in measured),
+        apart=max(one.apart for one in measured), rows=0,
+        words=f"rows of other chips, for none was made on {machine.name}: a guess",
     )  # fmt: skip
 
 

@@ -44,10 +44,10 @@ class Space:
 
 def vary(plan: Plan, **changes: Any) -> Plan:
     """A copy of `plan` with fields changed to values known to be sound: without the checks of construction."""
-    other = object.__new__(Plan)
+    varied = object.__new__(Plan)
     for name, value in (*zip(_FIELDS, _VALUES(plan)), *changes.items()):
-        object.__setattr__(other, name, value)
-    return other
+        object.__setattr__(varied, name, value)
+    return varied
 
 
 def layouts(
@@ -55,8 +55,8 @@ def layouts(
     fixed: frozenset[str] = frozenset(),
 ) -> Iterator[Plan]:  # fmt: skip
     """Every legal layout in `space` that has the `fixed` fields of `base`."""
-    held = {name: getattr(base, name) for name in SEARCHED if name in fixed}
-    space = replace(space, **{name: (value,) for name, value in held.items() if name in AXES})
+    fixed_values = {name: getattr(base, name) for name in SEARCHED if name in fixed}
+    space = replace(space, **{name: (value,) for name, value in fixed_values.items() if name in AXES})
     if (
         "selective" in space.recompute
         and attention_form(base, model, machine.device, machine.avx512) == "fused"
@@ -78,7 +78,7 @@ def layouts(
         if not rules.problems(corner, model):
             plain = base.schedule if base.schedule in ("gpipe", "zero_bubble") else "1f1b"
             for plan in _within(model, corner, machine, batch // dp, space, plain):
-                if all(getattr(plan, name) == value for name, value in held.items()):
+                if all(getattr(plan, name) == value for name, value in fixed_values.items()):
                     yield plan
 
 
@@ -113,7 +113,7 @@ def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str,
     """Kinds of sharding, with the replicas of a group of hsdp: such as are neither one nor all of them."""
     replicas = corner.replicas
     if replicas == 1:
-        # One device alone shares nothing out, whatever the kind is that was asked for.
+        # One device alone shards nothing, whatever kind of sharding the search names.
         only = space.sharding[0] if len(space.sharding) == 1 else "ddp"
         yield only if only != "hsdp" else "ddp", 1
         return
@@ -126,7 +126,7 @@ def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str,
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """All divisors of a number, in order."""
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return small + [number // i for i in reversed(small) if i * i != number]
 
@@ -137,7 +137,7 @@ def depth(model: ModelConfig) -> int:
 
 
 def stages(model: ModelConfig, gpus: int) -> list[int]:
-    """Numbers of stages that share the blocks out evenly, entrance and exit counted or not."""
+    """Numbers of stages that split the blocks evenly, entrance and exit counted or not."""
     n = depth(model)
     return [p for p in range(1, min(n, gpus) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
 

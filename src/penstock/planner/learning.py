@@ -1,7 +1,7 @@
 """Training a part of a model: frozen weights have no gradients, masters or moments, and adapters (LoRA) are added.
 
-`learning` rewrites the operators of a model that learns as a whole. Shares of parameters and tensors are given, for
-only the built model knows which names a pattern fits.
+`learning_part` rewrites the operators of a model that learns as a whole. Shares of parameters and tensors are
+arguments, because only the built model knows which names a pattern fits.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Learning:
     lora: Lora = field(default_factory=Lora)
     """Adapters; of rank 0 there are none."""
     classes: bool = False
-    """Whether its head learns beside adapters, as one that gives classes does."""
+    """Whether its head learns beside adapters, as a head over classes does."""
 
 
 WHOLE = Learning()
 
 
 @lru_cache(maxsize=256)
-def learning(work: Workload, how: Learning) -> Workload:
+def learning_part(work: Workload, how: Learning) -> Workload:
     """The workload of a model that learns in part. Without adapters, products that make the gradients of frozen weights
-    are counted still: which they are stands in the names of parts that a pattern fits."""
+    are still counted: only the built model knows which they are."""
     if how == WHOLE:
         return work
     parts = work.parts
     if how.lora.rank:
         parts = tuple(_adapted(part, how, work) for part in parts)
-    even = work.even and learning(work.even, how)
+    even = work.even and learning_part(work.even, how)
     return replace(work, parts=parts, even=even, learned=how.parameters, learned_tensors=how.tensors)
 
 
@@ -57,22 +57,22 @@ def _adapted(part: Part, how: Learning, work: Workload) -> Part:
         return replace(part, forward=tuple(op._replace(kept=0.0) for op in part.forward), backward=())
     if part.name == "exit":
         return part if how.classes else replace(part, backward=tuple(_frozen(part.backward)))
-    has = {op.name: op for op in part.forward if _has_adapter(op, how.lora)}
+    adapted = {op.name: op for op in part.forward if _has_adapter(op, how.lora)}
     rank = how.lora.rank
-    # The input of a frozen product is asked for by nothing, but by an attention kernel whose output it is.
-    let_go = {
+    # Nothing needs the input of a frozen product but an attention kernel whose output it is.
+    unneeded = {
         op.name
         for op in part.forward
-        if op.kind == "gemm" and op.weights and op.name not in has and op.group != "attention"
+        if op.kind == "gemm" and op.weights and op.name not in adapted and op.group != "attention"
     }
-    ahead = [op._replace(kept=0.0) if op.name in let_go else op for op in part.forward]
-    forward = [one for op in ahead for one in (op, *(_ahead(op, rank) if op.name in has else ()))]
+    ahead = [op._replace(kept=0.0) if op.name in unneeded else op for op in part.forward]
+    forward = [listed for op in ahead for listed in (op, *(_ahead(op, rank) if op.name in adapted else ()))]
     added = [op for op in forward if op.name.endswith((".lora_A", ".lora_B"))]
     backward: list[Op] = []
     for op in part.backward:
-        product = has.get(op.name.removesuffix(".weight"))
+        product = adapted.get(op.name.removesuffix(".weight"))
         if product is None or not op.over_rows:
-            backward.append(op._replace(kept=0.0) if op.name.rpartition(".")[0] in let_go else op)
+            backward.append(op._replace(kept=0.0) if op.name.rpartition(".")[0] in unneeded else op)
         else:
             backward += _behind(product, rank)
     return replace(
@@ -111,18 +111,8 @@ def _behind(op: Op, rank: int) -> tuple[Op, ...]:
 
     def product(name: str, m: float, n: float, k: float, read: float, written: float, weights: int = 0) -> Op:
         return Op(
-            name,
-            "gemm",
-            False,
-            1,
-            m,
-            int(n),
-            k,
-            read * each,
-            written * each,
-            weights=weights,
-            module=op.module,
-        )
+            name, "gemm", False, 1, m, int(n), k, read * each, written * each, weights=weights, module=op.module
+        )  # fmt: skip
 
     return (
         Op(f"{op.name}.lora_scale", "pointwise", False, read=outer * each, written=outer * each, module=op.module),

@@ -52,11 +52,11 @@ class LoadRecord:
     def __post_init__(self) -> None:
         rows = max(1, len(self.labels))
         shapes = [[len(row) for row in layer] for layer in self.counts]
-        whole = all(len(shape) == rows and len(set(shape)) == 1 and shape[0] for shape in shapes)
+        complete = all(len(shape) == rows and len(set(shape)) == 1 and shape[0] for shape in shapes)
         sizes = [shape[:1] for shape in shapes]
         windows = all([[len(row)] for row in window.counts] == sizes for window in self.windows)
         numbers = [*(n for layer in self.counts for row in layer for n in row), *self._windowed()]
-        if len(shapes) != len(self.layers) or not whole or not windows or min(numbers, default=0) < 0:
+        if len(shapes) != len(self.layers) or not complete or not windows or min(numbers, default=0) < 0:
             raise DataError(
                 "This is no record of loads: it needs a row of visits, none below 0, for each layer, label and window."
             )
@@ -72,14 +72,15 @@ class LoadRecord:
     @property
     def last(self) -> tuple[Counts, ...]:
         """Visits since the last window."""
-        return minus(self.totals, added([window.counts for window in self.windows], self.totals))
+        logged = count_sum([window.counts for window in self.windows], self.totals)
+        return tuple(tuple(a - b for a, b in zip(*rows)) for rows in zip(self.totals, logged))
 
     def closed(self, step: int) -> LoadRecord:
         """The same with a window that ends at `step`."""
         windows = [*self.windows, Window(step, self.last)]
         if len(windows) > MOST_WINDOWS:
             pairs = zip(windows[::2], windows[1::2])
-            merged = [Window(two.until, added([one.counts, two.counts], one.counts)) for one, two in pairs]
+            merged = [Window(b.until, count_sum([a.counts, b.counts], a.counts)) for a, b in pairs]
             windows = merged + windows[len(merged) * 2 :]
         return LoadRecord(self.layers, self.labels, self.counts, tuple(windows))
 
@@ -88,7 +89,8 @@ class LoadRecord:
         judged on; with fewer than two windows all visits, and None."""
         if len(self.windows) < 2:
             return self.totals, None
-        return added([window.counts for window in self.windows[:-1]], self.totals), self.windows[-1].counts
+        *earlier, last = [window.counts for window in self.windows]
+        return count_sum(earlier, self.totals), last
 
     # -- forms
 
@@ -128,7 +130,7 @@ class LoadRecord:
                 "output folder."
             )
         try:
-            windows = [Window(_whole(one["until"]), _rows(one["counts"])) for one in tree["windows"]]
+            windows = [Window(_integer(each["until"]), _rows(each["counts"])) for each in tree["windows"]]
             return cls(
                 tuple(map(_text, tree["layers"])), tuple(map(_text, tree["labels"])),
                 tuple(_rows(layer) for layer in tree["counts"]), tuple(windows),
@@ -189,20 +191,15 @@ def imbalance(loads: Sequence[int]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def added(several: Sequence[Sequence[Sequence[int]]], shape: Sequence[Sequence[int]]) -> tuple[Counts, ...]:
+def count_sum(parts: Sequence[Sequence[Sequence[int]]], shape: Sequence[Sequence[int]]) -> tuple[Counts, ...]:
     """The sum of several windows' counts, each of the form of `shape`."""
     return tuple(
-        tuple(sum(counts[layer][expert] for counts in several) for expert in range(len(row)))
+        tuple(sum(counts[layer][expert] for counts in parts) for expert in range(len(row)))
         for layer, row in enumerate(shape)
     )
 
 
-def minus(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[Counts, ...]:
-    """Counts without those of another."""
-    return tuple(tuple(a - b for a, b in zip(row, less)) for row, less in zip(one, other))
-
-
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(value)
     return value
@@ -215,4 +212,4 @@ def _text(value: Any) -> str:
 
 
 def _rows(value: Any) -> tuple[Counts, ...]:
-    return tuple(tuple(map(_whole, row)) for row in value)
+    return tuple(tuple(map(_integer, row)) for row in value)

@@ -45,8 +45,8 @@ def loads_page(record: LoadRecord) -> str:
     sections = [layers, loads_table(record)]
     for name, layer in zip(record.layers, record.counts) if record.labels else ():
         labelled = list(zip(record.labels, layer))
-        drawn = partial(load_figure, labelled, title=f"Visits by label and expert of {name}")
+        figure = partial(load_figure, labelled, title=f"Visits by label and expert of {name}")
         if sum(len(row) for row in layer) <= MOST_CELLS:
-            sections.append(Section(title=name, figures=[drawn]))
+            sections.append(Section(title=name, figures=[figure]))
     lead = "How often tokens visited each expert in training. Padding and evaluation count for nothing."
     return page("Experts' loads", lead, tiles, [*sections, origin(environment())])

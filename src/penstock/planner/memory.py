@@ -2,7 +2,7 @@
 
 Two moments compete. When the backward pass begins, nearly all activations are there, and the gradients that one block,
 or the output, computes with. At its end all gradients of weights are there and no activation is, and the optimizer may
-want temporaries. What lies between them trades one for the other, block by block.
+want temporaries. The moments between them trade one for the other, block by block.
 
 A pipeline's first stage keeps as many micro-batches as there are stages; the last one also keeps the output.
 """
@@ -17,7 +17,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, Part, Workload
-from penstock.planner.pipeline import most_kept
+from penstock.planner.pipeline import most_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import DeviceShare, device_share, updated_bytes
 
@@ -29,7 +29,7 @@ NEIGHBOURS = 3
 """Neighbours in each channel: one in the ring, two in the tree."""
 
 
-class Held(NamedTuple):
+class PassBytes(NamedTuple):
     """Bytes of one micro-batch through all blocks and ends."""
 
     activations: dict[str, float]
@@ -49,15 +49,16 @@ class Held(NamedTuple):
         return self.blocks + self.entrance + self.exit
 
 
-def held(work: Workload, plan: Plan) -> Held:
+def pass_bytes(work: Workload, plan: Plan) -> PassBytes:
     """Bytes that a micro-batch keeps, and that its backward pass needs beyond them."""
-    made = BYTES[numerics_of(plan).gradients]
-    shared = plan.sharding in ("fsdp", "hsdp") and plan.replicas > 1 and plan.pp == 1
-    stand = _stand(plan) or plan.replicas > 1
-    return _held(work, Recompute.of(plan, work), 0.0 if stand else made, 0.0 if shared else made)
+    gradient = BYTES[numerics_of(plan).gradients]
+    sharded = plan.sharding in ("fsdp", "hsdp") and plan.replicas > 1 and plan.pp == 1
+    outlives = _outlive(plan) or plan.replicas > 1
+    how = Recompute.of(plan, work)
+    return _pass_bytes(work, how, 0.0 if outlives else gradient, 0.0 if sharded else gradient)
 
 
-def _stand(plan: Plan) -> bool:
+def _outlive(plan: Plan) -> bool:
     """Whether gradients outlive the step, as in a flat buffer, or the micro-batch, as where they accumulate: then each
     is made beside the one that it is added to."""
     return plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
@@ -69,28 +70,28 @@ def group_bytes(constants: Constants = DEFAULT) -> float:
 
 
 @lru_cache(maxsize=8192)
-def _held(work: Workload, how: Recompute, gradient: float, fresh: float) -> Held:
+def _pass_bytes(work: Workload, how: Recompute, gradient: float, fresh: float) -> PassBytes:
     if work.kept_bytes is not None:
         kept = work.kept_bytes
-        return Held({"activations": kept}, 0.0, kept, 0.0, work.working_bytes, 0.0)
+        return PassBytes({"activations": kept}, 0.0, kept, 0.0, work.working_bytes, 0.0)
     activations: dict[str, float] = {}
     working = output = learned = before = after = 0.0
     for part in reversed(work.parts):
         ways = [(way.share, kept_by(part, way)) for way in how.ways(part)]
-        whole = sum(kept_by(part, NOTHING).values())
+        kept_plainly = sum(kept_by(part, NOTHING).values())
         if part.name == "exit":
             output, learned = live_bytes(part, gradient, fresh)
-            after = whole
+            after = kept_plainly
             continue
         if part.name == "entrance":
-            before = whole
+            before = kept_plainly
         else:
-            remade = max(0.0, whole - min(sum(own.values()) for _, own in ways))
+            remade = max(0.0, kept_plainly - min(sum(kinds.values()) for _, kinds in ways))
             working = max(working, live_bytes(part, gradient, fresh)[0] + remade + learned)
         for share, kinds in ways:
             for kind, size in kinds.items():
                 activations[kind] = activations.get(kind, 0.0) + part.count * size * share
-    return Held(activations, sum(activations.values()) - before, before, after, working, output)
+    return PassBytes(activations, sum(activations.values()) - before, before, after, working, output)
 
 
 @lru_cache(maxsize=8192)
@@ -122,65 +123,65 @@ def memory(
     On one device what the allocator adds and what libraries take is not counted on a CPU, where tensors are what is
     measured.
     """
-    mine, numerics = device_share(work, plan), numerics_of(plan)
-    weights = mine.sharded if mine.gathers else mine.held
+    share, numerics = device_share(work, plan), numerics_of(plan)
+    weights = share.sharded if share.gathers else share.parameters
     parts = {
         "weights": BYTES[numerics.weights] * weights,
-        "optimizer": mine.kept * numerics.moments_per_weight * BYTES[numerics.moments],
-        "master_weights": mine.kept * numerics.master_bytes,
+        "optimizer": share.updated * numerics.moments_per_weight * BYTES[numerics.moments],
+        "master_weights": share.updated * numerics.master_bytes,
     }
     if plan.offload == "optimizer":
         # Shards live in host memory, weights too; what is not sharded stays.
         parts["optimizer"] = parts["master_weights"] = 0.0
-        if mine.gathers:
+        if share.gathers:
             parts["weights"] = 0.0
-    parts |= _moments(work, plan, mine, cpu=cpu)
+    parts |= _moments(work, plan, share, cpu=cpu)
     groups = (plan.tp > 1) + (plan.pp > 1) + (plan.replicas > 1) + (plan.ep > 1)
-    found = parts["activations"] + parts["output"] + parts["working"]
+    working = parts["activations"] + parts["output"] + parts["working"]
     parts["communication"] = 0.0 if cpu else groups * group_bytes(constants)
-    parts["fragmentation"] = 0.0 if cpu else constants.fragmentation * found
+    parts["fragmentation"] = 0.0 if cpu else constants.fragmentation * working
     return parts
 
 
-def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dict[str, float]:
-    """Bytes besides weights and states at the worse of two moments: when the backward pass begins, and when it has
+def _moments(work: Workload, plan: Plan, share: DeviceShare, *, cpu: bool) -> dict[str, float]:
+    """Bytes beside weights and states at the worse of two moments: when the backward pass begins, and when it has
     ended."""
     numerics = numerics_of(plan)
-    reduced, made = BYTES[numerics.reduction], BYTES[numerics.gradients]
+    reduced_gradient, gradient = BYTES[numerics.reduction], BYTES[numerics.gradients]
     shards = plan.replicas
-    found = worst_stage(work, plan)
+    activations = worst_stage(work, plan)
     buckets = 0.0
     # Gradients that were let go of after the last step come as activations go.
-    standing = _stand(plan)
-    if mine.gathers or (shards > 1 and plan.sharding == "zero2"):
-        whole = mine.sharded * reduced
+    standing = _outlive(plan)
+    if share.gathers or (shards > 1 and plan.sharding == "zero2"):
+        gradients = share.sharded * reduced_gradient
         # A GPU's allocator keeps the blocks of the last step's shards, which are too small for activations.
-        standing = standing or not (mine.gathers and cpu)
-        if mine.gathers and plan.pp > 1:
+        standing = standing or not (share.gathers and cpu)
+        if share.gathers and plan.pp > 1:
             # Gradients of a stage add up whole, and are reduced once.
-            whole += mine.held * reduced
+            gradients += share.parameters * reduced_gradient
     elif plan.sharding == "ddp" or shards == 1:
-        whole = mine.held * (reduced if standing else made)
+        gradients = share.parameters * (reduced_gradient if standing else gradient)
         if shards > 1 and not standing:
             # Replicas reduce gradients in buckets beside the gradients themselves.
-            buckets = mine.held * reduced
+            buckets = share.parameters * reduced_gradient
     else:
-        whole, standing = mine.held * reduced, True
-    if plan.offload == "optimizer" and mine.gathers:
-        whole = 0.0
+        gradients, standing = share.parameters * reduced_gradient, True
+    if plan.offload == "optimizer" and share.gathers:
+        gradients = 0.0
     gathered = at_hand = 0.0
-    if mine.gathers and plan.pp > 1:
+    if share.gathers and plan.pp > 1:
         # A stage's whole weights stay from its first micro-batch to its last.
-        gathered = mine.held * BYTES[numerics.gathered]
-    elif mine.gathers:
-        block = (mine.block_dense + mine.block_experts) / work.pieces
+        gathered = share.parameters * BYTES[numerics.gathered]
+    elif share.gathers:
+        block = (share.block_dense + share.block_experts) / work.pieces
         # The whole weights of the block at hand and of the next one, and of the ends.
-        gathered = (2 * block + mine.ends) * BYTES[numerics.gathered]
+        gathered = (2 * block + share.ends) * BYTES[numerics.gathered]
         # The whole gradients of one block, and beside them those of the block before, which are being reduced.
-        at_hand = block * (made + reduced)
-    whole, buckets, at_hand = (mine.learned * size for size in (whole, buckets, at_hand))
-    begun = found | {
-        "gradients": whole if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
+        at_hand = block * (gradient + reduced_gradient)
+    gradients, buckets, at_hand = (share.learned * size for size in (gradients, buckets, at_hand))
+    begun = activations | {
+        "gradients": gradients if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
     # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum where
@@ -188,9 +189,9 @@ def _moments(work: Workload, plan: Plan, mine: DeviceShare, *, cpu: bool) -> dic
     # adds the rows of the embedding to the gradient of the logits in place.
     whole_step = plan.compile == "whole"
     in_place = 2 if whole_step and cpu else int(not whole_step or plan.loss == "chunked")
-    added = shared_table(work) * made * ((3 if standing else 2) - in_place)
-    temporary = max(added, _temporary(work, plan, mine))
-    after = {"gradients": whole, "temporary": temporary, "buckets": buckets}
+    added = shared_table(work) * gradient * ((3 if standing else 2) - in_place)
+    temporary = max(added, _temporary(work, plan, share))
+    after = {"gradients": gradients, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after
     return max(begun, ended, key=lambda moment: sum(moment.values()))
 
@@ -201,40 +202,41 @@ def shared_table(work: Workload) -> int:
     return sum(op.n for op in work.parts[0].backward if op.module == "shared_table")
 
 
-def _temporary(work: Workload, plan: Plan, mine: DeviceShare) -> float:
+def _temporary(work: Workload, plan: Plan, share: DeviceShare) -> float:
     """Bytes that an update allocates temporarily: the gradients in fp32 for master weights, and for an unfused AdamW
     the root of the second moment, per tensor or of all at once."""
     numerics, number = numerics_of(plan), updated_bytes(plan)
-    cast = 4.0 * mine.kept if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
+    cast = 4.0 * share.updated if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
     if plan.optimizer == "foreach":
-        return cast + mine.kept * number
+        return cast + share.updated * number
     if plan.optimizer == "loop":
         # The largest tensor is far above the mean.
-        return cast + 2 * number * mine.kept / max(mine.tensors // 8, 1)
+        return cast + 2 * number * share.updated / max(share.tensors // 8, 1)
     return cast
 
 
 def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
     """Activations, output and working memory of a backward pass, on the stage where their sum is largest."""
-    one, depth = held(work, plan), max(1, work.depth)
-    blocks = 2 * one.blocks / depth if plan.offload == "activations" else one.blocks
-    activations, output = blocks + one.entrance, one.output + one.exit
+    micro_batch, depth = pass_bytes(work, plan), max(1, work.depth)
+    blocks = 2 * micro_batch.blocks / depth if plan.offload == "activations" else micro_batch.blocks
+    activations, output = blocks + micro_batch.entrance, micro_batch.output + micro_batch.exit
+    working = micro_batch.working
     if plan.pp > 1:
         block = blocks / depth
-        kept, last = most_kept(work, plan, one.entrance / block if block else 0.0)
+        kept, last = most_blocks(work, plan, micro_batch.entrance / block if block else 0.0)
         front = (kept * block, 0.0)
         if plan.schedule == "zero_bubble":
             # The last stage defers the gradients of weights of p - 1 micro-batches, and keeps the products' inputs.
             put_off = min(plan.pp, plan.accumulate) - 1
             blocks += put_off * sum(part.count * weight_inputs(part) for part in work.blocks)
         # Under gpipe all micro-batches' outputs wait for their backward passes.
-        waiting = (plan.accumulate - 1) * one.exit if plan.schedule == "gpipe" else 0.0
+        waiting = (plan.accumulate - 1) * micro_batch.exit if plan.schedule == "gpipe" else 0.0
         back = (blocks / depth * last + waiting, output)
-        activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], one.working))
+        activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], working))
     # The output and a block's backward pass never need memory together.
-    if output >= one.working:
+    if output >= working:
         return {"activations": activations, "output": output, "working": 0.0}
-    return {"activations": activations, "output": 0.0, "working": one.working}
+    return {"activations": activations, "output": 0.0, "working": working}
 
 
 @lru_cache(maxsize=8192)

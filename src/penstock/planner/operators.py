@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from penstock.config.machine import ProductForm
-from penstock.planner.shapes import Block
+from penstock.planner.shapes import BlockKind
 
 OpKind = Literal[
     "gemm", "conv", "bmm", "attention", "norm", "softmax", "activation", "dropout", "torch_dropout", "pointwise",
@@ -135,7 +135,7 @@ class Part:
     experts: int = 0
     """Parameters of experts, likewise."""
     tensors: int = 0
-    block: Block | None = None
+    block: BlockKind | None = None
 
     @property
     def learned(self) -> int:

@@ -49,24 +49,24 @@ def balanced(
         return at == count
 
     edges = [0, *accumulate(even)]
-    high = max(before[to] - before[at] + own for at, to, own in zip(edges, edges[1:], ends))
+    high = max(before[to] - before[at] + end_cost for at, to, end_cost in zip(edges, edges[1:], ends))
     if not fits(0, 0, high * (1 - 1e-9)):
         return even
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(0, 0, middle) else (middle, high)
-    found, at, most = [], 0, high * (1 + 1e-9)
-    for stage, own in enumerate(ends[:-1]):
+    counts, at, most = [], 0, high * (1 + 1e-9)
+    for stage, end_cost in enumerate(ends[:-1]):
         mean = (before[-1] - before[at] + sum(ends[stage:])) / (stages - stage)
         options = [
             to for to in range(at + 1, count - (stages - stage - 1) + 1)
-            if own + before[to] - before[at] <= most and fits(to, stage + 1, most)
+            if end_cost + before[to] - before[at] <= most and fits(to, stage + 1, most)
         ]  # fmt: skip
-        to = min(options, key=lambda to: abs(own + before[to] - before[at] - mean))
-        found.append(to - at)
+        to = min(options, key=lambda to: abs(end_cost + before[to] - before[at] - mean))
+        counts.append(to - at)
         at = to
-    return (*found, count - at)
+    return (*counts, count - at)
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +79,7 @@ def stage_counts(work: Workload, stages: int) -> tuple[int, ...]:
     return balanced(work.each(attrgetter("model_flops")), stages, entrance=ends[0], end=ends[-1])
 
 
-class Blocks(NamedTuple):
+class StageBlocks(NamedTuple):
     """Blocks of each device of a pipeline, those of all its chunks together."""
 
     first: float
@@ -96,7 +96,7 @@ def stage_blocks(
     pp: int,
     virtual: int = 1,
     of: Literal["model_flops", "learned", "experts"] = "model_flops",
-) -> Blocks:
+) -> StageBlocks:
     """The blocks of each of `pp` devices that hold `virtual` stages each. Those of an encoder–decoder count for what
     they have of a quantity over the mean of all: their number times that mean is what a device has of it."""
     return _stage_blocks(work.whole or work, pp, virtual, of)
@@ -105,24 +105,24 @@ def stage_blocks(
 @lru_cache(maxsize=4096)
 def _chunks(work: Workload, pp: int, virtual: int, of: str) -> tuple[tuple[float, ...], ...]:
     """The blocks of each chunk of each device, counted as in `stage_blocks`."""
-    each = [1.0] * work.depth
+    weights = [1.0] * work.depth
     if len(work.stacks) > 1:
         sizes = work.each(attrgetter(of))
         mean = sum(sizes) / len(sizes) or 1.0
-        each = [size / mean for size in sizes]
-    found, at = [], 0
+        weights = [size / mean for size in sizes]
+    chunks, at = [], 0
     for count in stage_counts(work, pp * virtual):
-        found.append(sum(each[at : at + count]))
+        chunks.append(sum(weights[at : at + count]))
         at += count
-    return tuple(tuple(found[rank::pp]) for rank in range(pp))
+    return tuple(tuple(chunks[rank::pp]) for rank in range(pp))
 
 
 @lru_cache(maxsize=4096)
-def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> Blocks:
-    found = [sum(chunks) for chunks in _chunks(work, pp, virtual, of)]
-    first, between, last = found[0], found[1:-1], found[-1]
+def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> StageBlocks:
+    blocks_by_rank = [sum(chunks) for chunks in _chunks(work, pp, virtual, of)]
+    first, between, last = blocks_by_rank[0], blocks_by_rank[1:-1], blocks_by_rank[-1]
     runs = [(len([*run]), blocks) for blocks, run in groupby(between)]
-    return Blocks(first, max(between, default=0.0), last, ((1, first), *runs, (1, last)))
+    return StageBlocks(first, max(between, default=0.0), last, ((1, first), *runs, (1, last)))
 
 
 def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int) -> float:
@@ -130,10 +130,10 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
 
     Each stage waits for the first forward pass to come, for the first gradient after its own warm-up, and at the end
     for what the gradients of weights that it deferred do not fill; the last of them to end decides. The simulator's
-    makespan lies within 2.5 % of that.
+    makespan is within 2.5 % of that.
     """
     ranks = sum(count for count, _ in runs)
-    whole = sum(count * (f + i) for count, (f, i, _) in runs)
+    round_trip = sum(count * (f + i) for count, (f, i, _) in runs)
     slowest = max(f + i + w for count, (f, i, w) in runs if count)
     first, before, returned, makespan = 0, 0.0, 0.0, 0.0
     for count, (f, i, w) in runs:
@@ -142,7 +142,7 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
             rank, ahead, back = first + at, before + at * f, returned + at * i
             warm_up = min(micro_batches, ranks - 1 - rank)
             waits = ahead
-            turn = whole - ahead - back - f - i - warm_up * f
+            turn = round_trip - ahead - back - f - i - warm_up * f
             if turn > 0:
                 waits += turn
             late = back - min(rank, max(0, micro_batches - warm_up - 1)) * w
@@ -162,34 +162,35 @@ def in_flight(plan: Plan) -> float:
     return min(m, ((plan.virtual + 1) * plan.pp - 1) / plan.virtual if plan.virtual > 1 else float(plan.pp))
 
 
-def most_kept(work: Workload, plan: Plan, entrance: float = 0.0) -> tuple[float, float]:
+def most_blocks(work: Workload, plan: Plan, entrance: float = 0.0) -> tuple[float, float]:
     """Blocks whose activations the fullest device but the last keeps, and the last: each as often as micro-batches are
-    in flight in it. The `entrance` keeps as much as so many blocks."""
+    in flight in it. The `entrance` is what the entrance keeps, in blocks."""
     chunks = _chunks(work.whole or work, plan.pp, plan.virtual, "model_flops")
     gpipe = plan.schedule == "gpipe"
     # More than three times as many micro-batches as stages repeat what went before.
-    return _most_kept(
+    return _most_blocks(
         chunks, plan.accumulate if gpipe else min(plan.accumulate, 3 * plan.pp), gpipe, entrance
     )
 
 
 @lru_cache(maxsize=4096)
-def _most_kept(
+def _most_blocks(
     chunks: tuple[tuple[float, ...], ...], m: int, gpipe: bool, entrance: float
 ) -> tuple[float, float]:
     stages = len(chunks)
     front = 0.0
-    mine: tuple[float, ...] = ()
-    for rank, own in enumerate(chunks[:-1]):
-        if own != mine:  # of equal devices the first keeps most
-            mine = own
-            first = own[0] + entrance * (rank == 0)
-            front = max(front, _kept((first, *own[1:]), m, stages, stages - 1 - rank, gpipe=gpipe))
-    return front, _kept(chunks[-1], m, stages, 0, gpipe=gpipe)
+    previous: tuple[float, ...] = ()
+    for rank, device_chunks in enumerate(chunks[:-1]):
+        if device_chunks != previous:  # of equal devices the first keeps most
+            previous = device_chunks
+            first = device_chunks[0] + entrance * (rank == 0)
+            kept = _device_blocks((first, *device_chunks[1:]), m, stages, stages - 1 - rank, gpipe=gpipe)
+            front = max(front, kept)
+    return front, _device_blocks(chunks[-1], m, stages, 0, gpipe=gpipe)
 
 
-def _kept(chunks: tuple[float, ...], m: int, stages: int, behind: int, *, gpipe: bool) -> float:
-    """Blocks that a device keeps with so many stages `behind` it.
+def _device_blocks(chunks: tuple[float, ...], m: int, stages: int, behind: int, *, gpipe: bool) -> float:
+    """Blocks that a device keeps with `behind` stages behind it.
 
     Where stages are interleaved, micro-batches pass each chunk in groups of as many as there are stages: after the
     warm-up each forward pass is followed by a backward pass.

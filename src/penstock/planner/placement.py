@@ -48,7 +48,7 @@ class Room(Checked, where="place"):
     """Groups of equally many experts, each of which stays on one node; 1: any expert may be anywhere."""
 
     def fitted(self, experts: int) -> Room:
-        """The same with a number of slots. Raises ConfigError where so many experts cannot be placed so."""
+        """The same with a number of slots. Raises ConfigError where they cannot hold `experts` experts."""
         slots = self.slots or experts
         problems = [
             f"place has {name}={value}, which {of} does not divide; choose one that does."
@@ -97,8 +97,8 @@ class Placement:
 
     def figure(self, loads: Sequence[float]) -> float:
         """The largest load of a device over the mean one; 1 where there is none."""
-        own, total = self.loads(loads), sum(loads)
-        return max(own) * len(own) / total if total else 1.0
+        device_loads, total = self.loads(loads), sum(loads)
+        return max(device_loads) * len(device_loads) / total if total else 1.0
 
     def moved(self, before: Placement) -> int:
         """Slots that hold another expert than in a placement before, which must be fetched."""
@@ -122,14 +122,14 @@ def place(
     if before is not None:
         _require_same(before, len(loads), room, cells)
         budget = room.slots // 20 if moves is None else moves
-        held = [list(map(list, before.devices[cell * own : (cell + 1) * own])) for cell in range(cells)]
-        found = [_Cell(loads, each, room.slots // cells) for each in held]
-        for cell in sorted(found, key=lambda cell: -max(cell.own)):
+        cell_slots = [list(map(list, before.devices[cell * own : (cell + 1) * own])) for cell in range(cells)]
+        filled = [_Cell(loads, each, room.slots // cells) for each in cell_slots]
+        for cell in sorted(filled, key=lambda cell: -max(cell.device_loads)):
             budget -= cell.descend(budget, uneven=uneven)
     else:
-        found = _best_cells(loads, room, own, uneven=uneven)
-    devices = [sorted(e for e in slots if e != HOLE) for cell in found for slots in cell.slots]
-    return _shared(loads, devices, uneven=uneven)
+        filled = _best_cells(loads, room, own, uneven=uneven)
+    devices = [sorted(e for e in slots if e != HOLE) for cell in filled for slots in cell.slots]
+    return _with_shares(loads, devices, uneven=uneven)
 
 
 def bound(loads: Sequence[int], room: Room, *, uneven: bool = False) -> float:
@@ -144,12 +144,12 @@ def bound(loads: Sequence[int], room: Room, *, uneven: bool = False) -> float:
     cells = 1 if room.groups == 1 else room.nodes
     if cells > 1:
         least = max(least, _heaviest_node(loads, room) * cells / total)
-    here = room.gpus // cells
+    devices = room.gpus // cells
     spare = room.slots // cells - len(loads) // cells + 1
-    most = min(here, spare)
+    most = min(devices, spare)
     if uneven:
         return max(least, max(loads) / most / mean)
-    pieces = [load / count for load, count in zip(loads, _counts(loads, room.slots, here, spare))]
+    pieces = [load / count for load, count in zip(loads, _counts(loads, room.slots, devices, spare))]
     # A device that is full holds other pieces beside the largest one, none smaller than the smallest there can be.
     beside = (room.slots // room.gpus - 1) * min(loads) / most
     return max(least, (max(pieces) + max(0.0, beside)) / mean)
@@ -186,18 +186,19 @@ def slots_needed(
 # -- groups to nodes, experts to replicas
 
 
-def _best_cells(loads: Sequence[int], room: Room, own: int, *, uneven: bool) -> list[_Cell]:
+def _best_cells(loads: Sequence[int], room: Room, devices: int, *, uneven: bool) -> list[_Cell]:
     """The devices that experts may be on, filled: all of them together, or node by node where there are groups."""
     assert room.slots is not None
     if room.groups == 1:
-        return [_searched(loads, list(range(len(loads))), own, room.slots, uneven=uneven)]
+        return [_searched(loads, list(range(len(loads))), devices, room.slots, uneven=uneven)]
     best: list[_Cell] = []
     least = math.inf
     for way in _by_node(loads, room):
-        if max(sum(loads[e] for e in experts) for experts in way) / own >= least:
+        if max(sum(loads[e] for e in experts) for experts in way) / devices >= least:
             break
-        cells = [_searched(loads, experts, own, room.slots // room.nodes, uneven=uneven) for experts in way]
-        if (high := max(_top(cell) if uneven else max(cell.own) for cell in cells)) < least:
+        slots = room.slots // room.nodes
+        cells = [_searched(loads, experts, devices, slots, uneven=uneven) for experts in way]
+        if (high := max(_top(cell) if uneven else max(cell.device_loads) for cell in cells)) < least:
             best, least = cells, high
     return best
 
@@ -207,15 +208,19 @@ def _group_loads(loads: Sequence[int], groups: int) -> list[int]:
     return [sum(loads[group * size : (group + 1) * size]) for group in range(groups)]
 
 
+def _has_few_ways(room: Room) -> bool:
+    """Whether there are few ways to give groups to nodes, so that all can be tried."""
+    ways: int = math.factorial(room.groups // room.nodes) ** room.nodes * math.factorial(room.nodes)
+    return math.factorial(room.groups) <= _MOST_WAYS * ways
+
+
 def _by_node(loads: Sequence[int], room: Room) -> Iterator[list[list[int]]]:
     """Ways to give groups to nodes, as the experts of each node; the one with the lightest heaviest node first, and
     where there are few ways, all of them."""
     size, sums = len(loads) // room.groups, _group_loads(loads, room.groups)
     each = room.groups // room.nodes
-    if math.factorial(room.groups) <= _MOST_WAYS * math.factorial(each) ** room.nodes * math.factorial(
-        room.nodes
-    ):
-        ways = sorted(_splits(tuple(range(room.groups)), each), key=lambda way: _heaviest(way, sums))
+    if _has_few_ways(room):
+        ways = sorted(_splits(tuple(range(room.groups)), each), key=lambda way: _heaviest_load(way, sums))
     else:
         packed = _searched(sums, list(range(room.groups)), room.nodes, room.groups, uneven=False)
         ways = [tuple(map(tuple, packed.slots))]
@@ -228,23 +233,20 @@ def _splits(groups: tuple[int, ...], each: int) -> Iterator[tuple[tuple[int, ...
     if not groups:
         yield ()
         return
-    for others in combinations(groups[1:], each - 1):
-        rest = tuple(group for group in groups[1:] if group not in others)
-        yield from (((groups[0], *others), *way) for way in _splits(rest, each))
+    for fellows in combinations(groups[1:], each - 1):
+        remaining = tuple(group for group in groups[1:] if group not in fellows)
+        yield from (((groups[0], *fellows), *way) for way in _splits(remaining, each))
 
 
-def _heaviest(way: Sequence[Sequence[int]], loads: Sequence[int]) -> int:
-    return max(sum(loads[one] for one in ones) for ones in way)
+def _heaviest_load(way: Sequence[Sequence[int]], loads: Sequence[int]) -> int:
+    return max(sum(loads[group] for group in groups) for groups in way)
 
 
 def _heaviest_node(loads: Sequence[int], room: Room) -> float:
     """A load that the heaviest node has at least; exact where there are few ways to give groups to nodes."""
     sums, each = _group_loads(loads, room.groups), room.groups // room.nodes
-    exact = math.factorial(room.groups) <= _MOST_WAYS * math.factorial(each) ** room.nodes * math.factorial(
-        room.nodes
-    )
-    if exact:
-        return min(_heaviest(way, sums) for way in _splits(tuple(range(room.groups)), each))
+    if _has_few_ways(room):
+        return min(_heaviest_load(way, sums) for way in _splits(tuple(range(room.groups)), each))
     return max(sum(sums) / room.nodes, max(sums) + sum(sorted(sums)[: each - 1]))
 
 
@@ -274,7 +276,7 @@ def _searched(loads: Sequence[int], experts: list[int], devices: int, slots: int
     rng = random.Random(0)
     now = best
     for _ in range(min(_MOST_STARTS, _EFFORT // (slots * len(experts)))):
-        if max(best.own) <= 1.002 * best.mean:
+        if max(best.device_loads) <= 1.002 * best.mean:
             break
         trial = now.copy()
         trial.shake(rng)
@@ -294,28 +296,29 @@ def _packed(loads: Sequence[int], experts: list[int], devices: int, slots: int) 
     pieces = sorted(
         ((loads[e] / count, e) for e, count in zip(experts, counts) for _ in range(count)), reverse=True
     )
-    each = -(-slots // devices)
+    per_device = -(-slots // devices)
     holds: list[list[int]] = [[] for _ in range(devices)]
-    own = [0.0] * devices
+    device_loads = [0.0] * devices
     for weight, expert in pieces:
-        free = [d for d in range(devices) if len(holds[d]) < each and expert not in holds[d]]
+        free = [d for d in range(devices) if len(holds[d]) < per_device and expert not in holds[d]]
         if free:
-            device = min(free, key=own.__getitem__)
+            device = min(free, key=device_loads.__getitem__)
         else:
             # The devices with room have this expert already: one of them takes another's in exchange for a place there.
-            full = next(d for d in range(devices) if len(holds[d]) < each)
+            full = next(d for d in range(devices) if len(holds[d]) < per_device)
             device, other = next(
                 (d, e)
-                for d in sorted(range(devices), key=own.__getitem__)
+                for d in sorted(range(devices), key=device_loads.__getitem__)
                 for e in holds[d]
                 if expert not in holds[d] and e not in holds[full]
             )
             holds[device].remove(other)
             holds[full].append(other)
             share = loads[other] / counts[experts.index(other)]
-            own[device], own[full] = own[device] - share, own[full] + share
+            device_loads[device] -= share
+            device_loads[full] += share
         holds[device].append(expert)
-        own[device] += weight
+        device_loads[device] += weight
     return holds
 
 
@@ -324,95 +327,95 @@ class _Cell:
 
     def __init__(self, loads: Sequence[int], slots: list[list[int]], count: int) -> None:
         self.loads = loads
-        each = -(-count // len(slots))
-        self.slots = [[*held, *[HOLE] * (each - len(held))] for held in slots]
+        per_device = -(-count // len(slots))
+        self.slots = [[*experts, *[HOLE] * (per_device - len(experts))] for experts in slots]
         self.replicas: dict[int, int] = {}
-        for held in slots:
-            for expert in held:
+        for experts in slots:
+            for expert in experts:
                 if expert != HOLE:
                     self.replicas[expert] = self.replicas.get(expert, 0) + 1
-        self.own: list[float] = []
+        self.device_loads: list[float] = []
         self._weigh()
-        self.mean = sum(self.own) / len(self.own)
+        self.mean = sum(self.device_loads) / len(self.device_loads)
 
     def _weigh(self) -> None:
         self.piece = {expert: self.loads[expert] / count for expert, count in self.replicas.items()}
         self.piece[HOLE] = 0.0
-        self.own = [sum(map(self.piece.__getitem__, held)) for held in self.slots]
+        self.device_loads = [sum(map(self.piece.__getitem__, experts)) for experts in self.slots]
 
     def copy(self) -> _Cell:
-        made = object.__new__(_Cell)
-        made.loads, made.mean = self.loads, self.mean
-        made.slots, made.own = [list(held) for held in self.slots], list(self.own)
-        made.replicas, made.piece = dict(self.replicas), dict(self.piece)
-        return made
+        copied = object.__new__(_Cell)
+        copied.loads, copied.mean = self.loads, self.mean
+        copied.slots, copied.device_loads = [list(experts) for experts in self.slots], list(self.device_loads)
+        copied.replicas, copied.piece = dict(self.replicas), dict(self.piece)
+        return copied
 
     def score(self) -> tuple[float, float]:
         """Smaller is better: the largest load, then how far loads are apart."""
-        return round(max(self.own), 6), round(sum(load * load for load in self.own), 3)
+        return round(max(self.device_loads), 6), round(sum(load * load for load in self.device_loads), 3)
 
     def descend(self, budget: int | None = None, *, uneven: bool = False) -> int:
         """Improve the device with the most load step by step, until nothing does, or more than `budget` slots would
         have other experts. Returns how many have."""
-        start = [set(held) for held in self.slots]
+        start = [set(experts) for experts in self.slots]
         while True:
             if budget is not None and budget <= self._changed(start):
                 break
-            top = max(range(len(self.own)), key=self.own.__getitem__)
-            if self.own[top] <= self.mean * (1 + 1e-9):
+            top = max(range(len(self.device_loads)), key=self.device_loads.__getitem__)
+            if self.device_loads[top] <= self.mean * (1 + 1e-9):
                 break
             before = self.copy() if budget is not None else None
             if not (self._swap(top) or self._convert(top)):
                 break
             if before is not None and budget is not None and self._changed(start) > budget:
-                self.slots, self.own = before.slots, before.own
+                self.slots, self.device_loads = before.slots, before.device_loads
                 self.replicas, self.piece = before.replicas, before.piece
                 break
         return self._changed(start)
 
     def _changed(self, start: Sequence[set[int]]) -> int:
-        return sum(len(set(held) - then - {HOLE}) for held, then in zip(self.slots, start))
+        return sum(len(set(experts) - then - {HOLE}) for experts, then in zip(self.slots, start))
 
     def _swap(self, top: int) -> bool:
         """Exchange a slot of `top` with the one that lowers the larger of both loads most. Whether one does."""
-        own, piece, mine = self.own, self.piece, self.slots[top]
-        best, choice = own[top] * (1 - 1e-9), None
-        for other, held in enumerate(self.slots):
-            if other == top or own[other] >= best:
+        device_loads, piece, top_slots = self.device_loads, self.piece, self.slots[top]
+        best, choice = device_loads[top] * (1 - 1e-9), None
+        for other, other_slots in enumerate(self.slots):
+            if other == top or device_loads[other] >= best:
                 continue
-            gap = own[top] - own[other]
-            for i, a in enumerate(mine):
-                if a == HOLE or a in held:
+            gap = device_loads[top] - device_loads[other]
+            for i, a in enumerate(top_slots):
+                if a == HOLE or a in other_slots:
                     continue
-                for j, b in enumerate(held):
+                for j, b in enumerate(other_slots):
                     less = piece[a] - piece[b]
-                    if 0 < less < gap and (b == HOLE or b not in mine):
-                        high = max(own[top] - less, own[other] + less)
+                    if 0 < less < gap and (b == HOLE or b not in top_slots):
+                        high = max(device_loads[top] - less, device_loads[other] + less)
                         if high < best:
                             best, choice = high, (other, i, j)
         if choice is None:
             return False
         other, i, j = choice
-        less = piece[mine[i]] - piece[self.slots[other][j]]
-        mine[i], self.slots[other][j] = self.slots[other][j], mine[i]
-        own[top] -= less
-        own[other] += less
+        less = piece[top_slots[i]] - piece[self.slots[other][j]]
+        top_slots[i], self.slots[other][j] = self.slots[other][j], top_slots[i]
+        device_loads[top] -= less
+        device_loads[other] += less
         return True
 
     def _convert(self, top: int) -> bool:
         """Give an expert of `top` a replica more in place of one of another expert, or of `top`'s a replica fewer.
         Whether that lowers the load of `top` without any other reaching it."""
-        best, choice = self.own[top] * (1 - 1e-9), None
+        best, choice = self.device_loads[top] * (1 - 1e-9), None
         holders: dict[int, list[int]] = {}
-        for device, held in enumerate(self.slots):
-            for expert in held:
+        for device, experts in enumerate(self.slots):
+            for expert in experts:
                 holders.setdefault(expert, []).append(device)
         gains = [more for more in self.slots[top] if more != HOLE]
         for less, where in holders.items():
             if less == HOLE or len(where) < 2:
                 continue
             up = self.loads[less] / (len(where) - 1) - self.piece[less]
-            over = [device for device in where if device != top and self.own[device] + up >= best]
+            over = [device for device in where if device != top and self.device_loads[device] + up >= best]
             if len(over) > 1:
                 continue
             # Where the pieces that grow are too much for a device, it is this one that loses its own.
@@ -431,16 +434,16 @@ class _Cell:
         """The largest load of those that change when a replica of `less` on a device becomes one of `more`."""
         up = self.loads[less] / (self.replicas[less] - 1) - self.piece[less]
         down = self.loads[more] / (self.replicas[more] + 1) - self.piece[more]
-        own = {d: self.own[d] + up for d in holders[less]}
-        own[device] = self.own[device] - self.piece[less]
+        changed = {d: self.device_loads[d] + up for d in holders[less]}
+        changed[device] = self.device_loads[device] - self.piece[less]
         for d in holders[more]:
-            own[d] = own.get(d, self.own[d]) + down
-        own[device] += self.piece[more] + down
-        return max(own.values())
+            changed[d] = changed.get(d, self.device_loads[d]) + down
+        changed[device] += self.piece[more] + down
+        return max(changed.values())
 
     def _apply(self, less: int, more: int, device: int) -> None:
-        held = self.slots[device]
-        held[held.index(less)] = more
+        experts = self.slots[device]
+        experts[experts.index(less)] = more
         self.replicas[less] -= 1
         self.replicas[more] += 1
         self._weigh()
@@ -453,21 +456,21 @@ class _Cell:
 
     def step(self, rng: random.Random) -> bool:
         """Exchange two slots by chance, or give one to another expert; loads do not follow. Whether it could."""
-        one, other = rng.randrange(len(self.slots)), rng.randrange(len(self.slots))
-        i, j = rng.randrange(len(self.slots[one])), rng.randrange(len(self.slots[other]))
-        a, b = self.slots[one][i], self.slots[other][j]
+        first, second = rng.randrange(len(self.slots)), rng.randrange(len(self.slots))
+        i, j = rng.randrange(len(self.slots[first])), rng.randrange(len(self.slots[second]))
+        a, b = self.slots[first][i], self.slots[second][j]
         if self.replicas.get(a, 0) > 1 and rng.random() < 0.4:
             more = rng.choice(list(self.replicas))
-            if more in self.slots[one]:
+            if more in self.slots[first]:
                 return False
-            self.slots[one][i] = more
+            self.slots[first][i] = more
             self.replicas[a] -= 1
             self.replicas[more] += 1
             return True
-        lands = (a == HOLE or a not in self.slots[other]) and (b == HOLE or b not in self.slots[one])
-        if one == other or not lands:
+        lands = (a == HOLE or a not in self.slots[second]) and (b == HOLE or b not in self.slots[first])
+        if first == second or not lands:
             return False
-        self.slots[one][i], self.slots[other][j] = b, a
+        self.slots[first][i], self.slots[second][j] = b, a
         return True
 
 
@@ -478,7 +481,7 @@ def _search_shares(cell: _Cell) -> None:
     """Let the cell become the one with the most even best shares that a walk finds, which goes up a little at first."""
     rng = random.Random(0)
     now = best = _top(cell)
-    kept, steps = cell.copy(), _SHARE_EFFORT // sum(map(len, cell.slots))
+    best_cell, steps = cell.copy(), _SHARE_EFFORT // sum(map(len, cell.slots))
     for step in range(steps):
         if best <= 1.002 * cell.mean:
             break
@@ -489,8 +492,8 @@ def _search_shares(cell: _Cell) -> None:
         if high < now * (1 + 0.03 * (1 - step / steps) * rng.random()):
             cell.slots, cell.replicas, now = trial.slots, trial.replicas, high
         if high < best:
-            best, kept = high, trial
-    cell.slots, cell.replicas = kept.slots, kept.replicas
+            best, best_cell = high, trial
+    cell.slots, cell.replicas = best_cell.slots, best_cell.replicas
 
 
 def _top(cell: _Cell) -> float:
@@ -504,22 +507,22 @@ def _balanced(
     """Loads of each expert by device that make the loads of devices as even as can be, and these. Experts in turn fill
     the devices that hold them, the least loaded first, which converges to the most even flow."""
     holders: dict[int, list[int]] = {}
-    for device, held in enumerate(slots):
-        for expert in held:
+    for device, experts in enumerate(slots):
+        for expert in experts:
             if expert != HOLE:
                 holders.setdefault(expert, []).append(device)
     flows = {e: dict.fromkeys(where, loads[e] / len(where)) for e, where in holders.items()}
-    own = [0.0] * len(slots)
+    device_loads = [0.0] * len(slots)
     for flow in flows.values():
         for device, load in flow.items():
-            own[device] += load
+            device_loads[device] += load
     several = [expert for expert, where in holders.items() if len(where) > 1]
-    tolerance = 1e-4 * max(own, default=0.0)
+    tolerance = 1e-4 * max(device_loads, default=0.0)
     for _ in range(rounds):
         moved = 0.0
         for expert in several:
             flow = flows[expert]
-            below = sorted((own[device] - load, device) for device, load in flow.items())
+            below = sorted((device_loads[device] - load, device) for device, load in flow.items())
             level, total = 0.0, float(loads[expert])
             for count in range(1, len(below) + 1):
                 level = (total + sum(base for base, _ in below[:count])) / count
@@ -528,24 +531,24 @@ def _balanced(
             for base, device in below:
                 load = max(0.0, level - base)
                 moved = max(moved, abs(load - flow[device]))
-                flow[device], own[device] = load, base + load
+                flow[device], device_loads[device] = load, base + load
         if moved <= tolerance:
             break
-    return flows, own
+    return flows, device_loads
 
 
-def _shared(loads: Sequence[int], devices: list[list[int]], *, uneven: bool) -> Placement:
+def _with_shares(loads: Sequence[int], devices: list[list[int]], *, uneven: bool) -> Placement:
     """The placement with the shares of each replica."""
     flows = _balanced(loads, devices, 1000)[0] if uneven else {}
     counts: dict[int, int] = {}
-    for held in devices:
-        for expert in held:
+    for experts in devices:
+        for expert in experts:
             counts[expert] = counts.get(expert, 0) + 1
     shares = []
-    for device, held in enumerate(devices):
-        even = [1 / counts[expert] for expert in held]
+    for device, experts in enumerate(devices):
+        even = [1 / counts[expert] for expert in experts]
         by_flow = [
-            flows[e][device] / loads[e] if uneven and loads[e] else share for e, share in zip(held, even)
+            flows[e][device] / loads[e] if uneven and loads[e] else share for e, share in zip(experts, even)
         ]
         shares.append(tuple(by_flow))
     return Placement(tuple(map(tuple, devices)), tuple(shares))
@@ -553,25 +556,25 @@ def _shared(loads: Sequence[int], devices: list[list[int]], *, uneven: bool) -> 
 
 def _require_same(before: Placement, experts: int, room: Room, cells: int) -> None:
     """Raise ConfigError where a placement before is not one of these experts on these devices."""
-    held = [expert for device in before.devices for expert in device]
-    own, size = room.gpus // cells, experts // room.groups
+    slots = [expert for device in before.devices for expert in device]
+    devices, size = room.gpus // cells, experts // room.groups
     nodes: dict[int, set[int]] = {}
     for device, each in enumerate(before.devices):
         for expert in each:
-            nodes.setdefault(expert // size, set()).add(device // max(1, own))
-    apart = cells > 1 and any(len(where) > 1 for where in nodes.values())
+            nodes.setdefault(expert // size, set()).add(device // max(1, devices))
+    groups_split = cells > 1 and any(len(where) > 1 for where in nodes.values())
     twice = any(len(set(device)) < len(device) for device in before.devices)
     if (
         len(before.devices) != room.gpus
-        or len(held) != room.slots
-        or set(held) != set(range(experts))
+        or len(slots) != room.slots
+        or set(slots) != set(range(experts))
         or twice
     ):
         raise ConfigError(
-            f"The placement before has {len(before.devices)} devices and {len(held)} slots of {len(set(held))} "
-            f"experts, and not gpus={room.gpus} and slots={room.slots} of {experts}; place anew, without it."
+            f"The placement before has {len(before.devices)} devices and {len(slots)} slots of {len(set(slots))} "
+            f"experts, and not gpus={room.gpus} and slots={room.slots} of {experts}; place them without it."
         )
-    if apart:
+    if groups_split:
         raise ConfigError(
-            f"The placement before has groups on several of nodes={room.nodes}; place anew, without it."
+            f"The placement before has groups on several of nodes={room.nodes}; place them without it."
         )

@@ -14,9 +14,9 @@ from penstock.config.plan import Plan
 from penstock.planner import price
 from penstock.planner.describe import describe, totals
 from penstock.planner.intervals import Interval, interval_of
-from penstock.planner.learning import WHOLE, Learning, learning
+from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.loads import EVEN
-from penstock.planner.memory import held, memory
+from penstock.planner.memory import memory, pass_bytes
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import in_flight
 from penstock.planner.rates import Rates, rates_of
@@ -47,7 +47,7 @@ class Prediction:
     memory_bytes: int
     """Peak, without what the allocator and libraries add on one device; with a margin for it on several."""
     fits: bool
-    """Whether that is within `room`: what the machine's memory leaves besides context and libraries."""
+    """Whether that is within `room`: the machine's memory without what context and libraries take."""
     model_flops_per_second_per_gpu: float
     """Forward and backward of the model, attention in full; what is computed twice is not counted."""
     mfu: float
@@ -123,9 +123,9 @@ def predict(
     work = describe(
         model, plan, machine.device, software, avx512=machine.avx512, real=real, words=words, uneven=uneven
     )
-    work = learning(work, learns)
+    work = learning_part(work, learns)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
-    return predicted(work, machine, plan, rates, totals(model).parameters, software=software)
+    return prediction_of(work, machine, plan, rates, totals(model).parameters, software=software)
 
 
 def predict_pass(model: ModelConfig, machine: Machine, plan: Plan) -> float:
@@ -151,7 +151,7 @@ def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction
     fp32."""
     _refuse(None, machine, plan)
     work = work if work.kept_bytes is None else as_planned(work, plan)
-    return predicted(work, machine, plan, rates_of(machine, plan), work.parameters)
+    return prediction_of(work, machine, plan, rates_of(machine, plan), work.parameters)
 
 
 @lru_cache(maxsize=4096)
@@ -160,7 +160,7 @@ def _refuse(model: ModelConfig | None, machine: Machine, plan: Plan) -> None:
     rules.require(plan, model, machine)
 
 
-def predicted(
+def prediction_of(
     work: Workload, machine: Machine, plan: Plan, rates: Rates, parameters: int, *,
     parts: dict[str, float] | None = None, software: Software = PENSTOCK,
 ) -> Prediction:  # fmt: skip
@@ -170,18 +170,18 @@ def predicted(
     share_processors(time, work, rates, plan)
     seconds = time.total
     parts = memory(work, plan, cpu=rates.cpu) if parts is None else parts
-    needed = int(sum(parts.values()))
-    useful, again = work.model_flops, repeated_flops(work, Recompute.of(plan, work))
+    needed_bytes = int(sum(parts.values()))
+    useful, repeated = work.model_flops, repeated_flops(work, Recompute.of(plan, work))
     # All devices of a replica share one micro-batch.
-    each = plan.accumulate / (plan.pp * seconds)
-    kinds, activations = held(work, plan).activations, parts["activations"]
-    whole = sum(kinds.values())
+    rate = plan.accumulate / (plan.pp * seconds)
+    kinds, activations = pass_bytes(work, plan).activations, parts["activations"]
+    kept = sum(kinds.values())
     return Prediction(
         plan=plan, machine=machine.name, iteration_seconds=seconds, samples_per_second=plan.global_batch / seconds,
-        memory_bytes=needed, fits=needed <= room(machine), model_flops_per_second_per_gpu=useful * each,
-        mfu=useful * each / rates.peak, hfu=(useful + again) * each / rates.peak, peak_flops=rates.peak,
+        memory_bytes=needed_bytes, fits=needed_bytes <= room(machine), model_flops_per_second_per_gpu=useful * rate,
+        mfu=useful * rate / rates.peak, hfu=(useful + repeated) * rate / rates.peak, peak_flops=rates.peak,
         peak_name=rates.peak_name, seconds=time.seconds, memory={name: int(size) for name, size in parts.items()},
-        activations={name: int(activations * size / whole) for name, size in kinds.items() if size and activations},
+        activations={name: int(activations * size / kept) for name, size in kinds.items() if size and activations},
         micro_batches_held=in_flight(plan) if plan.pp > 1 else 1.0, gpus=plan.gpus, global_batch=plan.global_batch,
         tokens_per_sample=work.tokens, parameters=parameters, bubble_fraction=time.bubble_fraction,
         forward_seconds=time.forward_seconds, backward_seconds=time.backward_seconds,

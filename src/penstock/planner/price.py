@@ -38,9 +38,9 @@ def seconds(op: Op, rates: Rates) -> float:
     if op.kind in MATRIX:
         by = products_of(op, rates)
         if op.module == "experts" and op.launches > 1:
-            each = by.seconds(op.m, op.n, op.k, form=op.form, over_rows=op.over_rows)
+            one_expert = by.seconds(op.m, op.n, op.k, form=op.form, over_rows=op.over_rows)
             moved = (op.read + op.written) / rates.memory
-            return max(op.launches * each, moved) + op.launches * rates.kernel_seconds
+            return max(op.launches * one_expert, moved) + op.launches * rates.kernel_seconds
         # Experts have different numbers of rows; those of the gradients of their weights are in the inner length.
         uneven = op.module == "experts" and op.batch > 1 and not op.over_rows
         computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows, uneven=uneven)
@@ -74,14 +74,14 @@ def keys_computed(queries: float, keys: float, *, causal: bool = False, window: 
     `window` limits how many keys back a query sees."""
     rows = -(-queries // ROWS)
     wide = -(-keys // COLUMNS) * COLUMNS
-    whole = wide * rows * ROWS / queries
+    keys_of_all = wide * rows * ROWS / queries
     if causal:
-        whole = (ROWS * (rows * (rows - 1) // 2) + wide) * ROWS / queries
+        keys_of_all = (ROWS * (rows * (rows - 1) // 2) + wide) * ROWS / queries
     if not window or window >= keys:
-        return whole
+        return keys_of_all
     # A tile of queries sees the window before its first one, and up to its last one.
-    seen = (-(-(window + ROWS) // COLUMNS) * COLUMNS) * rows * ROWS / queries
-    return min(whole, seen * (1 if causal else 2))
+    keys_in_window = (-(-(window + ROWS) // COLUMNS) * COLUMNS) * rows * ROWS / queries
+    return min(keys_of_all, keys_in_window * (1 if causal else 2))
 
 
 def fused_seconds(op: Op, rates: Rates) -> float:

@@ -40,8 +40,8 @@ def nearby_rate(samples: Samples, sizes: tuple[float, float, float], nearest: in
     x, y, z = math.log(sizes[0]), math.log(sizes[1]), math.log(sizes[2])
     near = sorted([((a - x) ** 2 + (b - y) ** 2 + (c - z) ** 2, rate) for a, b, c, rate in samples])
     total = rates = 0.0
-    for apart, rate in near[:nearest]:
-        weight = 1.0 / (NEAR + apart)
+    for distance, rate in near[:nearest]:
+        weight = 1.0 / (NEAR + distance)
         total += weight
         rates += weight * rate
     return rates / total
@@ -67,13 +67,13 @@ class Chip(NamedTuple):
         rate, sms, depth, memory = self
         if min(m, n) <= FEW_ROWS:
             return 2.0 * m * n * k * batch / rate
-        tiles = _tiled(sms, m, n, batch, uneven)
+        tiles = _wave_area(sms, m, n, batch, uneven)
         seconds = 2.0 * tiles * (k + depth) / rate
         if k >= 2 * SPLIT_DEPTH and tiles > 1.05 * m * n * batch:
             for parts in range(2, min(MOST_PARTS, int(k // SPLIT_DEPTH)) + 1):
                 summed = 8.0 * parts * m * n * batch / memory
-                split = 2.0 * _tiled(sms, m, n, batch * parts, uneven) * (k / parts + depth) / rate + summed
-                seconds = min(seconds, split)
+                area = _wave_area(sms, m, n, batch * parts, uneven)
+                seconds = min(seconds, 2.0 * area * (k / parts + depth) / rate + summed)
         row = m if over_rows else k
         if n % LINE or row % LINE:
             seconds /= ODD_SHARE if n % 8 or row % 8 else UNALIGNED_SHARE
@@ -115,7 +115,7 @@ class Products(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 15)
-def _tiled(multiprocessors: int, m: float, n: float, count: float, uneven: bool) -> float:
+def _wave_area(multiprocessors: int, m: float, n: float, count: float, uneven: bool) -> float:
     """Numbers of the result, were `count` products (m, n) as large as the waves of tiles that they take: of the tile
     shape that takes least, its relative rate made up for by its size.
     The last tile of rows of `uneven` products is half full on average."""

@@ -83,7 +83,7 @@ class Rates:
     """Additional cost of each collective between processes on a CPU."""
     pairs: Rates | None
     """Rates within groups of two, where these were measured by themselves."""
-    taken: float
+    collective_share: float
     """Share of the multiprocessors that a collective keeps from what runs beside it."""
     host: float
     """Rate between a device and host memory, one direction."""
@@ -144,7 +144,7 @@ def _rates(
         scattering=(machine.scatter_bytes_per_second or link) / link, sending=machine.send_bytes_per_second or link,
         node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,
         call_seconds=machine.collective_seconds if cpu else 0.0, pairs=pairs,
-        taken=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
+        collective_share=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
         host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
     )  # fmt: skip
 
@@ -161,10 +161,10 @@ def _products(
             measured.setdefault(s.form, []).append((*sizes, share * s.flops_per_second))
     best = _sustained(machine, type_, constants)
     if machine.device == "cpu" or measured:
-        found = Products(measured, machine.peak_flops[type_] if measured else best, None)
+        products = Products(measured, machine.peak_flops[type_] if measured else best, None)
         exp, odd = math.exp, measured.get("ragged", ())
-        even = [rate / found.rate(exp(m), exp(n), exp(k)) for m, n, k, rate in odd]
-        return found._replace(ragged=min(1.0, *even)) if even else found
+        even = [rate / products.rate(exp(m), exp(n), exp(k)) for m, n, k, rate in odd]
+        return products._replace(ragged=min(1.0, *even)) if even else products
     return Products(measured, best, Chip(best, multiprocessors, constants.tile_depth, memory))
 
 
@@ -175,12 +175,12 @@ def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samp
         "dropout": numerics.compute, "torch_dropout": numerics.compute, "norm": numerics.residual,
         "quantize": numerics.compute,
     }  # fmt: skip
-    found: dict[str, Samples] = {}
+    rates: dict[str, Samples] = {}
     for s in machine.kernels:
         if types.get(s.name.removesuffix("_backward")) == s.dtype:
             sizes = math.log(s.tokens or 1), math.log(s.features or 1), 0.0
-            found.setdefault(s.name, []).append((*sizes, s.per_second))
-    return found
+            rates.setdefault(s.name, []).append((*sizes, s.per_second))
+    return rates
 
 
 def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
@@ -233,9 +233,9 @@ def _attention(
     peak = machine.peak_flops[type_]
     hopper = "fp8" in machine.peak_flops
     if backend == "efficient" or "bf16" not in machine.peak_flops:
-        both = peak * constants.fused_attention_share * (0.6 if hopper else 1.0)
+        share_of_peak = peak * constants.fused_attention_share * (0.6 if hopper else 1.0)
         ratio = constants.fused_backward
-        forward, backward = both * (1 + ratio) / 3.5, both * (1 + 1 / ratio) * 2.5 / 3.5
+        forward, backward = share_of_peak * (1 + ratio) / 3.5, share_of_peak * (1 + 1 / ratio) * 2.5 / 3.5
     elif hopper:
         forward = backward = peak * (
             constants.cudnn_share_hopper if backend == "cudnn" else constants.flash_share_hopper

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.planner.operators import COLLECTIVE, Op, Part, Workload
-from penstock.planner.pipeline import most_kept
+from penstock.planner.pipeline import most_blocks
 from penstock.report.units import GIB
 
 CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "early")
@@ -98,16 +98,16 @@ def kept_by(part: Part, how: Recompute) -> dict[str, float]:
     if kind == "operators":
         return {"inputs": part.entering} | _by_policy(part.forward, how.compiled)[1]
     words = kind.split("+")
-    kept: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     for module in _modules(part.forward):
         if module.kind in words:
-            kept["inputs"] = kept.get("inputs", 0.0) + module.entering
+            by_kind["inputs"] = by_kind.get("inputs", 0.0) + module.entering
             continue
         for op in module.operators:
-            left = op.given if "selective" in words and op.scores else op.kept
-            if left:
-                kept[op.group] = kept.get(op.group, 0.0) + left
-    return kept
+            kept_bytes = op.given if "selective" in words and op.scores else op.kept
+            if kept_bytes:
+                by_kind[op.group] = by_kind.get(op.group, 0.0) + kept_bytes
+    return by_kind
 
 
 class _Module(NamedTuple):
@@ -122,17 +122,17 @@ class _Module(NamedTuple):
 @lru_cache(maxsize=8192)
 def _modules(operators: tuple[Op, ...]) -> tuple[_Module, ...]:
     kinds = [_WRAPPED.get(op.module, "") for op in operators]
-    found = []
+    modules = []
     for kind, run in itertools.groupby(range(len(operators)), kinds.__getitem__):
         numbers = list(run)
-        mine = tuple(operators[i] for i in numbers)
-        product = next((op for op in mine if op.kind == "gemm"), None)
+        run_operators = tuple(operators[i] for i in numbers)
+        product = next((op for op in run_operators if op.kind == "gemm"), None)
         before = operators[numbers[0] - 1] if numbers[0] else None
         # Autocast gives a module the fp32 output of the norm, which its first product casts.
         cast = before is not None and before.module == "norm" and before.kind == "copy"
         entering = (before.read if cast and before else product.kept if product else 0.0) if kind else 0.0
-        found.append(_Module(kind.removesuffix(".cross"), mine, entering))
-    return tuple(found)
+        modules.append(_Module(kind.removesuffix(".cross"), run_operators, entering))
+    return tuple(modules)
 
 
 _WRAPPED = {
@@ -149,7 +149,7 @@ def allowed_bytes(work: Workload, plan: Plan) -> float:
     """Bytes that one micro-batch may keep in all blocks, so that those of the fullest stage stay within the budget."""
     allowed = plan.budget * GIB
     if plan.pp > 1 and work.depth:
-        allowed *= work.depth / max(most_kept(work, plan))
+        allowed *= work.depth / max(most_blocks(work, plan))
     return allowed
 
 
@@ -179,8 +179,8 @@ def choose(work: Workload, allowed: float) -> tuple[tuple[Part, tuple[tuple[str,
         counts[at][rank + 1] += moving
         kept -= moving * freed
     return tuple(
-        (part, tuple((point.kind, count) for point, count in zip(curve, mine) if count))
-        for part, curve, mine in zip(work.blocks, curves, counts)
+        (part, tuple((point.kind, count) for point, count in zip(curve, by_choice) if count))
+        for part, curve, by_choice in zip(work.blocks, curves, counts)
     )
 
 
@@ -200,7 +200,7 @@ def _curve(part: Part) -> tuple[_Point, ...]:
         cost = sum(map(_cost, computed_again(part, how)))
         points.append(_Point(sum(kept_by(part, how).values()), cost, kind))
     curve: list[_Point] = []
-    for point in sorted(points, key=lambda one: (one.cost, one.kept)):
+    for point in sorted(points, key=lambda point: (point.cost, point.kept)):
         if curve and point.kept >= curve[-1].kept:
             continue
         while len(curve) > 1 and _slope(curve[-2], curve[-1]) >= _slope(curve[-2], point):
@@ -234,18 +234,18 @@ def block_kinds(model: ModelConfig, plan: Plan, work: Workload) -> list[str]:
     chosen = dict(Recompute.of(plan, work).chosen)
     ways: list[str] = []
     for stack, parts in zip(stacks(model), work.stacks, strict=True):
-        spread = {part.block.layer: _spread(dict(chosen[part])) for part in parts if part.block is not None}
-        ways += [next(spread[layer]) for layer in stack.layers]
+        words = {part.block.layer: _spread_evenly(dict(chosen[part])) for part in parts if part.block}
+        ways += [next(words[layer]) for layer in stack.layers]
     return ways
 
 
-def _spread(counts: dict[str, int]) -> itertools.chain[str]:
+def _spread_evenly(counts: dict[str, int]) -> itertools.chain[str]:
     """Each word as often as it counts, in turns as even as can be."""
-    total, given = sum(counts.values()), dict.fromkeys(counts, 0)
+    total, used = sum(counts.values()), dict.fromkeys(counts, 0)
     order = []
     for place in range(1, total + 1):
-        word = max(counts, key=lambda one: counts[one] * place / total - given[one])
-        given[word] += 1
+        word = max(counts, key=lambda one: counts[one] * place / total - used[one])
+        used[word] += 1
         order.append(word)
     return itertools.chain(order)
 
@@ -262,13 +262,13 @@ def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...
     """Operators that run again, and bytes that are kept by kind, where every other product and attention are kept.
     Packed projections count as the products that they pack."""
     again: list[Op] = []
-    kept: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     products = [op for op in operators if op.kind == "gemm" and op.weights]
     turn = 0
     for op in operators:
         if op.kind == "attention":
-            kept["attention"] = kept.get("attention", 0.0) + op.written
-            kept["scores"] = kept.get("scores", 0.0) + op.batch * op.m * 4.0
+            by_kind["attention"] = by_kind.get("attention", 0.0) + op.written
+            by_kind["scores"] = by_kind.get("scores", 0.0) + op.batch * op.m * 4.0
             continue
         if op.kind != "gemm" or not op.weights:
             again.append(op)
@@ -281,7 +281,7 @@ def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...
             continue
         if stays:
             group = "mlp" if _WRAPPED.get(op.module) == "mlp" else "attention"
-            kept[group] = kept.get(group, 0.0) + op.written * stays / op.n
+            by_kind[group] = by_kind.get(group, 0.0) + op.written * stays / op.n
         if stays < op.n:
             again.append(op._replace(n=op.n - stays, written=op.written * (1 - stays / op.n)))
-    return tuple(again), kept
+    return tuple(again), by_kind

@@ -61,24 +61,24 @@ class ParametricLaw:
         """A model of `share` times the optimum's size that is trained until it reaches the same loss; none if it never
         does."""
         parameters = best.parameters * share
-        left = best.loss - self.e - self.a / parameters**self.alpha
-        if left <= 0:
+        reducible_loss = best.loss - self.e - self.a / parameters**self.alpha
+        if reducible_loss <= 0:
             return None
-        tokens = (self.b / left) ** (1 / self.beta)
+        tokens = (self.b / reducible_loss) ** (1 / self.beta)
         return self.at(6 * parameters * tokens, parameters)
 
     def with_inference(self, best: Allocation, served_tokens: float) -> Allocation:
         """The size that reaches the loss of `best` for the least training and inference together: 6ND + 2N times the
         tokens served (Sardana et al. 2024, section 2)."""
-        chosen, least = best, best.compute_flops + 2 * best.parameters * served_tokens
+        cheapest, least = best, best.compute_flops + 2 * best.parameters * served_tokens
         for i in range(1, 200):
-            other = self.smaller(best, 0.98**i)
-            if other is None:
+            smaller = self.smaller(best, 0.98**i)
+            if smaller is None:
                 break
-            cost = other.compute_flops + 2 * other.parameters * served_tokens
+            cost = smaller.compute_flops + 2 * smaller.parameters * served_tokens
             if cost < least:
-                chosen, least = other, cost
-        return chosen
+                cheapest, least = smaller, cost
+        return cheapest
 
 
 HOFFMANN = ParametricLaw(

@@ -23,9 +23,9 @@ from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.describe import describe, totals
 from penstock.planner.layouts import AXES, SEARCHED, Space, depth, divisors, layouts, stages, vary
 from penstock.planner.loads import EVEN
-from penstock.planner.memory import held, memory
+from penstock.planner.memory import memory, pass_bytes
 from penstock.planner.operators import Workload
-from penstock.planner.prediction import Prediction, predicted, room
+from penstock.planner.prediction import Prediction, prediction_of, room
 from penstock.planner.rates import rates_of
 from penstock.planner.recompute import allowed_bytes
 from penstock.planner.shapes import counted_tokens
@@ -40,7 +40,7 @@ _REST = attrgetter(*(name for name in AXES if name != "micro_batch"))
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """Result of a search: predictions that fit, best first, and what became of the others."""
 
     predictions: list[Prediction] = field(default_factory=list)
@@ -58,13 +58,13 @@ class Found:
 class Layouts(list[Prediction]):
     """The layouts that a search found, the fastest first: a list that a notebook shows as a page."""
 
-    def __init__(self, found: Found) -> None:
-        super().__init__(found.predictions)
-        self.found = found
+    def __init__(self, result: SearchResult) -> None:
+        super().__init__(result.predictions)
+        self.result = result
 
     def _repr_html_(self) -> str:
         """HTML for a notebook."""
-        return self.found._repr_html_()
+        return self.result._repr_html_()
 
 
 def search(
@@ -80,13 +80,13 @@ def search(
     sample per replica. Raises OutOfMemory saying what would make it fit where nothing does, and ConfigError where no
     degrees multiply to `gpus`.
     """
-    found = explore(
+    result = explore(
         model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep,
         uneven=uneven,
     )  # fmt: skip
-    if not found.predictions:
-        raise OutOfMemory(nothing_fits(model, machine, gpus, found, uneven))
-    return Layouts(found)
+    if not result.predictions:
+        raise OutOfMemory(nothing_fits(model, machine, gpus, result, uneven))
+    return Layouts(result)
 
 
 def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
@@ -107,7 +107,7 @@ def explore(
     model: ModelConfig, machine: Machine, gpus: int, *, global_batch: int | None = None, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), space: Space | None = None, keep: int | None = 50,
     uneven: Mapping[int, float] = EVEN,
-) -> Found:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     """Search as `search` does, and count the layouts that lose. Raises ConfigError likewise."""
     require("gpus", gpus, Count)
     base = base or default_base(machine, trainable=gpus == 1 and model.graph.vision)
@@ -117,44 +117,44 @@ def explore(
     batch = global_batch or default_batch(model, gpus)
     rates, parameters = rates_of(machine, base), totals(model).parameters
     too_large: dict[tuple[object, ...], int] = {}
-    limit, found = room(machine), Found()
+    limit, result = room(machine), SearchResult()
     ranked: list[tuple[float, int, Prediction]] = []
 
     def legal(devices: int, samples: int) -> Iterator[Plan]:
         return layouts(model, machine, devices, samples, base, space or Space(), fixed)
 
     for plan in legal(gpus, batch):
-        found.tried += 1
+        result.tried += 1
         # What a micro-batch is too large for, a larger one is too: of the rest of the plan nothing shrinks with it.
         rest = _REST(plan)
         if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
-            found.too_large += 1
+            result.too_large += 1
             continue
         work = describe(model, plan, machine.device, avx512=machine.avx512, uneven=uneven)
         if plan.recompute == "budget" and not plan.budget:
             plan = _budgeted(work, plan, limit, cpu=rates.cpu)
         parts = memory(work, plan, cpu=rates.cpu)
-        needed = sum(parts.values())
-        if needed > limit:
+        needed_size = sum(parts.values())
+        if needed_size > limit:
             too_large[rest] = plan.micro_batch
-            found.too_large += 1
-            if found.nearest is None or needed < found.nearest[1]:
-                found.nearest = (plan, needed)
+            result.too_large += 1
+            if result.nearest is None or needed_size < result.nearest[1]:
+                result.nearest = (plan, needed_size)
             continue
-        one = predicted(work, machine, plan, rates, parameters, parts=parts)
-        ranked.append((one.iteration_seconds, found.tried, one))
+        prediction = prediction_of(work, machine, plan, rates, parameters, parts=parts)
+        ranked.append((prediction.iteration_seconds, result.tried, prediction))
         if keep is not None and len(ranked) > 40 * keep:
             ranked = sorted(ranked)[:keep]
-    if not found.tried:
-        given = [f"{name}={getattr(base, name)}" for name in SEARCHED if name in fixed]
-        kept = f" with {', '.join(given)}" if given else ""
+    if not result.tried:
+        fixed_fields = [f"{name}={getattr(base, name)}" for name in SEARCHED if name in fixed]
+        with_fields = f" with {', '.join(fixed_fields)}" if fixed_fields else ""
         near = _neighbours(model, gpus, batch, machine.devices_per_node, lambda n, b: any(legal(n, b)))
         raise ConfigError(
-            f"No layout has {gpus} devices and {batch} samples a step{kept}: tensor parallel degrees "
+            f"No layout has {gpus} devices and {batch} samples a step{with_fields}: tensor parallel degrees "
             f"must divide the heads, stages must divide the {depth(model)} blocks, and replicas the samples. {near}"
         )
-    found.predictions = _even_first([one for _, _, one in sorted(ranked)[:keep]])
-    return found
+    result.predictions = _even_first([prediction for _, _, prediction in sorted(ranked)[:keep]])
+    return result
 
 
 def _budgeted(work: Workload, plan: Plan, limit: float, *, cpu: bool) -> Plan:
@@ -167,8 +167,8 @@ def _budgeted(work: Workload, plan: Plan, limit: float, *, cpu: bool) -> Plan:
         over = sum(memory(work, plan, cpu=cpu).values()) - limit
         if over <= 0 or not plan.budget:
             break
-        kept = held(work, plan).blocks / allowed_bytes(work, plan) * plan.budget * GIB
-        budget = min(budget, kept) - over
+        kept_bytes = pass_bytes(work, plan).blocks / allowed_bytes(work, plan) * plan.budget * GIB
+        budget = min(budget, kept_bytes) - over
     return plan
 
 
@@ -186,14 +186,13 @@ def _neighbours(
     batches = [next((b for b in side if possible(gpus, b)), None) for side in (below, above)]
     fewer, more = range(gpus - 1, max(0, gpus - _FAR), -1), range(gpus + 1, gpus + _FAR)
     devices = [next((n for n in side if possible(n, batch)), None) for side in (fewer, more)]
-    found = [
+    remedies = [
         f"{words} {' or '.join(str(number) for number in numbers if number is not None)}"
         for words, numbers in (("global batch", batches), ("number of devices", devices))
         if any(number is not None for number in numbers)
     ]
-    return (
-        f"Try the {', or the '.join(found)}." if found else "Try another number of devices, or another batch."
-    )
+    words = ", or the ".join(remedies)
+    return f"Try the {words}." if words else "Try another number of devices, or another batch."
 
 
 def _even_first(ranked: list[Prediction]) -> list[Prediction]:
@@ -202,40 +201,40 @@ def _even_first(ranked: list[Prediction]) -> list[Prediction]:
     if not ranked or ranked[0].interval is None or not _odd(ranked[0]):
         return ranked
     equal = ranked[0].iteration_seconds * (1 + ranked[0].interval.apart)
-    even = next((i for i, one in enumerate(ranked) if not _odd(one)), 0)
+    even = next((i for i, prediction in enumerate(ranked) if not _odd(prediction)), 0)
     if ranked[even].iteration_seconds > equal:
         return ranked
     return [ranked[even], *ranked[:even], *ranked[even + 1 :]]
 
 
-def _odd(one: Prediction) -> bool:
-    return one.plan.micro_batch > 1 and one.plan.micro_batch % 2 == 1
+def _odd(prediction: Prediction) -> bool:
+    return prediction.plan.micro_batch > 1 and prediction.plan.micro_batch % 2 == 1
 
 
 def default_batch(model: ModelConfig, gpus: int) -> int:
     """Samples of a step where none are asked for: a power of two near four million tokens, one per device at least."""
-    wanted = max(gpus, 2**22 // max(1, counted_tokens(model)))
+    target = max(gpus, 2**22 // max(1, counted_tokens(model)))
     batch = gpus
-    while batch * 2 <= wanted:
+    while batch * 2 <= target:
         batch *= 2
     return batch
 
 
 def nothing_fits(
-    model: ModelConfig, machine: Machine, gpus: int, found: Found, uneven: Mapping[int, float] = EVEN
+    model: ModelConfig, machine: Machine, gpus: int, result: SearchResult, uneven: Mapping[int, float] = EVEN
 ) -> str:
     """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
     limit = room(machine)
-    assert found.nearest is not None
-    plan, needed = found.nearest
+    assert result.nearest is not None
+    plan, smallest = result.nearest
 
     def fits(**changes: Any) -> bool:
         return needed_bytes(model, machine, vary(plan, **changes), uneven) <= limit
 
     size = f"{totals(model).parameters / 1e9:.1f} billion parameters"
-    says = (
+    problem = (
         f"{title(model)} ({size}) fits in no layout on {gpus} {machine.name}: the smallest needs "
-        f"{needed / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give ({plan.line()})."
+        f"{smallest / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give ({plan.line()})."
     )
     more = _enough(model, machine, gpus, plan, limit, uneven)
     shards = plan.sharding != "ddp" and plan.dp > 1
@@ -246,7 +245,7 @@ def nothing_fits(
         "recompute blocks (recompute=full)": plan.recompute not in ("early", "full"),
     }
     words = [remedy for remedy, helps in remedies.items() if helps] or ["use devices with more memory"]
-    return f"{says} To make it fit: {'; or '.join(words)}."
+    return f"{problem} To make it fit: {'; or '.join(words)}."
 
 
 def needed_bytes(

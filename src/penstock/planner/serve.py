@@ -13,8 +13,8 @@ from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.collectives import send_seconds
-from penstock.planner.describe import described, totals
-from penstock.planner.listing import Terms
+from penstock.planner.describe import totals, workload_of
+from penstock.planner.listing import OpTerms
 from penstock.planner.operators import Part
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates, rates_of
@@ -51,7 +51,7 @@ class Serving:
     uneven: Positive = 1.0
     """The largest load of a device over the mean, in visits to the experts that the devices hold; 1 or more."""
     spare: Natural = 0
-    """Replicas of experts in each mixture, besides one of each."""
+    """Additional replicas of experts in each mixture, beyond one of each."""
     weight_bytes: Positive = 2.0
     """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
     cache_bytes: Positive = 2.0
@@ -104,16 +104,16 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
     prefill = passes.prefill(serving.prompt, serving.batch)
     decode = passes.decode(serving.batch, serving.prompt + serving.generated // 2 - 1)
     weights = weights_bytes(model, serving)
-    each = cache_bytes_per_token(model, serving)
-    cache = each * serving.batch * length
-    needed = int(weights + cache + WORKSPACE_BYTES)
+    cache_per_token = cache_bytes_per_token(model, serving)
+    cache = cache_per_token * serving.batch * length
+    needed_bytes = int(weights + cache + WORKSPACE_BYTES)
     room = machine.memory_bytes - weights - WORKSPACE_BYTES
     total = prefill + serving.generated * decode
     return InferencePrediction(
         serving=serving, prefill_seconds=prefill, decode_seconds_per_token=decode,
         tokens_per_second=serving.batch * serving.generated / total, weights_bytes=int(weights), cache_bytes=int(cache),
-        memory_bytes=needed, fits=not machine.memory_bytes or needed <= machine.memory_bytes,
-        largest_batch=max(0, int(room / (each * length))),
+        memory_bytes=needed_bytes, fits=not machine.memory_bytes or needed_bytes <= machine.memory_bytes,
+        largest_batch=max(0, int(room / (cache_per_token * length))),
     )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
         yield f"ep={ep} cannot split the model's {stack.experts} experts evenly."
     if tp % ep:
         yield (
-            f"ep={ep} shares the experts out over the tp={tp} devices of a stage, so it must divide tp; use a tp that "
+            f"ep={ep} splits the experts over the tp={tp} devices of a stage, so it must divide tp; use a tp that "
             "is a multiple of it, or ep=1."
         )
 
@@ -175,7 +175,7 @@ class Passes:
     def prefill(self, tokens: int, samples: int = 1) -> float:
         """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
         rates, serving = self.rates, self.serving
-        work = described(_sized(self.model, tokens), self._terms(samples))
+        work = workload_of(_sized(self.model, tokens), self._terms(samples))
         if not generates(self.model):
             return sum(part.count * _seconds(part, rates, serving) for part in work.parts)
         # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
@@ -189,14 +189,14 @@ class Passes:
         """
         rates, serving = self.rates, self.serving
         sources = max(1, cached // 2) if self.model.graph.remembered else 1
-        work = described(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
+        work = workload_of(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
         blocks = [part for part in work.blocks if part.block and part.block.causal]
         token = sum(part.count * _seconds(part, rates, serving, again=True) for part in blocks)
         return token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
 
-    def _terms(self, samples: int, cached: int = 0) -> Terms:
+    def _terms(self, samples: int, cached: int = 0) -> OpTerms:
         rates, serving = self.rates, self.serving
-        return Terms(
+        return OpTerms(
             samples, serving.tp, ep=serving.ep, stream=rates.compute, product=rates.compute, fused=True, whole=True,
             host=rates.cpu, serving=True, cache=serving.cache_bytes, cached=max(0, cached), uneven=serving.uneven,
             products="fp8" if serving.fp8 else "plain", weight=0.0 if serving.fp8 else serving.weight_bytes,
@@ -204,7 +204,7 @@ class Passes:
 
     def _ends(self, samples: int) -> float:
         """Seconds of one token of each sequence outside the blocks."""
-        work = described(_sized(self.model, 1), self._terms(samples))
+        work = workload_of(_sized(self.model, 1), self._terms(samples))
         return sum(_seconds(part, self.rates, self.serving) for part in work.parts if part.block is None)
 
     def _host(self, samples: int, cached: int = 0) -> float:
@@ -241,8 +241,9 @@ def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
 def _sized(model: ModelConfig, tokens: int) -> ModelConfig:
     """The model with samples of `tokens` tokens; what is written beside a memory has one."""
     graph = model.graph
-    written = graph.text.name if graph.remembered and graph.text is not None else ""
-    sized: ModelConfig = model.with_lengths(*(1 if one.name == written else tokens for one in graph.inputs))
+    decoder_input = graph.text.name if graph.remembered and graph.text is not None else ""
+    lengths = (1 if source.name == decoder_input else tokens for source in graph.inputs)
+    sized: ModelConfig = model.with_lengths(*lengths)
     return sized
 
 

@@ -14,7 +14,7 @@ from penstock.config.stack import Layer, Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockKind:
     """One kind of block; `count` such blocks are in the model, with the sizes of `stack`."""
 
     stack: Stack
@@ -37,13 +37,13 @@ class Block:
 
 
 @lru_cache(maxsize=256)
-def blocks_of(model: ModelConfig) -> tuple[Block, ...]:
+def blocks_of(model: ModelConfig) -> tuple[BlockKind, ...]:
     """The kinds of blocks of a model, run by run, each kind once and where its first block runs."""
     graph = model.graph
     return tuple(
-        Block(
+        BlockKind(
             stack=run.stack, layer=layer, count=count, tokens=graph.length(run), run=number,
-            causal=all(graph.hides_later(run, one) for one in graph.inputs_through(run)),
+            causal=all(graph.hides_later(run, source) for source in graph.inputs_through(run)),
             samples=graph.samples(run), inputs=len(graph.inputs_through(run)),
             modulated=run.modulated,
             cross=sum(graph.length(graph.run(name)) for name in run.memories),

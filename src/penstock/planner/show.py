@@ -7,7 +7,7 @@ from functools import partial
 
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS
 from penstock.planner.prediction import Prediction
-from penstock.planner.search import Found
+from penstock.planner.search import SearchResult
 from penstock.report.figures import Stack, stacked_bars
 from penstock.report.page import Cell, Section, Tile, cell, page
 from penstock.report.units import GIB, duration
@@ -16,19 +16,20 @@ SHOWN = 8
 """Layouts that figures have."""
 
 
-def times(found: Sequence[Prediction]) -> Section:
+def times(predictions: Sequence[Prediction]) -> Section:
     """Section on where each layout's time goes."""
-    return _stacked(found, "Where the time goes", "Time of one step by part", "s", _seconds, SECOND_WORDS)
+    title, figure = "Where the time goes", "Time of one step by part"
+    return _stacked(predictions, title, figure, "s", _seconds, SECOND_WORDS)
 
 
-def memories(found: Sequence[Prediction], limit: float | None = None) -> Section:
+def memories(predictions: Sequence[Prediction], limit: float | None = None) -> Section:
     """Section on where each layout's memory goes; `limit` in bytes is a device's room."""
     words = "On the fullest device."
     if limit is not None:
         words += " The limit leaves room for the context, libraries and the allocator."
         limit /= GIB
     title, figure = "Where the memory goes", "Memory by part"
-    return _stacked(found, title, figure, "GiB", _gibibytes, MEMORY_WORDS, text=words, limit=limit)
+    return _stacked(predictions, title, figure, "GiB", _gibibytes, MEMORY_WORDS, text=words, limit=limit)
 
 
 def tiles(one: Prediction) -> list[Tile]:
@@ -50,10 +51,10 @@ def prediction_cell(one: Prediction) -> str:
 
 
 @cell.register
-def found_cell(found: Found) -> str:
+def search_cell(result: SearchResult) -> str:
     """A search, for a cell of a notebook: the fastest layouts, and where their time and memory go."""
-    lead = f"{found.tried:,} layouts tried, {found.too_large:,} do not fit."
-    best = found.predictions[:SHOWN]
+    lead = f"{result.tried:,} layouts tried, {result.too_large:,} do not fit."
+    best = result.predictions[:SHOWN]
     if not best:
         return page("No layout fits", lead, [], [], whole=False)
     columns = [Cell(""), Cell("Plan", words=True), *map(Cell, ("s/step", "MFU", "GiB"))]
@@ -80,20 +81,21 @@ def _label(rank: int, one: Prediction) -> str:
     return f"{rank}: {', '.join(words)}"
 
 
-def _seconds(one: Prediction) -> Mapping[str, float]:
-    return one.seconds
+def _seconds(prediction: Prediction) -> Mapping[str, float]:
+    return prediction.seconds
 
 
-def _gibibytes(one: Prediction) -> Mapping[str, float]:
-    return {name: size / GIB for name, size in one.memory.items()}
+def _gibibytes(prediction: Prediction) -> Mapping[str, float]:
+    return {name: size / GIB for name, size in prediction.memory.items()}
 
 
 def _stacked(
-    found: Sequence[Prediction], title: str, figure: str, unit: str,
+    predictions: Sequence[Prediction], title: str, figure: str, unit: str,
     parts: Callable[[Prediction], Mapping[str, float]], words: Mapping[str, str], *, text: str = "",
     limit: float | None = None,
 ) -> Section:  # fmt: skip
     """A section with a bar for each of the fastest layouts."""
-    stacks = [Stack(label=_label(rank, one), parts=parts(one)) for rank, one in enumerate(found[:SHOWN], 1)]
-    drawn = partial(stacked_bars, stacks, title=figure, unit=unit, limit=limit, words=words)
-    return Section(title=title, text=text, figures=[drawn])
+    ranked = enumerate(predictions[:SHOWN], 1)
+    stacks = [Stack(label=_label(rank, one), parts=parts(one)) for rank, one in ranked]
+    bars = partial(stacked_bars, stacks, title=figure, unit=unit, limit=limit, words=words)
+    return Section(title=title, text=text, figures=[bars])

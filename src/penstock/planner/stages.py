@@ -11,7 +11,7 @@ from penstock.planner.describe import describe
 from penstock.planner.operators import Part, Workload
 from penstock.planner.pipeline import stage_counts
 from penstock.planner.rates import Rates, rates_of
-from penstock.planner.step import Parts, Step, layout_of, part_time
+from penstock.planner.step import KindSeconds, StepTime, layout_of, part_time
 from penstock.planner.traffic import transfer_seconds
 from penstock.schedules import Costs, play_shared, schedule_of
 
@@ -38,13 +38,13 @@ def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:
 
     def column(number: int) -> list[float]:
         """One of the three, of each stage."""
-        each, found, at = work.each(lambda part: passes(part)[number]), [], 0
+        blocks, totals, at = work.each(lambda part: passes(part)[number]), [], 0
         for count in counts:
-            found.append(sum(each[at : at + count]))
+            totals.append(sum(blocks[at : at + count]))
             at += count
-        found[0] += ends[0][number]
-        found[-1] += ends[-1][number]
-        return found
+        totals[0] += ends[0][number]
+        totals[-1] += ends[-1][number]
+        return totals
 
     return Costs(
         forward=column(0), backward_input=column(1), backward_weight=column(2),
@@ -52,7 +52,7 @@ def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:
     )  # fmt: skip
 
 
-def share_processors(time: Step, work: Workload, rates: Rates, plan: Plan) -> None:
+def share_processors(time: StepTime, work: Workload, rates: Rates, plan: Plan) -> None:
     """Put right what a pipeline computes and idles where its stages share a CPU: one that waits leaves others more."""
     alone = rates.machine.alone_speedup
     if not rates.cpu or plan.pp == 1 or alone <= 1:
@@ -62,7 +62,7 @@ def share_processors(time: Step, work: Workload, rates: Rates, plan: Plan) -> No
     slowest = works.index(max(works))
     shared = play_shared(schedule_of(plan), costs, alone)
     busy = shared.busy[slowest]
-    for name in (*Parts._fields, "recompute", "output", "launch"):
+    for name in (*KindSeconds._fields, "recompute", "output", "launch"):
         time.seconds[name] *= busy / works[slowest]
     time.seconds["bubble"] = shared.makespan - busy
     time.bubble_fraction = time.seconds["bubble"] / busy

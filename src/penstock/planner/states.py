@@ -29,11 +29,11 @@ MULTI_TENSOR_ELEMENTS = 320 * 65536
 class DeviceShare(NamedTuple):
     """Parameters of the fullest stage on one device."""
 
-    held: float
+    parameters: float
     """Parameters before data parallel sharding."""
     sharded: float
     """Parameters of these that remain after sharding."""
-    kept: float
+    updated: float
     """Parameters that this device updates."""
     learned: float
     """Share of the parameters that learn."""
@@ -43,8 +43,8 @@ class DeviceShare(NamedTuple):
     """Replicas that weights are sharded over."""
     expert_replicas: int
     """Devices that hold the same experts, of which each is sharded over as many."""
-    apart: float
-    """Parameters, of those held, of experts that other devices hold in other numbers than the rest."""
+    lone_experts: float
+    """Parameters of experts that fewer or other devices hold than hold the rest; 0 where the same do."""
     gathers: bool
     """Whether weights are gathered for each pass."""
     block_dense: float
@@ -69,22 +69,22 @@ def _device_share(
     work: Workload, pp: int, virtual: int, group: int, alike: int, sharding: str
 ) -> DeviceShare:
     ends = [part.parameters for part in work.parts if part.block is None]
-    held, depth, end = float(work.parameters), max(1, work.depth), sum(ends)
+    parameters, depth, end = float(work.parameters), max(1, work.depth), sum(ends)
     experts = float(sum(part.count * part.experts for part in work.blocks))
-    dense, sparse = (held - end - experts) / depth, experts / depth
+    dense, sparse = (parameters - end - experts) / depth, experts / depth
     if not work.depth:
         dense, end = end, 0
     elif pp > 1:
         first, middle, last, _ = stage_blocks(work, pp, virtual, "learned")
         entrance, exit_ = ends[0], ends[1] + work.tied
-        one, end = dense + sparse, max(entrance, exit_)
-        held = max(first * one + entrance, middle * one, last * one + exit_)
+        block, end = dense + sparse, max(entrance, exit_)
+        parameters = max(first * block + entrance, middle * block, last * block + exit_)
         experts = sparse * max(stage_blocks(work, pp, virtual, "experts")[:3])
     # Experts are sharded over fewer replicas, for ep has split them already.
-    sharded = (held - experts) / group + experts / alike
+    sharded = (parameters - experts) / group + experts / alike
     whole = sharding == "ddp"
     return DeviceShare(
-        held, sharded, work.learned * (held if whole else sharded), work.learned,
+        parameters, sharded, work.learned * (parameters if whole else sharded), work.learned,
         work.learned_tensors * work.tensors / pp, 1 if whole else group, 1 if whole else alike,
         experts if alike != group else 0.0,
         sharding in ("fsdp", "hsdp"), dense, sparse if alike > 1 else 0.0, end,
@@ -124,7 +124,7 @@ def updated_bytes(plan: Plan) -> float:
 
 
 def update_launches(parameters: float, tensors: float, plan: Plan, *, cpu: bool = False) -> int:
-    """Operators that one update of so many parameters in so many tensors launches. On a GPU `loop` launches every
+    """Operators that one update of these numbers of parameters and tensors launches. On a GPU `loop` launches every
     operator for every tensor, and `foreach` one per chunk of tensors; on a CPU torch has no such kernel and loops
     inside, and Python's part is counted in operators too."""
     if cpu:
@@ -135,12 +135,12 @@ def update_launches(parameters: float, tensors: float, plan: Plan, *, cpu: bool 
     return 2 * chunks if plan.optimizer == "fused" else 3
 
 
-def accumulation_bytes(plan: Plan, mine: DeviceShare) -> float:
+def accumulation_bytes(plan: Plan, share: DeviceShare) -> float:
     """Bytes moved by adding each micro-batch's gradients to those of the step: both are read, one is written."""
     if plan.accumulate == 1 and plan.pp == 1:
         return 0.0
-    # A pipeline's stage adds up whole gradients, and shares them out once.
-    shared = (mine.gathers and plan.pp == 1) or plan.sharding == "zero2"
-    numerics = numerics_of(plan)
-    each = 2 * BYTES[numerics.reduction] + BYTES[numerics.gathered]
-    return plan.accumulate * mine.learned * (mine.sharded if shared else mine.held) * each
+    # A pipeline's stage adds up whole gradients, and shards them once.
+    shards_sums = (share.gathers and plan.pp == 1) or plan.sharding == "zero2"
+    numerics, summed = numerics_of(plan), share.sharded if shards_sums else share.parameters
+    element_bytes = 2 * BYTES[numerics.reduction] + BYTES[numerics.gathered]
+    return plan.accumulate * share.learned * summed * element_bytes

@@ -31,7 +31,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner import traffic
 from penstock.planner.collectives import exposed_seconds
-from penstock.planner.memory import held
+from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Workload
 from penstock.planner.pipeline import StageTimes, stage_blocks, zero_bubble_idle
 from penstock.planner.price import collective_seconds, seconds
@@ -42,10 +42,10 @@ from penstock.planner.states import DeviceShare, device_share, update_launches
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
-"""Blocks at least so large glibc maps on their own and gives back when they are freed, so that each first touch of
-their pages faults, step after step: the upper bound of its threshold (mallopt(3), M_MMAP_THRESHOLD)."""
+"""Blocks of at least this size glibc maps on their own and returns to the kernel when they are freed, so that each
+first touch of their pages faults, step after step: the upper bound of its threshold (mallopt(3), M_MMAP_THRESHOLD)."""
 TRIMMED_BYTES = 2 * MAPPED_ALONE_BYTES
-"""Free memory at the end of the heap from which on glibc gives it back: the upper bound of its threshold (mallopt(3),
+"""Free memory at the end of the heap above which glibc returns it: the upper bound of its threshold (mallopt(3),
 M_TRIM_THRESHOLD), which a block of `MAPPED_ALONE_BYTES` that was freed once sets. ViT-digits at batch 16 to 256 frees 3
 to 39 MB a step, of which 0 to 1.7 MB were counted as mapped again."""
 RETURNED_SHARE = 0.25
@@ -56,7 +56,7 @@ steps of one process: 0 to 0.3 of the pages were counted with seven models and b
 _ATTENTION = ("attention", "bmm", "softmax", "dropout", "torch_dropout", "pointwise")
 
 
-class Parts(NamedTuple):
+class KindSeconds(NamedTuple):
     """Seconds by kind: matrix products, attention, other operators, and exposed collectives."""
 
     gemm: float = 0.0
@@ -71,16 +71,16 @@ class Parts(NamedTuple):
         """All kinds together."""
         return sum(self)
 
-    def plus(self, other: Parts, times: float = 1.0) -> Parts:
+    def plus(self, other: KindSeconds, times: float = 1.0) -> KindSeconds:
         """The sum with `times` times `other`."""
-        return Parts(*[mine + times * theirs for mine, theirs in zip(self, other)])
+        return KindSeconds(*[own + times * added for own, added in zip(self, other)])
 
 
 class PartTime(NamedTuple):
     """Seconds of one part for one micro-batch. `again` is what the backward pass computes a second time."""
 
-    forward: Parts = Parts()
-    backward: Parts = Parts()
+    forward: KindSeconds = KindSeconds()
+    backward: KindSeconds = KindSeconds()
     again: float = 0.0
     weights: float = 0.0
     """Part of `backward` for the gradients of weights, which a split backward pass can defer."""
@@ -96,12 +96,12 @@ class PartTime(NamedTuple):
         return PartTime(
             self.forward.plus(other.forward, times),
             self.backward.plus(other.backward, times),
-            *[mine + times * theirs for mine, theirs in zip(self[2:], other[2:])],
+            *[own + times * added for own, added in zip(self[2:], other[2:])],
         )
 
 
-class Layout(NamedTuple):
-    """Fields of a Plan that the time of a part depends on besides its operators."""
+class PartLayout(NamedTuple):
+    """Fields of a Plan, beside the operators, that the time of a part depends on."""
 
     tp: int
     cp: int
@@ -110,25 +110,25 @@ class Layout(NamedTuple):
     recompute: Recompute
 
 
-def layout_of(plan: Plan, work: Workload | None = None) -> Layout:
+def layout_of(plan: Plan, work: Workload | None = None) -> PartLayout:
     """The layout of a plan; a budget of recomputation asks for the workload."""
-    return Layout(plan.tp, plan.cp, plan.ep, plan.tp_overlap, Recompute.of(plan, work))
+    return PartLayout(plan.tp, plan.cp, plan.ep, plan.tp_overlap, Recompute.of(plan, work))
 
 
 @lru_cache(maxsize=8192)
-def part_time(part: Part, rates: Rates, layout: Layout) -> PartTime:
+def part_time(part: Part, rates: Rates, layout: PartLayout) -> PartTime:
     """The prices of a part's operators, added up."""
-    forward, _ = _passed(part.forward, rates, layout)
-    backward, weights = _passed(part.backward, rates, layout)
+    forward, _ = _pass_seconds(part.forward, rates, layout)
+    backward, weights = _pass_seconds(part.backward, rates, layout)
     again, launches = 0.0, float(sum(op.launches for op in (*part.forward, *part.backward)))
     for how in layout.recompute.ways(part):
         repeated = computed_again(part, how)
-        again += how.share * _passed(repeated, rates, layout)[0].total
+        again += how.share * _pass_seconds(repeated, rates, layout)[0].total
         launches += how.share * sum(op.launches for op in repeated)
     return PartTime(forward, backward, again, weights, launches)
 
 
-def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Parts, float]:
+def _pass_seconds(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[KindSeconds, float]:
     """Seconds of one pass by kind, and of the gradients of weights in it."""
     gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = travel = 0.0
     beside = shared = 0.0
@@ -136,21 +136,21 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
         kind = op.kind
         if kind in COLLECTIVE:
             if op.axis == "tensor":
-                taken = collective_seconds(op, rates, layout.tp, 1)
+                duration = collective_seconds(op, rates, layout.tp, 1)
                 if op.uncut:
-                    uncut += taken
+                    uncut += duration
                 elif op.hides:
-                    hidden += taken
+                    hidden += duration
                 else:
-                    shown += taken
+                    shown += duration
             elif op.axis == "expert":
-                taken = collective_seconds(op, rates, layout.ep, 1)
+                duration = collective_seconds(op, rates, layout.ep, 1)
                 if op.hides:
                     travel += taken
                 elif op.beside and not rates.cpu:
                     beside += taken
                 else:
-                    expert += taken
+                    expert += duration
             elif op.hides:
                 ring += collective_seconds(op, rates, layout.cp, layout.tp)
             else:
@@ -160,13 +160,13 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
         if op.name.startswith("shared."):
             shared += taken
         if kind in _ATTENTION and op.module in ("attention", "cross"):
-            attention += taken
+            attention += duration
         elif kind in MATRIX:
-            gemm += taken
+            gemm += duration
             if op.over_rows:
-                weights += taken
+                weights += duration
         else:
-            pointwise += taken
+            pointwise += duration
     if ring:
         context += exposed_seconds(rates, ring, attention)
     if travel:
@@ -174,10 +174,10 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: Layout) -> tuple[Part
     if beside:
         expert += exposed_seconds(rates, beside, shared)
     tensor = _tensor(rates, layout, shown, hidden, weights)
-    return Parts(gemm, attention, pointwise, tensor + uncut, expert, context), weights
+    return KindSeconds(gemm, attention, pointwise, tensor + uncut, expert, context), weights
 
 
-def _tensor(rates: Rates, layout: Layout, shown: float, hidden: float, weights: float) -> float:
+def _tensor(rates: Rates, layout: PartLayout, shown: float, hidden: float, weights: float) -> float:
     """Exposed seconds of tensor parallel collectives; a pass without gradients of weights hides none of them, unless
     products are cut into pieces, one per member, of which the first one's transfer stays visible."""
     if layout.tp_overlap == "none" or rates.cpu:
@@ -185,13 +185,13 @@ def _tensor(rates: Rates, layout: Layout, shown: float, hidden: float, weights: 
     if layout.tp_overlap == "all":
         first = shown / layout.tp
         if not weights:
-            return first + rates.taken * (shown - first)
+            return first + rates.collective_share * (shown - first)
         hidden, shown = hidden + shown - first, first
     return shown + exposed_seconds(rates, hidden, weights) if hidden else shown
 
 
 @dataclass(slots=True)
-class Step:
+class StepTime:
     """Seconds of one optimizer step by what takes them, and what the bubble is of."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -215,35 +215,35 @@ class _Stage(NamedTuple):
     blocks: float
     ends: float
     """Seconds of the entrance or the exit, where it holds one, for one micro-batch."""
-    others: float
+    other_seconds: float
     """The same of all the other stages together."""
 
 
-def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> Step:
+def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> StepTime:
     """One optimizer step under `plan`, of which `work` is one micro-batch."""
-    times, mine, m = _times(work, rates, layout_of(plan, work)), device_share(work, plan), plan.accumulate
+    times, share, m = _times(work, rates, layout_of(plan, work)), device_share(work, plan), plan.accumulate
     block, stage = times.block, _slowest(work, plan, times)
     n = stage.blocks
     forward, backward = n * block.forward.total, n * block.back
-    both = Parts(*[m * n * one for one in block.forward.plus(block.backward)])._asdict()
-    found = both | {
+    by_kind = KindSeconds(*[m * n * kind for kind in block.forward.plus(block.backward)])._asdict()
+    by_part = by_kind | {
         "recompute": m * n * block.again,
         "output": m * stage.ends,
-        "data": traffic.data_seconds(work, rates, plan, mine, n, forward, backward),
-        "optimizer": traffic.update_seconds(work, rates, plan, mine, adds=not software.adds_in_products),
-        "offload": traffic.offload_seconds(work, rates, plan, mine, forward, backward),
+        "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward),
+        "optimizer": traffic.update_seconds(work, rates, plan, share, adds=not software.adds_in_products),
+        "offload": traffic.offload_seconds(work, rates, plan, share, forward, backward),
         "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0,
         "bubble": 0.0,
     }
-    result = Step(found, 0.0, forward, backward, n * block.weights)
+    result = StepTime(by_part, 0.0, forward, backward, n * block.weights)
     if plan.pp > 1:
-        found["bubble"] = _bubble(work, plan, times, stage)
-        found["pipeline"] = traffic.stage_seconds(work, rates, plan, forward / plan.virtual)
-        result.bubble_fraction = found["bubble"] / (m * (forward + backward + stage.ends))
+        by_part["bubble"] = _bubble(work, plan, times, stage)
+        by_part["pipeline"] = traffic.stage_seconds(work, rates, plan, forward / plan.virtual)
+        result.bubble_fraction = by_part["bubble"] / (m * (forward + backward + stage.ends))
     nodes = -(-plan.replicas * plan.tp // rates.machine.devices_per_node) if plan.replicas > 1 else 1
-    found["straggling"] = rates.constants.straggling * math.log2(nodes) * sum(found.values())
-    found |= _host(work, rates, plan, times.launches, mine, sum(found.values()), software)
+    by_part["straggling"] = rates.constants.straggling * math.log2(nodes) * sum(by_part.values())
+    by_part |= _host(work, rates, plan, times.launches, share, sum(by_part.values()), software)
     return result
 
 
@@ -259,7 +259,7 @@ class _Times(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def _times(work: Workload, rates: Rates, layout: Layout) -> _Times:
+def _times(work: Workload, rates: Rates, layout: PartLayout) -> _Times:
     block, launches = PartTime(), 0.0
     ends = {"entrance": 0.0, "exit": 0.0}
     for part in work.parts:
@@ -276,20 +276,20 @@ def _slowest(work: Workload, plan: Plan, times: _Times) -> _Stage:
     n = max(1, work.depth)
     if plan.pp == 1:
         return _Stage(n, times.entrance + times.exit, 0.0)
-    one = times.block.forward.total + times.block.back
+    block_seconds = times.block.forward.total + times.block.back
     first, middle, last, _ = stage_blocks(work, plan.pp, plan.virtual)
     slowest, blocks, ends = max(
-        (first * one + times.entrance, first, times.entrance),
-        (middle * one, middle, 0.0),
-        (last * one + times.exit, last, times.exit),
+        (first * block_seconds + times.entrance, first, times.entrance),
+        (middle * block_seconds, middle, 0.0),
+        (last * block_seconds + times.exit, last, times.exit),
     )
-    return _Stage(blocks, ends, n * one + times.entrance + times.exit - slowest)
+    return _Stage(blocks, ends, n * block_seconds + times.entrance + times.exit - slowest)
 
 
 def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
     """Idle seconds of the slowest stage."""
     if plan.schedule != "zero_bubble":
-        return stage.others / plan.virtual
+        return stage.other_seconds / plan.virtual
     forward, backward, weights = times.block.forward.total, times.block.back, times.block.weights
     every: list[tuple[int, StageTimes]] = [
         (count, (n * forward, n * (backward - weights), n * weights))
@@ -297,9 +297,9 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
     ]
     # Of the output's three equal products one is the gradient of its weights; the entrance's is half of its work.
     (_, (f, i, w)), (_, (last_f, last_i, last_w)) = every[0], every[-1]
-    each = times.exit / 3
+    third = times.exit / 3
     every[0] = (1, (f + times.entrance / 2, i, w + times.entrance / 2))
-    every[-1] = (1, (last_f + each, last_i + each, last_w + each))
+    every[-1] = (1, (last_f + third, last_i + third, last_w + third))
     return zero_bubble_idle(every, plan.accumulate)
 
 
@@ -308,13 +308,13 @@ def _host(
     rates: Rates,
     plan: Plan,
     launched: float,
-    mine: DeviceShare,
+    share: DeviceShare,
     device: float,
     software: Software,
 ) -> dict[str, float]:
     """Seconds that the host adds to the device's. A CPU runs what it launches; a GPU's launches run ahead of it."""
     launches = plan.accumulate / plan.pp * launched
-    updates = update_launches(mine.kept, mine.tensors, plan, cpu=rates.cpu)
+    updates = update_launches(share.updated, share.tensors, plan, cpu=rates.cpu)
     if not rates.cpu:
         host = (launches + updates) * rates.machine.launch_seconds
         if software.block_host_seconds:
@@ -339,7 +339,7 @@ def faulted_pages(work: Workload, plan: Plan) -> float:
     # Gradients are cleared to None, unless they are in one flat buffer.
     gradients = work.learned * work.parameters * BYTES[numerics_of(plan).gradients]
     freed = 0.0 if plan.optimizer == "contiguous" else gradients
-    others = max(0.0, (held(work, plan).kept - large) * plan.accumulate + freed)
+    smaller = max(0.0, (pass_bytes(work, plan).kept - large) * plan.accumulate + freed)
     # Less than the threshold above which the end of the heap is given back stays there from step to step.
-    returned = min(RETURNED_SHARE * others, max(0.0, others - TRIMMED_BYTES))
+    returned = min(RETURNED_SHARE * smaller, max(0.0, smaller - TRIMMED_BYTES))
     return (large * plan.accumulate + returned) / PAGE_BYTES

@@ -50,8 +50,8 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
                 ops = [*_quantized(ops), *ops]
             passes.append(tuple(ops))
         parts.append(replace(part, forward=passes[0], backward=passes[1]))
-    kept = work.kept_bytes
-    return replace(work, parts=tuple(parts), kept_bytes=None if kept is None else kept * product / 4)
+    kept_bytes = None if work.kept_bytes is None else work.kept_bytes * product / 4
+    return replace(work, parts=tuple(parts), kept_bytes=kept_bytes)
 
 
 def _retyped(op: Op, stream: float, product: float) -> Op:

@@ -13,7 +13,7 @@ from penstock.boundary.files import write_text
 from penstock.models.experts import MixtureOfExperts
 from penstock.parallel import ParallelDims
 from penstock.parallel.data import add_up_all
-from penstock.planner.loads import LoadRecord, added, imbalance
+from penstock.planner.loads import LoadRecord, count_sum, imbalance
 from penstock.planner.loads_page import loads_page
 
 
@@ -51,7 +51,7 @@ class LoadMeter:
         if sums and self._dims.degree("pp") > 1:
             add_up_all(sums, self._dims.group("pp"))
         before = self._before
-        counts = tuple(added([old, new.tolist()], old) for old, new in zip(before.counts, sums))
+        counts = tuple(count_sum([old, new.tolist()], old) for old, new in zip(before.counts, sums))
         return LoadRecord(before.layers, before.labels, counts, before.windows)
 
     def close_window(self, step: int) -> list[float]:

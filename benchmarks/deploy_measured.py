@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from penstock.cli.deploy_files import penstock
-from penstock.cli.deploy_measure import limits_of, started
+from penstock.cli.deploy_measure import limits_of, server_started
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.models import create
@@ -102,7 +102,7 @@ def round_of(case: Case, folder: Path, given: argparse.Namespace, seed: int) -> 
         type="fp32", tp=1, pp=1, replicas=1, slots=case.slots, memory_bytes=0, context=longest,
         cache_tokens=case.slots * Limits().blocks(longest),
     )  # fmt: skip
-    with started(penstock(str(folder), machine, layout)[1:]) as port:
+    with server_started(penstock(str(folder), machine, layout)[1:]) as port:
         client = Client(host="127.0.0.1", port=port, vocabulary=getattr(case.model, "vocabulary", 2))
         return asyncio.run(_measured(case, client, machine, layout, given, seed))
 

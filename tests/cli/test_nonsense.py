@@ -38,7 +38,7 @@ from penstock.errors import ExitCode
         (["ladder", ":"], "factory is ':', but must be package.module:function."),
         (["scale", "..a:b"], "factory is '..a:b', but must be package.module:function."),
         (["pack", "a", "b", "--threads", "-1"], "threads is -1, but must be at least 0."),
-        (["run", "--option", "level=1", "x.py"], "--option 'level=1' is no setting"),
+        (["run", "--option", "level=1", "x.py"], "--option 'level=1' is not a setting"),
         (["launch", "--hang-seconds", "nan", "--", "vit-digits"], "hang_seconds is nan"),
         (["launch", "--procs", "9" * 30, "--", "vit-digits"], "must have at most 64 bits."),
         (["launch", "--", "vit-digits", "--\x1b"], "has the control character '\\x1b'"),

@@ -130,7 +130,7 @@ def test_the_level_may_come_from_the_environment(
     [
         ([], "Say what to run"),
         (["nowhere.py"], "no script 'nowhere.py'"),
-        (["--option", "loss_scale", "s.py"], "--option 'loss_scale' is no setting"),
+        (["--option", "loss_scale", "s.py"], "--option 'loss_scale' is not a setting"),
         (["--option", "nonsense=1", "s.py"], "nonsense is no property"),
         (["--option", "norms=half", "s.py"], "contradicts weights='fp32'"),
         (["--option", "loss_scale=-1", "s.py"], "finite number above 0"),

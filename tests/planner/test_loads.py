@@ -43,7 +43,7 @@ def test_plan_takes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     line = "precision=O2 dtype=bf16 micro_batch=1 dp=8 sharding=fsdp ep=8"
     words = ["plan", "mixtral-8x7b", "--machine", "h100", "--explain", line]
     assert main(words) == 0
-    assert "taken to be visited evenly" in capsys.readouterr().out
+    assert "assumed to be visited evenly" in capsys.readouterr().out
     assert main([*words, "--loads", str(file)]) == 0
     assert "the busiest of ep=8 devices has 2.50 times the mean" in capsys.readouterr().out
     assert main([*words, "--loads", str(file), "--json"]) == 0

@@ -103,24 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A `PenstockError` becomes a message on stderr and an exit code, and so does an error of the system about a file or a
     disk. Any other error is a bug, ours or a library's, and shows its traceback.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    if not given:
+    typed = sys.argv[1:] if arguments is None else arguments
+    if not typed:
         print(GREETING)
         return int(ExitCode.DONE)
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(
-            "GOMP_SPINCOUNT", _SPINS
-        )  # read when torch is loaded, which no verb has done yet
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is loaded, by a verb
     try:
-        words = before_script(given)
+        words = before_script(typed)
         check_words(words)
-        result = app(
-            words,
-            exit_on_error=False,
-            print_error=False,
-            result_action="return_value",
-        )
-        sys.stdout.flush()  # a full disk is told here, or by a traceback at the end of Python
+        result = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()  # a full disk is reported here, or by a traceback at the end of Python
     except CycloptsError as error:
         _show(error)
         return int(ExitCode.CONFIG)
@@ -142,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(error: CycloptsError) -> None:
-    """Print what is wrong with the command line; of an unknown option, which one was meant."""
+    """Print the problem of the command line; for an unknown option, also the one that may have been meant."""
     if not isinstance(error, UnknownOptionError):
         words = str(error)
         if len(words) <= _LONGEST and words.replace("\n", "").isprintable():
@@ -150,13 +143,13 @@ def _show(error: CycloptsError) -> None:
         else:
             print(f"penstock: {printable(words[:_LONGEST])}{'…' * (len(words) > _LONGEST)}", file=sys.stderr)
         return
-    from penstock.cli._unknown import told
+    from penstock.cli._unknown import unknown_option_message
 
-    print(f"penstock: {told(error)}", file=sys.stderr)
+    print(f"penstock: {unknown_option_message(error)}", file=sys.stderr)
 
 
 def _end(error: PenstockError) -> int:
-    """Say what ends the command, and return its code."""
+    """Print the error that ends the command, and return its code."""
     if not write_report(error):  # under `penstock launch`, the agent shows it, and only once
         print(f"penstock: {printable(str(error))}", file=sys.stderr)
     return int(error.exit_code)
@@ -179,9 +172,9 @@ def check_words(words: Sequence[str]) -> None:
             "file for --config."
         )
     for word in ours:
-        if found := control_character(word):
+        if character := control_character(word):
             raise ConfigError(
-                f"The argument {quoted(word)} has {found}, which no name or setting has; remove it."
+                f"The argument {quoted(word)} has {character}, which no name or setting has; remove it."
             )
 
 

@@ -73,19 +73,19 @@ def configured(
         options.sort(key=lambda option: option.kind)
 
         @functools.wraps(function)
-        def verb(*arguments: Any, **given: Any) -> R:
-            config = read(arguments, given)
-            return function(config, *(arguments[1:] if positional else arguments), **given)
+        def verb(*arguments: Any, **options: Any) -> R:
+            config = read(arguments, options)
+            return function(config, *(arguments[1:] if positional else arguments), **options)
 
-        def read(arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
-            """The configuration of which words of the command line tell; its own are taken out of `given`."""
+        def read(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            """The configuration from the words of the command line; options of settings are removed from `options`."""
             overrides = dict(zip([positional], arguments))
-            path = given.pop("config", None)
+            path = options.pop("config", None)
             for setting in shown:
-                if (value := given.pop(_identifier(setting.key), None)) is not None:
+                if (value := options.pop(_identifier(setting.key), None)) is not None:
                     overrides[setting.key] = value
             for part in unlisted:
-                for name, value in (given.pop(_identifier(f"{part}."), None) or {}).items():
+                for name, value in (options.pop(_identifier(f"{part}."), None) or {}).items():
                     overrides[f"{part}.{name}"] = value
             return loader(cls, file=path, overrides=overrides)
 

@@ -65,7 +65,7 @@ def _as_main(target: str, arguments: Sequence[str], *, module: bool) -> Iterator
     argv, path = list(sys.argv), list(sys.path)
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
-        # `python` puts the script's folder, or the current one, first; here the folder of this program stands there.
+        # `python` puts the script's folder, or the current one, first; here the folder of this program is first.
         sys.path[0:1] = [os.getcwd() if module else os.path.dirname(os.path.realpath(target))]
     try:
         yield

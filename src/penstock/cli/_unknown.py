@@ -39,8 +39,8 @@ _ALIKE = 0.7
 _SHOWN = 3
 
 
-def told(error: UnknownOptionError) -> str:
-    """The message: which option there is not, and which ones come near."""
+def unknown_option_message(error: UnknownOptionError) -> str:
+    """The message about an option that a verb does not have: its name, and names that are like it."""
     word = (error.token.keyword or error.token.value).partition("=")[0]
     names = {name for argument in error.argument_collection for name in argument.names if name[:2] == "--"}
     verb = " ".join(("penstock", *(error.command_chain or ())))
@@ -63,8 +63,9 @@ def _near(word: str, names: Collection[str]) -> Iterator[str]:
     if same:
         yield from same
         return
-    for whole in (False, True):
-        options = {full if whole else full.rpartition(".")[2]: name for name, full in reversed(plain.items())}
-        for close in difflib.get_close_matches(word if whole else last, options, n=1, cutoff=_ALIKE):
+    for dotted in (False, True):
+        whole = ((full, name) for name, full in reversed(plain.items()))
+        options = {full if dotted else full.rpartition(".")[2]: name for full, name in whole}
+        for close in difflib.get_close_matches(word if dotted else last, options, n=1, cutoff=_ALIKE):
             yield options[close]
             return

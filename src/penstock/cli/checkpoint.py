@@ -29,11 +29,11 @@ def verify_(path: Path, *, step: int | None = None) -> None:
     from penstock.checkpoint.reader import open_verified
     from penstock.checkpoint.rewrite import candidates
 
-    found = candidates(path, step=step)[0]
-    checkpoint = open_verified(found)
+    newest = candidates(path, step=step)[0]
+    checkpoint = open_verified(newest)
     ranks = "1 rank" if checkpoint.world == 1 else f"{checkpoint.world} ranks"
     print(
-        f"{found} is whole: {checkpoint.manifest.bytes:,} bytes in {len(checkpoint.manifest.files)} files, "
+        f"{newest} is whole: {checkpoint.manifest.bytes:,} bytes in {len(checkpoint.manifest.files)} files, "
         f"{len(checkpoint.index):,} tensors, saved by {ranks}."
     )
 
@@ -142,16 +142,16 @@ def export_(
     shard_bytes = max(int(shard_gb * 1e9), 1)
     checkpoint = rewrite.open_newest(path, step=step)
     sets = rewrite.weight_sets(checkpoint)
-    which = weights or ("ema" if "ema" in sets else "weights")
+    chosen = weights or ("ema" if "ema" in sets else "weights")
     if names == "hf":
-        rewrite.export_model(checkpoint, target, which, shard_bytes=shard_bytes, branch=branch)
+        rewrite.export_model(checkpoint, target, chosen, shard_bytes=shard_bytes, branch=branch)
     elif branch is not None:
         raise ConfigError(
             "--names plain keeps the names of the whole model, and --branch writes a part; leave one out."
         )
     else:
-        rewrite.export_plain(checkpoint, target, which, shard_bytes=shard_bytes)
-    print(f"{target}: '{which}' of {checkpoint.path}.")
+        rewrite.export_plain(checkpoint, target, chosen, shard_bytes=shard_bytes)
+    print(f"{target}: '{chosen}' of {checkpoint.path}.")
 
 
 def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: str = "weights") -> None:
@@ -173,5 +173,5 @@ def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: 
     from penstock.checkpoint.average import export_average
 
     folder = target or path / "average"
-    found = export_average(path, folder, count=last, which=weights)
-    print(f"{folder}: the mean of '{weights}' of {', '.join(one.path.name for one in found)}.")
+    averaged = export_average(path, folder, count=last, which=weights)
+    print(f"{folder}: the mean of '{weights}' of {', '.join(each.path.name for each in averaged)}.")

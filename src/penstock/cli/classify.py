@@ -28,14 +28,14 @@ def classify(
 
     INPUTS come from the command line, from --file, or from what is piped in, one a line.
     """
-    model, given = config.named("classify"), words(inputs, file)
+    model, sources = config.named("classify"), words(inputs, file)
     from penstock.infer.encode import Classifier
 
-    found = Classifier(
+    classifier = Classifier(
         model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
     )
-    for one, told in zip(given, found.classify(given), strict=True):
+    for source, answer in zip(sources, classifier.classify(sources), strict=True):
         if as_json:
-            print(json.dumps({"input": one, "label": told.label, "probabilities": told.probabilities}))
+            print(json.dumps({"input": source, "label": answer.label, "probabilities": answer.probabilities}))
         else:
-            print(f"{told.label}\t{told.probability:.4f}\t{one}")
+            print(f"{answer.label}\t{answer.probability:.4f}\t{source}")

@@ -78,18 +78,18 @@ def demo(
     digits = [MODEL, "--batch", str(BATCH), "--budget", f"{share * budget:g}", *_digit_rungs()]
     if code := _climb(digits, output / "ladder"):
         return code
-    found = _result(output / "ladder")
+    result = _result(output / "ladder")
     texts = [f"{NO_TRANSFORMERS} and remove {output}."]
     if padded:
         words = ["--model", PADDED, "--budget", f"{PADDED_SHARE * budget:g}", "--rungs", PADDED_RUNGS]
         if code := _climb(words, output / "padded"):
             return code
         texts = padded_lines(_result(output / "padded"))
-    top1 = _trained(found, output / "train", epochs)
+    top1 = _train_top1(result, output / "train", epochs)
     from penstock.report.record import environment
 
-    record = dataclasses.asdict(found) | {
-        "top1": top1, "lines": [result_line(found, top1), f"Plan: {found.plan}", "", *texts, "", *gpt3_lines()],
+    record = dataclasses.asdict(result) | {
+        "top1": top1, "lines": [result_line(result, top1), f"Plan: {result.plan}", "", *texts, "", *gpt3_lines()],
         "seconds": time.monotonic() - start, "environment": environment(),
     }  # fmt: skip
     (output / "demo.svg").write_text(picture(record), encoding="utf-8")
@@ -139,9 +139,9 @@ def _run(words: list[str]) -> int:
 
 def tuned(report: dict[str, Any]) -> Tuned:
     """The part of a ladder.json that the demo shows: the path to the best Plan with the same results."""
-    chosen = report["same"]
-    path = [rung for rung in report["rungs"] if rung["name"] in ("baseline", *chosen["rungs"])]
-    speed = chosen["samples_per_second"]["value"] / chosen["speedup"]["value"]
+    best = report["same"]
+    path = [rung for rung in report["rungs"] if rung["name"] in ("baseline", *best["rungs"])]
+    speed = best["samples_per_second"]["value"] / best["speedup"]["value"]
     rises = tuple(
         Rise(
             title=rung["title"], ratio=ratio["value"], low=ratio["low"], high=ratio["high"],
@@ -154,7 +154,7 @@ def tuned(report: dict[str, Any]) -> Tuned:
     )  # fmt: skip
     nearest = report["nearest"]
     return Tuned(
-        plan=chosen["plan"], rises=rises, predicted=chosen["predicted"], within_noise=chosen["within_noise"],
+        plan=best["plan"], rises=rises, predicted=best["predicted"], within_noise=best["within_noise"],
         machine=report["machine"]["name"], unit=report["unit"],
         nothing=_nothing(nearest) if nearest else "",
     )  # fmt: skip
@@ -167,49 +167,50 @@ def _nothing(nearest: dict[str, Any]) -> str:
     return beyond_words(Nearest(**{**nearest, "ratio": Estimate(**nearest["ratio"])}))
 
 
-def _trained(found: Tuned, output: Path, epochs: float) -> float:
-    """Train with the Plan that was found; returns the share of validation images that are recognised."""
+def _train_top1(result: Tuned, output: Path, epochs: float) -> float:
+    """Train with the Plan that the ladder chose; returns the share of validation images that are recognised."""
     from penstock.config.recipes import load_run
     from penstock.train import train
     from penstock.train.display import display_for
 
-    settings = {"plan": found.plan, "recipe.epochs": epochs, "checkpoint_every": 500, "output": str(output)}
+    settings = {"plan": result.plan, "recipe.epochs": epochs, "checkpoint_every": 500, "output": str(output)}
     options = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in settings.items())
     print(f"\n$ penstock train {MODEL} {options}", flush=True)
     # A run that was stopped half-way may have had another Plan.
-    result = train(
+    run = train(
         load_run(overrides={"model": MODEL, **settings}), resume=False, display=display_for(sys.stdout)
     )
-    return float(result.evaluation.top1)
+    return float(run.evaluation.top1)
 
 
-def result_line(found: Tuned, top1: float) -> str:
+def result_line(result: Tuned, top1: float) -> str:
     """The demo's result in one line."""
-    return f"{speed_line(found)}; {100 * top1:.1f} % top-1; predicted {found.predicted:.2f}×"
+    return f"{speed_line(result)}; {100 * top1:.1f} % top-1; predicted {result.predicted:.2f}×"
 
 
-def padded_lines(found: Tuned) -> list[str]:
+def padded_lines(result: Tuned) -> list[str]:
     """The result for BERT on padded texts, in two lines."""
     return [
-        f"transformers' BERT, padded texts: {speed_line(found)}; predicted {found.predicted:.2f}×",
-        f"Plan: {found.plan}",
+        f"transformers' BERT, padded texts: {speed_line(result)}; predicted {result.predicted:.2f}×",
+        f"Plan: {result.plan}",
     ]
 
 
-def speed_line(found: Tuned) -> str:
+def speed_line(result: Tuned) -> str:
     """A ladder's result in words: what was gained, and what that does to the loss."""
-    first, last = found.rises[0], found.rises[-1]
-    if found.nothing:
-        return f"baseline {first.images_per_second:,.0f} {found.unit}/s: {found.nothing} here, so the plain Plan stands"
+    first, last = result.rises[0], result.rises[-1]
+    if result.nothing:
+        speed = f"{first.images_per_second:,.0f} {result.unit}/s"
+        return f"baseline {speed}: {result.nothing} here, so the plain Plan stands"
     loss = {
         True: "same loss within noise",
         False: "another loss, outside the noise of seeds",
         None: "losses not compared"
-        if computes_otherwise(found.plan)
+        if computes_otherwise(result.plan)
         else "the same but for the order of sums",
-    }[found.within_noise]
+    }[result.within_noise]
     return (
-        f"baseline {first.images_per_second:,.0f} {found.unit}/s → Plan {last.images_per_second:,.0f} {found.unit}/s "
+        f"baseline {first.images_per_second:,.0f} {result.unit}/s → Plan {last.images_per_second:,.0f} {result.unit}/s "
         f"({last.ratio:.2f}×), {loss}"
     )
 
@@ -240,7 +241,7 @@ def gpt3_lines() -> list[str]:
 def next_lines(output: Path) -> list[str]:
     """Commands to try next, and how to make them work in this shell."""
     activate = Path(sys.prefix) / "bin" / "activate"
-    known = shutil.which("penstock") is not None or not activate.exists()
+    on_path = shutil.which("penstock") is not None or not activate.exists()
     rows = {
         "penstock ladder vit-s16": "the same for a larger model",
         "penstock ladder --model mine:factory": "for yours: docs/how-to/own-model.md",
@@ -251,6 +252,6 @@ def next_lines(output: Path) -> list[str]:
     return [
         f"Written: {output / 'ladder' / 'ladder.html'} (what each optimisation gains), {output / 'train'} (the model)",
         "What to type next:",
-        *([] if known else [f"  . {activate}"]),
-        *(f"  {command:<{wide}}  {what}" for command, what in rows.items()),
+        *([] if on_path else [f"  . {activate}"]),
+        *(f"  {command:<{wide}}  {gain}" for command, gain in rows.items()),
     ]

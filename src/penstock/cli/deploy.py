@@ -18,27 +18,27 @@ from penstock.serve.settings import HERE, DeployConfig
 
 
 def load_or_folder(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
-    """`load`, for which a model that is no preset's name and names a folder is the model in that folder."""
-    given = dict(overrides)
-    named = given.get("model")
+    """`load`, which also takes the name of a folder in place of a preset's, for the model in it."""
+    settings = dict(overrides)
+    named = settings.get("model")
     if isinstance(named, str) and named not in PRESETS and (Path(named).is_dir() or "/" in named):
         from penstock.models.convert import model_in
 
-        found = model_in(named)
-        if found is None:
+        model = model_in(named)
+        if model is None:
             raise ConfigError(f"{named} has no config.json; give a folder that save_pretrained wrote.")
-        given |= {"model": found, "weights": given.get("weights", named)}
-    return load(cls, file=file, overrides=given)
+        settings |= {"model": model, "weights": settings.get("weights", named)}
+    return load(cls, file=file, overrides=settings)
 
 
 @configured(DeployConfig, positional="model", flags=("json", "measure"), loader=load_or_folder)
-def deploy(asked: DeployConfig) -> int:
+def deploy(config: DeployConfig) -> int:
     """Find how to serve MODEL in time on the fewest devices: type of weights, degrees, replicas, slots and cache.
 
     Requests are simulated one by one, through the queue and the turns of the engine. Ends with code 7 if no layout is
     in time.
     """
-    if asked.model is None:
+    if config.model is None:
         raise ConfigError(
             "penstock deploy needs a model: a preset such as llama3-8b, or a folder of weights."
         )
@@ -47,35 +47,37 @@ def deploy(asked: DeployConfig) -> int:
     from penstock.serve.deploy import explore
     from penstock.serve.traffic import requests_of
 
-    machine = _machine(asked.machine)
-    arrivals = requests_of(asked.requests, asked.count, lasting=asked.lasting, seed=asked.seed)
-    found = explore(asked.model, machine, arrivals, asked)
+    machine = _machine(config.machine)
+    arrivals = requests_of(config.requests, config.count, lasting=config.lasting, seed=config.seed)
+    result = explore(config.model, machine, arrivals, config)
     files: dict[str, str] = {}
-    if found.choice is not None and asked.output is not None:
+    if result.choice is not None and config.output is not None:
         from penstock.cli.deploy_files import files_for
 
-        files = files_for(asked, machine, found.choice)
+        files = files_for(config, machine, result.choice)
         for name, text in files.items():
-            write_text(Path(asked.output) / name, text)
-    both = None
-    if found.choice is not None and asked.measure:
+            write_text(Path(config.output) / name, text)
+    measured = None
+    if result.choice is not None and config.measure:
         from penstock.cli.deploy_measure import measure
 
-        both = measure(asked, machine, found.choice, arrivals)
-    if asked.json:
+        measured = measure(config, machine, result.choice, arrivals)
+    if config.json:
         data: dict[str, Any] = {
-            "model": title(asked.model),
+            "model": title(config.model),
             "machine": machine.name,
-            "requests": asked.requests,
+            "requests": config.requests,
         }
-        layouts = [plain(one) | {"gpus": one.gpus, "device_hours": one.device_hours} for one in found.layouts]
-        data |= {} if both is None else plain(both)
-        print(json.dumps(data | {"found": found.choice is not None, "layouts": layouts}, indent=1))
+        layouts = [
+            plain(one) | {"gpus": one.gpus, "device_hours": one.device_hours} for one in result.layouts
+        ]
+        data |= {} if measured is None else plain(measured)
+        print(json.dumps(data | {"found": result.choice is not None, "layouts": layouts}, indent=1))
     else:
-        deploy_show.show(asked, machine, arrivals, found, list(files))
-        if both is not None and found.choice is not None and found.choice.served is not None:
-            deploy_show.show_measured(found.choice.served, both)
-    return int(ExitCode.DONE if found.choice is not None else ExitCode.OUT_OF_MEMORY)
+        deploy_show.show(config, machine, arrivals, result, list(files))
+        if measured is not None and result.choice is not None and result.choice.served is not None:
+            deploy_show.show_measured(result.choice.served, measured)
+    return int(ExitCode.DONE if result.choice is not None else ExitCode.OUT_OF_MEMORY)
 
 
 def _machine(name: str) -> Machine:

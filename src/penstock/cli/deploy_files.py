@@ -19,25 +19,25 @@ CHUNK = 8192
 """Tokens of one pass, where the server reads prompts in pieces."""
 
 
-def files_for(asked: DeployConfig, machine: Machine, layout: Layout) -> dict[str, str]:
+def files_for(config: DeployConfig, machine: Machine, layout: Layout) -> dict[str, str]:
     """Names and texts of files."""
-    assert asked.model is not None
-    model = asked.weights or title(asked.model)
-    found: dict[str, str] = {}
+    assert config.model is not None
+    model = config.weights or title(config.model)
+    files: dict[str, str] = {}
     # Each rank of ours has whole KV heads.
-    whole = all(stack.kv % layout.tp == 0 for stack in stacks(asked.model))
-    split = layout.tp == 1 or (generates(asked.model) and whole and layout.type != "fp8")
-    if asked.weights is not None and layout.pp == 1 and split and layout.type in SERVED:
-        found["penstock.sh"] = _script(
-            "Penstock, one server for each replica", penstock(asked, model, machine, layout)
+    whole_heads = all(stack.kv % layout.tp == 0 for stack in stacks(config.model))
+    split = layout.tp == 1 or (generates(config.model) and whole_heads and layout.type != "fp8")
+    if config.weights is not None and layout.pp == 1 and split and layout.type in SERVED:
+        files["penstock.sh"] = _script(
+            "Penstock, one server for each replica", penstock(config, model, machine, layout)
         )
-    decoder = generates(asked.model) and not asked.model.graph.remembered
+    decoder = generates(config.model) and not config.model.graph.remembered
     if decoder and machine.device == "cuda" and layout.type in SERVED:
-        found["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
-    return found
+        files["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
+    return files
 
 
-def penstock(asked: DeployConfig, model: str, machine: Machine, layout: Layout) -> list[str]:
+def penstock(config: DeployConfig, model: str, machine: Machine, layout: Layout) -> list[str]:
     """The command of our own server, for one replica."""
     options: dict[str, object] = {
         "device": machine.device, "dtype": _computed(layout),
@@ -46,10 +46,10 @@ def penstock(asked: DeployConfig, model: str, machine: Machine, layout: Layout) 
     }  # fmt: skip
     if layout.tp > 1:
         options["tp"] = layout.tp
-        experts = experts_of(asked.model) if asked.model is not None else []
+        experts = experts_of(config.model) if config.model is not None else []
         if experts and min(experts) % layout.tp == 0:
             options["ep"] = layout.tp
-            options |= {} if asked.loads is None else {"loads": asked.loads}
+            options |= {} if config.loads is None else {"loads": config.loads}
             options |= {"spare_experts": layout.spare} if layout.spare else {}
     if layout.type == "fp8":
         options["weights"] = "fp8"

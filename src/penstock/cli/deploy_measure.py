@@ -1,4 +1,4 @@
-"""`penstock deploy --measure`: the choice, started here and asked as clients ask it."""
+"""`penstock deploy --measure`: the choice, started here, and measured with clients' requests."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from penstock.serve.settings import DeployConfig
 from penstock.serve.traffic import Arrival
 
 WAITING = 10_000
-"""Requests that may wait: so many that none of a traffic is refused, and waiting shows as time."""
+"""Requests that may wait: enough that none is refused, so that waiting shows as time."""
 _PORT = re.compile(r":(\d+)/v1")
 
 
-def measure(asked: DeployConfig, machine: Machine, layout: Layout, arrivals: Sequence[Arrival]) -> Measured:
+def measure(config: DeployConfig, machine: Machine, layout: Layout, arrivals: Sequence[Arrival]) -> Measured:
     """Start the choice, time its steps, and send it the traffic.
 
     Raises ConfigError for a choice that this machine's server does not run, and EnvironmentProblem where it does not
     start.
     """
-    assert asked.model is not None
-    assert asked.weights is not None
+    assert config.model is not None
+    assert config.weights is not None
     if layout.gpus > 1 or layout.type not in SERVED:
         raise ConfigError(
             f"--measure starts one server on one device, but the choice is {layout.words()}; use --gpus 1."
         )
-    if not generates(asked.model):
+    if not generates(config.model):
         raise ConfigError(
             "--measure sends prompts to be continued, and an encoder makes vectors; leave it out."
         )
-    vocabulary: int = getattr(asked.model, "vocabulary", 2)
-    with started(penstock(asked, asked.weights, machine, layout)[1:]) as port:
+    vocabulary: int = getattr(config.model, "vocabulary", 2)
+    with server_started(penstock(config, config.weights, machine, layout)[1:]) as port:
         client = Client(host="127.0.0.1", port=port, vocabulary=vocabulary)
         return asyncio.run(compare(client, arrivals, limits_of(layout)))
 
@@ -55,8 +55,8 @@ def limits_of(layout: Layout) -> Limits:
 
 
 @contextmanager
-def started(words: Sequence[str]) -> Iterator[int]:
-    """Run `penstock` with the words of our server, which listens on the port that is given.
+def server_started(words: Sequence[str]) -> Iterator[int]:
+    """Run `penstock` with the words of our server, and yield the port that it listens on.
 
     Raises EnvironmentProblem where it does not start.
     """

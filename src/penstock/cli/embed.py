@@ -38,9 +38,8 @@ def embed(
     main = launched() == 1 or os.environ["RANK"] == "0"
     if image and (texts or file is not None):
         raise ConfigError("Give texts, or images with --image, not both.")
-    given = words(texts, file) if main and not image else []
-    with Embedder(model, plan, weights=config.weights, batch=config.batch, device=config.device) as found:
-        made = found.embed_images(image) if image else found.embed(told(given, found.dims))
-        vectors = made.tolist()
-    for vector in vectors if main else ():
+    inputs = words(texts, file) if main and not image else []
+    with Embedder(model, plan, weights=config.weights, batch=config.batch, device=config.device) as embedder:
+        vectors = embedder.embed_images(image) if image else embedder.embed(told(inputs, embedder.dims))
+    for vector in vectors.tolist() if main else ():
         print(json.dumps([round(number, 7) for number in vector]))

@@ -36,12 +36,12 @@ def experts(
     html
         Write a page with heat maps to this file.
     place
-        Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: replicas on all devices together, and groups
-        of experts of which each stays on one node. With --json the placement itself is printed.
+        Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots are replicas on all devices together,
+        and each group of experts stays on one node. With --json the placement itself is printed.
     uneven
         Replicas of an expert may take uneven shares of its tokens.
     before
-        A placement of before, as --json printed it: few slots change.
+        An earlier placement, as --json printed it, of which few slots change.
     moves
         How many slots of a layer may change; by default one in twenty.
     target
@@ -54,13 +54,13 @@ def experts(
     from penstock.report.page import plain_console, terminal_table
 
     if as_json and csv:
-        raise ConfigError("--json and --csv were both given; the record is printed in one form.")
+        raise ConfigError("--json and --csv were both given; leave one out.")
     if place and csv:
         raise ConfigError("--csv is for the record; print a placement with --json.")
-    given = {"--before": before, "--moves": moves, "--target": target, "--uneven": uneven or None}
-    if named := [name for name, value in given.items() if value is not None and not place]:
+    only_placing = {"--before": before, "--moves": moves, "--target": target, "--uneven": uneven or None}
+    if useless := [name for name, value in only_placing.items() if value is not None and not place]:
         raise ConfigError(
-            f"{' and '.join(named)} is for placements; say with --place where to, such as gpus=8."
+            f"{' and '.join(useless)} is for placements; say with --place where to, such as gpus=8."
         )
     if moves is not None and (moves < 0 or before is None):
         raise ConfigError(
@@ -74,12 +74,10 @@ def experts(
     if html is not None:
         write_text(html, loads_page(record))
     if place:
-        then = None if before is None else read_placements(before)
+        earlier = None if before is None else read_placements(before)
         room = room_of(place)
-        _show(
-            place_layers(record, room, uneven=uneven, before=then, moves=moves, target=target),
-            as_json=as_json,
-        )
+        placed = place_layers(record, room, uneven=uneven, before=earlier, moves=moves, target=target)
+        _show(placed, as_json=as_json)
     elif as_json:
         print(record.to_json())
     elif csv:
@@ -89,14 +87,14 @@ def experts(
         console.print(terminal_table(loads_table(record), console.width))
 
 
-def _show(found: dict[str, Any], *, as_json: bool) -> None:
+def _show(placements: dict[str, Any], *, as_json: bool) -> None:
     from penstock.cli.place_experts import devices_table, placements_table
     from penstock.report.page import plain_console, terminal_table
 
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(placements))
         return
     console = plain_console()
-    for name, layer in found["layers"].items():
+    for name, layer in placements["layers"].items():
         console.print(terminal_table(devices_table(name, layer), console.width))
-    console.print(terminal_table(placements_table(found), console.width))
+    console.print(terminal_table(placements_table(placements), console.width))

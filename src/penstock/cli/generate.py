@@ -77,9 +77,9 @@ def generate(
         shortlist=() if config.shortlist is None else config.shortlist,
         only=() if config.label is None else (config.label,),
         device=config.device,
-    ) as made:
-        if main and made.bytes < made.whole_bytes:
-            sizes = f"{made.bytes / 1e6:,.1f} MB of weights, of {made.whole_bytes / 1e6:,.1f} MB"
+    ) as generator:
+        if main and generator.bytes < generator.whole_bytes:
+            sizes = f"{generator.bytes / 1e6:,.1f} MB of weights, of {generator.whole_bytes / 1e6:,.1f} MB"
             print(f"Only the experts of label {config.label} are loaded: {sizes}.", file=sys.stderr)
         before = [] if system is None else [{"role": "system", "content": system}]
         if told(typed, made.dims):
@@ -149,13 +149,13 @@ def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str,
 
     if config.label is None:
         raise ConfigError("Say in which language to write, as training named it: --label de.")
-    made = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
-    most = config.decoding.max_tokens or None
-    said = (
-        made.caption(images, config.label, max_tokens=most) if images else made.translate(texts, config.label)
-    )
-    for one in said:
-        print(one)
+    captioner = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
+
+    if images:
+        lines = captioner.caption(images, config.label, max_tokens=config.decoding.max_tokens or None)
+    else:
+        lines = captioner.translate(texts, config.label)
+    print("\n".join(lines))
 
 
 def _comes_in_pieces(decoding: Decoding) -> bool:
@@ -163,13 +163,12 @@ def _comes_in_pieces(decoding: Decoding) -> bool:
     return alone and not decoding.contrastive and not decoding.speculate
 
 
-def _show(prompt: str, found: Generated, as_json: bool) -> None:
+def _show(prompt: str, generated: Generated, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({
-            "prompt": prompt, "text": found.text, "ids": found.ids, "finished": found.finished, "score": found.score,
-        }))  # fmt: skip
+        fields = ("text", "ids", "finished", "score")
+        print(json.dumps({"prompt": prompt} | {name: getattr(generated, name) for name in fields}))
     else:
-        print(found.text)
+        print(generated.text)
 
 
 def words(prompts: tuple[str, ...], file: Path | None) -> list[str]:
@@ -179,14 +178,14 @@ def words(prompts: tuple[str, ...], file: Path | None) -> list[str]:
     if prompts:
         return list(prompts)
     if file is not None:
-        told = read_text(file, "The file of texts", limit=MOST)
+        text = read_text(file, "The file of texts", limit=MOST)
     elif sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(
             "There is no text: give one behind the model, or a --file with one a line, or pipe them in."
         )
     else:
-        told = sys.stdin.read(MOST)
-    found = [line for line in told.splitlines() if line.strip()]
-    if not found:
-        raise ConfigError("There is no text in what was given; write one a line.")
-    return found
+        text = sys.stdin.read(MOST)
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError("There is no text; write one text a line.")
+    return lines

@@ -19,10 +19,10 @@ from penstock.ladder.settings import LadderConfig
 
 def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
     """`load`, for which `--model package.module:factory` means that factory. A preset's name has no colon."""
-    given = dict(overrides)
-    if ":" in str(given.get("model")):
-        given["factory"] = given.pop("model")
-    return load(cls, file=file, overrides=given)
+    settings = dict(overrides)
+    if ":" in str(settings.get("model")):
+        settings["factory"] = settings.pop("model")
+    return load(cls, file=file, overrides=settings)
 
 
 @configured(LadderConfig, positional="model", flags=("quick",), loader=load_or_factory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from importlib.machinery import PathFinder
 from inspect import BoundArguments
 from pathlib import Path
@@ -43,12 +44,8 @@ def launch(
     command = python_arguments(list(program), elastic=settings.elastic)
     from penstock.launch.agent import launch as run
 
-    return run(
-        command,
-        settings,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
-        replicas=names_no_degree(command),
-    )
+    replicas = names_no_degree(command)
+    return run(command, settings, tell=partial(print, file=sys.stderr, flush=True), replicas=replicas)
 
 
 def names_no_degree(command: list[str]) -> bool:
@@ -57,12 +54,12 @@ def names_no_degree(command: list[str]) -> bool:
         return False
     from penstock.cli import app
 
-    given = app.parse_args(command[2:], exit_on_error=False, print_error=False)[1].kwargs
+    options = app.parse_args(command[2:], exit_on_error=False, print_error=False)[1].kwargs
     named: set[str] = set()
-    file = given.get("config")
-    for plan in (given.get("setting__plan"), read_file(file).get("plan") if file else None):
+    file = options.get("config")
+    for plan in (options.get("setting__plan"), read_file(file).get("plan") if file else None):
         named |= Plan.named(plan) if isinstance(plan, str) else set(plan or ())
-    named |= {name.removeprefix("setting__plan__") for name in given if name.startswith("setting__plan__")}
+    named |= {name.removeprefix("setting__plan__") for name in options if name.startswith("setting__plan__")}
     return named.isdisjoint(DEGREES)
 
 
@@ -94,10 +91,10 @@ def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:
 
 def _require_startable(verb: Any, bound: BoundArguments, *, elastic: bool) -> None:
     """Raise ConfigError for settings that ranks would refuse. Runs from weights are left to them."""
-    given = dict(bound.kwargs)
-    file = given.get("config")
-    if given.get("setting__init_from") is None and "init_from" not in (read_file(file) if file else {}):
-        require_startable(verb.read(bound.args, given), elastic=elastic)
+    options = dict(bound.kwargs)
+    file = options.get("config")
+    if options.get("setting__init_from") is None and "init_from" not in (read_file(file) if file else {}):
+        require_startable(verb.read(bound.args, options), elastic=elastic)
 
 
 def require_script(path: Path | str) -> None:
@@ -107,9 +104,9 @@ def require_script(path: Path | str) -> None:
     try:
         compile(text, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        said = f"line {error.lineno}: {error.msg}" if error.lineno else error.msg
+        problem = f"line {error.lineno}: {error.msg}" if error.lineno else error.msg
         raise ConfigError(
-            f"The script {path} is not valid Python, {said}: {(error.text or '').strip()}"
+            f"The script {path} is not valid Python, {problem}: {(error.text or '').strip()}"
         ) from None
     except ValueError as error:  # a file with a null byte
         raise ConfigError(f"The script {path} is not valid Python: {error}.") from None

@@ -49,16 +49,16 @@ def place_layers(
         if before is not None and name not in before:
             raise ConfigError(f"The placement before has no layer {quoted(name)}; leave --before out.")
         then = None if before is None else before[name]
-        found = place(loads, fitted, uneven=uneven, before=then, moves=moves)
+        placement = place(loads, fitted, uneven=uneven, before=then, moves=moves)
         layers[name] = {
-            "devices": found.devices,
-            "shares": found.shares,
-            "figure": found.figure(loads),
-            "next": None if later is None else found.figure(later[number]),
+            "devices": placement.devices,
+            "shares": placement.shares,
+            "figure": placement.figure(loads),
+            "next": None if later is None else placement.figure(later[number]),
             "bound": bound(loads, fitted, uneven=uneven),
             "unplaced": imbalance(loads),
             "slots_needed": None if target is None else slots_needed(loads, fitted, target, uneven=uneven),
-            "moved": None if then is None else found.moved(then),
+            "moved": None if then is None else placement.moved(then),
             "slots": fitted.slots,
         }
     return {"place": asdict(room), "uneven": uneven, "target": target, "layers": layers}
@@ -82,15 +82,15 @@ def read_placements(path: Path) -> dict[str, Placement]:
         ) from None
 
 
-def placements_table(found: Mapping[str, Any]) -> Section:
+def placements_table(placements: Mapping[str, Any]) -> Section:
     """A row for each layer."""
-    target = found["target"]
+    target = placements["target"]
     reaching = "" if target is None else f"slots for {target:g}"
     heads = ("layer", "slots", "largest over mean", "next window", "bound", reaching, "moved")
     rows = []
-    for name, layer in found["layers"].items():
-        later, needed, moved = layer["next"], layer["slots_needed"], layer["moved"]
-        enough = "none" if needed is None and target is not None else str(needed or "")
+    for name, layer in placements["layers"].items():
+        later, fewest, moved = layer["next"], layer["slots_needed"], layer["moved"]
+        enough = "none" if fewest is None and target is not None else str(fewest or "")
         cells = (
             name, str(layer["slots"]), f"{layer['figure']:.3f}", "" if later is None else f"{later:.3f}",
             f"{layer['bound']:.3f}", enough, "" if moved is None else str(moved),

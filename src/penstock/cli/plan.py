@@ -9,20 +9,20 @@ from penstock.errors import ExitCode
 
 
 @configured(PlanConfig, positional="model", flags=("sensitivity", "run", "json"))
-def plan(asked: PlanConfig) -> int:
+def plan(config: PlanConfig) -> int:
     """Find the fastest parallel layout of MODEL on a cluster, with memory, time and why the others are slower.
 
     With --compute or --budget-gpu-hours and no MODEL, show what model size and how many tokens scaling laws advise.
     """
-    asked.check()
+    config.check()
     # Imported here, because --help does without the planner.
     from penstock.cli import plan_layouts, plan_scaling
 
-    machine = load_machine(asked.machine)
-    if asked.laws:
-        plan_scaling.answer(asked, machine)
-    elif asked.explain is not None:
-        plan_layouts.explain_one(asked, machine)
+    machine = load_machine(config.machine)
+    if config.laws:
+        plan_scaling.answer(config, machine)
+    elif config.explain is not None:
+        plan_layouts.explain_one(config, machine)
     else:
-        plan_layouts.search_all(asked, machine)
+        plan_layouts.search_all(config, machine)
     return int(ExitCode.DONE)

@@ -118,9 +118,9 @@ class PlanConfig(Checked):
     def _unused(self, option: str, used: frozenset[str]) -> Iterator[str]:
         """A problem where options are given that have no effect together with `option`."""
         names = [f.name for f in fields(self) if f.name not in used and getattr(self, f.name) != f.default]
-        given = ["a model" if name == "model" else f"--{name.replace('_', '-')}" for name in names]
-        if given:
-            yield f"{option} was given with {' and '.join(given)}, which it does not use; leave one out."
+        options = ["a model" if name == "model" else f"--{name.replace('_', '-')}" for name in names]
+        if options:
+            yield f"{option} was given with {' and '.join(options)}, which it does not use; leave one out."
 
     def samples(self) -> float | None:
         """Samples of the whole run, or None if its length is not given.
@@ -136,13 +136,14 @@ class PlanConfig(Checked):
 
 def check_line(line: Plan, gpus: int | None, global_batch: int | None) -> None:
     """Raise ConfigError if --gpus or --global-batch contradict the Plan line of --explain, which determines both."""
-    for option, asked, said, degrees in (
+    for option, wanted, planned, degrees in (
         ("--gpus", gpus, line.gpus, "dp, tp, pp and cp"),
         ("--global-batch", global_batch, line.global_batch, "micro_batch, accumulate and dp"),
     ):
-        if asked is not None and asked != said:
+        if wanted is not None and wanted != planned:
             raise ConfigError(
-                f"{option} is {asked}, but the Plan line of --explain has {said} by its {degrees}; change one of them."
+                f"{option} is {wanted}, but the Plan line of --explain has {planned} by its {degrees}; change one of "
+                "them."
             )
 
 
@@ -167,19 +168,19 @@ def check_base(base: Plan, fixed: frozenset[str], gpus: int, global_batch: int |
 
 
 def _contradiction(
-    base: Plan, fixed: frozenset[str], factors: Sequence[str], option: str, asked: int
+    base: Plan, fixed: frozenset[str], factors: Sequence[str], option: str, wanted: int
 ) -> Iterator[str]:
     """The problem if the fixed factors cannot multiply to the requested number."""
     named = [name for name in factors if name in fixed]
     product = math.prod(getattr(base, name) for name in named)
     words = " ".join(f"{name}={getattr(base, name)}" for name in named)
     if len(named) == len(factors):
-        if product != asked:
-            yield f"{option} is {asked}, but --base fixes {product} by {words}; change one of them."
-    elif asked % product:
-        lower = asked // product * product
+        if product != wanted:
+            yield f"{option} is {wanted}, but --base fixes {product} by {words}; change one of them."
+    elif wanted % product:
+        lower = wanted // product * product
         near = f"{lower} or {lower + product}" if lower else f"{product}"
         yield (
-            f"{option} is {asked}, which {words} of --base ({product}) does not divide; change one of them, "
+            f"{option} is {wanted}, which {words} of --base ({product}) does not divide; change one of them, "
             f"{option} to {near} for example."
         )

@@ -28,26 +28,20 @@ DRAWN_TURNS = 2
 
 
 def plan_page(
-    asked: PlanConfig,
-    machine: Machine,
-    gpus: int,
-    found: SearchResult,
-    levers: Sequence[Lever],
-    *,
-    base: Plan | None = None,
-    fixed: frozenset[str] = frozenset(),
-) -> str:
+    config: PlanConfig, machine: Machine, gpus: int, result: SearchResult, levers: Sequence[Lever], *,
+    base: Plan | None = None, fixed: frozenset[str] = frozenset(),
+) -> str:  # fmt: skip
     """The page as text. `base` and `fixed` are those of the search, because it is repeated for other numbers
     of devices."""
-    model, best = asked.model, found.predictions[0]
+    model, best = config.model, result.predictions[0]
     assert model is not None
-    reasons = why_others_lose(model, machine, found, best, asked.uneven())
+    reasons = why_others_lose(model, machine, result, best, config.uneven())
     sections = [
-        layouts(model, found, SHOWN),
-        times(found.predictions),
-        memories(found.predictions, room(machine) if machine.memory_bytes else None),
+        layouts(model, result, SHOWN),
+        times(result.predictions),
+        memories(result.predictions, room(machine) if machine.memory_bytes else None),
         Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
-        _devices(model, machine, gpus, best, base, fixed, asked.uneven()),
+        _devices(model, machine, gpus, best, base, fixed, config.uneven()),
     ]  # fmt: skip
     if best.plan.pp > 1:
         sections.append(_pipeline(best))
@@ -74,12 +68,12 @@ def plan_page(
         Tile(value=f"{best.memory_bytes / GIB:.1f} GiB", words="on the fullest device"),
         Tile(value=f"{rate:,.0f}", words=f"{unit} per second and device"),
     ]
-    whole = totals(best, asked.samples(), machine, asked.price)
-    tiles += [Tile(value=value, words=words) for value, words in totals_words(whole)]
+    run = totals(best, config.samples(), machine, config.price)
+    tiles += [Tile(value=value, words=words) for value, words in totals_words(run)]
     return page(
         f"{title(model)} on {gpus} {machine.name}",
-        f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {found.tried:,} layouts "
-        f"tried, {found.too_large:,} do not fit.",
+        f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {result.tried:,} layouts "
+        f"tried, {result.too_large:,} do not fit.",
         tiles,
         sections,
         "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md.",
@@ -87,14 +81,9 @@ def plan_page(
 
 
 def _devices(
-    model: ModelConfig,
-    machine: Machine,
-    gpus: int,
-    best: Prediction,
-    base: Plan | None,
-    fixed: frozenset[str],
+    model: ModelConfig, machine: Machine, gpus: int, best: Prediction, base: Plan | None, fixed: frozenset[str],
     uneven: Mapping[int, float],
-) -> Section:
+) -> Section:  # fmt: skip
     """Time by number of devices at the same global batch, without numbers that the fixed settings do not
     allow."""
     points = []
@@ -103,30 +92,23 @@ def _devices(
         if devices < 1 or devices != gpus * factor:
             continue
         try:
-            one = explore(
-                model,
-                machine,
-                devices,
-                global_batch=best.global_batch,
-                base=base,
-                fixed=fixed,
-                keep=1,
-                uneven=uneven,
-            )
+            result = explore(
+                model, machine, devices, global_batch=best.global_batch, base=base, fixed=fixed, keep=1, uneven=uneven
+            )  # fmt: skip
         except PenstockError:
             continue
-        if one.predictions:
-            first = one.predictions[0]
+        if result.predictions:
+            first = result.predictions[0]
             points.append((float(devices), first.iteration_seconds, first.plan.line()))
-    taken = [(devices, seconds) for devices, seconds, _ in points]
-    fewest, slowest = taken[0]
-    ideal = [(devices, slowest * fewest / devices) for devices, _ in taken]
+    measured = [(devices, seconds) for devices, seconds, _ in points]
+    fewest, slowest = measured[0]
+    ideal = [(devices, slowest * fewest / devices) for devices, _ in measured]
     tips = [f"{devices:,.0f} devices: {duration(seconds, 3)}; {plan}" for devices, seconds, plan in points]
     figure = partial(
         lines,
-        [Line(label="best layout", points=taken, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],
+        [Line(label="best layout", points=measured, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],
         title="Seconds of one step by devices", x_label="devices", y_label="seconds per step", log=True,
-        x_marks=[devices for devices, _ in taken],
+        x_marks=[devices for devices, _ in measured],
     )  # fmt: skip
     return Section(
         title="More devices, or fewer",
@@ -154,7 +136,7 @@ def _pipeline(best: Prediction) -> Section:
     weight = best.weight_gradient_seconds / chunks * 1e3
     costs = Costs(forward=forward, backward_input=backward - weight, backward_weight=weight)
     figure = partial(schedule_figure, simulate(schedule, costs), title="The pipeline over time", unit="ms")
-    drawn = (
+    shrunk = (
         ""
         if stages == plan.pp and micro == plan.accumulate and chunks == plan.virtual
         else (
@@ -165,6 +147,6 @@ def _pipeline(best: Prediction) -> Section:
     return Section(
         title="The pipeline",
         text=f"{plan.schedule}, {plan.pp} stages, {plan.accumulate} micro-batches: a bubble of "
-        f"{best.bubble_fraction:.1%}.{drawn}",
+        f"{best.bubble_fraction:.1%}.{shrunk}",
         figures=[figure],
     )

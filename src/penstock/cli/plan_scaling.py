@@ -23,11 +23,11 @@ SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
 """Sizes of over-trained models, relative to the optimum."""
 
 
-def answer(asked: PlanConfig, machine: Machine) -> None:
+def answer(config: PlanConfig, machine: Machine) -> None:
     """Show the laws' advice for a budget of compute or of device hours."""
-    compute, served, spent = asked.compute, asked.served_tokens, ""
+    compute, served, spent = config.compute, config.served_tokens, ""
     if compute is None:
-        hours = asked.budget_gpu_hours or 0.0
+        hours = config.budget_gpu_hours or 0.0
         rates = machine.peak_flops
         peak = rates.get("bf16") or rates.get("fp16") or max(rates.values())
         compute = hours * 3600 * peak * ASSUMED_MFU
@@ -36,9 +36,9 @@ def answer(asked: PlanConfig, machine: Machine) -> None:
         f"{spent}{compute:.4g} FLOPs of training, C = 6 N D. Every law has the same product of parameters and tokens, "
         "but divides it differently: each was fitted to other runs."
     )
-    if asked.html is not None:
-        write(asked.html, scaling_page(lead, compute, served))
-    if asked.json:
+    if config.html is not None:
+        write(config.html, scaling_page(lead, compute, served))
+    if config.json:
         data = {
             "compute_flops": compute,
             "served_tokens": served,
@@ -60,29 +60,28 @@ def overtrained(law: ParametricLaw, compute: float, served: float) -> list[dict[
     `total_flops` adds 2 FLOPs per parameter and served token. Sizes that never reach the loss are left out.
     """
     best = law.optimum(compute)
-    found = []
+    rows = []
     for share in SHARES:
-        one = best if share == 1.0 else law.smaller(best, share)
-        if one is not None:
-            total = one.compute_flops + 2 * one.parameters * served
-            found.append(
+        model = best if share == 1.0 else law.smaller(best, share)
+        if model is not None:
+            total = model.compute_flops + 2 * model.parameters * served
+            rows.append(
                 {
-                    "share": share, "parameters": one.parameters, "tokens": one.tokens,
-                    "training_flops": one.compute_flops, "total_flops": total,
+                    "share": share, "parameters": model.parameters, "tokens": model.tokens,
+                    "training_flops": model.compute_flops, "total_flops": total,
                 }
             )  # fmt: skip
-    return found
+    return rows
 
 
 def _allocations(compute: float, served: float) -> list[dict[str, Any]]:
     """The optimum of every law; with tokens to serve, also the model of the same loss that is cheapest overall."""
-    found = [(one.law, one) for one in optima(compute)]
+    allocations = [(one.law, one) for one in optima(compute)]
     for law in LAWS if served else ():
         cheapest = law.with_inference(law.optimum(compute), served)
-        found.append((f"{law.name}, serving {served:.3g} tokens", cheapest))
-    return [
-        plain(one) | {"law": name, "tokens_per_parameter": one.tokens_per_parameter} for name, one in found
-    ]
+        allocations.append((f"{law.name}, serving {served:.3g} tokens", cheapest))
+    per_parameter = "tokens_per_parameter"
+    return [plain(one) | {"law": name, per_parameter: one.tokens_per_parameter} for name, one in allocations]
 
 
 def scaling_page(lead: str, compute: float, served: float) -> str:
@@ -121,8 +120,8 @@ def _smaller(compute: float, served: float) -> Section:
     """Over-training: each law's models that are smaller than its optimum and reach the same loss."""
     curves, rows = [], []
     for law in LAWS:
-        found = overtrained(law, compute, served)
-        points = [(one["parameters"] / 1e9, one["total_flops"]) for one in found]
+        models = overtrained(law, compute, served)
+        points = [(one["parameters"] / 1e9, one["total_flops"]) for one in models]
         tips = [f"{law.name}: {size:.4g} B, {flops:.4g} FLOPs" for size, flops in points]
         curves.append(Line(label=law.name, points=points, tips=tips))
         rows += [
@@ -134,12 +133,12 @@ def _smaller(compute: float, served: float) -> Section:
                     Cell(f"{one['training_flops'] / compute - 1:+.0%}"), Cell(f"{one['total_flops']:.3g}"),
                 ],
             )
-            for one in found
+            for one in models
         ]  # fmt: skip
-    what = f"training, and serving {served:.3g} tokens" if served else "training"
+    paid = f"training, and serving {served:.3g} tokens" if served else "training"
     figure = partial(
         lines, curves, log=True, title="FLOPs to reach the optimum's loss, by size", x_label="billion parameters",
-        y_label=f"FLOPs of {what}",
+        y_label=f"FLOPs of {paid}",
     )  # fmt: skip
     heads = [
         Cell("size", "of the optimum's"), Cell("parameters"), Cell("tokens"), Cell("training", "FLOPs more"),

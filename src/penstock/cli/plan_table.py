@@ -19,9 +19,9 @@ LEGEND = (
 )
 
 
-def best_runnable(found: SearchResult, model: ModelConfig) -> Prediction | None:
+def best_runnable(result: SearchResult, model: ModelConfig) -> Prediction | None:
     """The fastest layout that can be trained today."""
-    return next((one for one in found.predictions if not problems(one.plan, model, run=True)), None)
+    return next((one for one in result.predictions if not problems(one.plan, model, run=True)), None)
 
 
 def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:
@@ -29,23 +29,23 @@ def totals(one: Prediction, samples: float | None, machine: Machine, price: floa
     if samples is None:
         return {}
     hours = one.gpu_hours(samples)
-    found = {"days": one.days(samples), "gpu_hours": hours}
+    by_name = {"days": one.days(samples), "gpu_hours": hours}
     if machine.power_watts:
-        found["energy_megawatt_hours"] = hours * machine.power_watts / 1e6
+        by_name["energy_megawatt_hours"] = hours * machine.power_watts / 1e6
     if price is not None:
-        found["cost"] = hours * price
-    return found
+        by_name["cost"] = hours * price
+    return by_name
 
 
-def totals_words(found: dict[str, float]) -> Iterator[tuple[str, str]]:
+def totals_words(by_name: dict[str, float]) -> Iterator[tuple[str, str]]:
     """The totals in units for people, each with the words that follow it."""
-    if "days" in found:
-        yield duration(found["days"] * 86400), "of training"
-        yield rounded(found["gpu_hours"]), "GPU hours"
-    if "energy_megawatt_hours" in found:
-        yield energy(found["energy_megawatt_hours"] * 1e6), "at rated power"
-    if "cost" in found:
-        yield money(found["cost"]), "to pay"
+    if "days" in by_name:
+        yield duration(by_name["days"] * 86400), "of training"
+        yield rounded(by_name["gpu_hours"]), "GPU hours"
+    if "energy_megawatt_hours" in by_name:
+        yield energy(by_name["energy_megawatt_hours"] * 1e6), "at rated power"
+    if "cost" in by_name:
+        yield money(by_name["cost"]), "to pay"
 
 
 def totals_line(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> str:
@@ -62,19 +62,19 @@ def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
     return one.tokens_per_second_per_gpu, "tokens"
 
 
-def layouts(model: ModelConfig, found: SearchResult, top: int) -> Section:
-    """The fastest layouts, so many."""
+def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
+    """The `top` fastest layouts."""
     heads = [*map(Cell, ("", "tp", "pp", "dp", "micro")), Cell("virtual", rank=5), Cell("sharding", rank=1)]
     heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("GiB")]
-    heads += [Cell("bubble", rank=6), Cell(f"{rate_of(model, found.predictions[0])[1]}/s/GPU", rank=4)]
+    heads += [Cell("bubble", rank=6), Cell(f"{rate_of(model, result.predictions[0])[1]}/s/GPU", rank=4)]
     rows = [
         ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(model, one))])
-        for rank, one in enumerate(found.predictions[:top], 1)
+        for rank, one in enumerate(result.predictions[:top], 1)
     ]
     return Section(
         title="The fastest layouts",
-        text=f"{LEGEND}\n\n{_error_words(found)}".strip(),
-        code=found.predictions[0].plan.line(),
+        text=f"{LEGEND}\n\n{_error_words(result)}".strip(),
+        code=result.predictions[0].plan.line(),
         columns=heads,
         rows=rows,
     )
@@ -90,14 +90,14 @@ def _row(model: ModelConfig, one: Prediction) -> list[str]:
     ]  # fmt: skip
 
 
-def _error_words(found: SearchResult) -> str:
+def _error_words(result: SearchResult) -> str:
     """How right the times are, and how many of the best layouts that leaves equal."""
-    best = found.predictions[0]
+    best = result.predictions[0]
     if best.interval is None:
         return ""
-    apart = best.interval.apart
-    equal = sum(one.iteration_seconds <= (1 + apart) * best.iteration_seconds for one in found.predictions)
+    error = best.interval.apart
+    equal = sum(one.iteration_seconds <= (1 + error) * best.iteration_seconds for one in result.predictions)
     words = f"The best takes {best.interval.seconds(best.iteration_seconds)}. "
     if equal == 1:
-        return f"{words}No other layout is within {apart:.1%} of it, the error between layouts of one model."
-    return f"{words}{equal:,} layouts are equal: within {apart:.1%}, the error between layouts of one model."
+        return f"{words}No other layout is within {error:.1%} of it, the error between layouts of one model."
+    return f"{words}{equal:,} layouts are equal: within {error:.1%}, the error between layouts of one model."

@@ -62,9 +62,10 @@ def penstock_train(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     words = [" ".join(option_words(model)), f'--plan "{plan.line()}"']
     if plan.gpus == 1:
         return HowTo("penstock", " ".join(["penstock train", *words]))
-    here, nodes = _nodes(machine, plan)
-    meet = [f"--nnodes {nodes} --rdzv HOST:29400"] if nodes > 1 else []
-    return HowTo("penstock", " ".join([f"penstock launch --procs {here}", *meet, "-- train", *words]))
+    per_node, nodes = _nodes(machine, plan)
+    rendezvous = [f"--nnodes {nodes} --rdzv HOST:29400"] if nodes > 1 else []
+    words = [f"penstock launch --procs {per_node}", *rendezvous, "-- train", *words]
+    return HowTo("penstock", " ".join(words))
 
 
 def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
@@ -76,7 +77,7 @@ def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     }  # fmt: skip
     options: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
     if plan.ep > 1 and plan.tp > 1:
-        options["expert-tensor-parallel-size"] = 1  # experts are whole here, and split there unless told
+        options["expert-tensor-parallel-size"] = 1  # experts are whole here, and split there by default
     options |= {"sequence-parallel": ""} if plan.sp else {}
     options |= {"micro-batch-size": plan.micro_batch, "global-batch-size": plan.global_batch}
     options |= {} if plan.precision == "O0" else {plan.dtype: ""}
@@ -93,14 +94,14 @@ def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
         options["recompute-granularity"] = _MEGATRON_RECOMPUTE[plan.recompute]
     if plan.recompute == "full":
         options |= {"recompute-method": "uniform", "recompute-num-layers": 1}
-    told = {*_BOTH, *(["recompute"] if plan.recompute in _MEGATRON_RECOMPUTE else [])}
-    told |= (
-        {"precision"} if plan.precision in ("O0", "O2") else set()
-    )  # it keeps half weights and fp32 masters
-    left = ["the sizes of the model", *_left(plan, told)]
+    covered = {*_BOTH, *(["recompute"] if plan.recompute in _MEGATRON_RECOMPUTE else [])}
+    if plan.precision in ("O0", "O2"):  # it keeps half weights and fp32 masters
+        covered.add("precision")
+    notes = ["the sizes of the model", *_other_fields(plan, covered)]
     if plan.schedule in ("gpipe", "zero_bubble"):
-        left.append(f"schedule={plan.schedule}, for which it runs 1F1B")
-    return HowTo(MEGATRON, _command(machine, plan, _MEGATRON_SCRIPTS[model.graph.form], options), tuple(left))
+        notes.append(f"schedule={plan.schedule}, for which it runs 1F1B")
+    command = _command(machine, plan, _MEGATRON_SCRIPTS[model.graph.form], options)
+    return HowTo(MEGATRON, command, tuple(notes))
 
 
 def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
@@ -125,36 +126,37 @@ def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
         options["activation_checkpoint.mode"] = _TITAN_RECOMPUTE[plan.recompute]
     options |= {"training.mixed_precision_param": "float32"} if plan.precision == "O0" else {}
     options |= {"training.dtype": "bfloat16"} if plan.precision == "O3" else {}
-    told = {*_BOTH, "precision", *(["recompute"] if plan.recompute in _TITAN_RECOMPUTE else [])}
-    told -= {"virtual"} | ({"dtype"} if plan.dtype == "fp16" else set())
-    left = ["model.name and model.flavor", *_left(plan, told)]
+    covered = {*_BOTH, "precision", *(["recompute"] if plan.recompute in _TITAN_RECOMPUTE else [])}
+    covered -= {"virtual"} | ({"dtype"} if plan.dtype == "fp16" else set())
+    notes = ["model.name and model.flavor", *_other_fields(plan, covered)]
     if plan.sharding == "zero1":
-        left.append("sharding=zero1, for which it shards gradients too")
+        notes.append("sharding=zero1, for which it shards gradients too")
     if plan.tp > 1 and not plan.sp:
-        left.append("sp=false, for it always splits tokens over tensor parallel devices")
-    return HowTo(TORCHTITAN, _command(machine, plan, "-m torchtitan.train", options), tuple(left))
+        notes.append("sp=false, for it always splits tokens over tensor parallel devices")
+    return HowTo(TORCHTITAN, _command(machine, plan, "-m torchtitan.train", options), tuple(notes))
 
 
-def _left(plan: Plan, told: set[str]) -> list[str]:
-    """The fields on a Plan's line other than those in `told`."""
-    return [word for word in plan.line().split() if "=" in word and word.partition("=")[0] not in told]
+def _other_fields(plan: Plan, covered: set[str]) -> list[str]:
+    """The fields on a Plan's line other than those in `covered`."""
+    return [word for word in plan.line().split() if "=" in word and word.partition("=")[0] not in covered]
 
 
 def _nodes(machine: Machine, plan: Plan) -> tuple[int, int]:
-    here = min(plan.gpus, machine.devices_per_node)
-    return here, -(-plan.gpus // here)
+    per_node = min(plan.gpus, machine.devices_per_node)
+    return per_node, -(-plan.gpus // per_node)
 
 
 def _command(machine: Machine, plan: Plan, program: str, options: dict[str, Any]) -> str:
-    here, nodes = _nodes(machine, plan)
-    meet = ["--nnodes", str(nodes), "--rdzv-backend c10d --rdzv-endpoint HOST:29400"] if nodes > 1 else []
+    per_node, nodes = _nodes(machine, plan)
     words = [f"--{name} {value}".rstrip() for name, value in options.items()]
-    return " ".join(["torchrun --nproc-per-node", str(here), *meet, program, *words])
+    if nodes > 1:
+        program = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 {program}"
+    return " ".join([f"torchrun --nproc-per-node {per_node}", program, *words])
 
 
 def show(ways: Sequence[HowTo], tell: Callable[[str], None]) -> None:
-    """One line for each tool, and one for what its command leaves out."""
-    for one in ways:
-        tell(f"  {one.tool}: {one.command}")
-        if one.notes:
-            tell(f"    {one.tool.split()[0]}: set by hand {'; '.join(one.notes)}.")
+    """Show one line for each tool, and one for the fields that its command leaves out."""
+    for way in ways:
+        tell(f"  {way.tool}: {way.command}")
+        if way.notes:
+            tell(f"    {way.tool.split()[0]}: set by hand {'; '.join(way.notes)}.")

@@ -41,7 +41,7 @@ def probe(
     from penstock.probe import probe as measure
 
     machine = measure(device, quick=quick)
-    kept = [path for path in (keep(machine), save_machine(machine, output) if output else None) if path]
+    paths = [path for path in (keep(machine), save_machine(machine, output) if output else None) if path]
     if as_json:
         print(json.dumps(to_dict(machine), indent=1))
         return
@@ -49,7 +49,7 @@ def probe(
     console.print(_summary(machine), _products(machine))
     for note in machine.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
-    for path in kept:
+    for path in paths:
         console.print(f"stored in {path}", markup=False, soft_wrap=True)
 
 

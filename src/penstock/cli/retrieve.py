@@ -43,7 +43,7 @@ def retrieve(
             "and at least one answer (--best)."
         )
     if grid is not None and image:
-        raise ConfigError("--grid draws images that were found; leave it out where texts are searched.")
+        raise ConfigError("--grid draws images, and texts are searched here; leave it out.")
     searched = _images_in(images) if text and images else [Path(line) for line in words((), texts)]
     from penstock.infer.encode import Embedder
 
@@ -53,11 +53,11 @@ def retrieve(
         if text:
             near = embedder.embed(text) @ embedder.embed_images(searched).T
         else:
-            near = embedder.embed_images(image) @ embedder.embed([str(one) for one in searched]).T
+            near = embedder.embed_images(image) @ embedder.embed([str(text_line) for text_line in searched]).T
     scores, places = near.topk(min(best, len(searched)), dim=1)
-    for asked, row, order in zip(text or image, scores.tolist(), places.tolist(), strict=True):
+    for question, row, order in zip(text or image, scores.tolist(), places.tolist(), strict=True):
         for score, place in zip(row, order, strict=True):
-            print(f"{asked}\t{score:.4f}\t{searched[place]}")
+            print(f"{question}\t{score:.4f}\t{searched[place]}")
     if grid is not None:
         _draw(grid, [[searched[place] for place in order] for order in places.tolist()])
 

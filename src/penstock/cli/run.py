@@ -25,8 +25,8 @@ def run(
 ) -> int:
     """Run a training script in mixed precision, or under a whole Plan, without changing it.
 
-    SCRIPT and all that follows it are what you would give to python; options of this command come before it. What was
-    done is told on stderr, once.
+    SCRIPT and all that follows it are what you would give to python; options of this command come before it. A summary
+    on stderr says what was done.
 
     Parameters
     ----------
@@ -98,8 +98,8 @@ def run(
     finally:
         for interception in installed:
             interception.remove(finished=finished)
-        for one in watches:
-            one.end(ended)
+        for script_watch in watches:
+            script_watch.end(ended)
     return int(ExitCode.DONE)
 
 
@@ -111,11 +111,11 @@ def _require_only(plan: str, precision: str | None, dtype: str, overrides: dict[
     """Raise ConfigError for a Plan that cannot be read, and for options that say the same as it does."""
     named = Plan.named(plan)
     if precision is not None or dtype != "auto":
-        given = f"precision={precision}" if precision is not None else f"dtype={dtype}"
-        whole = f"precision={precision or 'O1'} {plan}"
+        option = f"precision={precision}" if precision is not None else f"dtype={dtype}"
+        full_plan = f"precision={precision or 'O1'} {plan}"
         raise ConfigError(
-            f"A plan and {given} were both given; write the precision into the plan, as --plan "
-            f"{quoted(whole, 200)}."
+            f"A plan and {option} were both set; write the precision into the plan, as --plan "
+            f"{quoted(full_plan, 200)}."
         )
     if overrides and "precision" not in named:
         raise ConfigError(
@@ -129,7 +129,7 @@ def _setting(text: str) -> tuple[str, Any]:
     name, equals, word = text.partition("=")
     if not equals or not word or not name.isidentifier() or name in _OWN:
         raise ConfigError(
-            f"--option {quoted(text)} is no setting; write a property of the level and its value, such as "
+            f"--option {quoted(text)} is not a setting; write a property of the level and its value, such as "
             "loss_scale=1024."
         )
     if word.lower() in ("true", "false"):

@@ -34,7 +34,7 @@ def sample(
 ) -> None:
     """Make images of noise with a trained model that denoises.
 
-    Of a model whose experts share out the time, those of one range are loaded at a time.
+    If a model has other experts for each range of time, those of one range are loaded at a time.
     """
     model = config.named("sample")
     if grid is None and out is None:
@@ -43,26 +43,26 @@ def sample(
         require_folder(out)
     from penstock.infer.images import ImageGenerator, grid_of, pixels_of, png
 
-    made = ImageGenerator(
+    generator = ImageGenerator(
         model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
     )
-    each: tuple[str | None, ...] = config.label or made.classes or (None,)
-    labels = [label for label in each for _ in range(config.count)]
+    classes: tuple[str | None, ...] = config.label or generator.classes or (None,)
+    labels = [label for label in classes for _ in range(config.count)]
     began = time.perf_counter()
-    pixels = pixels_of(made.sample(labels, config.sampling))
+    pixels = pixels_of(generator.sample(labels, config.sampling))
     took = time.perf_counter() - began
     if out is not None:
-        for number, (label, one) in enumerate(zip(labels, pixels, strict=True)):
+        for number, (label, image) in enumerate(zip(labels, pixels, strict=True)):
             name = re.sub(r"[^\w-]", "_", label or "images")
-            write_bytes(out / name / f"{number % config.count:05}.png", png(one))
+            write_bytes(out / name / f"{number % config.count:05}.png", png(image))
     if grid is not None:
-        columns = config.count if len(each) > 1 else round(len(labels) ** 0.5 + 0.499)
+        columns = config.count if len(classes) > 1 else round(len(labels) ** 0.5 + 0.499)
         write_bytes(grid, png(grid_of(pixels, columns)))
     how = config.sampling
     print(f"{len(labels)} images in {took:.1f} s, {how.steps} steps of {how.sampler}: {grid or out}")
-    if made.opened:
-        some, whole = (size / 1e6 for size in made.bytes)
+    if generator.opened:
+        some, total = (size / 1e6 for size in generator.bytes)
         print(
-            f"{len(made.ranges)} ranges of time have experts of their own, and those of one are loaded at a time: "
-            f"{some:,.1f} MB of {whole:,.1f} MB of weights."
+            f"{len(generator.ranges)} ranges of time have experts of their own, and those of one are loaded at a time: "
+            f"{some:,.1f} MB of {total:,.1f} MB of weights."
         )

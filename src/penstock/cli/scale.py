@@ -68,7 +68,7 @@ def scale(config: ScaleConfig) -> int:
     MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
     and a function loss(model, batch).
     """
-    from penstock.cli.scale_page import Measured, scale_page
+    from penstock.cli.scale_page import ScaleMeasurement, scale_page
     from penstock.ladder.own import subject_of
     from penstock.ladder.settings import LadderConfig
     from penstock.models.convert import load_weights
@@ -91,19 +91,19 @@ def scale(config: ScaleConfig) -> int:
     def train(batch: Any) -> None:
         built.step([batch])
 
-    found = gradient_histogram(
+    gradients = gradient_histogram(
         built.model,
         itertools.islice(subject.batches(subject.first, config.seed), config.batches),
         loss=partial(mean_loss, built.loss),
         between=train if config.lr else None,
     )
-    measured = Measured(
+    measured = ScaleMeasurement(
         title=subject.title,
         data=subject.data,
         samples=subject.first.plan.global_batch if subject.splittable else None,
         lr=config.lr,
-        gradients=found,
-        advice=recommend(found, headroom=config.headroom),
+        gradients=gradients,
+        advice=recommend(gradients, headroom=config.headroom),
     )
     stored = measured.to_dict() | {"environment": environment()}
     html, svg = scale_page(measured, stored["environment"])

@@ -16,7 +16,7 @@ SOURCE = 'Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ScaleMeasurement:
     """A measurement, and the advice that follows from it."""
 
     title: str
@@ -38,9 +38,9 @@ class Measured:
     @property
     def heading(self) -> str:
         """The measurement in one line."""
-        each = f" of {self.samples}" if self.samples else ""
+        per_batch = f" of {self.samples}" if self.samples else ""
         trained = f", training at a rate of {self.lr:g} in between" if self.lr else ", at the same weights"
-        return f"{self.title} on {self.data}: {self.gradients.batches} batches{each}{trained}"
+        return f"{self.title} on {self.data}: {self.gradients.batches} batches{per_batch}{trained}"
 
     @property
     def table(self) -> Section:
@@ -89,7 +89,7 @@ class Measured:
         }  # fmt: skip
 
 
-def scale_page(measured: Measured, environment: Mapping[str, Any]) -> tuple[str, str]:
+def scale_page(measured: ScaleMeasurement, environment: Mapping[str, Any]) -> tuple[str, str]:
     """The page, and the figure of activation gradients as a file of its own."""
     advice, gradients = measured.advice, measured.gradients
 
@@ -121,6 +121,6 @@ def scale_page(measured: Measured, environment: Mapping[str, Any]) -> tuple[str,
         measured.table,
         origin(environment),
     ]
-    made = "Made by penstock scale. The counts are in scale.json beside this page."
-    html = page(f"The loss scale of {measured.title}", measured.heading, tiles, sections, made)
+    footer = "Made by penstock scale. The counts are in scale.json beside this page."
+    html = page(f"The loss scale of {measured.title}", measured.heading, tiles, sections, footer)
     return html, activations(alone=True)

@@ -21,9 +21,6 @@ def serve(config: ServeConfig) -> int:
     from penstock.serve.serve import serve as run
 
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
-    run(
-        config,
-        key=key_of(config, os.environ.get("PENSTOCK_API_KEY")),
-        tell=lambda line: print(line, flush=True),
-    )
+    key = key_of(config, os.environ.get("PENSTOCK_API_KEY"))
+    run(config, key=key, tell=lambda line: print(line, flush=True))
     return int(ExitCode.DONE)

@@ -50,20 +50,16 @@ def train(
     from penstock.train.display import display_for
     from penstock.train.trackers import trackers
 
+    display = display_for(sys.stdout)
     result = run(
-        config,
-        resume=resume,
-        callbacks=trackers(track),
-        profile=profile,
-        trace=trace,
-        display=display_for(sys.stdout),
+        config, resume=resume, callbacks=trackers(track), profile=profile, trace=trace, display=display
     )
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result
-    found = result.evaluation
+    evaluation = result.evaluation
     task = task_of(config.model, config.task, init_from=config.reads_like)
-    print(f"done: {task.describe(found.metrics)} of {found.samples:,} validation {task.unit}")
-    share = found.metrics.get("top1", found.metrics.get("accuracy"))
-    if share is not None and (words := chance_words(share, result.classes or 0, found.samples)):
+    print(f"done: {task.describe(evaluation.metrics)} of {evaluation.samples:,} validation {task.unit}")
+    share = evaluation.metrics.get("top1", evaluation.metrics.get("accuracy"))
+    if share is not None and (words := chance_words(share, result.classes or 0, evaluation.samples)):
         print(words)
     print(f"weights in {result.export}, metrics in {result.metrics}")

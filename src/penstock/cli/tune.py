@@ -32,8 +32,8 @@ def tune(
     """Find the fastest Plan for a training script, without changing it.
 
     SCRIPT and all that follows it are what you would give to python; options of this command come before it. The script
-    is started several times, each time under other settings, and makes some optimizer steps of each by turns. In the
-    end stands the command that runs it under the fastest.
+    is started several times, each time under other settings, and makes some optimizer steps of each in turn. At the
+    end is the command that runs it under the fastest settings.
 
     Parameters
     ----------

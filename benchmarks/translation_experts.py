@@ -38,7 +38,7 @@ from penstock.config.load import load
 from penstock.config.model import stacks, title
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
-from penstock.data.text.build import Row
+from penstock.data.text.build import TextRow
 from penstock.data.text.embedded import DIGITS, numbers
 from penstock.data.text.names import names
 from penstock.decode.sample import sample
@@ -117,7 +117,7 @@ def write_rows(data: str, folder: Path) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     for split, part in zip(("train", "val"), content.parts):
-        rows = [row for row in part if isinstance(row, Row) and len(row.texts[1].encode()) < LONGEST]
+        rows = [row for row in part if isinstance(row, TextRow) and len(row.texts[1].encode()) < LONGEST]
         if data == "numbers":
             rows = [row for row in rows if len(row.texts[0].rpartition(" ")[2]) <= DIGITS_OF_NUMBERS]
         if split == "val":

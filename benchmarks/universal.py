@@ -33,7 +33,7 @@ from penstock.config.plan import Plan
 from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.config.stack import Stack
 from penstock.data import Loader
-from penstock.data.text.build import Row
+from penstock.data.text.build import TextRow
 from penstock.data.text.embedded import numbers
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert import from_pretrained
@@ -68,7 +68,7 @@ def write_text(folder: Path) -> Path:
     """Numbers in both languages, a line each, of those that are not held out."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "numbers.txt"
-    rows = [row for row in numbers("two", LANGUAGES).parts[0] if isinstance(row, Row)]
+    rows = [row for row in numbers("two", LANGUAGES).parts[0] if isinstance(row, TextRow)]
     generator = torch.Generator().manual_seed(0)
     lines = [" = ".join(rows[i].texts) for i in torch.randperm(len(rows), generator=generator).tolist()]
     file.write_text("\n".join(lines))

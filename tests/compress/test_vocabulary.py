@@ -14,7 +14,7 @@ from penstock.compress import measure, run
 from penstock.compress.vocabulary import smaller_tokenizer
 from penstock.config.compress import load_compression
 from penstock.config.model import PRESETS
-from penstock.data.text.tokenizers import Library
+from penstock.data.text.tokenizers import LibraryTokenizer
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert import from_pretrained, save_pretrained
@@ -49,10 +49,10 @@ def _trained(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram", "WordLevel"])
 def test_texts_of_the_data_are_cut_as_before(kind: str) -> None:
     text = _trained(kind)
-    whole = Library(text, "whole")
+    whole = LibraryTokenizer(text, "whole")
     used = {int(number) for row in whole.encode(LINES) for number in row}
     smaller, kept = smaller_tokenizer(text, used)
-    small = Library(smaller, "small")
+    small = LibraryTokenizer(smaller, "small")
     assert small.size == len(kept) < whole.size
     assert small.pieces(LINES) == whole.pieces(LINES)
     for ours, theirs in zip(small.encode(LINES), whole.encode(LINES), strict=True):
@@ -77,7 +77,7 @@ def test_the_last_step_leaves_a_model_that_says_the_same(
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "ROUND_SECONDS", 0.001)
     text = _trained("BPE")
-    whole = Library(text, "whole")
+    whole = LibraryTokenizer(text, "whole")
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "sequence": 32}
     torch.manual_seed(0)
     model = create(replace(PRESETS["gpt-tiny"], vocabulary=whole.size, **sizes))
@@ -94,7 +94,7 @@ def test_the_last_step_leaves_a_model_that_says_the_same(
     report = run.compress(config)
     assert [row["title"] for row in report["rows"]] == ["original", "prune", "prune", "trim"]
     before, after = (from_pretrained(row["folder"]).eval() for row in report["rows"][2:])
-    small = Library((tmp_path / "out" / "export" / "tokenizer.json").read_text(), "small")
+    small = LibraryTokenizer((tmp_path / "out" / "export" / "tokenizer.json").read_text(), "small")
     assert after.config.vocabulary == small.size == report["rows"][3]["notes"]["words"] < whole.size
     wide, narrow = (torch.from_numpy(one.encode(LINES[:1])[0]).long()[None] for one in (whole, small))
     words = small.words()

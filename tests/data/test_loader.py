@@ -227,7 +227,7 @@ def test_bad_settings_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
         loader(batch=0, workers=-1, rank=2, world=2)
     assert len(caught.value.problems) == 3
-    with pytest.raises(ConfigError, match="10 classes, but the model tells only 9 apart"):
+    with pytest.raises(ConfigError, match="10 classes, but the model has only 9"):
         loader(classes=9)
 
 

@@ -80,7 +80,7 @@ def test_the_fixed_fifth() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"channels": 4}, "1 or 3 channels, but 4"),
+        ({"channels": 4}, "1 or 3 channels, but the model takes 4"),
         ({"split": "test"}, "'train' and 'val', but not 'test'"),
     ],
 )

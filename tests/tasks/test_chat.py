@@ -68,7 +68,7 @@ def test_an_alpaca_input_follows_its_instruction() -> None:
         ([[{"role": "user"}]], "has no content"),
         (["", "7"], "is empty"),
         ([3, "7"], "is int, not text"),
-        ([[{"role": "user", "content": [{"type": "image"}]}]], "no text"),
+        ([[{"role": "user", "content": [{"type": "image"}]}]], "not text"),
     ],
 )
 def test_what_is_no_conversation_is_said(values: list[Any], problem: str) -> None:

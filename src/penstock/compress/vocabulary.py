@@ -20,7 +20,7 @@ from penstock.compress.measure import Workbench
 from penstock.compress.prune import keep_words
 from penstock.data.source import Source
 from penstock.data.text.open import MOST_BYTES
-from penstock.data.text.tokenizers import Library
+from penstock.data.text.tokenizers import LibraryTokenizer
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_json
@@ -40,7 +40,7 @@ def trim_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     task, data = bench.task_for(call.source)
     source: Any = task.open(data, bench.model, "train")
     tokenizer, file = getattr(source, "tokenizer", None), call.source / "tokenizer.json"
-    if not isinstance(tokenizer, Library) or tokenizer.two_sided or not file.is_file():
+    if not isinstance(tokenizer, LibraryTokenizer) or tokenizer.two_sided or not file.is_file():
         raise ConfigError(
             f"trim needs one tokenizer.json with a vocabulary of its own, which {call.source} has not; leave it out."
         )

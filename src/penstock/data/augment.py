@@ -22,12 +22,12 @@ from penstock.data.resample import Boxes, resample, to_device
 Floats = NDArray[np.float32]
 
 RATIO = 4 / 3
-"""A crop's width over height lies between 3/4 and 4/3 (Szegedy et al., CVPR 2015, section 6)."""
+"""A crop's width over height is between 3/4 and 4/3 (Szegedy et al., CVPR 2015, section 6)."""
 ERASE_AREA = (0.02, 1 / 3)
 ERASE_RATIO = 1 / 0.3
 """Zhong et al., AAAI 2020, section 4.1: area and aspect ratio of the erased rectangle."""
 COLOR_REACH = 0.9
-"""At strength 1 a factor lies in [0.1, 1.9], RandAugment's reach at its greatest magnitude."""
+"""At strength 1 a factor is in [0.1, 1.9], RandAugment's reach at its greatest magnitude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,10 @@ class Draws:
 
 
 def draw(
-    config: Augment,
-    *,
-    stored: tuple[int, int],
-    image_size: int,
-    channels: int,
-    seed: int,
+    config: Augment, *, stored: tuple[int, int], image_size: int, channels: int, seed: int,
     positions: NDArray[np.int64],
-) -> Draws:
-    """Draw for the samples at these stream positions; `stored` is the (height, width) of the images given.
+) -> Draws:  # fmt: skip
+    """Draw for the samples at these stream positions; `stored` is the (height, width) of the stored images.
 
     Per-sample choices depend on the sample's position alone, mixing on the first position of the batch.
     """
@@ -178,15 +173,9 @@ def soft_targets(labels: Tensor, classes: int, smoothing: float, mix: Mix | None
 
 @torch.no_grad()
 def augment_batch(
-    images: Tensor,
-    labels: Tensor,
-    config: Augment,
-    *,
-    image_size: int,
-    classes: int,
-    seed: int,
+    images: Tensor, labels: Tensor, config: Augment, *, image_size: int, classes: int, seed: int,
     positions: NDArray[np.int64],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Augment a batch on the device it is on.
 
     images (B, H, W, C) uint8 and labels (B,) int64 become images (B, C, image_size, image_size) float32 in
@@ -195,13 +184,8 @@ def augment_batch(
     """
     height, width, channels = images.shape[1:]
     draws = draw(
-        config,
-        stored=(height, width),
-        image_size=image_size,
-        channels=channels,
-        seed=seed,
-        positions=positions,
-    )
+        config, stored=(height, width), image_size=image_size, channels=channels, seed=seed, positions=positions
+    )  # fmt: skip
     with torch.autocast(images.device.type, enabled=False):
         x = resample(images, draws.boxes, draws.flips, image_size)
         if len(draws.operations):

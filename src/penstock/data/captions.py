@@ -1,9 +1,8 @@
 """Images with names in many languages: digits with their names, and emoji with those of Unicode.
 
-A sample is an image, a name of what it shows, and another name of it that is to be written, which says whether the
-writer sees the image or the first name. Held out of training are some images; some names, in every place; and some
-pairs of languages, between which nothing is translated, among them all pairs with a language of which only captions
-are seen.
+A sample is an image, a name of what it shows, another name of it that is to be written, and whether the writer sees the
+image or the first name. Training never sees some of the images, some of the names, and translations between some pairs
+of languages, among them all pairs with a language that training sees in captions alone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LANGUAGES = (
 )  # fmt: skip
 """Languages of `captions` by default."""
 IMAGE, TEXT = 0, 1
-"""Numbers of what a writer sees."""
+"""Whether a writer sees the image or a name, as numbers."""
 EMOJI_SIZE = 32
 _DRAWN = 109
 """Pixels at which a font of bitmaps, such as Noto's, draws."""
@@ -43,7 +42,7 @@ _NAMES = Bounds(bytes=1 << 24, values=1 << 20)
 
 
 class Pictures(NamedTuple):
-    """Images, what each shows, and what that is called."""
+    """Images, the concept that each shows, and its names."""
 
     images: Pixels
     """(I, S, S, C)"""
@@ -84,9 +83,9 @@ class Captions(Source):
         self.sample = np.dtype((np.uint8, pictures.images.shape[1:]))
         self.trained = trained_pairs(self.words.languages)
         """(L, L), pairs of languages between which training translates."""
-        made = list(_training(self) if split == "train" else _validation(self))
+        samples = list(_training(self) if split == "train" else _validation(self))
         fields = [(field, np.int64) for field in ("image", "read", "written", "sees")]
-        self.rows = np.array(made, np.dtype(fields))
+        self.rows = np.array(samples, np.dtype(fields))
         if not len(self.rows):
             raise DataError(f"{name} has no names for {split}; give more languages, or more images.")
 
@@ -143,26 +142,26 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
 
     files = {file.parent.name: file for file in sorted(folder.glob("*/annotations.json"))}
     if not font.is_file() or len(files) < 2:
-        lacking = f"there is no font {shown(font)}" if not font.is_file() else (
+        problem = f"there is no font {shown(font)}" if not font.is_file() else (
             f"the folder {shown(folder)} has no two languages with an annotations.json"
         )  # fmt: skip
         raise ConfigError(
-            f"data.source=emoji:FONT,NAMES: {lacking}. Install a colour font (Debian: fonts-noto-color-emoji) and the "
+            f"data.source=emoji:FONT,NAMES: {problem}. Install a colour font (Debian: fonts-noto-color-emoji) and the "
             "annotations of Unicode CLDR (npm: cldr-annotations-full), and name both."
         )
     texts = {language: names for language, file in files.items() if (names := _annotations(file))}
     read_bytes(font, "The font", limit=_MOST_FONT)
     try:
-        drawn = ImageFont.truetype(str(font), _DRAWN)
+        typeface = ImageFont.truetype(str(font), _DRAWN)
     except OSError as error:
         raise DataError(f"The font {shown(font)} cannot be read: {error}") from error
     images, codes = [], []
     for code in sorted({code for names in texts.values() for code in names if len(code) == 1}):
-        left, top, right, bottom = drawn.getbbox(code)
+        left, top, right, bottom = typeface.getbbox(code)
         side = max(1, round(right - left), round(bottom - top))
         canvas = Image.new("RGB", (side, side), "white")
         corner = ((side - right - left) / 2, (side - bottom - top) / 2)
-        ImageDraw.Draw(canvas).text(corner, code, font=drawn, fill="black", embedded_color=True)
+        ImageDraw.Draw(canvas).text(corner, code, font=typeface, fill="black", embedded_color=True)
         if canvas.getextrema() != ((255, 255),) * 3:
             small = canvas.resize((EMOJI_SIZE,) * 2).convert("L" if channels == 1 else "RGB")
             images.append(np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels))
@@ -171,22 +170,22 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
         raise DataError(
             f"The font {shown(font)} draws {len(codes)} of the named emoji; name a font of emoji."
         )
-    held = np.array([zlib.crc32(code.encode()) % _CODES_EVERY == 0 for code in codes])
+    held_out = np.array([zlib.crc32(code.encode()) % _CODES_EVERY == 0 for code in codes])
     named = {language: [names.get(code, "") for code in codes] for language, names in texts.items()}
-    return Pictures(np.stack(images), np.arange(len(codes)), named, held, words=False)
+    return Pictures(np.stack(images), np.arange(len(codes)), named, held_out, words=False)
 
 
 def _annotations(file: Path) -> dict[str, str]:
     """The short name of each character in a file of CLDR's annotations, but for long ones."""
     raw = read_bytes(file, "The annotations", limit=_NAMES.bytes).decode("utf-8", "replace")
     tree = parse_json(raw, f"The file {shown(file)}", error=DataError, bounds=_NAMES)
-    whole = tree.get("annotations")
-    every = whole.get("annotations", {}) if isinstance(whole, dict) else None  # some languages have none yet
-    if not isinstance(every, dict):
+    root = tree.get("annotations")
+    by_code = root.get("annotations", {}) if isinstance(root, dict) else None  # some languages have none yet
+    if not isinstance(by_code, dict):
         raise DataError(f"The file {shown(file)} holds no annotations.annotations, as CLDR's JSON has them.")
-    names = {code: one.get("tts") for code, one in every.items() if isinstance(one, dict)}
-    told = {code: " ".join(map(str, name)) for code, name in names.items() if isinstance(name, list)}
-    return {code: name for code, name in told.items() if len(name.encode()) <= _LONGEST}
+    names = {code: one.get("tts") for code, one in by_code.items() if isinstance(one, dict)}
+    joined = {code: " ".join(map(str, name)) for code, name in names.items() if isinstance(name, list)}
+    return {code: name for code, name in joined.items() if len(name.encode()) <= _LONGEST}
 
 
 def beginning(language: str) -> str:
@@ -194,25 +193,25 @@ def beginning(language: str) -> str:
     return f"{language}: "
 
 
-def _chosen(*words: object, every: int) -> bool:
+def _is_held_out(*words: object, every: int) -> bool:
     """Whether a name or a pair is held out, by its text alone."""
     return zlib.crc32(":".join(map(str, words)).encode()) % every == 0
 
 
 def _words(pictures: Pictures) -> NameTable:
     languages = tuple(pictures.names)
-    found = [
+    entries = [
         (number, concept, text)
         for number, language in enumerate(languages)
         for concept, text in enumerate(pictures.names[language])
         if text
     ]
-    held = [
-        pictures.words and _chosen(languages[number], concept, every=_WORDS_EVERY)
-        for number, concept, _ in found
+    held_out = [
+        pictures.words and _is_held_out(languages[number], concept, every=_WORDS_EVERY)
+        for number, concept, _ in entries
     ]
-    numbers, concepts, texts = zip(*found, strict=True)
-    return NameTable(languages, np.array(numbers), np.array(concepts), np.array(held), texts)
+    numbers, concepts, texts = zip(*entries, strict=True)
+    return NameTable(languages, np.array(numbers), np.array(concepts), np.array(held_out), texts)
 
 
 def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
@@ -221,18 +220,18 @@ def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
     count = len(languages)
     alone = [count > 3 and number % _ALONE_EVERY == _ALONE_EVERY - 1 for number in range(count)]
     pairs = np.zeros((count, count), np.bool_)
-    for one in range(count):
-        for other in range(one):
-            held = count > 3 and _chosen(languages[one], languages[other], every=_PAIRS_EVERY)
-            pairs[one, other] = pairs[other, one] = not (alone[one] or alone[other] or held)
+    for first in range(count):
+        for second in range(first):
+            held_out = count > 3 and _is_held_out(languages[first], languages[second], every=_PAIRS_EVERY)
+            pairs[first, second] = pairs[second, first] = not (alone[first] or alone[second] or held_out)
     return pairs
 
 
 def _table(words: NameTable, *, held: bool) -> NDArray[np.int64]:
     """(L, concepts), the number of each name, −1 where there is none, or one that is held out is not wanted."""
     table = np.full((len(words.languages), int(words.concept.max()) + 1), -1)
-    wanted = np.flatnonzero(held | ~words.held)
-    table[words.language[wanted], words.concept[wanted]] = wanted
+    usable = np.flatnonzero(held | ~words.held)
+    table[words.language[usable], words.concept[usable]] = usable
     return table
 
 
@@ -241,33 +240,33 @@ def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
     pictures, table, rng = source.pictures, _table(source.words, held=False), random.Random(0)
     for image in np.flatnonzero(~pictures.held).tolist():
         column = table[:, pictures.concepts[image]]
-        there = np.flatnonzero(column >= 0)
+        named = np.flatnonzero(column >= 0)
         partners = source.trained & (column >= 0)
-        for language in there.tolist():
-            others = np.flatnonzero(partners[language])
-            sees = TEXT if len(others) and rng.random() < 0.5 else IMAGE
-            written = rng.choice(others if sees == TEXT else there)
-            yield image, int(column[language]), int(column[written]), sees
+        for language in named.tolist():
+            translated = np.flatnonzero(partners[language])
+            sees = TEXT if len(translated) and rng.random() < 0.5 else IMAGE
+            target = rng.choice(translated if sees == TEXT else named)
+            yield image, int(column[language]), int(column[target]), sees
 
 
 def _validation(source: Captions) -> Iterator[tuple[int, int, int, int]]:
     """Each image some times, twice with a caption of it, once with a translation between trained languages, and once
     with one between others. Languages take turns, so that all names come up."""
-    pictures, table, seen = source.pictures, _table(source.words, held=True), dict[int, int]()
+    pictures, table, turns = source.pictures, _table(source.words, held=True), dict[int, int]()
     for image in np.flatnonzero(pictures.held).tolist():
         concept = int(pictures.concepts[image])
         column = table[:, concept]
-        there = np.flatnonzero(column >= 0)
+        named = np.flatnonzero(column >= 0)
         for look in range(_LOOKS):
-            turn = seen[concept] = seen.get(concept, -1) + 1
-            if len(there) < 2:
+            turn = turns[concept] = turns.get(concept, -1) + 1
+            if len(named) < 2:
                 continue
-            language, captions = there[turn % len(there)], _LOOKS // 2
+            language, captions = named[turn % len(named)], _LOOKS // 2
             sees = IMAGE if look < captions else TEXT
-            written = there[(turn // _LOOKS * captions + look) % len(there)]
+            target = named[(turn // _LOOKS * captions + look) % len(named)]
             if sees == TEXT:
-                others = there[there != language]
-                of_kind = others[source.trained[language, others] == (look == captions)]
-                others = of_kind if len(of_kind) else others
-                written = others[7 * turn % len(others)]
-            yield image, int(column[language]), int(column[written]), sees
+                targets = named[named != language]
+                of_kind = targets[source.trained[language, targets] == (look == captions)]
+                targets = of_kind if len(of_kind) else targets
+                target = targets[7 * turn % len(targets)]
+            yield image, int(column[language]), int(column[target]), sees

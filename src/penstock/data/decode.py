@@ -177,7 +177,7 @@ def _convert(opened: ImageFile.ImageFile, mode: str, size: int) -> Image.Image:
     opened.load()
     image: Image.Image = opened
     if image.mode == "F":
-        raise Unreadable("its samples are floating-point numbers, whose black and white nobody knows")
+        raise Unreadable("its samples are floating-point numbers, whose range is not known")
     if image.mode.startswith("I"):  # 16 bits a sample: keep the upper 8
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:

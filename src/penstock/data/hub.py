@@ -33,21 +33,21 @@ class HubImages(ImageSource):
     """
 
     def __init__(self, name: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
-        splits = opened_dataset(name)
-        own = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
+        splits = open_dataset(name)
+        val_name = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
         train = splits["train"] if "train" in splits else next(iter(splits.values()))
-        rows = splits[own] if split == "val" and own is not None else train
+        rows = splits[val_name] if split == "val" and val_name is not None else train
         image, label = _columns(name, rows)
         self.name = f"hf:{name} ({split})"
         self.size = size
         self.channels = channels
         self.bad_samples = config.bad_images
         self.classes, labels = _classes(train, rows, label)
-        chosen = (
-            np.arange(len(labels)) if own is not None else np.flatnonzero(is_val(labels) == (split == "val"))
-        )
-        self.labels = labels[chosen]
-        self._rows = chosen
+        numbers = np.arange(len(labels))
+        if val_name is None:
+            numbers = np.flatnonzero(is_val(labels) == (split == "val"))
+        self.labels = labels[numbers]
+        self._rows = numbers
         self._column = image
         self._max_pixels = config.max_pixels
         # Bytes as they are stored: our own decoder looks at the header first.
@@ -66,7 +66,7 @@ class HubImages(ImageSource):
             raise BadSample(where, "it holds no image") from error
 
 
-def opened_dataset(name: str, configuration: str | None = None, *, streaming: bool = False) -> dict[str, Any]:
+def open_dataset(name: str, configuration: str | None = None, *, streaming: bool = False) -> dict[str, Any]:
     """The splits of a dataset by name. With `streaming` they are read while they are fetched.
 
     Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
@@ -81,9 +81,9 @@ def opened_dataset(name: str, configuration: str | None = None, *, streaming: bo
         if Path(name).is_dir() and any(
             Path(name, file).exists() for file in ("dataset_dict.json", "state.json")
         ):
-            found = datasets.load_from_disk(name)
+            dataset = datasets.load_from_disk(name)
         else:
-            found = datasets.load_dataset(name, configuration, streaming=streaming)
+            dataset = datasets.load_dataset(name, configuration, streaming=streaming)
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         offline = (
             isinstance(error, ConnectionError) or "internet" in str(error) or "offline" in str(error).lower()
@@ -100,7 +100,7 @@ def opened_dataset(name: str, configuration: str | None = None, *, streaming: bo
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"The dataset {name} cannot be read: {error}.") from error
-    return dict(found) if isinstance(found, dict) else {"train": found}
+    return dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
 
 
 def _columns(name: str, rows: Any) -> tuple[str, str]:
@@ -113,9 +113,9 @@ def _columns(name: str, rows: Any) -> tuple[str, str]:
     numbers = [column for column in _LABELS if getattr(features.get(column), "dtype", "").startswith("int")]
     labels = sorted(named, key=lambda column: (*_LABELS, column).index(column)) or numbers
     if not images or not labels:
-        what = "column of classes" if images else "column of images"
+        missing = "column of classes" if images else "column of images"
         raise ConfigError(
-            f"The dataset {name} has no {what}; its columns are "
+            f"The dataset {name} has no {missing}; its columns are "
             f"{', '.join(f'{column} ({type(kind).__name__})' for column, kind in features.items())}."
         )
     if len(images) > 1 or len(labels) > 1:
@@ -128,15 +128,15 @@ def _classes(train: Any, rows: Any, column: str) -> tuple[tuple[str, ...], NDArr
     labels = np.array(rows[column], np.int64)
     names = getattr(rows.features[column], "names", None)
     if names:
-        known = tuple(names)
+        classes = tuple(names)
     else:
         highest = max(int(np.max(train[column])), int(labels.max()))
-        known = tuple(str(number) for number in range(highest + 1))
-    if len(labels) and (labels.min() < 0 or labels.max() >= len(known)):
+        classes = tuple(str(number) for number in range(highest + 1))
+    if len(labels) and (labels.min() < 0 or labels.max() >= len(classes)):
         raise DataError(
             f"Column {column!r} has rows without a class (a number below 0). Use the labelled splits."
         )
-    return known, labels
+    return classes, labels
 
 
 def _undecoded(rows: Any, column: str) -> Any:

@@ -38,7 +38,7 @@ def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
     """
     train, val = split_folders(path)
     if val is None:
-        return _fifth(list_classes(train, quiet=split == "val"), split)
+        return _every_fifth(list_classes(train, quiet=split == "val"), split)
     learned = list_classes(train, quiet=split == "val")
     if split == "train":
         return learned
@@ -58,20 +58,20 @@ def split_folders(path: str | os.PathLike[str]) -> tuple[Path, Path | None]:
     """The folders of the train and val sets, or the one folder that holds everything, and None."""
     root = Path(path)
     if not root.is_dir():
-        raise DataError(f"The image folder {root} does not exist or is no folder. Check data.source.")
-    found = {
+        raise DataError(f"The image folder {root} does not exist or is not a folder. Check data.source.")
+    folders = {
         split: next((root / name for name in names if (root / name).is_dir()), None)
         for split, names in SPLIT_FOLDERS.items()
     }
-    if found["train"] is None or found["val"] is None:
-        return found["train"] or root, None
-    return found["train"], found["val"]
+    if folders["train"] is None or folders["val"] is None:
+        return folders["train"] or root, None
+    return folders["train"], folders["val"]
 
 
 def list_classes(root: Path, *, quiet: bool = False) -> Listing:
     """Every image under each class folder, sorted by name, so that the order is the same on every machine.
 
-    Hidden files and folders (`.DS_Store`, `._0001.jpg`) are nobody's images. A folder without any image is no class.
+    Hidden files and folders (`.DS_Store`, `._0001.jpg`) are left out. A folder without any image is not a class.
     Files that are not read, and such folders, are logged as a warning unless `quiet`.
     """
     # Not `DirEntry.is_dir`, which raises at a link that leads back to itself.
@@ -84,7 +84,7 @@ def list_classes(root: Path, *, quiet: bool = False) -> Listing:
         others.update(
             os.path.splitext(file)[1].lower() for file in files if not file.lower().endswith(EXTENSIONS)
         )
-    left_out = _left_out(others, [name for name, files in images.items() if not files])
+    left_out = _words_on_left_out(others, [name for name, files in images.items() if not files])
     if not any(images.values()):
         raise DataError(
             f"No image was found under {shown(root)}. It must hold one folder per class, with "
@@ -99,14 +99,14 @@ def list_classes(root: Path, *, quiet: bool = False) -> Listing:
 
 def _visible(root: Path, name: str) -> list[str]:
     """Paths from `root` of all files of a class that are not hidden, nor in a hidden folder."""
-    found = []
+    visible = []
     for folder, folders, files in os.walk(root / name, onerror=_raise):
         folders[:] = [one for one in folders if one[0] != "."]
-        found += [os.path.relpath(os.path.join(folder, file), root) for file in files if file[0] != "."]
-    return found
+        visible += [os.path.relpath(os.path.join(folder, file), root) for file in files if file[0] != "."]
+    return visible
 
 
-def _left_out(others: Counter[str], empty: list[str]) -> str:
+def _words_on_left_out(others: Counter[str], empty: list[str]) -> str:
     """Files that are not read, by extension, and folders without images, in words; "" where there are none."""
     words = ""
     if others:
@@ -131,7 +131,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _fifth(listing: Listing, split: Split) -> Listing:
+def _every_fifth(listing: Listing, split: Split) -> Listing:
     keep = np.flatnonzero(is_val(np.array(listing.labels)) == (split == "val")).tolist()
     return listing._replace(
         paths=tuple(listing.paths[i] for i in keep), labels=tuple(listing.labels[i] for i in keep)

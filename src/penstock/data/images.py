@@ -1,4 +1,4 @@
-"""Images as a model takes them: batches on the device, resized or cropped, augmented and normalised there."""
+"""Batches of images for a model: on the device, resized or cropped, augmented and normalised there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Batch:
 
 
 class PrepareImages:
-    """Makes batches of what a source has read, for models that take square images and tell classes apart.
+    """Makes batches of the samples of a source, for models that take square images and distinguish classes.
 
     `augment` none means: centre crop only. Raises ConfigError where the source has more classes.
     """
@@ -55,16 +55,12 @@ class PrepareImages:
     ) -> None:
         if len(source.classes) > classes:
             raise ConfigError(
-                f"{source.name} has {len(source.classes)} classes, but the model tells only {classes} apart; "
+                f"{source.name} has {len(source.classes)} classes, but the model has only {classes}; "
                 f"set model.classes to {len(source.classes)}."
             )
         if source.size < image_size and not source.scalable:
-            log.warning(
-                "%s stores images of %d pixels, fewer than the %d of the model: they are enlarged.",
-                source.name,
-                source.size,
-                image_size,
-            )
+            words = "%s stores images of %d pixels, fewer than the %d of the model: they are enlarged."
+            log.warning(words, source.name, source.size, image_size)
         self.image_size = image_size
         self.classes = classes
         self.augment = augment
@@ -81,14 +77,9 @@ class PrepareImages:
             images = center_batch(images, image_size=self.image_size, crop_share=self._crop_share)
         else:
             images, targets = augment_batch(
-                images,
-                targets,
-                self.augment,
-                image_size=self.image_size,
-                classes=self.classes,
-                seed=self.seed,
+                images, targets, self.augment, image_size=self.image_size, classes=self.classes, seed=self.seed,
                 positions=host.positions,
-            )
+            )  # fmt: skip
         if self._transform is not None:
             images, targets = apply(self._transform, images, targets, training=self.augment is not None)
         return Batch(images, targets, host.ids)

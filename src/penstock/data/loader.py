@@ -2,7 +2,7 @@
 
 Host work (reading, decoding) runs in a thread or in processes. What needs the device (the copy, augmentation) is done
 on it: on a GPU one batch ahead on a stream of its own, so that it overlaps the training step; on a CPU, where it would
-only take threads from the step, when the batch is asked for. What a batch looks like, the caller decides.
+only take threads from the step, when the batch is requested. The caller decides what a batch looks like.
 """
 
 from __future__ import annotations
@@ -133,16 +133,16 @@ class Loader:
 
     @property
     def padding_share(self) -> float | None:
-        """How much of the batches is padding if each is padded to its longest sample, of the first 100,000 samples of
+        """Share of padding in the batches if each is padded to its longest sample, of the first 100,000 samples of
         the stream; None where samples have no lengths.
         """
-        if self.source.lengths is None:
+        lengths = self.source.lengths
+        if lengths is None:
             return None
-        seen = np.arange(min(len(self.source), 100_000))
-        order = Stream(
-            len(self.source), self.seed, self.source.lengths if self.group else None, self.group
-        ).ids(0, len(seen))
-        return padding_share(self.source.lengths[order if self.endless else seen], self.batch)
+        positions = np.arange(min(len(lengths), 100_000))
+        stream = Stream(len(lengths), self.seed, lengths if self.group else None, self.group)
+        order = stream.ids(0, len(positions)) if self.endless else positions
+        return padding_share(lengths[order], self.batch)
 
     def close(self) -> None:
         """End threads and processes. The Loader can not be used afterwards."""
@@ -184,9 +184,8 @@ class Loader:
         return batch
 
     def _start(self) -> None:
-        requests = _requests(
-            self._stream, self.position, self.batch, self.rank, self.world, endless=self.endless
-        )
+        place = self.position, self.batch, self.rank, self.world
+        requests = _requests(self._stream, *place, endless=self.endless)
         self._reading = _ReadAhead(self._reader, requests, pin=self.device.type == "cuda")
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _close, self._reader, self._reading)
@@ -236,7 +235,7 @@ class _Request:
 
 
 class _ReadAhead:
-    """Reads requests in a thread, a few batches ahead of who takes them, in order.
+    """Reads requests in a thread, a few batches ahead of their use, in order.
 
     It has no reference to the Loader, so that a Loader without users is collected, and stops reading.
     """
@@ -278,7 +277,7 @@ class _ReadAhead:
                     return
                 samples, reading = self._reader.receive()
                 positions = in_flight.popleft().positions
-                self._put(HostBatch(_copied(samples, self._pin), reading.ids, positions, reading.bad))
+                self._put(HostBatch(_as_tensor(samples, self._pin), reading.ids, positions, reading.bad))
         except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
             self._put(error)
         finally:
@@ -291,10 +290,10 @@ class _ReadAhead:
                 return
 
 
-def _copied(array: NDArray[Any], pin: bool) -> Any:
+def _as_tensor(array: NDArray[Any], pin: bool) -> Any:
     """The array as a tensor of its own, because the reader uses its memory again."""
     if array.dtype.names:
-        return {name: _copied(array[name], pin) for name in array.dtype.names}
+        return {name: _as_tensor(array[name], pin) for name in array.dtype.names}
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     tensor = torch.empty(array.shape, dtype=dtype, pin_memory=pin)
     np.copyto(tensor.numpy(), array)

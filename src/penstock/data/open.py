@@ -19,7 +19,7 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
     problems = []
     if channels not in (1, 3):
         problems.append(
-            f"Images have 1 or 3 channels, but {channels} were asked for; set model.channels to 1 or 3."
+            f"Images have 1 or 3 channels, but the model takes {channels}; set model.channels to 1 or 3."
         )
     if split not in ("train", "val"):
         problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
@@ -30,7 +30,7 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         )
     if problems:
         raise ConfigError(problems)
-    source = _opened(kind, path, config, split, channels, image_size)
+    source = _open_kind(kind, path, config, split, channels, image_size)
     if config.transform is not None:
         from penstock.data.transform import load_function
 
@@ -38,7 +38,7 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
     return source
 
 
-def _opened(
+def _open_kind(
     kind: str, path: str, config: DataConfig, split: Split, channels: int, image_size: int
 ) -> ImageSource:
     # Late: each kind of source brings the libraries that it reads with.

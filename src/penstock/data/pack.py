@@ -59,7 +59,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class ImageManifest:
     """The content of `manifest.json`."""
 
     records: Records
@@ -81,7 +81,7 @@ class Manifest:
         return sealed({"layout": KIND, "version": VERSION, **asdict(self)})
 
 
-def read_manifest(root: Path) -> Manifest:
+def read_manifest(root: Path) -> ImageManifest:
     """Raises DataError where it is missing, broken, or of another version."""
     path = root / MANIFEST
     if not path.is_file():
@@ -97,7 +97,7 @@ def read_manifest(root: Path) -> Manifest:
         )
     if not has_seal:
         raise DataError(f"{path} is damaged (it has no checksum of its own). Pack the set again.")
-    manifest = from_dict(Manifest, table, origin=f"{path}, which must be packed again", error=DataError)
+    manifest = from_dict(ImageManifest, table, origin=f"{path}, which must be packed again", error=DataError)
     names = [file.name for file in manifest.files]
     if not manifest.shards or names != [
         INDEX_FILE,
@@ -107,13 +107,13 @@ def read_manifest(root: Path) -> Manifest:
     return manifest
 
 
-def _check_sizes(root: Path, manifest: Manifest) -> None:
+def _check_sizes(root: Path, manifest: ImageManifest) -> None:
     for file in manifest.files:
         with open_regular(root / file.name, "The pack file", remedy="Copy the pack again.") as opened:
-            found = os.fstat(opened.fileno()).st_size
-        if found != file.bytes:
+            size = os.fstat(opened.fileno()).st_size
+        if size != file.bytes:
             raise DataError(
-                f"The pack file {root / file.name} has {found:,} bytes, but was written with {file.bytes:,}. "
+                f"The pack file {root / file.name} has {size:,} bytes, but was written with {file.bytes:,}. "
                 "It is cut off or was changed; copy the pack again."
             )
 
@@ -126,7 +126,7 @@ def _check_sum(root: Path, file: File) -> None:
         )
 
 
-def _read_index(root: Path, manifest: Manifest) -> NDArray[np.void]:
+def _read_index(root: Path, manifest: ImageManifest) -> NDArray[np.void]:
     _check_sum(root, manifest.index)
     path = root / manifest.index.name
     raw = read_bytes(path, "The index", limit=manifest.index.bytes, remedy="Copy the pack again.")
@@ -156,9 +156,9 @@ def _read_index(root: Path, manifest: Manifest) -> NDArray[np.void]:
 def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
     """The folders of a packed set: `train` and `val`, or the one folder that holds everything, under the name ''."""
     root = Path(path)
-    both = {name: root / name for name in ("train", "val")}
-    if all((folder / MANIFEST).is_file() for folder in both.values()):
-        return both
+    folders = {name: root / name for name in ("train", "val")}
+    if all((folder / MANIFEST).is_file() for folder in folders.values()):
+        return folders
     return {"": root}
 
 
@@ -174,11 +174,11 @@ def verify(path: str | os.PathLike[str]) -> int:
             _check_sum(root, shard)
         total += sum(file.bytes for file in manifest.files)
     if len(classes) > 1:
-        raise _different_classes(path)
+        raise _classes_differ(path)
     return total
 
 
-def _different_classes(path: str | os.PathLike[str]) -> DataError:
+def _classes_differ(path: str | os.PathLike[str]) -> DataError:
     return DataError(f"The train and val sets of {path} have different classes. Pack them together again.")
 
 
@@ -194,7 +194,7 @@ class Pack(ImageSource):
         if "" in folders:
             index = index[is_val(index["label"]) == (split == "val")]
         elif self.manifest.classes != read_manifest(folders["train"]).classes:
-            raise _different_classes(path)
+            raise _classes_differ(path)
         self.name = f"pack:{path} ({split})"
         self.classes = self.manifest.classes
         self.labels = index["label"].astype(np.int64)

@@ -24,7 +24,7 @@ from penstock.boundary.images import MAX_BYTES, check_image
 from penstock.config.convert import Checked, Count, Range
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
-from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, Manifest, Records
+from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, ImageManifest, Records
 from penstock.data.source import BadSample, Pixels, Tally
 from penstock.data.tar import Sample, read_tar, shards_of
 from penstock.disk import sync_folder, write_file
@@ -62,7 +62,7 @@ class Packing(Checked):
 class Packed(NamedTuple):
     """A pack that was written: a manifest for each folder ('' for a set without a split)."""
 
-    manifests: dict[str, Manifest]
+    manifests: dict[str, ImageManifest]
     bytes: int
 
 
@@ -86,10 +86,10 @@ def pack_source(
     streams = _streams(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with temporary(target.parent, f".{target.name}.part-") as part:
-        manifests: dict[str, Manifest] = {}
+        manifests: dict[str, ImageManifest] = {}
         classes: tuple[str, ...] | None = None
-        for split, (known, samples) in streams.items():
-            writer = _Writer(part / split, packing, known or classes)
+        for split, (classes_of_split, samples) in streams.items():
+            writer = _Writer(part / split, packing, classes_of_split or classes)
             manifests[split] = writer.write(samples, progress)
             classes = manifests[split].classes
         make_public(part)
@@ -99,8 +99,8 @@ def pack_source(
     return Packed(manifests, total)
 
 
-Found = Sample | BadSample
-_Streams = dict[str, tuple[tuple[str, ...] | None, Iterator[Found]]]
+SampleOrBad = Sample | BadSample
+_Streams = dict[str, tuple[tuple[str, ...] | None, Iterator[SampleOrBad]]]
 
 
 def _streams(source: Path) -> _Streams:
@@ -125,7 +125,7 @@ def _from_tars(shards: Iterable[Path]) -> Iterator[Sample]:
         yield from read_tar(shard)
 
 
-def _from_folder(listing: Listing) -> Iterator[Found]:
+def _from_folder(listing: Listing) -> Iterator[SampleOrBad]:
     for path, label in zip(listing.paths, listing.labels):
         file = listing.root / path
         try:
@@ -145,7 +145,7 @@ def _encode(image: Pixels, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def _convert(sample: Found, packing: Packing) -> Found:
+def _convert(sample: SampleOrBad, packing: Packing) -> SampleOrBad:
     """Decode, resize and encode a sample; returns why, where that fails. Runs in a thread: the decoders release the
     interpreter lock.
     """
@@ -172,7 +172,7 @@ class _Writer:
         self._shards: list[File] = []
         self._skipped = 0
 
-    def write(self, samples: Iterator[Found], progress: Progress | None) -> Manifest:
+    def write(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> ImageManifest:
         self._root.mkdir(parents=True, exist_ok=True)
         self._write_shards(self._accepted(samples, progress))
         if not self._rows:
@@ -185,7 +185,7 @@ class _Writer:
         encoded = io.BytesIO()
         np.save(encoded, index, allow_pickle=False)
         settings = {name: getattr(self._packing, name) for name in ("quality", "bad_images", "max_pixels")}
-        manifest = Manifest(
+        manifest = ImageManifest(
             records=self._packing.format,
             size=self._packing.size,
             count=len(self._rows),
@@ -200,10 +200,10 @@ class _Writer:
         return manifest
 
     def _file(self, name: str, chunks: Iterable[bytes | memoryview]) -> File:
-        written = write_file(self._root / name, chunks)
-        return File(name, written.bytes, written.sha256)
+        file = write_file(self._root / name, chunks)
+        return File(name, file.bytes, file.sha256)
 
-    def _accepted(self, samples: Iterator[Found], progress: Progress | None) -> Iterator[Sample]:
+    def _accepted(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> Iterator[Sample]:
         """The images that can be packed, in order; others are treated as the policy says."""
         refused = 0
         for done, result in enumerate(_in_threads(samples, self._packing), start=1):
@@ -244,21 +244,21 @@ class _Writer:
                 return
 
 
-def _in_threads(samples: Iterator[Found], packing: Packing) -> Iterator[Found]:
+def _in_threads(samples: Iterator[SampleOrBad], packing: Packing) -> Iterator[SampleOrBad]:
     """Convert in threads, in order, with a bounded number and a bounded size in flight."""
     threads = packing.threads or os.cpu_count() or 1
-    in_flight: deque[tuple[int, Future[Found]]] = deque()
-    held = 0
+    in_flight: deque[tuple[int, Future[SampleOrBad]]] = deque()
+    held_bytes = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-pack") as pool:
         try:
             for sample in samples:
                 size = _size(sample, packing)
-                while in_flight and (held + size > IN_FLIGHT_BYTES or len(in_flight) >= 4 * threads):
+                while in_flight and (held_bytes + size > IN_FLIGHT_BYTES or len(in_flight) >= 4 * threads):
                     done, future = in_flight.popleft()
                     yield future.result()
-                    held -= done
+                    held_bytes -= done
                 in_flight.append((size, pool.submit(_convert, sample, packing)))
-                held += size
+                held_bytes += size
             while in_flight:
                 yield in_flight.popleft()[1].result()
         finally:
@@ -266,7 +266,7 @@ def _in_threads(samples: Iterator[Found], packing: Packing) -> Iterator[Found]:
                 future.cancel()
 
 
-def _size(sample: Found, packing: Packing) -> int:
+def _size(sample: SampleOrBad, packing: Packing) -> int:
     """Bytes that converting a sample takes: its own, its pixels', and those of the result before it is encoded."""
     if isinstance(sample, BadSample):
         return 0

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.source import Reading, Source
+from penstock.data.source import ReadResult, Source
 from penstock.errors import DataError
 
 _PROGRAM = "import sys; from penstock.data.pool import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
@@ -42,7 +42,7 @@ class _Room:
         return slots * batch * (8 + sample.itemsize)
 
 
-class _Part(NamedTuple):
+class _SlotRows(NamedTuple):
     """Rows start..stop of a slot, which one process reads."""
 
     slot: int
@@ -51,10 +51,10 @@ class _Part(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """Reading failed. `told` says whether the message is already meant for the user."""
+    """Why reading failed; `for_user`: whether the message is meant for the user as it is."""
 
     message: str
-    told: bool
+    for_user: bool
 
 
 class _InFlight(NamedTuple):
@@ -66,28 +66,26 @@ class _InFlight(NamedTuple):
 
 
 class Reader:
-    """Reads batches of up to `batch` samples, in the order in which they were asked for. This one reads in the thread
-    that receives them.
-    """
+    """Reads batches of up to `batch` samples, in the order of requests, in the thread that receives them."""
 
     def __init__(self, source: Source, batch: int) -> None:
         self._source = source
-        self._asked: deque[NDArray[np.int64]] = deque()
+        self._requests: deque[NDArray[np.int64]] = deque()
         self._out = np.empty(batch, source.sample)
 
     def submit(self, indices: NDArray[np.int64]) -> None:
-        """Ask for a batch of these samples."""
-        self._asked.append(indices)
+        """Request a batch of these samples."""
+        self._requests.append(indices)
 
-    def receive(self) -> tuple[NDArray[Any], Reading]:
-        """The oldest batch asked for. Its samples are only valid until the next call."""
-        indices = self._asked.popleft()
+    def receive(self) -> tuple[NDArray[Any], ReadResult]:
+        """The oldest batch that was requested. Its samples are only valid until the next call."""
+        indices = self._requests.popleft()
         out = self._out[: len(indices)]
         return out, self._source.read_into(indices, out)
 
     def discard(self) -> None:
-        """Drop what was asked for and not received."""
-        self._asked.clear()
+        """Drop batches that were requested and not received."""
+        self._requests.clear()
 
     def abort(self) -> None:
         """Release a thread that waits in `receive`. Called from another thread. Here a batch is read to its end."""
@@ -127,13 +125,13 @@ class Pool(Reader):
         slot = self._free.popleft()
         self._room.ids[slot, : len(indices)] = indices
         edges = np.linspace(0, len(indices), len(self._workers) + 1).astype(int).tolist()
-        parts = [_Part(slot, start, stop) for start, stop in pairwise(edges)]
+        parts = [_SlotRows(slot, start, stop) for start, stop in pairwise(edges)]
         busy = [(worker, part) for worker, part in zip(self._workers, parts) if part.start < part.stop]
         self._in_flight.append(_InFlight(slot, len(indices), [worker for worker, _ in busy]))
         for worker, part in busy:
             worker.send(part)
 
-    def receive(self) -> tuple[NDArray[Any], Reading]:
+    def receive(self) -> tuple[NDArray[Any], ReadResult]:
         if self._shown is not None:
             self._free.append(self._shown)
         request = self._in_flight.popleft()
@@ -145,12 +143,12 @@ class Pool(Reader):
             if not isinstance(answer, _Failed):
                 bad += answer
             elif failed is None:
-                told = answer.message if answer.told else f"{worker} failed on {self._name}: {answer.message}"
-                failed = DataError(told)
+                where = "" if answer.for_user else f"{worker} failed on {self._name}: "
+                failed = DataError(where + answer.message)
         if failed is not None:
             raise failed
         rows = (request.slot, slice(request.samples))
-        return self._room.samples[rows], Reading(self._room.ids[rows].copy(), tuple(bad))
+        return self._room.samples[rows], ReadResult(self._room.ids[rows].copy(), tuple(bad))
 
     def discard(self) -> None:
         while self._in_flight:
@@ -174,21 +172,21 @@ class _Worker:
 
     def __init__(self, number: int, shared: int) -> None:
         self.number = number
-        self.pipe, theirs = Pipe()
+        self.pipe, worker_pipe = Pipe()
         # Schedulers ask every process of a job to stop. Workers serve on until the one that reads from them has saved:
         # a signal that is blocked here stays so in them.
-        mine = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
         try:
-            with theirs:
+            with worker_pipe:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(shared)],
+                    [sys.executable, "-c", _PROGRAM, str(worker_pipe.fileno()), str(shared)],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), shared),
+                    pass_fds=(worker_pipe.fileno(), shared),
                     # The worker must find the caller's modules too, because one may define the source.
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
                 )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mine)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
     def __str__(self) -> str:
         return f"The data worker {self.number} (process {self.process.pid})"
@@ -227,25 +225,25 @@ def _shared_file(size: int) -> IO[bytes]:
     return file
 
 
-def serve(pipe: int, shared: int) -> None:
+def serve(pipe: int, shared_file: int) -> None:
     """Run a worker until its parent is gone: read samples into the shared memory. Both are file descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
     os.dup2(2, 1)  # what a library prints must not get among the parent's output
     requests = Connection(pipe)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         source, slots, batch = requests.recv()
-        room = _Room(shared, slots, batch, source.sample)
+        room = _Room(shared_file, slots, batch, source.sample)
         while True:
-            requests.send(_read(source, requests.recv(), room))
+            requests.send(_read_rows(source, requests.recv(), room))
 
 
-def _read(source: Source, part: _Part, room: _Room) -> tuple[tuple[str, str], ...] | _Failed:
+def _read_rows(source: Source, part: _SlotRows, room: _Room) -> tuple[tuple[str, str], ...] | _Failed:
     rows = slice(part.start, part.stop)
     try:
         reading = source.read_into(room.ids[part.slot, rows].copy(), room.samples[part.slot, rows])
     except DataError as error:
-        return _Failed(str(error), told=True)
-    except Exception as error:  # noqa: BLE001 - told to the parent, which raises it
-        return _Failed(f"{type(error).__name__}: {error}", told=False)
+        return _Failed(str(error), for_user=True)
+    except Exception as error:  # noqa: BLE001 - sent to the parent, which raises it
+        return _Failed(f"{type(error).__name__}: {error}", for_user=False)
     room.ids[part.slot, rows] = reading.ids
     return reading.bad

@@ -26,11 +26,11 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _weights(start: Tensor, extent: Tensor, stored: int, wanted: int, mirror: Tensor | None) -> Tensor:
-    """(B, wanted, stored): how much each stored pixel gives to each wanted one. start, extent: (B,) float."""
+def _weights(start: Tensor, extent: Tensor, stored: int, size: int, mirror: Tensor | None) -> Tensor:
+    """(B, size, stored): the weight of each stored pixel in each of the result. start, extent: (B,) float."""
     start, extent = start[:, None], extent[:, None]
-    scale = extent / wanted
-    position = (torch.arange(wanted, device=start.device) + 0.5) * scale
+    scale = extent / size
+    position = (torch.arange(size, device=start.device) + 0.5) * scale
     if mirror is not None:
         position = torch.where(mirror[:, None], extent - position, position)
     pixel = torch.arange(stored, device=start.device) + 0.5
@@ -57,18 +57,15 @@ def resample_products(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], si
 
 
 def _resample_bytes(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], size: int) -> Tensor:
-    """The same on a CPU in 8-bit arithmetic, at most one grey level from the reference."""
+    """Resample as `resample_products`, in 8-bit arithmetic on a CPU: at most one grey level from the reference."""
     batch, _, _, channels = images.shape
     out = torch.empty(batch, size, size, channels, dtype=torch.uint8)
     for image, target, (top, left, height, width), flip in zip(images, out, boxes.tolist(), flips.tolist()):
         crop = image[top : top + height, left : left + width]
         if (height, width) != (size, size):
+            channels_first = crop.permute(2, 0, 1)[None]
             crop = F.interpolate(
-                crop.permute(2, 0, 1)[None],
-                size=(size, size),
-                mode="bilinear",
-                antialias=True,
-                align_corners=False,
+                channels_first, size=(size, size), mode="bilinear", antialias=True, align_corners=False
             )[0].permute(1, 2, 0)
         target.copy_(crop.flip(1) if flip else crop)
     return out.permute(0, 3, 1, 2).contiguous().float()

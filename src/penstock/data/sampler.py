@@ -16,7 +16,7 @@ from penstock.data.hashing import GROUP, ORDER, words
 Ids = NDArray[np.int64]
 
 POOL = 64
-"""Batches among which samples are sorted by length: more save little padding, and make batches less alike by chance."""
+"""Batches among which samples are sorted by length: more would save little padding, and make batches less random."""
 
 
 def permutation(seed: int, epoch: int, samples: int) -> Ids:
@@ -28,10 +28,9 @@ def permutation(seed: int, epoch: int, samples: int) -> Ids:
 def grouped(order: Ids, lengths: NDArray[np.int32], batch: int, seed: int, epoch: int) -> Ids:
     """The order of one epoch with samples of similar length in the same global batch.
 
-    Global batches lie across the ends of epochs, so what the epoch gives to a batch that began before it, and to one
-    that ends after it, stays as it was. Between these, every 64 batches are sorted by length and cut into batches,
-    which come in an order of chance. Inside of a batch the samples stay in their order, so that no rank always gets the
-    longest.
+    Global batches span the ends of epochs, so the samples of a batch that began before the epoch, and of one that ends
+    after it, stay as they were. Between these, every 64 batches are sorted by length and cut into batches, which are
+    then shuffled. Inside of a batch the samples stay in their order, so that no rank always gets the longest.
     """
     first = min(-epoch * len(order) % batch, len(order))
     whole = (len(order) - first) // batch

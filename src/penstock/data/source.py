@@ -20,7 +20,7 @@ Pixels = NDArray[np.uint8]
 Split = Literal["train", "val"]
 
 PADDING = -1
-"""Where a sample of tokens has no text, if samples are not packed."""
+"""The token at places of a sample that hold no text, if samples are not packed."""
 VAL_EVERY = 5
 """In a source without a split, every fifth sample of each class is in the validation set."""
 
@@ -37,7 +37,7 @@ class BadSample(Exception):
         return f"{self.path}: {self.why}"
 
 
-class Reading(NamedTuple):
+class ReadResult(NamedTuple):
     """The result of reading some samples: their ids after replacements, and the bad ones."""
 
     ids: NDArray[np.int64]
@@ -59,9 +59,9 @@ class Source(ABC):
     policy: str = "data.bad_images"
     """The setting that `bad_samples` comes from."""
     lengths: NDArray[np.int32] | None = None
-    """(N,) how much of each sample is no padding, where samples differ in that."""
+    """(N,) length of each sample without padding, where samples differ in it."""
     unpacked_padding: float | None = None
-    """How much of the samples would be padding with one document in each, where documents are packed into samples."""
+    """Share of padding if each sample held one document, where documents are packed into samples."""
     label_names: tuple[str, ...] = ()
     """Names of the labels by which a model's visits to experts are counted, such as languages."""
     labels_in_prompts: bool = False
@@ -83,7 +83,7 @@ class Source(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    def read_into(self, indices: NDArray[np.int64], out: NDArray[Any]) -> Reading:
+    def read_into(self, indices: NDArray[np.int64], out: NDArray[Any]) -> ReadResult:
         """Write the samples into `out`. Under the policy `skip`, others replace bad ones.
 
         The replacement is a pure function of the bad sample's number, so that the stream is the same for any number of
@@ -93,7 +93,7 @@ class Source(ABC):
         bad: list[tuple[str, str]] = []
         for row, index in enumerate(indices):
             ids[row] = self._load_or_replace(int(index), out[row], bad)
-        return Reading(ids, tuple(bad))
+        return ReadResult(ids, tuple(bad))
 
     def _load_or_replace(self, index: int, out: Any, bad: list[tuple[str, str]]) -> int:
         candidate = index

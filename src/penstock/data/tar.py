@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
 
 def read_tar(path: str | os.PathLike[str]) -> Iterator[Sample]:
-    """The samples of one shard, in order. Whether it is plain, gzip, bzip2 or xz is told by its content.
+    """The samples of one shard, in order. Its content decides whether it is plain, gzip, bzip2 or xz.
 
     Raises DataError for a member that is a link or device, climbs out of the shard, has another extension, is
     too large, or for a sample without image or class; and for a shard that is cut off.
@@ -66,7 +66,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether a member is no sample's: macOS puts `._0001.jpg` beside each `0001.jpg`."""
+    """Whether a member belongs to no sample: macOS puts `._0001.jpg` beside each `0001.jpg`."""
     return any(part[0] == "." for part in PurePosixPath(name).parts)
 
 
@@ -101,19 +101,19 @@ def _sample(where: str, key: str, parts: dict[str, bytes]) -> Sample:
 def _label(where: str, key: str, parts: dict[str, bytes]) -> int | str:
     """A class number, or a class name to which the caller gives a number."""
     value: object = None
-    what = f"The class of sample {quoted(key)} of {where}"
+    subject = f"The class of sample {quoted(key)} of {where}"
     if ".cls" in parts:
         try:
             value = parts[".cls"].decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            raise DataError(f"{what} cannot be read: {error}. Write it as UTF-8.") from error
+            raise DataError(f"{subject} cannot be read: {error}. Write it as UTF-8.") from error
     elif ".json" in parts:
-        table = parse_json(parts[".json"], what, error=DataError)
+        table = parse_json(parts[".json"], subject, error=DataError)
         value = next((table[name] for name in LABEL_KEYS if isinstance(table.get(name), str | int)), None)
     if isinstance(value, str) and value:
         if len(value) > _LONGEST_CLASS or not value.isprintable():
             raise DataError(
-                f"{what} is {quoted(value)}; a class has a name of up to {_LONGEST_CLASS} printable characters."
+                f"{subject} is {quoted(value)}; a class has a name of up to {_LONGEST_CLASS} printable characters."
             )
         return int(value) if value.isascii() and value.isdigit() else value
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:

@@ -33,12 +33,12 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
             f"The module {module_name} of the {what} {path} cannot be imported: {error}. Run from the folder that "
             f"holds it, or install it."
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise ConfigError(
             f"The module {module_name} has no function {name!r}; write the {what} as package.module:function."
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def per_sample(function: Callable[..., tuple[Tensor, Tensor]]) -> Transform:
@@ -54,12 +54,12 @@ def per_sample(function: Callable[..., tuple[Tensor, Tensor]]) -> Transform:
 
 def apply(transform: Transform, images: Tensor, targets: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
     """The batch that `transform` returns. Raises ConfigError where that is no batch of as many samples."""
-    made = transform(images, targets, training=training)
-    whole = isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Tensor) for part in made)
-    if not whole or len(made[0]) != len(images) or len(made[1]) != len(images):
-        said = [list(part.shape) for part in made] if whole else type(made).__name__
+    changed = transform(images, targets, training=training)
+    is_pair = isinstance(changed, tuple) and len(changed) == 2 and all(isinstance(x, Tensor) for x in changed)
+    if not is_pair or len(changed[0]) != len(images) or len(changed[1]) != len(images):
+        returned = [list(part.shape) for part in changed] if is_pair else type(changed).__name__
         raise ConfigError(
             f"data.transform was given {len(images)} images and their targets and must return as many of both, as two "
-            f"tensors, but returned {said}."
+            f"tensors, but returned {returned}."
         )
-    return made
+    return changed

@@ -17,26 +17,26 @@ import pytest
 from penstock.boundary import compressed
 from penstock.boundary.text import LINE_BYTES, read_lines
 from penstock.config.run import DataConfig
-from penstock.data.text.build import Bad, Found, Row, Shape
-from penstock.data.text.columns import Columns
+from penstock.data.text.build import Bad, RowOrBad, Shape, TextRow
+from penstock.data.text.columns import TextColumns
 from penstock.data.text.documents import files_of, read_files, splits_of
 from penstock.data.text.packing import TextPacking, pack_text
 from penstock.errors import ConfigError, DataError
 
-DOCUMENTS = Columns("document", (), Shape(form="documents"))
-PAIRS = Columns("pair", (), Shape(form="rows", fields=2, labels=True))
-SINGLE = Columns("single", (), Shape(form="rows", labels=True))
+DOCUMENTS = TextColumns("document", (), Shape(form="documents"))
+PAIRS = TextColumns("pair", (), Shape(form="rows", fields=2, labels=True))
+SINGLE = TextColumns("single", (), Shape(form="rows", labels=True))
 
 
-def found(path: Path, columns: Columns = DOCUMENTS) -> list[Found]:
+def found(path: Path, columns: TextColumns = DOCUMENTS) -> list[RowOrBad]:
     return list(read_files([path], columns))
 
 
-def texts(path: Path, columns: Columns = DOCUMENTS) -> list[tuple[str, ...]]:
-    return [row.texts for row in found(path, columns) if isinstance(row, Row)]
+def texts(path: Path, columns: TextColumns = DOCUMENTS) -> list[tuple[str, ...]]:
+    return [row.texts for row in found(path, columns) if isinstance(row, TextRow)]
 
 
-def problems(path: Path, columns: Columns = DOCUMENTS) -> list[tuple[int, str]]:
+def problems(path: Path, columns: TextColumns = DOCUMENTS) -> list[tuple[int, str]]:
     return [(row.line, row.why) for row in found(path, columns) if isinstance(row, Bad)]
 
 
@@ -50,7 +50,7 @@ def test_files_are_read_plain_and_compressed(tmp_path: Path, pack: object) -> No
 def test_a_long_file_comes_in_pieces_of_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a line of text\n" * 30_000)
-    rows = [row for row in found(path) if isinstance(row, Row)]
+    rows = [row for row in found(path) if isinstance(row, TextRow)]
     assert len(rows) > 2
     assert [row.more for row in rows] == [True] * (len(rows) - 1) + [False]
     assert "".join(row.texts[0] for row in rows) == path.read_text()
@@ -135,7 +135,7 @@ def test_cells_are_separated_as_is_said(tmp_path: Path, separator: str) -> None:
     quoted = "Is it, now?" if separator == "tab" else f'"Is it{mark} now?"'
     path.write_text(f"text{mark}label\nAll is well.{mark}good\n{quoted}{mark}bad\n")
     columns = replace(SINGLE, separator=data.separator)
-    rows = [row for row in read_files([path], columns) if isinstance(row, Row)]
+    rows = [row for row in read_files([path], columns) if isinstance(row, TextRow)]
     assert [row.label for row in rows] == ["good", "bad"]
     assert rows[1].texts[0] == quoted.strip('"')
     with pytest.raises(

@@ -143,7 +143,7 @@ def _without(word: str) -> str:
 
 
 BROKEN: dict[str, tuple[str, Callable[[Path], Any], type[Exception], str]] = {
-    "no target.spm": ("target.spm", Path.unlink, DataError, r"is Marian's, but lacks target\.spm\. Put that there"),
+    "no target.spm": ("target.spm", Path.unlink, DataError, r"is Marian's, but lacks target\.spm\. Copy that there"),
     "no source.spm": ("source.spm", Path.unlink, DataError, r"lacks source\.spm"),
     "no vocabulary": ("vocab.json", Path.unlink, DataError, r"lacks vocab\.json"),
     "a broken model": ("target.spm", lambda path: path.write_bytes(b"hello"), DataError, r"target\.spm cannot be read"),

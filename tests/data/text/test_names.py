@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.config.run import DataConfig
-from penstock.data.text.build import Row
+from penstock.data.text.build import TextRow
 from penstock.data.text.names import AFRICAN, LANGUAGES, LONGEST, is_held_out, names, read_names
 from penstock.data.text.rows import open_rows
 from penstock.data.text.tokenizers import Bytes
@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, EnvironmentProblem
 
 def test_held_out_names_are_seen_in_no_language() -> None:
     train, val = (list(part) for part in names("translation").parts)
-    assert all(isinstance(row, Row) for row in train + val)
+    assert all(isinstance(row, TextRow) for row in train + val)
     assert len(AFRICAN) == 24
     counts = Counter(row.label for row in train)  # type: ignore[union-attr]
     assert set(counts) == set(LANGUAGES)

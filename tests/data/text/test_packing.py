@@ -13,7 +13,7 @@ from penstock.data.source import BadSample
 from penstock.data.text.open import open_tokenizer
 from penstock.data.text.packing import TextPacking, pack_text
 from penstock.data.text.rows import open_rows
-from penstock.data.text.tokenizers import Bytes, Library
+from penstock.data.text.tokenizers import Bytes, LibraryTokenizer
 from penstock.data.text.tokenpack import BLOCK_BYTES, TokenPack, verify
 from penstock.data.text.tokens import open_tokens
 from penstock.errors import ConfigError, DataError
@@ -56,7 +56,7 @@ def test_a_bpe_is_trained_on_request_and_found_in_the_pack(tmp_path: Path) -> No
     assert 362 < manifest.tokenizer.size <= 400
     assert manifest.parts[0].text_bytes > 2 * manifest.parts[0].tokens
     tokenizer = open_tokenizer(DataConfig(source=f"pack:{target}"))
-    assert isinstance(tokenizer, Library)
+    assert isinstance(tokenizer, LibraryTokenizer)
     assert tokenizer.fingerprint == manifest.tokenizer.fingerprint
     assert len(tokenizer.sentinels) == 100
     assert tokenizer.decode(tokenizer.encode(["<end> naïve 雪\n"])[0].tolist()) == "<end> naïve 雪\n"

@@ -12,7 +12,7 @@ from helpers import marian
 from penstock.config.run import DataConfig
 from penstock.data.text.open import open_tokenizer
 from penstock.data.text.sentencepiece import read_model
-from penstock.data.text.tokenizers import Bytes, Library, Tokenizer
+from penstock.data.text.tokenizers import Bytes, LibraryTokenizer, Tokenizer
 from penstock.errors import ConfigError, DataError
 
 MODELS = Path(__file__).parent / "sentencepiece"
@@ -200,7 +200,7 @@ def test_a_vocabulary_file_is_read_through_transformers(tmp_path: Path) -> None:
     )
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     tokenizer = named(tmp_path)
-    assert isinstance(tokenizer, Library)
+    assert isinstance(tokenizer, LibraryTokenizer)
     assert tokenizer.encode(["Playing"])[0].tolist() == [5, 6]
     assert (tokenizer.classify, tokenizer.separator, tokenizer.mask) == (2, 3, 4)
 

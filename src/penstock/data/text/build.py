@@ -22,9 +22,9 @@ from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
 from penstock.data.text.tokenpack import (
     BLOCK_BYTES,
     PARTS,
-    Manifest,
-    Part,
-    Vocabulary,
+    PackPart,
+    PackVocabulary,
+    TokenManifest,
     index_type,
     token_type,
 )
@@ -40,7 +40,7 @@ _MOST_CLASSES = 10_000
 _MOST_LABELS = 1 << 24
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A row of a table or a document, or, with `more`, a piece of one that goes on in the next."""
 
     texts: tuple[str, ...]
@@ -62,7 +62,7 @@ class Bad(NamedTuple):
         return f"{self.path}, line {self.line:,}" if self.line else self.path
 
 
-Found = Row | Bad
+RowOrBad = TextRow | Bad
 Progress = Callable[[int], None]
 """Called with the bytes of text that were tokenised since."""
 
@@ -81,11 +81,11 @@ class Shape:
 
 def write_pack(
     target: Path,
-    parts: Iterable[Iterator[Found]],
+    parts: Iterable[Iterator[RowOrBad]],
     shape: Shape,
     tokenizer: Tokenizer,
     progress: Progress = lambda _: None,
-) -> Manifest:
+) -> TokenManifest:
     """Pack the rows of train, and of val where there is one, into the empty folder `target`.
 
     Raises DataError for bad rows as the policy says, for more than 1 % of them, and where nothing is left.
@@ -98,15 +98,15 @@ def write_pack(
     labels: dict[str, int] = {}
     writers = []
     for name, rows in zip(PARTS, parts):
-        writer = _Part(shape, tokenizer, labels, progress)
+        writer = _SplitWriter(shape, tokenizer, labels, progress)
         writer.data = _file(target, f"{name}.tokens", writer.tokens(rows))
         writers.append(writer)
-    kind, classes, values = _numbered(labels)
-    written = []
+    kind, classes, values = _label_values(labels)
+    packed = []
     for name, writer in zip(PARTS, writers):
         index = writer.index(values)
-        written.append(
-            Part(
+        packed.append(
+            PackPart(
                 rows=len(index), tokens=writer.at, text_bytes=writer.text_bytes, skipped=writer.bad, data=writer.data,
                 index=_file(target, f"{name}.index", [index.tobytes()]),
                 checks=_file(target, f"{name}.checks", [np.array(writer.checks, "<u4").tobytes()]),
@@ -120,10 +120,10 @@ def write_pack(
             File(f"tokenizer/{path.name}", path.stat().st_size, digest_file(path))
             for path in sorted(folder.iterdir())
         )
-    manifest = Manifest(
+    manifest = TokenManifest(
         form="rows" if shape.form == "chats" else shape.form, fields=shape.fields, labels=kind, classes=classes,
-        tokenizer=Vocabulary(name=tokenizer.name, fingerprint=tokenizer.fingerprint, size=tokenizer.size),
-        parts=tuple(written), tokenizer_files=files, made_by={"penstock": __version__, "bad_rows": shape.bad_rows},
+        tokenizer=PackVocabulary(name=tokenizer.name, fingerprint=tokenizer.fingerprint, size=tokenizer.size),
+        parts=tuple(packed), tokenizer_files=files, made_by={"penstock": __version__, "bad_rows": shape.bad_rows},
         targets=shape.targets, chats=shape.form == "chats",
     )  # fmt: skip
     write_file(target / MANIFEST, [manifest.to_json()])
@@ -132,12 +132,12 @@ def write_pack(
 
 
 def _file(target: Path, name: str, chunks: Iterable[bytes | memoryview]) -> File:
-    written = write_file(target / name, chunks)
-    return File(name, written.bytes, written.sha256)
+    result = write_file(target / name, chunks)
+    return File(name, result.bytes, result.sha256)
 
 
 @dataclass
-class _Part:
+class _SplitWriter:
     """Tokenises the rows of one split, and notes what is where."""
 
     shape: Shape
@@ -152,19 +152,19 @@ class _Part:
     rows: int = 0
     checks: list[int] = field(default_factory=list)
     _chunks: list[NDArray[np.void]] = field(default_factory=list)
-    _begun: Row | None = None
+    _begun: TextRow | None = None
     """The document whose pieces are being read."""
 
-    def tokens(self, found: Iterator[Found]) -> Iterator[bytes]:
+    def tokens(self, rows: Iterator[RowOrBad]) -> Iterator[bytes]:
         """The content of the file of tokens, in whole blocks but for the last."""
         kind = token_type(self.tokenizer.size)
-        rest = b""
-        for batch in _read_ahead(_batches(self._accepted(found))):
-            raw = rest + self._encoded(batch).astype(kind).tobytes()
-            whole = len(raw) // BLOCK_BYTES * BLOCK_BYTES
-            yield self._checked(raw[:whole])
-            rest = raw[whole:]
-        yield self._checked(rest)
+        unwritten = b""
+        for batch in _read_ahead(_batches(self._accepted(rows))):
+            raw = unwritten + self._encoded(batch).astype(kind).tobytes()
+            whole_bytes = len(raw) // BLOCK_BYTES * BLOCK_BYTES
+            yield self._checked(raw[:whole_bytes])
+            unwritten = raw[whole_bytes:]
+        yield self._checked(unwritten)
         if self.bad > Tally.limit * (self.rows + self.bad):
             raise DataError(
                 f"{self.bad:,} of {self.rows + self.bad:,} rows are bad, more than {Tally.limit:.0%}. Repair the data; "
@@ -186,9 +186,9 @@ class _Part:
         ]
         return raw
 
-    def _accepted(self, found: Iterator[Found]) -> Iterator[Row]:
-        for row in _written(found, self.tokenizer) if self.shape.form == "chats" else found:
-            if isinstance(row, Row):
+    def _accepted(self, rows: Iterator[RowOrBad]) -> Iterator[TextRow]:
+        for row in _templated(rows, self.tokenizer) if self.shape.form == "chats" else rows:
+            if isinstance(row, TextRow):
                 yield row
                 continue
             if self.shape.bad_rows == "fail":
@@ -198,15 +198,14 @@ class _Part:
                 )
             _log.warning("Left out %s: %s.", row.where, row.why)
             self.bad += 1
-            if self.bad > max(
-                1000, Tally.limit * (self.rows + self.bad)
-            ):  # far too many, long before the end
+            # Far too many, long before the end.
+            if self.bad > max(1000, Tally.limit * (self.rows + self.bad)):
                 raise DataError(
                     f"{self.bad:,} of the first {self.rows + self.bad:,} rows are bad, more than {Tally.limit:.0%}. "
                     f"The last is {row.where}: {row.why}. Repair the data."
                 )
 
-    def _encoded(self, batch: list[Row]) -> Numbers:
+    def _encoded(self, batch: list[TextRow]) -> Numbers:
         """The tokens of a batch of rows; their ends go to the index."""
         if self.shape.form == "chats":
             return self._encoded_chats(batch)
@@ -238,7 +237,7 @@ class _Part:
         self.progress(size)
         return np.concatenate(out) if out else np.zeros(0, np.int32)
 
-    def _encoded_chats(self, batch: list[Row]) -> Numbers:
+    def _encoded_chats(self, batch: list[TextRow]) -> Numbers:
         """The tokens of each conversation, and behind them 1 for each that is to be learned, else 0."""
         out: list[Numbers] = []
         index = np.zeros(len(batch), index_type(self.shape.fields))
@@ -260,14 +259,14 @@ class _Part:
         return np.concatenate(out)
 
     def _sides(self, texts: list[list[str]]) -> list[Iterator[Numbers]]:
-        """For each text of a row, what gives the numbers of its pieces. `texts` are the pieces of all rows' texts."""
+        """For each text of a row, an iterator of its pieces' numbers. `texts` are the pieces of all rows' texts."""
         encode, encode_target = self.tokenizer.encode, self.tokenizer.encode_target
         if not self.shape.targets:
             return [iter(encode([piece for text in texts for piece in text]))] * self.shape.fields
         sources, targets = ([piece for text in texts[side::2] for piece in text] for side in (0, 1))
         return [iter(encode(sources)), iter(encode_target(targets))]
 
-    def _label(self, row: Row) -> int:
+    def _label(self, row: TextRow) -> int:
         if not self.shape.labels:
             return 0
         number = self.labels.setdefault(row.label or "", len(self.labels))
@@ -278,13 +277,13 @@ class _Part:
         return number
 
 
-def _written(found: Iterator[Found], tokenizer: Tokenizer) -> Iterator[Found]:
-    """Conversations as the tokenizer's template writes them: text and answers as JSON, of preferences those of both,
-    and the conversation, or what both share, by which a validation set is chosen."""
+def _templated(rows: Iterator[RowOrBad], tokenizer: Tokenizer) -> Iterator[RowOrBad]:
+    """Conversations as the tokenizer's template writes them: text and answers as JSON, for preferences those of both,
+    and last the conversation, or the part that both share, by which a validation set is chosen."""
     template = template_of(tokenizer)
     assert template is not None  # `give_template` has seen to it
     specials = tokenizer.special_words()
-    for row in found:
+    for row in rows:
         if isinstance(row, Bad):
             yield row
             continue
@@ -312,8 +311,8 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
+def _batches(rows: Iterator[TextRow]) -> Iterator[list[TextRow]]:
+    batch: list[TextRow] = []
     characters = 0
     for row in rows:
         batch.append(row)
@@ -325,7 +324,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _read_ahead(batches: Iterator[list[Row]]) -> Iterator[list[Row]]:
+def _read_ahead(batches: Iterator[list[TextRow]]) -> Iterator[list[TextRow]]:
     """Read the next batch in a second thread while this one is tokenised, which leaves Python's lock to it."""
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-text") as thread:
         coming = thread.submit(next, batches, None)
@@ -334,7 +333,7 @@ def _read_ahead(batches: Iterator[list[Row]]) -> Iterator[list[Row]]:
             yield batch
 
 
-def _numbered(
+def _label_values(
     labels: dict[str, int],
 ) -> tuple[Literal["none", "classes", "numbers"], tuple[str, ...], NDArray[np.float32]]:
     """The kind of the labels, the names of classes, and the value of each label in the order of their numbers."""
@@ -351,8 +350,8 @@ def _numbered(
             return "numbers", (), numbers
     if len(classes) > _MOST_CLASSES:
         raise DataError(
-            f"The labels are {len(classes):,} different words, such as {classes[0]!r}, and at most {_MOST_CLASSES:,} "
-            "classes are told apart. Check data.columns."
+            f"The labels are {len(classes):,} different words, such as {classes[0]!r}, and a set has at "
+            f"most {_MOST_CLASSES:,} classes. Check data.columns."
         )
     number = {word: value for value, word in enumerate(classes)}
     return "classes", tuple(classes), np.array([number[word] for word in labels], np.float32)

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import ConfigError
@@ -40,10 +41,8 @@ class Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-        environment.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, **options
-        )
-        # transformers' own tag marks what a model said, for training.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        # transformers' own tag marks the model's answers, for training.
         text = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", text)
         text = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", text)
         self._specials = dict(specials)
@@ -137,19 +136,19 @@ def messages_of(values: Sequence[Any], names: Sequence[str]) -> list[Message]:
     Raises ValueError with what is wrong.
     """
     if len(values) == 1:
-        return [_message(one) for one in _listed(values[0], names[0])]
-    *asked, answer = values
-    if isinstance(answer, list) or isinstance(asked[0], list):  # prompt and completion as lists of messages
-        return [_message(one) for value, name in zip(values, names) for one in _listed(value, name)]
+        return [_message(message) for message in _as_list(values[0], names[0])]
+    *questions, answer = values
+    if isinstance(answer, list) or isinstance(questions[0], list):  # prompt and completion as messages
+        return [_message(message) for value, name in zip(values, names) for message in _as_list(value, name)]
     texts = []
     for value, name in zip(values, names):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"the column {name} is {type(value).__name__}, not text")
         texts.append(value or "")
     question = "\n\n".join(filter(None, texts[:-1]))
-    for part, what in ((question, names[0]), (texts[-1], names[-1])):
+    for part, column in ((question, names[0]), (texts[-1], names[-1])):
         if not part.strip():
-            raise ValueError(f"the column {what} is empty")
+            raise ValueError(f"the column {column} is empty")
     return [{"role": "user", "content": question}, {"role": "assistant", "content": texts[-1]}]
 
 
@@ -169,14 +168,14 @@ def preference_of(
     *prompts, chosen, rejected = values
     before: list[Message] = []
     if prompts and isinstance(prompts[0], list):
-        before = [_message(one) for one in _listed(prompts[0], names[0])]
+        before = [_message(turn) for turn in _as_list(prompts[0], names[0])]
     elif prompts:
         before = [{"role": "user", "content": _text(prompts[0], names[0])}]
-    first, second = (_continued(before, value, name) for value, name in zip((chosen, rejected), names[-2:]))
+    first, second = (_continue(before, value, name) for value, name in zip((chosen, rejected), names[-2:]))
     if first == second:
         raise ValueError(f"the columns {names[-2]} and {names[-1]} are the same")
-    both = zip(first, second)
-    shared = next((n for n, (one, other) in enumerate(both) if one != other), min(len(first), len(second)))
+    differs = (n for n, (turn, other) in enumerate(zip(first, second)) if turn != other)
+    shared = next(differs, min(len(first), len(second)))
     if not shared:
         raise ValueError(f"the columns {names[-2]} and {names[-1]} share no beginning")
     for messages, name in ((first, names[-2]), (second, names[-1])):
@@ -185,11 +184,11 @@ def preference_of(
     return first[:shared], first[shared:], second[shared:]
 
 
-def _continued(before: list[Message], value: Any, name: str) -> list[Message]:
+def _continue(before: list[Message], value: Any, name: str) -> list[Message]:
     """The conversation that begins with some messages, which a column may repeat."""
     if before and not isinstance(value, list):
         return [*before, {"role": "assistant", "content": _text(value, name)}]
-    messages = [_message(one) for one in _listed(value, name)]
+    messages = [_message(message) for message in _as_list(value, name)]
     if before and messages[0]["role"] == "assistant":
         return [*before, *messages]
     if before and before[-1] not in messages:
@@ -205,7 +204,7 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _listed(value: Any, name: str) -> list[Any]:
+def _as_list(value: Any, name: str) -> list[Any]:
     if isinstance(value, str):  # a list in a cell of a table
         try:
             value = json.loads(value)
@@ -216,20 +215,20 @@ def _listed(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _message(one: Any) -> Message:
-    if not isinstance(one, Mapping):
-        raise ValueError("a message is no table with role and content")
-    role = one.get("role", one.get("from"))
-    content = one.get("content", one.get("value"))
+def _message(turn: Any) -> Message:
+    if not isinstance(turn, Mapping):
+        raise ValueError("a message is not a table with role and content")
+    role = turn.get("role", turn.get("from"))
+    content = turn.get("content", turn.get("value"))
     if not isinstance(role, str) or not role:
         raise ValueError("a message has no role")
     if isinstance(content, list):  # parts, of which text is read
         parts = [part.get("text") for part in content if isinstance(part, Mapping)]
         if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
-            raise ValueError("a message has parts that are no text")
+            raise ValueError("a message has parts that are not text")
         content = "".join(filter(None, parts))
-    if content is None and one.get("tool_calls"):
-        content = json.dumps(one["tool_calls"], ensure_ascii=False)
+    if content is None and turn.get("tool_calls"):
+        content = json.dumps(turn["tool_calls"], ensure_ascii=False)
     if not isinstance(content, str):
         raise ValueError(f"the {role}'s message has no content")
     return {"role": _ROLES.get(role.lower(), role.lower()), "content": content}

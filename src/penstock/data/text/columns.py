@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.boundary.files import quoted
-from penstock.data.text.build import Bad, Found, Row, Shape
+from penstock.data.text.build import Bad, RowOrBad, Shape, TextRow
 from penstock.data.text.chat import messages_of, preference_of
 from penstock.errors import DataError
 
@@ -26,7 +26,7 @@ this of two conversations."""
 class Content:
     """The rows of one source."""
 
-    parts: list[Iterator[Found]]
+    parts: list[Iterator[RowOrBad]]
     """Train and val, or everything."""
     identity: list[object]
     """Values that change when the rows do, as JSON can hold them."""
@@ -36,7 +36,7 @@ class Content:
     """Whether its rows have labels, even where their form needs none."""
 
 
-KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {
+USUAL_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "document": (("text",), ("content",), ("document",), ("code",), ("body",)),
     "single": (("text", "label"), ("sentence", "label"), ("review", "label"), ("text", "score"), ("sentence", "score")),
     "pair": (
@@ -64,11 +64,11 @@ KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @dataclass(frozen=True)
-class Columns:
+class TextColumns:
     """Which columns are read: names, or numbers from 1 for a table without names."""
 
     form: str
-    given: tuple[str, ...]
+    wanted: tuple[str, ...]
     shape: Shape
     separator: str = "auto"
     encoding: str = "utf-8"
@@ -79,37 +79,37 @@ class Columns:
 
     @property
     def by_number(self) -> bool:
-        return bool(self.given) and all(name.isdigit() for name in self.given)
+        return bool(self.wanted) and all(name.isdigit() for name in self.wanted)
 
     def among(self, names: Sequence[str], path: str) -> list[str]:
         """The columns to read of a table with these names. Raises DataError where it lacks them."""
-        wanted = [self.given] if self.given else KNOWN[self.form]
-        for columns in wanted:
+        choices = [self.wanted] if self.wanted else USUAL_COLUMNS[self.form]
+        for columns in choices:
             if self.form in CHATS and {name.partition(".")[0] for name in columns} <= set(names):
                 return list(columns)
             if len(columns) >= self.count and {name.partition(".")[0] for name in columns} <= set(names):
                 return list(columns[: self.count])
-        due = " and ".join(("text", "second text")[: self.shape.fields]) + " and label" * self.shape.labels
+        needed = " and ".join(("text", "second text")[: self.shape.fields]) + " and label" * self.shape.labels
         if self.form == "chat":
-            due = "messages, or of a question and its answer"
+            needed = "messages, or of a question and its answer"
         elif self.form == "preferences":
-            due = "chosen and rejected, with a prompt or without"
-        asked = (
-            f"lacks {', '.join(map(quoted, self.given))}" if self.given else f"has no known columns of {due}"
-        )
-        its = f"{path} {asked}; its columns are {quoted(', '.join(names), 300)}."
+            needed = "chosen and rejected, with a prompt or without"
+        problem = f"has no known columns of {needed}"
+        if self.wanted:
+            problem = f"lacks {', '.join(map(quoted, self.wanted))}"
+        message = f"{path} {problem}; its columns are {quoted(', '.join(names), 300)}."
         if len(names) == 1 and (parts := {c: names[0].count(c) for c in ";\t|," if c in names[0]}):
             likely = max(parts, key=lambda c: parts[c])
             word = "tab" if likely == "\t" else likely
             raise DataError(
-                f"{its} If its cells are separated by {quoted(likely)}, set data.separator to {quoted(word)}."
+                f"{message} If its cells are separated by {quoted(likely)}, set data.separator to {quoted(word)}."
             )
         count = "them" if self.form in CHATS else self.count
-        raise DataError(f"{its} Name {count} with data.columns.")
+        raise DataError(f"{message} Name {count} with data.columns.")
 
 
 def value_in(table: Mapping[str, Any], name: str) -> Any:
-    """A column's value, or, by a name such as `translation.en`, what lies inside it; None where it is not there."""
+    """A column's value, or by a name such as `translation.en` the value inside it; None where it is not there."""
     if name in table:
         return table[name]
     value: Any = table
@@ -118,35 +118,27 @@ def value_in(table: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str, line: int) -> Found:
-    """A row of what a table holds; or why it is none."""
+def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str, line: int) -> RowOrBad:
+    """A row of a table as texts and label, or the reason why it cannot be used."""
     if shape.form == "chats":
         try:
             parts = preference_of(values, names) if shape.fields == 4 else (messages_of(values, names),)
-            return Row(tuple(json.dumps(part, ensure_ascii=False) for part in parts), None, where, line)
+            return TextRow(tuple(json.dumps(part, ensure_ascii=False) for part in parts), None, where, line)
         except ValueError as problem:
             return Bad(where, line, str(problem))
     texts = []
     for name, value in zip(names[: shape.fields], values):
         if not isinstance(value, str) or (shape.form == "rows" and not value.strip()):
-            what = (
-                "is empty"
-                if value is None or isinstance(value, str)
-                else f"is {type(value).__name__}, not text"
-            )
-            return Bad(where, line, f"the column {quoted(name)} {what}")
+            empty = value is None or isinstance(value, str)
+            fault = "is empty" if empty else f"is {type(value).__name__}, not text"
+            return Bad(where, line, f"the column {quoted(name)} {fault}")
         texts.append(value)
     label = None
     if shape.labels:
         value = values[shape.fields]
         label = str(int(value)) if isinstance(value, bool) else str(value).strip()
-        if (
-            value is None
-            or label.lower() in ("", "-", "nan", "none")
-            or len(label) > 200
-            or not label.isprintable()
-        ):
-            return Bad(
-                where, line, f"the column {quoted(names[shape.fields])} holds no label: {quoted(label)}"
-            )
-    return Row(tuple(texts), label, where, line)
+        absent = value is None or label.lower() in ("", "-", "nan", "none")
+        if absent or len(label) > 200 or not label.isprintable():
+            fault = f"the column {quoted(names[shape.fields])} holds no label: {quoted(label)}"
+            return Bad(where, line, fault)
+    return TextRow(tuple(texts), label, where, line)

@@ -49,10 +49,10 @@ class ChatSource(Source):
         self.name, self.tokenizer, self.length, self.packed = name, tokenizer, length, packed
         self._tables = [table for table, _ in tables]
         self._lengths = [np.minimum(table.lengths()[:, 0], length) for table in self._tables]
-        kept = [_learnable(name, table, length) for table in self._tables]
+        learnable = [_learnable(name, table, length) for table in self._tables]
         self._samples = [
             fitted(lengths[rows], rows, length) if packed else [row[None] for row in rows]
-            for lengths, rows in zip(self._lengths, kept)
+            for lengths, rows in zip(self._lengths, learnable)
         ]
         self._mixture = Mixture([len(samples) for samples in self._samples], [weight for _, weight in tables])
         fields = [
@@ -62,13 +62,13 @@ class ChatSource(Source):
         ]
         self.sample = np.dtype(fields)
         if not packed:
-            self.lengths = self._mixture.spread(
-                [np.asarray(lengths[rows], np.int32) for lengths, rows in zip(self._lengths, kept)]
+            self.lengths = self._mixture.by_sample(
+                [np.asarray(lengths[rows], np.int32) for lengths, rows in zip(self._lengths, learnable)]
             )
 
     @cached_property
     def unpacked_padding(self) -> float | None:  # type: ignore[override]
-        """As `Source` says it."""
+        """The share that `Source` describes."""
         if not self.packed:
             return None
         return 1 - float(np.mean([lengths.mean() for lengths in self._lengths])) / self.length
@@ -104,7 +104,7 @@ class PreferenceSource(Source):
         self._rows = [_learnable(name, table, length) for table in self._tables]
         self._mixture = Mixture([len(rows) for rows in self._rows], [weight for _, weight in tables])
         longest = [table.lengths()[:, ::2].max(axis=1).clip(max=length) for table in self._tables]
-        self.lengths = self._mixture.spread(
+        self.lengths = self._mixture.by_sample(
             [lengths[rows].astype(np.int32) for lengths, rows in zip(longest, self._rows)]
         )
         self.sample = np.dtype(
@@ -155,19 +155,19 @@ def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> li
         length = int(lengths[place])
         at = bisect.bisect_left(rooms, length)
         if at == len(rooms):
-            left, group = room, len(groups)
+            room_left, group = room, len(groups)
             groups.append([])
         else:
-            left = rooms[at]
-            group = having[left].pop()
-            if not having[left]:
-                del having[left], rooms[at]
+            room_left = rooms[at]
+            group = having[room_left].pop()
+            if not having[room_left]:
+                del having[room_left], rooms[at]
         groups[group].append(int(rows[place]))
-        if rest := left - length:
-            if rest not in having:
-                bisect.insort(rooms, rest)
-                having[rest] = []
-            having[rest].append(group)
+        if remaining := room_left - length:
+            if remaining not in having:
+                bisect.insort(rooms, remaining)
+                having[remaining] = []
+            having[remaining].append(group)
     return [np.array(group, np.int64) for group in groups]
 
 
@@ -175,7 +175,7 @@ def open_conversations(data: DataConfig, tokenizer: Tokenizer, split: Split, *, 
     """Conversations of a split, cut after `length` tokens. Raises ConfigError and DataError."""
     tables = _tables(data, tokenizer, split, "chat")
     source = ChatSource(f"{data.source} ({split})", tables, tokenizer, length=length, packed=data.packed)
-    return _as_asked(source, data)
+    return _with_policy(source, data)
 
 
 def open_preferences(
@@ -183,7 +183,7 @@ def open_preferences(
 ) -> PreferenceSource:
     """Pairs of conversations of a split, each cut after `length` tokens. Raises ConfigError and DataError."""
     tables = _tables(data, tokenizer, split, "preferences")
-    return _as_asked(PreferenceSource(f"{data.source} ({split})", tables, tokenizer, length=length), data)
+    return _with_policy(PreferenceSource(f"{data.source} ({split})", tables, tokenizer, length=length), data)
 
 
 def _tables(data: DataConfig, tokenizer: Tokenizer, split: Split, form: Form) -> list[tuple[RowTable, float]]:
@@ -196,7 +196,7 @@ def _tables(data: DataConfig, tokenizer: Tokenizer, split: Split, form: Form) ->
     return tables
 
 
-def _as_asked(source: S, data: DataConfig) -> S:
+def _with_policy(source: S, data: DataConfig) -> S:
     source.bad_samples, source.group_by_length = data.bad_rows, data.group_by_length
     return source
 

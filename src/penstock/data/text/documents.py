@@ -14,8 +14,8 @@ from pathlib import Path
 from penstock.boundary.files import open_regular, quoted, shown
 from penstock.boundary.text import Line, read_lines
 from penstock.boundary.trees import Bounds, parse_json
-from penstock.data.text.build import Bad, Found, Row
-from penstock.data.text.columns import Columns, row_of, value_in
+from penstock.data.text.build import Bad, RowOrBad, TextRow
+from penstock.data.text.columns import TextColumns, row_of, value_in
 from penstock.disk import digest_file
 from penstock.errors import DataError, EnvironmentProblem
 
@@ -35,32 +35,32 @@ def files_of(path: str) -> list[Path]:
     """A file, the text files of a folder at any depth, or those that a pattern such as `texts/*.txt` fits, sorted."""
     root = Path(path)
     if root.is_dir():
-        found, ignored = [], 0
+        paths, ignored = [], 0
         for folder, folders, files in os.walk(root, onerror=_raise):
             folders[:] = sorted(name for name in folders if name[0] != ".")
             for name in files:
                 known = _suffix(name) in (*TEXTS, *TABLES)
                 ignored += not known
                 if known and name[0] != ".":
-                    found.append(Path(folder, name))
+                    paths.append(Path(folder, name))
         if ignored:
             _log.info("%s: %d files of other kinds were left out.", root, ignored)
     elif not root.exists() and any(letter in path for letter in "*?["):
-        found = [Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
+        paths = [Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
     else:
-        found = [root]
-    if not found:
+        paths = [root]
+    if not paths:
         raise DataError(
             f"No file in {shown(path)} ends in {', '.join((*TEXTS, *TABLES))}. Check data.source."
         )
-    return sorted(found)
+    return sorted(paths)
 
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file's content. Raises DataError where it cannot be read."""
     with open_regular(path, "The text file") as file:
-        found = os.fstat(file.fileno())
-    return _digest(path, found.st_size, found.st_mtime_ns)
+        status = os.fstat(file.fileno())
+    return _digest(path, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -91,24 +91,24 @@ def splits_of(files: list[Path], root: str) -> list[list[Path]]:
     ]
     if not train or not val or set(train) & set(val):
         return [files]
-    if left := len(files) - len(train) - len(val):
-        _log.info("%s: %d files that belong to neither train nor val were left out.", root, left)
+    if unused := len(files) - len(train) - len(val):
+        _log.info("%s: %d files that belong to neither train nor val were left out.", root, unused)
     return [train, val]
 
 
-def read_files(files: Sequence[Path], columns: Columns) -> Iterator[Found]:
+def read_files(files: Sequence[Path], columns: TextColumns) -> Iterator[RowOrBad]:
     """The rows of the files, or their documents."""
     for path in files:
         suffix = _suffix(path.name)
         empty = True
-        for found in _rows(path, suffix, columns):
+        for row in _rows(path, suffix, columns):
             empty = False
-            yield found
+            yield row
         if empty:
             yield Bad(shown(path), 0, "it is empty")
 
 
-def _rows(path: Path, suffix: str, columns: Columns) -> Iterator[Found]:
+def _rows(path: Path, suffix: str, columns: TextColumns) -> Iterator[RowOrBad]:
     if suffix == ".parquet":
         return _parquet(path, columns)
     if suffix in (".jsonl", ".ndjson", ".json"):
@@ -124,28 +124,28 @@ def _rows(path: Path, suffix: str, columns: Columns) -> Iterator[Found]:
     return _document(path, columns.encoding)
 
 
-def _document(path: Path, encoding: str) -> Iterator[Found]:
+def _document(path: Path, encoding: str) -> Iterator[RowOrBad]:
     """A text file is one document, in pieces that end with a line."""
     where = shown(path)
     begun = False
-    held: list[str] = []
+    pieces: list[str] = []
     size, first = 0, 1
     for line in read_lines(path, _DESCRIPTION, encoding=encoding):
         if line.problem:
             yield Bad(where, line.number, line.problem)
             continue
         if size >= _PIECE:
-            yield Row(("".join(held),), None, where, first, more=True)
-            held, size, first, begun = [], 0, line.number, True
-        held.append(line.text + "\n")
+            yield TextRow(("".join(pieces),), None, where, first, more=True)
+            pieces, size, first, begun = [], 0, line.number, True
+        pieces.append(line.text + "\n")
         size += len(line.text) + 1
     if size or begun:
-        text = "".join(held)
+        text = "".join(pieces)
         if begun or text.strip():
-            yield Row((text,), None, where, first)
+            yield TextRow((text,), None, where, first)
 
 
-def _json_lines(path: Path, columns: Columns) -> Iterator[Found]:
+def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
     where = shown(path)
     names: list[str] = []
     for line in read_lines(path, _DESCRIPTION, encoding=columns.encoding):
@@ -167,13 +167,13 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[Found]:
             yield row_of([value_in(table, name) for name in names], names, columns.shape, where, line.number)
 
 
-def _table(path: Path, separator: str, columns: Columns) -> Iterator[Found]:
+def _table(path: Path, separator: str, columns: TextColumns) -> Iterator[RowOrBad]:
     """Tabs separate without quotes, as in GLUE's and XNLI's files; others with them, as commas in RFC 4180."""
     where = shown(path)
     names: list[str] = []
-    places: list[int] = [int(name) - 1 for name in columns.given] if columns.by_number else []
+    places: list[int] = [int(name) - 1 for name in columns.wanted] if columns.by_number else []
     if places:
-        names, width = list(columns.given), max(places) + 1
+        names, width = list(columns.wanted), max(places) + 1
     lines = read_lines(path, _DESCRIPTION, encoding=columns.encoding)
     for number, cells, problem in _cells(lines, separator):
         if problem:
@@ -196,11 +196,11 @@ def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[st
         return
     csv.field_size_limit(_LINE.bytes)  # the module's own limit, which holds for all its users, is 128 KB
     for line in lines:
-        held, problem = [line.text], line.problem
+        pieces, problem = [line.text], line.problem
         size, open_quotes = len(line.text), line.text.count('"') % 2
         while open_quotes and not problem:  # a cell in quotes may hold ends of lines
             following = next(lines, Line(0, "", "a quotation mark is opened and never closed"))
-            held.append(following.text)
+            pieces.append(following.text)
             size += len(following.text) + 1
             open_quotes ^= following.text.count('"') % 2
             problem = following.problem
@@ -209,13 +209,13 @@ def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[st
         cells: list[str] = []
         if not problem:
             try:
-                cells = next(csv.reader(["\n".join(held)], delimiter=separator, strict=True), [])
+                cells = next(csv.reader(["\n".join(pieces)], delimiter=separator, strict=True), [])
             except csv.Error as error:
                 problem = f"it is no row of a table: {error}"
         yield line.number, cells, problem
 
 
-def _parquet(path: Path, columns: Columns) -> Iterator[Found]:
+def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
     try:
         from pyarrow import parquet
     except ImportError:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.boundary.files import Unreadable, content, quoted, shown
-from penstock.data.text.build import Found, Row, Shape
-from penstock.data.text.columns import Columns, Content, Form
+from penstock.data.text.build import RowOrBad, Shape, TextRow
+from penstock.data.text.columns import Content, Form, TextColumns
 from penstock.data.text.documents import digest, read_files
 from penstock.data.text.names import prompt_of
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
@@ -37,6 +37,8 @@ LANGUAGES = ("en", "de", "fr", "es", "it", "nl", "pt", "pl", "cs", "sv", "da", "
 """Languages of `numbers` by default."""
 DIGITS = "digits"
 """Name of numbers in digits, where `numbers` begins with it."""
+Say = Callable[[int, str, str], str]
+"""The words of a number in a language, `cardinal` or `ordinal`."""
 
 
 def standard_library() -> Content:
@@ -60,7 +62,7 @@ def standard_library() -> Content:
     ]
     identity: list[object] = [[[digest(file) for file in part] for part in parts]]
     size = sum(file.stat().st_size for file in files)
-    columns = Columns("document", (), Shape(form="documents"))
+    columns = TextColumns("document", (), Shape(form="documents"))
     return Content([read_files(part, columns) for part in parts], identity, size)
 
 
@@ -112,7 +114,7 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
     return Content(parts, ["numbers", 1, _version(), list(languages)])
 
 
-def speaker(source: str, languages: Sequence[str]) -> Callable[[int, str, str], str]:
+def speaker(source: str, languages: Sequence[str]) -> Say:
     """The words of a number in a language, `cardinal` or `ordinal`, for a source of this name. Raises ConfigError for a
     language that is not spoken, EnvironmentProblem without num2words."""
     try:
@@ -149,17 +151,15 @@ def _is_held_out(number: int) -> bool:
     return number >= _ALL_SEEN and zlib.crc32(str(number).encode()) % _HELD_OUT == 0
 
 
-def _digit_rows(languages: Sequence[str], say: Callable[[int, str, str], str], val: bool) -> Iterator[Found]:
+def _digit_rows(languages: Sequence[str], say: Say, val: bool) -> Iterator[RowOrBad]:
     for number in range(_NUMBERS):
         if _is_held_out(number) == val:
             for language in languages:
-                asked = prompt_of(DIGITS, language, str(number))
-                yield Row((asked, say(number, language, "cardinal")), language, f"{number} in {language}", 0)
+                texts = prompt_of(DIGITS, language, str(number)), say(number, language, "cardinal")
+                yield TextRow(texts, language, f"{number} in {language}", 0)
 
 
-def _number_rows(
-    form: Form, languages: Sequence[str], say: Callable[[int, str, str], str], val: bool
-) -> Iterator[Found]:
+def _number_rows(form: Form, languages: Sequence[str], say: Say, val: bool) -> Iterator[RowOrBad]:
     count = len(languages)
     to = "ordinal" if count == 1 and form != "single" else "cardinal"
     least = 1 if to == "ordinal" else 0  # several languages have no word for "zeroth"
@@ -172,19 +172,15 @@ def _number_rows(
             words, other = say(number, first, "cardinal"), say(number, second, to)
             where = f"the number {number} in {first} and {second}"
             if form == "single":
-                yield Row((words,), "odd" if number % 2 else "even", where, 0)
+                yield TextRow((words,), "odd" if number % 2 else "even", where, 0)
             elif form == "translation":
-                yield Row((f"{first}>{second}: {words}", other), None, where, 0)
+                yield TextRow((f"{first}>{second}: {words}", other), None, where, 0)
             elif form == "two":
-                yield Row((words, other), None, where, 0)
+                yield TextRow((words, other), None, where, 0)
             else:
                 same = rng.random() < 0.5
-                yield Row(
-                    (words, other if same else say(_another(number, rng, val, least), second, to)),
-                    "same" if same else "different",
-                    where,
-                    0,
-                )
+                other = other if same else say(_another(number, rng, val, least), second, to)
+                yield TextRow((words, other), "same" if same else "different", where, 0)
 
 
 def _another(number: int, rng: random.Random, val: bool, least: int) -> int:
@@ -193,8 +189,8 @@ def _another(number: int, rng: random.Random, val: bool, least: int) -> int:
         if rng.random() < 0.5:
             digits = list(str(number))
             digits[rng.randrange(len(digits))] = str(rng.randrange(10))
-            found = int("".join(digits))
+            other = int("".join(digits))
         else:
-            found = rng.randrange(_NUMBERS)
-        if found != number and found >= least and (val or not _is_held_out(found)):
-            return found
+            other = rng.randrange(_NUMBERS)
+        if other != number and other >= least and (val or not _is_held_out(other)):
+            return other

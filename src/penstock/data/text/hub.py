@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.run import DataConfig
-from penstock.data.hub import opened_dataset
+from penstock.data.hub import open_dataset
 from penstock.data.imagefolder import SPLIT_FOLDERS
-from penstock.data.text.build import Bad, Found
-from penstock.data.text.columns import Columns, Content, row_of, value_in
+from penstock.data.text.build import Bad, RowOrBad
+from penstock.data.text.columns import Content, TextColumns, row_of, value_in
 from penstock.errors import ConfigError
 
 
-def hub_rows(name: str, data: DataConfig, columns: Columns) -> Content:
+def hub_rows(name: str, data: DataConfig, columns: TextColumns) -> Content:
     """The rows of `NAME`, or of its configuration `NAME:CONFIGURATION`. Splits are its own.
 
     Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
     """
     dataset, _, configuration = name.partition(":")
-    splits = opened_dataset(dataset, configuration or None, streaming=data.streaming)
-    own = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
+    splits = open_dataset(dataset, configuration or None, streaming=data.streaming)
+    val_name = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
     first = "train" if "train" in splits else next(iter(splits))
-    chosen = [first] if own is None or own == first else [first, own]
-    identity = [[split, _identity(splits[split])] for split in chosen]
-    parts = [_rows(splits[split], f"hf:{name}, {split}", columns) for split in chosen]
+    names = [first] if val_name is None or val_name == first else [first, val_name]
+    identity = [[split, _identity(splits[split])] for split in names]
+    parts = [_rows(splits[split], f"hf:{name}, {split}", columns) for split in names]
     return Content(parts, [name, data.streaming, identity])
 
 
@@ -36,7 +36,7 @@ def _identity(rows: Any) -> str:
     return str((stored, rows.info.version, rows.info.download_checksums, rows.info.splits))
 
 
-def _rows(rows: Any, where: str, columns: Columns) -> Iterator[Found]:
+def _rows(rows: Any, where: str, columns: TextColumns) -> Iterator[RowOrBad]:
     features = rows.features
     if features is None:  # a stream tells its columns with its first row
         features = next(iter(rows.take(1)), {})

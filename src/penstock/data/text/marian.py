@@ -28,7 +28,7 @@ from penstock.data.text.tokenizers import (
     KEYS,
     MOST_TOKENS,
     UNSAVED,
-    Library,
+    LibraryTokenizer,
     Numbers,
     Tokenizer,
     tokenizers_library,
@@ -75,8 +75,8 @@ class Marian(Tokenizer):
         models = {side: parsed(raw, f"{name}/{side}") for side, raw in self._raw.items()}
         self._has_bytes = any(model.byte_fallback for model in models.values())
         self._cutters = {side: self._cutter(side, model) for side, model in models.items()}
-        told = json.dumps([sorted(self._table.items()), self.pad, self.unknown, self.end]).encode()
-        sums = [hashlib.sha256(part).hexdigest() for part in (source, target, told)]
+        described = json.dumps([sorted(self._table.items()), self.pad, self.unknown, self.end]).encode()
+        sums = [hashlib.sha256(part).hexdigest() for part in (source, target, described)]
         self.fingerprint = hashlib.sha256(json.dumps(["marian", *sums]).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Numbers]:
@@ -98,40 +98,40 @@ class Marian(Tokenizer):
         return list(self._words)
 
     def save(self, folder: Path, rows: int = 0) -> None:
-        """Write the files that MarianTokenizer reads; tokens that are not in its table have no names."""
-        kept = {key: value for key, value in self._settings.items() if key not in UNSAVED}
-        kept |= {KEYS[role]: self._words[getattr(self, role)] for role in _WORDS}
-        kept |= {"separate_vocabs": False, "tokenizer_class": "MarianTokenizer"}
-        write_text(folder / "tokenizer_config.json", json.dumps(kept, indent=2) + "\n")
+        """Write the files that transformers' MarianTokenizer reads; tokens that are not in its table have no names."""
+        settings = {key: value for key, value in self._settings.items() if key not in UNSAVED}
+        settings |= {KEYS[role]: self._words[getattr(self, role)] for role in _WORDS}
+        settings |= {"separate_vocabs": False, "tokenizer_class": "MarianTokenizer"}
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
         write_text(folder / TABLE, json.dumps(self._table, indent=2, ensure_ascii=False) + "\n")
         for side, raw in self._raw.items():
             write_file(folder / side, [raw])
 
     def _numbers(self, texts: Sequence[str], side: str) -> list[Numbers]:
-        apart = [_without_code(text) for text in texts]
-        rests = [rest for _, rest in apart]
+        split_texts = [_without_code(text) for text in texts]
+        rests = [rest for _, rest in split_texts]
         cutter, numbers = self._cutters[side]
-        found = [numbers[ids] for ids in cutter.encode(rests)]
-        unsure = [row for row, ids in enumerate(found) if (ids == self.unknown).any()]
+        encoded = [numbers[ids] for ids in cutter.encode(rests)]
+        unsure = [row for row, ids in enumerate(encoded) if (ids == self.unknown).any()]
         for row, pieces in zip(unsure, cutter.pieces([rests[row] for row in unsure]), strict=True):
-            found[row] = self._looked_up(pieces)
+            encoded[row] = self._looked_up(pieces)
         return [
             np.concatenate([self._looked_up(code), ids]) if code else ids
-            for (code, _), ids in zip(apart, found, strict=True)
+            for (code, _), ids in zip(split_texts, encoded, strict=True)
         ]
 
     def _looked_up(self, pieces: Sequence[str]) -> Numbers:
         return np.array([self._table.get(piece, self.unknown) for piece in pieces], np.int32)
 
-    def _cutter(self, side: str, model: SentencePieceModel) -> tuple[Library, Numbers]:
+    def _cutter(self, side: str, model: SentencePieceModel) -> tuple[LibraryTokenizer, Numbers]:
         """The library that cuts texts, and the number in the table of each of its own numbers."""
         self._check_letters(side, model)
         cutter = library_of(of_text_alone(model), f"{self.name}/{side}")
         return cutter, self._looked_up(cutter.words())
 
     def _special(self, role: str) -> int:
-        given = self._settings.get(KEYS[role], _WORDS[role])
-        word = given.get("content") if isinstance(given, Mapping) else given
+        setting = self._settings.get(KEYS[role], _WORDS[role])
+        word = setting.get("content") if isinstance(setting, Mapping) else setting
         if not isinstance(word, str) or word not in self._table:
             raise DataError(
                 f"{TABLE} of the tokenizer {self.name} lacks the {KEYS[role]} {quoted(word)}. Check that it is the "
@@ -140,16 +140,15 @@ class Marian(Tokenizer):
         return self._table[word]
 
     def _check_table(self) -> None:
-        wrong = next(
-            (w for w, n in self._table.items() if type(n) is not int or not 0 <= n < MOST_TOKENS), None
-        )
-        why = ""
+        wrongs = (w for w, n in self._table.items() if type(n) is not int or not 0 <= n < MOST_TOKENS)
+        wrong, why = next(wrongs, None), ""
         if not self._table:
             why = "has no pieces"
         elif wrong is not None:
-            why = f"gives {quoted(wrong)} the number {quoted(self._table[wrong])}, but takes 0 to {MOST_TOKENS - 1:,}"
+            number, most = quoted(self._table[wrong]), MOST_TOKENS - 1
+            why = f"has the number {number} for {quoted(wrong)}, not one from 0 to {most:,}"
         elif len(set(self._table.values())) < len(self._table):
-            why = "gives two pieces the same number"
+            why = "has the same number for two pieces"
         if why:
             raise DataError(f"{TABLE} of the tokenizer {self.name} {why}. Check that it is the right file.")
 
@@ -199,7 +198,7 @@ def read_marian(folder: Path, settings: Mapping[str, Any]) -> Marian:
     where = shown(folder)
     if missing := lacking(folder):
         raise DataError(
-            f"The tokenizer in {where} is Marian's, but lacks {' and '.join(missing)}. Put that there, from where the "
+            f"The tokenizer in {where} is Marian's, but lacks {' and '.join(missing)}. Copy that there, from where the "
             "other files came."
         )
     if settings.get("separate_vocabs") or (folder / SECOND_TABLE).is_file():

@@ -15,8 +15,8 @@ _MOST = 1 << 31
 class Mixture:
     """Numbers the samples of several sets so that each has its share of them.
 
-    One round of the mixture is one pass over the set that lasts longest; the others are repeated meanwhile, in equal
-    parts as far as the numbers allow. So nothing is left out, and the order stays a pure function of seed and position.
+    One round of the mixture is one pass over the set that takes longest; the others are repeated meanwhile, each sample
+    about equally often. So nothing is left out, and the order stays a pure function of seed and position.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
@@ -38,7 +38,7 @@ class Mixture:
         part = int(np.searchsorted(self._starts, index, side="right")) - 1
         return part, (index - int(self._starts[part])) % int(self._sizes[part])
 
-    def spread(self, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-        """(samples,) of the values that each set has of its samples."""
+    def by_sample(self, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+        """(samples,) values of the mixture's samples, from each set's values of its own samples."""
         counts = np.diff(self._starts)
         return np.concatenate([np.resize(value, count) for value, count in zip(values, counts)])

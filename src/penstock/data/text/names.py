@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.boundary.files import quoted
-from penstock.data.text.build import Found, Row
+from penstock.data.text.build import RowOrBad, TextRow
 from penstock.data.text.columns import Content, Form
 from penstock.errors import ConfigError, EnvironmentProblem
 
@@ -35,7 +35,7 @@ is one."""
 
 def names(form: Form, languages: tuple[str, ...] = ()) -> Content:
     """Names from CLDR, `en>sw: Germany` and `Ujerumani`, with the second language as label. Each name that a language
-    has is asked for twice: from English or French, and from another of the languages.
+    has is the target of two rows: from English or French, and from another of the languages.
 
     A tenth of the items is for validation, in all languages: and no name that one of these has in a language is seen in
     training in that language, be it another item's.
@@ -50,9 +50,9 @@ def names(form: Form, languages: tuple[str, ...] = ()) -> Content:
         raise ConfigError(
             f"data.source=names needs two languages, such as names:en,sw, not {quoted(languages[0])}."
         )
-    read = read_names(languages)
+    by_item = read_names(languages)
     return Content(
-        [_rows(read, languages, val) for val in (False, True)],
+        [_rows(by_item, languages, val) for val in (False, True)],
         ["names", 1, _version(), list(languages)],
         labels=True,
     )
@@ -73,7 +73,7 @@ def read_names(languages: Sequence[str]) -> Names:
         )
     # What a language has of its own: what it lacks would come as the code, or in another language.
     data = {one: localedata.load(one, merge_inherited=False) for one in dict.fromkeys(("en", *languages))}
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    by_item: dict[str, dict[str, str]] = defaultdict(dict)
     for kind in KINDS:
         for code, value in data["en"].get(kind, {}).items():
             english = _text(value)
@@ -81,8 +81,8 @@ def read_names(languages: Sequence[str]) -> Names:
             for language in languages:
                 text = _text(data[language].get(kind, {}).get(code, ""))
                 if text and text != code and len(text.encode()) <= LONGEST and english:
-                    found[key].setdefault(language, text)
-    return {key: by_language for key, by_language in sorted(found.items()) if len(by_language) > 1}
+                    by_item[key].setdefault(language, text)
+    return {key: by_language for key, by_language in sorted(by_item.items()) if len(by_language) > 1}
 
 
 def _text(value: object) -> str:
@@ -114,29 +114,28 @@ def _version() -> str:
     return metadata.version("babel")
 
 
-def _rows(read: Names, languages: Sequence[str], val: bool) -> Iterator[Found]:
+def _rows(by_item: Names, languages: Sequence[str], val: bool) -> Iterator[RowOrBad]:
     unseen = {
         (language, name.casefold())
-        for key, by_language in read.items()
+        for key, by_language in by_item.items()
         if is_held_out(key)
         for language, name in by_language.items()
     }
-    for key, by_language in read.items():
+    for key, by_language in by_item.items():
         if is_held_out(key) != val:
             continue
-        known = {
+        usable = {
             language: name
             for language, name in by_language.items()
             if val or (language, name.casefold()) not in unseen
         }
         rng = random.Random(zlib.crc32(key.encode()))
         for target in languages:
-            sources = [language for language in known if language != target]
-            if target not in known or not sources:
+            sources = [language for language in usable if language != target]
+            if target not in usable or not sources:
                 continue
             pivots = [language for language in sources if language in PIVOTS]
             others = [language for language in sources if language not in PIVOTS]
             for source in [rng.choice(several) for several in (pivots, others) if several]:
-                yield Row(
-                    (prompt_of(source, target, known[source]), known[target]), target, f"{key} in {source}", 0
-                )
+                texts = prompt_of(source, target, usable[source]), usable[target]
+                yield TextRow(texts, target, f"{key} in {source}", 0)

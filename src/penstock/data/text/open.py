@@ -10,7 +10,7 @@ from penstock.boundary.hub import hub_folder
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
 from penstock.data.text import marian
-from penstock.data.text.tokenizers import Bytes, Library, Tokenizer, refusing
+from penstock.data.text.tokenizers import Bytes, LibraryTokenizer, Tokenizer, refusing
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
 MOST_BYTES = 64 << 20
@@ -77,7 +77,7 @@ def named(name: str) -> Tokenizer:
 
             return read_model(path)
         return _from_file(path, {})
-    return in_folder(_fetched(name))
+    return in_folder(_fetch(name))
 
 
 def in_folder(folder: Path) -> Tokenizer:
@@ -91,11 +91,11 @@ def in_folder(folder: Path) -> Tokenizer:
     if marian.is_marian(folder):  # a tokenizer.json beside it would cut sources alone
         return marian.read_marian(folder, settings)
     if (folder / _FILES[0]).is_file():
-        found = _from_file(folder / _FILES[0], settings)
+        tokenizer = _from_file(folder / _FILES[0], settings)
         if settings.get("penstock") == Bytes.fingerprint:
-            template, found = found.chat_template, Bytes()
-            found.chat_template = template
-        return found
+            template, tokenizer = tokenizer.chat_template, Bytes()
+            tokenizer.chat_template = template
+        return tokenizer
     # Numbers of XLM-RoBERTa and CamemBERT are not those of their sentencepiece.bpe.model; transformers knows which are.
     models = [folder / file for file in ("spiece.model", "tokenizer.model") if (folder / file).is_file()]
     if models:
@@ -113,9 +113,9 @@ def settings_in(folder: Path) -> dict[str, Any]:
         if (folder / file).is_file():
             raw = read_text(folder / file, "The tokenizer's settings", limit=_SETTINGS.bytes)
             settings |= parse_json(raw, f"The file {shown(folder / file)}", error=DataError, bounds=_SETTINGS)
-    own, template = folder / TEMPLATE_FILE, settings.get("chat_template")
-    if own.is_file():
-        settings["chat_template"] = read_text(own, "The chat template", limit=1 << 20)
+    own_file, template = folder / TEMPLATE_FILE, settings.get("chat_template")
+    if own_file.is_file():
+        settings["chat_template"] = read_text(own_file, "The chat template", limit=1 << 20)
     elif isinstance(template, list):  # several, by name
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         settings["chat_template"] = named[0].get("template") if named else None
@@ -124,7 +124,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 def _from_file(path: Path, settings: dict[str, Any]) -> Tokenizer:
     text = read_text(path, "The tokenizer", limit=MOST_BYTES)
-    return Library(text, shown(path), settings)
+    return LibraryTokenizer(text, shown(path), settings)
 
 
 def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
@@ -137,23 +137,23 @@ def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
             "pip install 'penstock[hf]'."
         ) from None
     with refusing(shown(folder)):
-        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        backend = getattr(made, "backend_tokenizer", None)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
         text = backend.to_str() if backend is not None else ""
     if not text:
         raise DataError(
-            f"The tokenizer in {shown(folder)} ({type(made).__name__}) is written in Python only. Convert it: "
+            f"The tokenizer in {shown(folder)} ({type(tokenizer).__name__}) is written in Python only. Convert it: "
             "transformers' `save_pretrained` writes a tokenizer.json where it can."
         )
-    return Library(
-        text, shown(folder), settings | {key: str(word) for key, word in made.special_tokens_map.items()}
+    return LibraryTokenizer(
+        text, shown(folder), settings | {key: str(word) for key, word in tokenizer.special_tokens_map.items()}
     )
 
 
-def _fetched(name: str) -> Path:
+def _fetch(name: str) -> Path:
     """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
     files = (*_FILES, TEMPLATE_FILE, *_MADE_OF, marian.SECOND_TABLE, "*.model", "merges.txt", "config.json")
-    folder = hub_folder(name, files, enough=_whole)
+    folder = hub_folder(name, files, enough=_is_complete)
     if folder is None:
         raise ConfigError(
             f"{quoted(name)} on the Hugging Face hub holds no tokenizer, or a part of Marian's without the rest. Check "
@@ -162,6 +162,6 @@ def _fetched(name: str) -> Path:
     return folder
 
 
-def _whole(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer with all its files, as far as can be told."""
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer with all its files, as far as can be seen."""
     return has_tokenizer(folder) and not (marian.is_marian(folder) and marian.lacking(folder))

@@ -11,12 +11,19 @@ from typing import Literal
 
 from penstock.config.convert import Checked, Count, FilledText
 from penstock.config.run import DataConfig
-from penstock.data.text.build import Found, Row
+from penstock.data.text.build import RowOrBad, TextRow
 from penstock.data.text.columns import Form
 from penstock.data.text.open import open_tokenizer
 from penstock.data.text.sources import build, content_of
-from penstock.data.text.tokenizers import MOST_TOKENS, Bytes, Library, Tokenizer, refusing, tokenizers_library
-from penstock.data.text.tokenpack import Manifest, read_manifest
+from penstock.data.text.tokenizers import (
+    MOST_TOKENS,
+    Bytes,
+    LibraryTokenizer,
+    Tokenizer,
+    refusing,
+    tokenizers_library,
+)
+from penstock.data.text.tokenpack import TokenManifest, read_manifest
 from penstock.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -55,7 +62,7 @@ def is_text(source: str) -> bool:
     return kind in KINDS and (bool(colon) or kind in ("stdlib", "numbers", "names"))
 
 
-def pack_text(source: str, target: Path, packing: TextPacking | None = None) -> Manifest:
+def pack_text(source: str, target: Path, packing: TextPacking | None = None) -> TokenManifest:
     """Pack the source `text:PATH`, `pairs:PATH`, `hf:NAME`, `stdlib` or `numbers` into the new folder `target`, which
     has its name only when it is complete. Raises ConfigError, DataError, and EnvironmentProblem for missing packages.
     """
@@ -82,7 +89,7 @@ def pack_text(source: str, target: Path, packing: TextPacking | None = None) -> 
     return read_manifest(target)
 
 
-def train_bpe(rows: Iterator[Found], size: int, data: DataConfig) -> Library:
+def train_bpe(rows: Iterator[RowOrBad], size: int, data: DataConfig) -> LibraryTokenizer:
     """A byte-level BPE of `size` tokens (Sennrich et al., ACL 2016) with the special tokens of `Bytes`, trained on the
     rows, or on the first `data.limit` of them. No text is unknown to it.
 
@@ -95,30 +102,30 @@ def train_bpe(rows: Iterator[Found], size: int, data: DataConfig) -> Library:
         )
     library = tokenizers_library("Training a tokenizer")
     specials = [*Bytes.WORDS, *(f"<extra_{number}>" for number in range(Bytes.SENTINELS))]
-    made = library.Tokenizer(library.models.BPE())
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=size, special_tokens=specials, show_progress=False,
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
     with refusing(f"bpe:{size}"):
-        made.train_from_iterator(_texts(rows, data.limit), trainer=trainer)
-    found = made.get_vocab_size()
-    if found < size:
-        _log.warning("The text gives a BPE of %d tokens only, fewer than the %d asked for.", found, size)
+        tokenizer.train_from_iterator(_texts(rows, data.limit), trainer=trainer)
+    trained_size = tokenizer.get_vocab_size()
+    if trained_size < size:
+        _log.warning("The text yields a BPE of %d tokens, fewer than bpe:%d.", trained_size, size)
     pad, begin, end, separator, classify, mask = Bytes.WORDS
     settings = {
         "pad_token": pad, "bos_token": begin, "eos_token": end, "sep_token": separator, "cls_token": classify,
         "mask_token": mask, "unk_token": None,
     }  # fmt: skip
-    return Library(made.to_str(), f"bpe:{found}", settings)
+    return LibraryTokenizer(tokenizer.to_str(), f"bpe:{trained_size}", settings)
 
 
-def _texts(rows: Iterator[Found], limit: int | None) -> Iterator[str]:
+def _texts(rows: Iterator[RowOrBad], limit: int | None) -> Iterator[str]:
     """The texts of readable rows; the other rows are refused when they are packed."""
     for number, row in enumerate(rows):
         if limit is not None and number >= limit:
             return
-        if isinstance(row, Row):
+        if isinstance(row, TextRow):
             yield from row.texts

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import open_regular, printable, shown
-from penstock.data.text.build import Bad, Found
-from penstock.data.text.columns import Columns, row_of, value_in
+from penstock.data.text.build import Bad, RowOrBad
+from penstock.data.text.columns import TextColumns, row_of, value_in
 
 _ROWS = 256
 _GROUP_BYTES = 8 << 30
@@ -16,7 +16,7 @@ _GROUP_BYTES = 8 << 30
 _TOO_LONG = 16 << 20
 
 
-def read_rows(parquet: Any, path: Path, columns: Columns) -> Iterator[Found]:
+def read_rows(parquet: Any, path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
     """Raises DataError where it lacks the columns; what else is wrong is a bad row."""
     where = shown(path)
     number = 0
@@ -28,9 +28,9 @@ def read_rows(parquet: Any, path: Path, columns: Columns) -> Iterator[Found]:
             names = columns.among([str(name) for name in file.schema_arrow.names], where)
             _check_sizes(file)
             for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
-                read = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+                columns_read = {name: batch.column(name).to_pylist() for name in batch.schema.names}
                 for place in range(batch.num_rows):
-                    row = {name: values[place] for name, values in read.items()}
+                    row = {name: values[place] for name, values in columns_read.items()}
                     values = [value_in(row, name) for name in names]
                     number += 1
                     if any(isinstance(value, str) and len(value) > _TOO_LONG for value in values):

@@ -61,7 +61,9 @@ class RowSource(Source):
         self._tables = [table for table, _ in tables]
         self._frame = _Frame(tokenizer, form, length, target_length)
         self._mixture = Mixture([len(table) for table in self._tables], [weight for _, weight in tables])
-        self.lengths = self._mixture.spread([self._frame.lengths(table.lengths()) for table in self._tables])
+        self.lengths = self._mixture.by_sample(
+            [self._frame.lengths(table.lengths()) for table in self._tables]
+        )
         self.sample = self._frame.sample(label=None if not tables[0][0].labelled else classes is not None)
 
     @property

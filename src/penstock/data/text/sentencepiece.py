@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.boundary.files import read_bytes, shown
-from penstock.data.text.tokenizers import Library, refusing, tokenizers_library
+from penstock.data.text.tokenizers import LibraryTokenizer, refusing, tokenizers_library
 from penstock.errors import DataError
 
 MOST_BYTES = 64 << 20
@@ -41,7 +41,7 @@ class SentencePieceModel:
     single_spaces: bool = True
 
 
-def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> Library:
+def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> LibraryTokenizer:
     """The tokenizer in a `.model` file. Raises DataError for what is none, or of a kind that is not unigram or BPE."""
     raw = read_bytes(path, "The sentencepiece model", limit=MOST_BYTES)
     return library_of(parsed(raw, shown(path)), shown(path), settings)
@@ -61,35 +61,38 @@ def parsed(raw: bytes, name: str) -> SentencePieceModel:
     return model
 
 
-def library_of(model: SentencePieceModel, name: str, settings: Mapping[str, Any] | None = None) -> Library:
+Settings = Mapping[str, Any] | None
+
+
+def library_of(model: SentencePieceModel, name: str, settings: Settings = None) -> LibraryTokenizer:
     """The tokenizer that a model makes. Raises EnvironmentProblem without the package tokenizers."""
     library = tokenizers_library(f"The sentencepiece model {name}")
     with refusing(name):
-        text = _made(library, model).to_str()
+        text = _built(library, model).to_str()
     words = {
         key: model.pieces[number][0] if 0 <= number < len(model.pieces) else None
         for key, number in model.roles.items()
     }
-    return Library(text, name, {**words, **(settings or {})})
+    return LibraryTokenizer(text, name, {**words, **(settings or {})})
 
 
 def of_text_alone(model: SentencePieceModel) -> SentencePieceModel:
     """The same model for text, in other numbers: without control pieces, so that no text is cut into one whatever it
     spells, and with a character that is no text as its unknown piece, number 0.
     """
-    kept = [
+    text_pieces = [
         (piece, kind) for piece, kind in zip(model.pieces, model.kinds) if kind not in (_UNKNOWN, _CONTROL)
     ]
-    pieces = [("\uffff", 0.0), *(piece for piece, _ in kept)]
+    pieces = [("\uffff", 0.0), *(piece for piece, _ in text_pieces)]
     roles = {"unk_token": 0, "bos_token": -1, "eos_token": -1, "pad_token": -1}
-    return replace(model, pieces=pieces, kinds=[_UNKNOWN, *(kind for _, kind in kept)], roles=roles)
+    return replace(model, pieces=pieces, kinds=[_UNKNOWN, *(kind for _, kind in text_pieces)], roles=roles)
 
 
 def _refuse(where: str, why: str) -> NoReturn:
     raise DataError(f"{where} cannot be read: {why}. Check that it is the right file.")
 
 
-def _made(library: Any, model: SentencePieceModel) -> Any:
+def _built(library: Any, model: SentencePieceModel) -> Any:
     words = [piece for piece, _ in model.pieces]
     unknown = next((number for number, kind in enumerate(model.kinds) if kind == _UNKNOWN), 0)
     if model.kind == UNIGRAM:
@@ -99,10 +102,10 @@ def _made(library: Any, model: SentencePieceModel) -> Any:
             (word, worst if kind in (_UNKNOWN, _CONTROL, _UNUSED) else score)
             for (word, score), kind in zip(model.pieces, model.kinds)
         ]
-        made = library.Tokenizer(library.models.Unigram(pieces, unknown, model.byte_fallback))
+        tokenizer = library.Tokenizer(library.models.Unigram(pieces, unknown, model.byte_fallback))
     else:
         numbers = {word: number for number, word in enumerate(words)}
-        made = library.Tokenizer(
+        tokenizer = library.Tokenizer(
             library.models.BPE(
                 numbers, _merges(model, numbers), unk_token=words[unknown], fuse_unk=True,
                 byte_fallback=model.byte_fallback,
@@ -114,37 +117,37 @@ def _made(library: Any, model: SentencePieceModel) -> Any:
         steps += [library.normalizers.Replace(library.Regex(" {2,}"), " ")]
         if not symbols:  # or the library would strip around each of them
             steps += [library.normalizers.Replace(library.Regex(rf"\A +|[ {SPACE}]+\z"), "")]
-    made.normalizer = library.normalizers.Sequence(steps)
+    tokenizer.normalizer = library.normalizers.Sequence(steps)
     scheme = ("first" if symbols else "always") if model.prefix else "never"
     # Where no piece goes on behind a space, words can be cut one by one, which is faster and the same.
     alone = not any(SPACE in word[1:] for word in words)
-    made.pre_tokenizer = library.pre_tokenizers.Metaspace(SPACE, scheme, alone)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(SPACE, scheme, alone)
     decoders = library.decoders
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [decoders.ByteFallback(), decoders.Metaspace(SPACE, scheme, alone), decoders.Fuse()]
     )
     added = library.AddedToken
-    made.add_special_tokens(
+    tokenizer.add_special_tokens(
         [added(word, special=True) for word, kind in zip(words, model.kinds) if kind in (_UNKNOWN, _CONTROL)]
     )
-    made.add_tokens(
+    tokenizer.add_tokens(
         [added(word, normalized=False) for word, kind in zip(words, model.kinds) if kind == _USER]
     )
-    return made
+    return tokenizer
 
 
 def _merges(model: SentencePieceModel, numbers: dict[str, int]) -> list[tuple[str, str]]:
     """Every two pieces that make a third, the best third first, as sentencepiece joins them."""
-    found: list[tuple[float, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, str, str]] = []
     for (word, score), kind in zip(model.pieces, model.kinds):
         if kind in (_UNKNOWN, _CONTROL):
             continue
         for cut in range(1, len(word)):
             first, second = word[:cut], word[cut:]
             if first in numbers and second in numbers:
-                found.append((-score, numbers[first], numbers[second], first, second))
-    found.sort()
-    return [(first, second) for *_, first, second in found]
+                merges.append((-score, numbers[first], numbers[second], first, second))
+    merges.sort()
+    return [(first, second) for *_, first, second in merges]
 
 
 def _parsed(raw: memoryview) -> SentencePieceModel:
@@ -155,12 +158,12 @@ def _parsed(raw: memoryview) -> SentencePieceModel:
         elif number == 2:
             for key, entry in _fields(_message(value)):
                 if key == 3:
-                    model.kind = _whole(entry)
+                    model.kind = _signed(entry)
                 elif key == 35:
                     model.byte_fallback = bool(entry)
                 elif 40 <= key <= 43:
                     role = ("unk_token", "bos_token", "eos_token", "pad_token")[key - 40]
-                    model.roles[role] = _whole(entry)
+                    model.roles[role] = _signed(entry)
         elif number == 3:
             for key, entry in _fields(_message(value)):
                 if key == 2:
@@ -189,14 +192,14 @@ def _add_piece(model: SentencePieceModel, raw: memoryview) -> None:
         elif number == 2:
             (score,) = struct.unpack("<f", _message(value))
         elif number == 3:
-            kind = _whole(value)
+            kind = _signed(value)
     if not word or len(word) > _LONGEST_PIECE or not math.isfinite(score):
         raise ValueError(f"piece {len(model.pieces)} is no word with a score")
     model.pieces.append((word, score))
     model.kinds.append(kind)
 
 
-def _whole(value: int | memoryview) -> int:
+def _signed(value: int | memoryview) -> int:
     if not isinstance(value, int):
         raise ValueError("a number is text")
     return value - (1 << 64) if value >= 1 << 63 else value

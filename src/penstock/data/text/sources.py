@@ -1,4 +1,4 @@
-"""From the name of a source to packs of its tokens: opened where it is a pack, else made once and kept in the cache."""
+"""The packs of tokens behind the name of a source: opened where it is a pack, else made once and kept in the cache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich.console import Console
 from penstock.boundary.files import naming, quoted
 from penstock.config.machine import cache_folder
 from penstock.config.run import DataConfig
-from penstock.data.text.build import Found, Progress, Row, Shape, write_pack
-from penstock.data.text.columns import CHATS, SHAPES, Columns, Content, Form
+from penstock.data.text.build import Progress, RowOrBad, Shape, TextRow, write_pack
+from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns
 from penstock.data.text.documents import digest, files_of, read_files, splits_of
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.data.text.tokenpack import VERSION, TokenPack
@@ -57,11 +57,11 @@ def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
 
 
 def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
-    """The rows of a source other than a pack. What tells which they are is read at once, the rest later. A third column
-    of a translation is its label."""
+    """The rows of a source other than a pack. Their identity is computed at once, the rows are read later. A third
+    column of a translation is its label."""
     labelled = form == "translation" and len(data.columns) == 3
     shape = shape_of(data, form, labelled=labelled)
-    columns = Columns(form, data.columns, shape, data.separator, data.encoding)
+    columns = TextColumns(form, data.columns, shape, data.separator, data.encoding)
     if kind in ("text", "pairs"):
         files = files_of(path)
         parts = splits_of(files, path)
@@ -102,7 +102,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
 def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, target: Path) -> None:
     """Write the pack of a source into the new folder `target`, which has its name only when it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    parts = [_limited(part, data.limit) for part in content.parts]
+    parts = [_up_to(part, data.limit) for part in content.parts]
     with temporary(target.parent, f".{target.name[:40]}.part-") as part, _bar(content.bytes) as progress:
         with naming(part):
             manifest = write_pack(
@@ -125,26 +125,21 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
         data.bad_rows,
         tokenizer.fingerprint,
         content.identity,
-        *([tokenizer.chat_template] if form in CHATS else []),
     ]
+    key += [tokenizer.chat_template] if form in CHATS else []
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     target = cache_folder() / "text" / name
     if not target.is_dir():
-        with _alone(target):  # other ranks wait, and then find it
+        with _locked(target):  # other ranks wait, and then find it
             if not target.is_dir():
-                _log.info(
-                    "Tokenising %s:%s with %s, once; the result is kept in %s.",
-                    kind,
-                    path,
-                    tokenizer.name,
-                    target,
-                )
+                words = "Tokenising %s:%s with %s, once; the result is kept in %s."
+                _log.info(words, kind, path, tokenizer.name, target)
                 build(content, data, form, tokenizer, target)
     return TokenPack(target)
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
+def _locked(target: Path) -> Iterator[None]:
     """One process at a time."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
@@ -155,17 +150,17 @@ def _alone(target: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _limited(rows: Iterator[Found], limit: int | None) -> Iterator[Found]:
+def _up_to(rows: Iterator[RowOrBad], limit: int | None) -> Iterator[RowOrBad]:
     if limit is None:
         return rows
     return _first(rows, limit)
 
 
-def _first(rows: Iterator[Found], limit: int) -> Iterator[Found]:
+def _first(rows: Iterator[RowOrBad], limit: int) -> Iterator[RowOrBad]:
     done = 0
     for row in rows:
         yield row
-        done += isinstance(row, Row) and not row.more
+        done += isinstance(row, TextRow) and not row.more
         if done == limit:
             return
 
@@ -190,8 +185,8 @@ def _require_form(pack: TokenPack, form: Form, tokenizer: Tokenizer) -> None:
     if (has.form == "documents") != (form == "document"):
         problem = f"holds {has.form}, and this task takes {'documents' if form == 'document' else 'rows'}"
     elif has.chats != (form in CHATS):
-        taken = form if form == "preferences" else f"{form}s"
-        problem = f"{'holds' if has.chats else 'does not hold'} conversations, and this task takes {taken}"
+        wanted = form if form == "preferences" else f"{form}s"
+        problem = f"{'holds' if has.chats else 'does not hold'} conversations, and this task takes {wanted}"
     elif has.fields != fields:
         problem = f"has {has.fields} texts in a row, and this task takes {fields}"
     elif labels and has.labels == "none":

@@ -1,7 +1,7 @@
 """Tokenizers: how text becomes numbers. None of them imports torch, and all can be pickled.
 
-`Bytes` needs nothing. `Library` is any tokenizer of Hugging Face's `tokenizers`, which reads `tokenizer.json`. It is
-also what sentencepiece models become (see `sentencepiece.py`) and what `penstock pack` trains.
+`Bytes` needs nothing. `LibraryTokenizer` is any tokenizer of Hugging Face's `tokenizers`, which reads `tokenizer.json`.
+Sentencepiece models become one (see `sentencepiece.py`), and `penstock pack` trains one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Tokenizer(ABC):
         return [words[number] for number in self.specials]
 
     def encode_target(self, texts: Sequence[str]) -> list[Numbers]:
-        """As `encode`, for texts that a model translates into. The same but of a tokenizer that is `two_sided`."""
+        """The numbers of texts that a model translates into: those of `encode`, unless the tokenizer is `two_sided`."""
         return self.encode(texts)
 
     @abstractmethod
@@ -211,13 +211,13 @@ class Bytes(Tokenizer):
         """Raises EnvironmentProblem without the package tokenizers, whose format this is."""
         library = tokenizers_library("Writing a tokenizer for transformers")
         words = self.words()
-        made = library.Tokenizer(library.models.BPE({words[byte]: byte for byte in range(256)}, []))
-        made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = library.decoders.ByteLevel()
-        made.add_special_tokens(words[256:])
+        tokenizer = library.Tokenizer(library.models.BPE({words[byte]: byte for byte in range(256)}, []))
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        tokenizer.add_special_tokens(words[256:])
         pad, begin, end, separator, classify, mask = self.WORDS
         _write(
-            folder, made.to_str(),
+            folder, tokenizer.to_str(),
             # Bytes know all texts, but CTranslate2's converter asks for the token of what is unknown.
             {"pad_token": pad, "bos_token": begin, "eos_token": end, "sep_token": separator, "cls_token": classify,
              "mask_token": mask, "unk_token": pad, "penstock": self.fingerprint,
@@ -247,7 +247,7 @@ UNSAVED = ("auto_map", "added_tokens_decoder", "name_or_path")
 _SENTINEL = re.compile(r"<extra(?:_id)?_(\d{1,4})>")
 
 
-class Library(Tokenizer):
+class LibraryTokenizer(Tokenizer):
     """A tokenizer of the package `tokenizers`, from the text of its `tokenizer.json`."""
 
     def __init__(self, text: str, name: str, settings: Mapping[str, Any] | None = None) -> None:
@@ -269,12 +269,12 @@ class Library(Tokenizer):
                 "Check that it is the right file."
             )
         self.size = max(vocabulary.values()) + 1
-        found = {role: self._named(role, vocabulary) for role in KEYS}
-        self.unknown, self.begin, self.mask = found["unknown"], found["begin"], found["mask"]
-        self.separator, self.classify = found["separator"], found["classify"]
+        numbers = {role: self._named(role, vocabulary) for role in KEYS}
+        self.unknown, self.begin, self.mask = numbers["unknown"], numbers["begin"], numbers["mask"]
+        self.separator, self.classify = numbers["separator"], numbers["classify"]
         # Without an end of its own (BERT), a document ends with what separates.
-        self.end = found["end"] if found["end"] is not None else self.separator
-        pad = found["pad"] if found["pad"] is not None else self.end
+        self.end = numbers["end"] if numbers["end"] is not None else self.separator
+        pad = numbers["pad"] if numbers["pad"] is not None else self.end
         self.pad = pad if pad is not None else 0
         sentinels = {
             int(match[1]): number
@@ -286,8 +286,8 @@ class Library(Tokenizer):
         self.fingerprint = hashlib.sha256(json.dumps([text, roles]).encode()).hexdigest()
 
     def _named(self, role: str, vocabulary: Mapping[str, int]) -> int | None:
-        given = self._settings.get(KEYS[role])
-        word = given.get("content") if isinstance(given, Mapping) else given
+        setting = self._settings.get(KEYS[role])
+        word = setting.get("content") if isinstance(setting, Mapping) else setting
         if isinstance(word, str) and word in vocabulary:
             return vocabulary[word]
         if KEYS[role] in self._settings and word is None:
@@ -350,9 +350,9 @@ class Library(Tokenizer):
         return self._template(1).before
 
     def frame(self, texts: int = 1) -> Frame:
-        """As the tokenizer's own template has it, if that ends texts."""
-        found = self._template(texts)
-        return found if found.behind else super().frame(texts)
+        """The frame of the tokenizer's own template, if that ends texts."""
+        encoding = self._template(texts)
+        return encoding if encoding.behind else super().frame(texts)
 
     def _template(self, texts: int) -> Frame:
         """The special tokens that the library puts around texts; it is asked once."""
@@ -388,18 +388,18 @@ def _goes_on(word: str) -> bool:
 
 
 def _write(folder: Path, text: str, settings: Mapping[str, Any], unused: range) -> None:
-    kept = {
+    saved = {
         "clean_up_tokenization_spaces": False, "model_max_length": 1 << 30, **settings,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }  # fmt: skip
     for key in UNSAVED:
-        kept.pop(key, None)
+        saved.pop(key, None)
     if unused:
-        kept["added_tokens_decoder"] = {
+        saved["added_tokens_decoder"] = {
             str(number): {"content": f"<unused_{number}>", "special": True} for number in unused
         }
     write_text(folder / "tokenizer.json", text)
-    write_text(folder / "tokenizer_config.json", json.dumps(kept, indent=2) + "\n")
+    write_text(folder / "tokenizer_config.json", json.dumps(saved, indent=2) + "\n")
 
 
 @functools.cache
@@ -425,7 +425,7 @@ def tokenizers_library(what: str) -> Any:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Turns what the library raises, which is written in Rust and may panic, into a DataError."""
+    """Turn exceptions of the library, which is written in Rust and may panic, into DataError."""
     try:
         yield
     except BaseException as error:

@@ -39,7 +39,7 @@ VERSION = 1
 BLOCK_BYTES = 1 << 16
 """Bytes that one CRC-32 covers."""
 VAL_EVERY = 20
-"""Without a split of its own, one row or document in so many is in the validation set, chosen by its text."""
+"""Without a split of its own, one row or document in this many is in the validation set, chosen by its text."""
 FEW = 200
 """With fewer documents than this, the last of the text is the validation set; with fewer rows, every fifth is."""
 PARTS: tuple[Split, ...] = ("train", "val")
@@ -53,17 +53,17 @@ def token_type(size: int) -> np.dtype[Any]:
 
 
 def index_type(fields: int) -> np.dtype[Any]:
-    """One row of an index, of a table with so many texts per row."""
+    """One row of an index, of a table with `fields` texts per row."""
     return np.dtype([("end", "<u8", (fields,)), ("key", "<u4"), ("label", "<f4")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PackPart:
     """One split."""
 
     rows: Annotated[int, Range(0, 1 << 40)]
     tokens: ByteCount
-    """How many."""
+    """Number of tokens."""
     text_bytes: ByteCount
     """Bytes of the text in UTF-8, by which bits per byte are counted."""
     skipped: Natural
@@ -78,7 +78,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class PackVocabulary:
     """The tokenizer that the numbers are of."""
 
     name: str
@@ -92,7 +92,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class TokenManifest:
     """The content of `manifest.json`."""
 
     form: Literal["documents", "rows"]
@@ -100,8 +100,8 @@ class Manifest:
     """Texts in a row."""
     labels: Literal["none", "classes", "numbers"]
     classes: tuple[str, ...]
-    tokenizer: Vocabulary
-    parts: tuple[Part, ...]
+    tokenizer: PackVocabulary
+    parts: tuple[PackPart, ...]
     """Train and val, or train alone."""
     tokenizer_files: tuple[File, ...]
     made_by: dict[str, str | int]
@@ -120,7 +120,7 @@ class Manifest:
 
 
 def is_token_pack(root: Path) -> bool:
-    """Whether a folder says of itself that it is one. Raises DataError where its manifest cannot be read."""
+    """Whether a folder's manifest says that it is a pack of tokens. Raises DataError where that cannot be read."""
     path = root / MANIFEST
     if not path.is_file():
         return False
@@ -128,7 +128,7 @@ def is_token_pack(root: Path) -> bool:
     return table.get("layout") == KIND
 
 
-def read_manifest(root: Path) -> Manifest:
+def read_manifest(root: Path) -> TokenManifest:
     """Raises DataError where it is missing, broken, or of another kind or version."""
     path = root / MANIFEST
     where = shown(path)
@@ -146,7 +146,7 @@ def read_manifest(root: Path) -> Manifest:
         raise DataError(
             f"{where} has format version {quoted(version)}, but this release reads {VERSION}, with a seal. {_AGAIN}"
         )
-    manifest = from_dict(Manifest, table, origin=where, error=DataError)
+    manifest = from_dict(TokenManifest, table, origin=where, error=DataError)
     names = [file.name for part in manifest.parts for file in part.files]
     due = [f"{part}.{end}" for part in PARTS[: len(manifest.parts)] for end in ("tokens", "index", "checks")]
     inside = all(
@@ -167,10 +167,10 @@ class TokenPack:
         self.manifest = read_manifest(root)
         for file in self.manifest.files:
             with open_regular(root / file.name, "The pack file", remedy=_COPY) as opened:
-                found = os.fstat(opened.fileno()).st_size
-            if found != file.bytes:
+                size = os.fstat(opened.fileno()).st_size
+            if size != file.bytes:
                 raise DataError(
-                    f"The pack file {shown(root / file.name)} has {found:,} bytes, but was written with "
+                    f"The pack file {shown(root / file.name)} has {size:,} bytes, but was written with "
                     f"{file.bytes:,}. {_COPY}"
                 )
         for part in self.manifest.parts:
@@ -182,24 +182,24 @@ class TokenPack:
 
     def require(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError if the numbers are of another tokenizer."""
-        mine = self.manifest.tokenizer
-        if mine.fingerprint != tokenizer.fingerprint:
+        packed = self.manifest.tokenizer
+        if packed.fingerprint != tokenizer.fingerprint:
             raise ConfigError(
-                f"pack:{shown(self.root)} was made with the tokenizer {quoted(mine.name)} of {mine.size:,} tokens, but "
-                f"{quoted(tokenizer.name)} of {tokenizer.size:,} is used. Leave data.tokenizer out, or pack the text "
-                "again with --tokenizer."
+                f"pack:{shown(self.root)} was made with the tokenizer {quoted(packed.name)} of {packed.size:,} tokens, "
+                f"but {quoted(tokenizer.name)} of {tokenizer.size:,} is used. Leave data.tokenizer out, or pack the "
+                "text again with --tokenizer."
             )
 
-    def _check_index(self, part: Part) -> None:
+    def _check_index(self, part: PackPart) -> None:
         kind = index_type(self.manifest.fields)
         width = self.manifest.tokenizer.type.itemsize
         blocks = -(-part.tokens * width // BLOCK_BYTES)
-        wanted = (part.tokens * width, part.rows * kind.itemsize, blocks * 4)
-        whole = tuple(file.bytes for file in part.files) == wanted
+        expected = (part.tokens * width, part.rows * kind.itemsize, blocks * 4)
+        whole = tuple(file.bytes for file in part.files) == expected
         if whole:
             _check_sum(self.root, part.index)
             _check_sum(self.root, part.checks)
-            ends = np.frombuffer(_mapped(self.root / part.index.name), kind)["end"].reshape(-1)
+            ends = np.frombuffer(_map_file(self.root / part.index.name), kind)["end"].reshape(-1)
             whole = (int(ends[-1]) if len(ends) else 0) == part.tokens and bool((ends[1:] >= ends[:-1]).all())
         if not whole:
             raise DataError(
@@ -223,7 +223,7 @@ def _check_sum(root: Path, file: File) -> None:
         )
 
 
-def _mapped(path: Path) -> memoryview:
+def _map_file(path: Path) -> memoryview:
     with open_regular(path, "The pack file") as file:
         if not os.fstat(file.fileno()).st_size:
             return memoryview(b"")
@@ -233,7 +233,7 @@ def _mapped(path: Path) -> memoryview:
 class PackedPart:
     """One split of a pack. The files are mapped when they are first read."""
 
-    def __init__(self, root: Path, manifest: Manifest, part: Part) -> None:
+    def __init__(self, root: Path, manifest: TokenManifest, part: PackPart) -> None:
         self.part = part
         self.fields = manifest.fields
         self._path = root / part.data.name
@@ -249,7 +249,7 @@ class PackedPart:
     @property
     def index(self) -> NDArray[Any]:
         """(rows,) of `index_type`."""
-        return np.frombuffer(_mapped(self._index_path), index_type(self.fields))
+        return np.frombuffer(_map_file(self._index_path), index_type(self.fields))
 
     def row(self, number: int) -> str:
         """The name of a row in messages."""
@@ -261,8 +261,8 @@ class PackedPart:
         Raises BadSample where they changed since they were packed, or one is outside the vocabulary.
         """
         if self._maps is None:
-            raw = _mapped(self._path)
-            checks = np.frombuffer(_mapped(self._checks_path), "<u4")
+            raw = _map_file(self._path)
+            checks = np.frombuffer(_map_file(self._checks_path), "<u4")
             self._maps = np.frombuffer(raw, self._type), raw, checks
         tokens, raw, checks = self._maps
         width = self._type.itemsize

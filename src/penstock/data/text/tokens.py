@@ -30,7 +30,7 @@ class TokenSource(Source):
     def __init__(
         self,
         name: str,
-        texts: list[tuple[_Text, float]],
+        texts: list[tuple[_SplitText, float]],
         tokenizer: Tokenizer,
         *,
         length: int,
@@ -65,11 +65,11 @@ class TokenSource(Source):
         self.sample = np.dtype((np.int32, (length,)))
         if not packed:
             lengths = [pieces[:, 1] - (length - stride) + around for pieces in self._pieces]
-            self.lengths = self._mixture.spread([each.astype(np.int32) for each in lengths])
+            self.lengths = self._mixture.by_sample([each.astype(np.int32) for each in lengths])
 
     @cached_property
     def unpacked_padding(self) -> float | None:  # type: ignore[override]
-        """As `Source` says it. Reads the index of every document, so it is worked out when asked for."""
+        """The share that `Source` describes. It reads the index of every document, and so is computed on first use."""
         if not self.packed:
             return None
         pieces = [text.pieces(self.length, self.stride)[:, 1] for text in self._texts]
@@ -100,7 +100,7 @@ class TokenSource(Source):
         out[tokens:] = PADDING
 
 
-class _Text:
+class _SplitText:
     """The documents of a split in one row: segments of a pack's tokens."""
 
     def __init__(self, name: str, part: PackedPart, segments: NDArray[np.int64]) -> None:
@@ -116,8 +116,8 @@ class _Text:
         ends = self.part.index["end"][:, -1].astype(np.int64)
         bounds = np.unique(np.concatenate([[0], ends, self._segments.ravel()]))
         begins, segment = bounds[:-1], np.searchsorted(self._segments[:, 0], bounds[:-1], side="right") - 1
-        here = (segment >= 0) & (begins < self._segments[segment, 1])
-        return np.asarray(np.diff(bounds)[here], np.int64)
+        inside = (segment >= 0) & (begins < self._segments[segment, 1])
+        return np.asarray(np.diff(bounds)[inside], np.int64)
 
     def pieces(self, length: int, stride: int) -> NDArray[np.int64]:
         """Where windows begin that start again with each document, and how many tokens they have: (P, 2). One that has
@@ -172,20 +172,20 @@ def open_tokens(
     return source
 
 
-def _of_split(pack: TokenPack, split: Split, name: str) -> _Text:
+def _of_split(pack: TokenPack, split: Split, name: str) -> _SplitText:
     """The documents of a split: the pack's own, else one document in twenty, or the end of the text, is for val."""
     name = f"{name} ({split})"
     if len(pack.manifest.parts) == 2:
         part = pack.split(int(split == "val"))
-        return _Text(name, part, np.array([[0, part.part.tokens]], np.int64))
+        return _SplitText(name, part, np.array([[0, part.part.tokens]], np.int64))
     part = pack.split(0)
     if part.part.rows < FEW:
         cut = part.part.tokens - part.part.tokens // VAL_EVERY
         ends = [[0, cut]] if split == "train" else [[cut, part.part.tokens]]
-        return _Text(name, part, np.array(ends, np.int64))
+        return _SplitText(name, part, np.array(ends, np.int64))
     index = part.index
     edges = np.concatenate([[0], index["end"][:, -1].astype(np.int64)])
-    mine = (index["key"] % VAL_EVERY == VAL_EVERY - 1) == (split == "val")
+    in_split = (index["key"] % VAL_EVERY == VAL_EVERY - 1) == (split == "val")
     # Documents that lie side by side make one segment.
-    change = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]]).astype(np.int8)))
-    return _Text(name, part, edges[change].reshape(-1, 2))
+    change = np.flatnonzero(np.diff(np.concatenate([[False], in_split, [False]]).astype(np.int8)))
+    return _SplitText(name, part, edges[change].reshape(-1, 2))

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from penstock.decode.blocks import Blocks, Table
+from penstock.decode.blocks import Blocks, BlockTable
 from penstock.decode.past import Columns, Pages, Past
 
 
@@ -14,19 +14,19 @@ def test_texts_that_begin_alike_share_what_has_been_computed() -> None:
     blocks = Blocks(8, 2)
     first = blocks.allocate((1, 2, 3, 4, 5), 7)
     assert first is not None
-    assert (len(first.blocks), first.shared) == (4, 0)
+    assert (len(first.blocks), first.reused) == (4, 0)
     early = blocks.allocate((1, 2, 3, 4, 5), 5)
     assert early is not None
-    assert early.shared == 0, "nothing has been computed yet"
+    assert early.reused == 0, "nothing has been computed yet"
     blocks.release(early)
-    blocks.computed(first, 3)
+    blocks.publish(first, 3)
     second = blocks.allocate((1, 2, 3, 4), 5)
     assert second is not None
-    assert (second.shared, second.blocks[0]) == (2, first.blocks[0])
-    blocks.computed(first, 5)
+    assert (second.reused, second.blocks[0]) == (2, first.blocks[0])
+    blocks.publish(first, 5)
     third = blocks.allocate((1, 2, 3, 4, 5, 6), 6)
     assert third is not None
-    assert (third.shared, third.blocks[:2]) == (4, first.blocks[:2])
+    assert (third.reused, third.blocks[:2]) == (4, first.blocks[:2])
     assert blocks.allocate((9,), 5) is None, "one block is left"
     for table in (first, second, third):
         blocks.release(table)
@@ -37,16 +37,16 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     blocks = Blocks(8, 2)
     table = blocks.allocate((1, 2, 3, 4), 6)
     assert table is not None
-    blocks.computed(table, 4)
+    blocks.publish(table, 4)
     again = blocks.allocate((1, 2, 3, 4), 6)
     assert again is not None
-    assert again.shared == 2
+    assert again.reused == 2
 
 
 def test_five_hundred_drawn_texts_leave_nothing_behind() -> None:
     draw = random.Random(0)
     blocks = Blocks(12, 2)
-    live: list[Table] = []
+    live: list[BlockTable] = []
     for _ in range(500):
         if live and draw.random() < 0.45:
             blocks.release(live.pop(draw.randrange(len(live))))
@@ -54,9 +54,9 @@ def test_five_hundred_drawn_texts_leave_nothing_behind() -> None:
             ids = tuple(draw.choices(range(2), k=draw.randint(1, 8)))
             table = blocks.allocate(ids, len(ids) + draw.randint(1, 4))
             if table is not None:
-                blocks.computed(table, draw.randint(0, len(ids)))
+                blocks.publish(table, draw.randint(0, len(ids)))
                 live.append(table)
-        owned = [block for table in live for block in table.blocks[table.shared // 2 :]]
+        owned = [block for table in live for block in table.blocks[table.reused // 2 :]]
         assert len(owned) == len(set(owned)), "what a text computes itself is its own"
         used = {block for table in live for block in table.blocks}
         assert blocks.available == 12 - len(used)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.config.decoding import Decoding
-from penstock.decode.choose import NOTHING, adjusted, chosen, shares
+from penstock.decode.choose import NOTHING, adjust_logits, choose_tokens, shares
 from penstock.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ def test_logits_change_as_transformers_changes_them(
     history = torch.randint(0, 12, (5, 20), generator=generator)
     logits = torch.randn(5, 12, generator=generator)
     theirs = getattr(transformers, name)(*arguments)(history, logits.clone())
-    torch.testing.assert_close(adjusted(logits, Decoding(**given), history, 3, None), theirs)
+    torch.testing.assert_close(adjust_logits(logits, Decoding(**given), history, 3, None), theirs)
 
 
 def test_what_fills_a_history_up_changes_nothing() -> None:
@@ -40,8 +40,8 @@ def test_what_fills_a_history_up_changes_nothing() -> None:
         repetition_penalty=1.3, no_repeat_ngram=2, frequency_penalty=0.5, presence_penalty=0.25
     )
     torch.testing.assert_close(
-        adjusted(logits, settings, padded, 3, None),
-        adjusted(logits, settings, history, 3, None),
+        adjust_logits(logits, settings, padded, 3, None),
+        adjust_logits(logits, settings, history, 3, None),
         rtol=0,
         atol=0,
     )
@@ -50,7 +50,7 @@ def test_what_fills_a_history_up_changes_nothing() -> None:
 def test_frequency_and_presence_count_what_was_generated() -> None:
     history = torch.tensor([[1, 2, 2, 3], [2, 2, 2, 2]])
     settings = Decoding(frequency_penalty=0.5, presence_penalty=0.25)
-    changed = adjusted(torch.zeros(2, 5), settings, history, torch.tensor([[3], [1]]), None)
+    changed = adjust_logits(torch.zeros(2, 5), settings, history, torch.tensor([[3], [1]]), None)
     torch.testing.assert_close(changed, torch.tensor([[0, 0, -1.25, -0.75, 0], [0, 0, -0.75, 0, 0]]))
 
 
@@ -87,7 +87,7 @@ def test_draws_have_their_probabilities(given: dict[str, Any]) -> None:
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5])
     count = 20_000
     uniform = torch.rand(count, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    drawn = torch.bincount(chosen(logits.expand(count, -1), settings, uniform), minlength=5)
+    drawn = torch.bincount(choose_tokens(logits.expand(count, -1), settings, uniform), minlength=5)
     found, numbers = shares(logits[None], settings)
     if numbers is not None:
         found = torch.zeros(1, 5).scatter(1, numbers, found)
@@ -102,8 +102,8 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_may_be_drawn() -> None:
     logits = torch.tensor([[0.0, 5.0, -200.0], [-200.0, 5.0, 0.0]])
     settings = Decoding(temperature=1.0)
     low, high = torch.zeros(2), torch.full((2,), 1.0 - 2**-24)
-    assert chosen(logits, settings, low).tolist() == [0, 1]
-    assert chosen(logits, settings, high).tolist() == [1, 2]
+    assert choose_tokens(logits, settings, low).tolist() == [0, 1]
+    assert choose_tokens(logits, settings, high).tolist() == [1, 2]
 
 
 def test_settings_that_contradict_each_other_are_told_together() -> None:

@@ -24,7 +24,7 @@ from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export import export as module
-from penstock.export.export import export, exported, inputs_of, load_package
+from penstock.export.export import export, export_program, inputs_of, load_package
 from penstock.models.anatomy import set_switch
 from penstock.models.convert.pretrained import rounded_weights
 from penstock.train.prepare import write_beside
@@ -76,7 +76,7 @@ def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
 def test_torchs_exported_program_takes_any_size(name: str, tmp_path: Path) -> None:
     model = penstock.from_pretrained(folder(name, tmp_path)).eval()
     set_switch(model, "attention", "sdpa")
-    program = exported(model).module()
+    program = export_program(model).module()
     for sizes in ((1, 2, 2), (5, 40, 3)):
         given = inputs_of(model, *sizes).values()
         torch.testing.assert_close(program(*given), model(*given))
@@ -158,10 +158,10 @@ def test_without_a_compiler_or_a_file_aotinductor_is_told(
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(EnvironmentProblem, match="needs a C\\+\\+ compiler"):
         export(where, tmp_path / "out", "aoti")
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         load_package(tmp_path / "out" / "compiled.pt2")
     (tmp_path / "other.pt2").write_bytes(b"no archive")
-    with pytest.raises(DataError, match="no package of AOTInductor"):
+    with pytest.raises(DataError, match="not a package of AOTInductor"):
         load_package(tmp_path / "other.pt2")
 
 

@@ -18,7 +18,7 @@ from helpers.generation import BOTH, WORDS, Letters, tiny
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Bytes
-from penstock.decode.speculate import Chooser, _drawn
+from penstock.decode.speculate import Chooser, _accept_or_draw
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
 from penstock.infer.text import Stream
@@ -172,7 +172,7 @@ def test_what_is_checked_has_the_models_probabilities(draft: bool) -> None:
     drafting.random.seed(4)
     for _ in range(3000):
         guess = drafting.draw(given) if draft else 2
-        drawn[_drawn(chooser, own, guess, [given] if draft else None, 0)] += 1
+        drawn[_accept_or_draw(chooser, own, guess, given if draft else None)] += 1
     live = [token for token in range(5) if wanted[token] > 0]
     assert set(drawn) <= set(live)
     assert chisquare([drawn[t] for t in live], [float(wanted[t]) * 3000 for t in live]).pvalue > 1e-3

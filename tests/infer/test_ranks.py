@@ -26,7 +26,7 @@ from penstock.config.quantise import QuantiseOptions
 from penstock.config.stack import Stack
 from penstock.data.text.tokenizers import Bytes
 from penstock.decode.engine import Engine, Request
-from penstock.decode.speculate import Reading
+from penstock.decode.speculate import DraftedText
 from penstock.errors import ConfigError
 from penstock.infer.encode import Embedder
 from penstock.infer.generator import Generator
@@ -119,7 +119,7 @@ def _logits(line: str) -> list[torch.Tensor]:
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
         made += [found.model(torch.tensor(padded))[i, : len(row)] for i, row in enumerate(rows)]
         for row in rows:  # with a cache: the first token, then the others
-            reading = Reading(found.model, 16, ())
+            reading = DraftedText(found.model, 16, ())
             made.append(torch.cat([reading.read(part) for part in (row[:1], row[1:]) if part]))
         attend(found.model)
     return made

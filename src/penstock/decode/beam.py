@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
-from penstock.decode.choose import NOTHING, adjusted
+from penstock.decode.choose import NOTHING, adjust_logits
 from penstock.decode.stages import stages_of
 from penstock.decode.static import Compiled, bucket
 from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sharded
@@ -30,7 +30,7 @@ _SWEEP = 16
 """Steps between two times at which columns that no beam sees any more are left out."""
 
 
-class Found(NamedTuple):
+class BeamTexts(NamedTuple):
     """The best texts of each prompt, the best first."""
 
     tokens: Tensor
@@ -56,7 +56,7 @@ class _Group:
         )
         self.beams = Beams.first(rows, self.terms.size, dtype, device)
         self.parents: list[Tensor] = []
-        self.chosen: list[Tensor] = []
+        self.choices: list[Tensor] = []
         self._stops = torch.tensor(self.terms.stops, device=device) if stops else None
         self._tokens: Tensor | None = None
         """(B, b, T), where the next tokens depend on them."""
@@ -68,32 +68,32 @@ class _Group:
     ) -> tuple[Tensor, Tensor]:
         """Take logits (B, b, V) of the next token: (B, b) the beam that each new beam continues, and with which token.
 
-        `others` (B, n) are tokens that earlier groups chose in this step, `cover` (B, b) the penalty for what of the
-        source each beam has not looked at.
+        `others` (B, n) are tokens that earlier groups chose in this step, `cover` (B, b) the penalty of each beam for
+        the tokens of the source that it has not attended to.
         """
         decoding, logits = self.decoding, logits.flatten(0, 1)
         changed = bool(decoding.looks_back or decoding.bias or decoding.min_tokens or others is not None)
         if changed:
             logits = self._changed(torch.log_softmax(logits, dim=-1), step, history, others)
-        found = beam_step(logits, self.beams, step, self.terms, normed=changed, cover=cover)
-        self.beams = found.beams
-        self.parents.append(found.parents)
-        self.chosen.append(found.chosen)
+        result = beam_step(logits, self.beams, step, self.terms, normed=changed, cover=cover)
+        self.beams = result.beams
+        self.parents.append(result.parents)
+        self.choices.append(result.chosen)
         if self._tokens is not None:
-            lines = found.parents[:, :, None].expand(-1, -1, self.terms.steps)
+            lines = result.parents[:, :, None].expand(-1, -1, self.terms.steps)
             self._tokens = self._tokens.gather(1, lines)
-            self._tokens[:, :, step] = found.chosen
-        return found.parents, found.chosen
+            self._tokens[:, :, step] = result.chosen
+        return result.parents, result.chosen
 
     def _changed(self, shares: Tensor, step: int, history: Tensor | None, others: Tensor | None) -> Tensor:
         """Log-probabilities (B·b, V) after penalties."""
         if history is not None and self._tokens is not None:
             history = torch.cat([history, self._tokens[:, :, :step].flatten(0, 1)], dim=1)
-        shares = adjusted(shares, self.decoding, history, step, self._stops)
+        shares = adjust_logits(shares, self.decoding, history, step, self._stops)
         if others is not None:
             others = others.repeat_interleave(self.terms.size, dim=0)
-            taken = torch.full_like(others, -self.decoding.diversity_penalty, dtype=shares.dtype)
-            shares = shares.scatter_add(1, others, taken)
+            penalties = torch.full_like(others, -self.decoding.diversity_penalty, dtype=shares.dtype)
+            shares = shares.scatter_add(1, others, penalties)
         return shares
 
     def going(self) -> Tensor:
@@ -105,13 +105,13 @@ class _Group:
 
     def done(self) -> Tensor:
         """Tokens (B, b, T) of the texts that have finished."""
-        return texts_of(self.beams.done, self.parents, self.chosen, self.terms.steps)
+        return texts_of(self.beams.done, self.parents, self.choices, self.terms.steps)
 
     def only(self, rows: Tensor) -> None:
         """Leave all but some texts out."""
         self.beams = self.beams.only(rows)
         self.parents = [parents[rows] for parents in self.parents]
-        self.chosen = [chosen[rows] for chosen in self.chosen]
+        self.choices = [chosen[rows] for chosen in self.choices]
         self._tokens = None if self._tokens is None else self._tokens[rows]
 
 
@@ -126,14 +126,14 @@ class _Sight:
         self.seen = torch.zeros(rows, beams, bucket(prompt + steps * beams), dtype=torch.bool, device=device)
         real = torch.arange(prompt, device=device) < prompts.lengths[:, None]
         self.seen[:, :, :prompt] = real[:, None]
-        self.own = torch.eye(beams, dtype=torch.bool, device=device)
+        self.itself = torch.eye(beams, dtype=torch.bool, device=device)
 
     def follow(self, parents: Tensor) -> Tensor:
         """Each beam sees what its parent saw, and itself: (B, beams, columns) of the next pass and later ones."""
         filled = self.texts.filled
         lines = parents[:, :, None].expand(-1, -1, filled)
         self.seen[:, :, :filled] = self.seen[:, :, :filled].gather(1, lines)
-        self.seen[:, :, filled : filled + self.beams] = self.own
+        self.seen[:, :, filled : filled + self.beams] = self.itself
         return self.seen
 
     def sweep(self, parents: Tensor) -> None:
@@ -162,7 +162,7 @@ def search(
     *,
     ends: Sequence[int],
     compiled: Compiled | None = None,
-) -> Found:
+) -> BeamTexts:
     """The best texts that beam search finds for each prompt. `ends` are the tokens that end a text.
 
     Ranks that share a model's weights must all call this with as many tokens to make; they take all steps together.
@@ -188,32 +188,32 @@ def search(
         parents, chosen = _step_groups(groups, shaped, step, history, cover)
         if step + 1 == steps:
             break
-        going = None if any(group.beams.fresh for group in groups) else _going(groups)
+        going = None if any(group.beams.fresh for group in groups) else _texts_going(groups)
         asks = going is not None and not together and (device.type == "cpu" or step % ASK == ASK - 1)
         if asks and going is not None and not bool(going.any()):
             break
         if step % _SWEEP == _SWEEP - 1:
             sight.sweep(parents)
-        kept = remaining(going, texts.compiled) if asks and going is not None else None
-        if kept is not None:
+        rows_left = remaining(going, texts.compiled) if asks and going is not None else None
+        if rows_left is not None:
             tokens[rows], scores[rows] = _best(groups, best)
-            count, rows, parents, chosen = len(rows), rows[kept], parents[kept], chosen[kept]
+            count, rows, parents, chosen = len(rows), rows[rows_left], parents[rows_left], chosen[rows_left]
             for part in (
                 texts.keep,
                 sight.only,
                 *(group.only for group in groups),
                 *([cover.only] if cover else []),
             ):
-                part(kept)
-            history = None if history is None else history.view(count, size, -1)[kept].flatten(0, 1)
+                part(rows_left)
+            history = None if history is None else history.view(count, size, -1)[rows_left].flatten(0, 1)
         logits = texts.following(chosen, sight.follow(parents))
         if cover is not None:
             cover.follow(parents)
     tokens[rows], scores[rows] = _best(groups, best)
-    return Found(tokens, scores)
+    return BeamTexts(tokens, scores)
 
 
-def _going(groups: list[_Group]) -> Tensor:
+def _texts_going(groups: list[_Group]) -> Tensor:
     """Which texts some group still searches, (B,)."""
     return torch.stack([group.going() for group in groups]).any(0)
 
@@ -229,11 +229,11 @@ def _step_groups(
     parents: list[Tensor] = []
     chosen: list[Tensor] = []
     for number, group in enumerate(groups):
-        own = slice(number * size, (number + 1) * size)
+        columns = slice(number * size, (number + 1) * size)
         others = torch.cat(chosen, dim=1) if chosen and group.decoding.diversity_penalty else None
-        penalty = None if penalties is None else penalties[:, own]
-        found, token = group.step(logits[:, own].contiguous(), step, history, others, penalty)
-        parents.append(found + number * size)
+        penalty = None if penalties is None else penalties[:, columns]
+        parent, token = group.step(logits[:, columns].contiguous(), step, history, others, penalty)
+        parents.append(parent + number * size)
         chosen.append(token)
     return torch.cat(parents, dim=1), torch.cat(chosen, dim=1)
 
@@ -246,7 +246,7 @@ def _best(groups: list[_Group], best: int) -> tuple[Tensor, Tensor]:
 
 
 class _Cover:
-    """How much each beam has looked at each token of the source."""
+    """How much each beam has attended to each token of the source."""
 
     def __init__(self, texts: Texts, decoding: Decoding) -> None:
         source, lengths = texts.prompts.source, texts.prompts.source_lengths
@@ -258,23 +258,23 @@ class _Cover:
         texts.past.watched = source.new_zeros(0)
         self.looked: Tensor | None = None
 
-    def _told(self) -> Tensor:
+    def _watched(self) -> Tensor:
         assert self.texts.past.watched is not None
-        told = self.texts.past.watched.float()
+        watched = self.texts.past.watched.float()
         # The mean over heads; a rank that splits layers has that of its own.
-        told = told if self.line is None else added(told, self.line) / self.line.count
-        return told if self.stages is None else self.stages.lasts(told)
+        watched = watched if self.line is None else added(watched, self.line) / self.line.count
+        return watched if self.stages is None else self.stages.share_last(watched)
 
     def follow(self, parents: Tensor) -> None:
-        """Add what the last pass looked at to what the parents had."""
+        """Add the attention of the last pass to that of the parents."""
         assert self.looked is not None
         lines = parents[:, :, None].expand(-1, -1, self.looked.shape[2])
-        self.looked = self.looked.gather(1, lines) + self._told()
+        self.looked = self.looked.gather(1, lines) + self._watched()
 
     def penalties(self) -> Tensor:
         """(B, beams): weight · Σ log min(looked, 1) over the tokens of the source."""
         if self.looked is None:
-            self.looked = self._told().expand(-1, self.beams, -1)
+            self.looked = self._watched().expand(-1, self.beams, -1)
         lacking = self.looked.clamp(max=1.0).clamp(min=math.exp(-50)).log()
         return self.weight * lacking.masked_fill(~self.real, 0.0).sum(-1)
 

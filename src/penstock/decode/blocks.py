@@ -1,8 +1,8 @@
 """Which blocks of a paged cache belong to which text: host logic, without tensors (Kwon et al., SOSP 2023, section 4).
 
-A text's tokens lie in blocks of `size` tokens each. Texts that begin alike share the blocks of their beginning: each
-block of prompt tokens is known by them and by all before it. A block that nobody uses any more keeps its tokens until
-its place is needed, so that the next text with this beginning finds them.
+A text's tokens are in blocks of `size` tokens each. Texts that begin alike share the blocks of their beginning: a
+block of prompt tokens is found by these tokens and the block before it. A block that nobody uses any more keeps its
+tokens until its place is needed, so that the next text with this beginning finds them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Table:
+class BlockTable:
     """The blocks of one text, in the order of its tokens."""
 
     blocks: list[int]
-    shared: int
-    """Tokens at the beginning whose keys and values are there already."""
-    known: int = 0
-    """Blocks that others can find."""
+    reused: int
+    """Tokens at the beginning whose keys and values the cache has already."""
+    published: int = 0
+    """Blocks that other texts can find."""
     ids: tuple[int, ...] = ()
 
 
@@ -47,19 +47,19 @@ class Blocks:
         """Blocks that a new text can have."""
         return len(self._free) + len(self._idle)
 
-    def needed(self, tokens: int) -> int:
-        """Blocks for so many tokens."""
+    def count_for(self, tokens: int) -> int:
+        """Blocks for `tokens` tokens."""
         return -(-tokens // self.size)
 
-    def allocate(self, ids: Sequence[int], tokens: int) -> Table | None:
+    def allocate(self, ids: Sequence[int], tokens: int) -> BlockTable | None:
         """Blocks for a text of at most `tokens` that begins with `ids`; None where too few are left.
 
         The last token of a prompt is never taken from another text, for its features are needed.
         """
-        shared = self._alike(ids)
+        shared = self._matching(ids)
         for block in shared:
             self._idle.pop(block, None)
-        fresh = self.needed(tokens) - len(shared)
+        fresh = self.count_for(tokens) - len(shared)
         if fresh > self.available:
             for block in shared:
                 if not self._users[block]:
@@ -68,19 +68,19 @@ class Blocks:
         for block in shared:
             self._users[block] += 1
         blocks = [*shared, *(self._take() for _ in range(fresh))]
-        return Table(blocks, len(shared) * self.size, len(shared), tuple(ids))
+        return BlockTable(blocks, len(shared) * self.size, len(shared), tuple(ids))
 
-    def _alike(self, ids: Sequence[int]) -> list[int]:
+    def _matching(self, ids: Sequence[int]) -> list[int]:
         """Blocks that hold the beginning of these tokens."""
-        found: list[int] = []
+        blocks: list[int] = []
         before = -1
         for start in range(0, len(ids) - self.size, self.size):
             block = self._found.get((before, tuple(ids[start : start + self.size])))
             if block is None:
                 break
-            found.append(block)
+            blocks.append(block)
             before = block
-        return found
+        return blocks
 
     def _take(self) -> int:
         if not self._free:
@@ -102,19 +102,19 @@ class Blocks:
                 del self._idle[other]
                 self._free.append(other)
 
-    def computed(self, table: Table, tokens: int) -> None:
-        """Let others find the blocks of a text's prompt, of which so many tokens have been computed."""
-        while (table.known + 1) * self.size <= min(tokens, len(table.ids)):
-            start = table.known * self.size
-            block = table.blocks[table.known]
-            before = table.blocks[table.known - 1] if table.known else -1
+    def publish(self, table: BlockTable, tokens: int) -> None:
+        """Let other texts find the blocks of a text's prompt, of which `tokens` tokens have been computed."""
+        while (table.published + 1) * self.size <= min(tokens, len(table.ids)):
+            start = table.published * self.size
+            block = table.blocks[table.published]
+            before = table.blocks[table.published - 1] if table.published else -1
             key = (before, table.ids[start : start + self.size])
             if key in self._found or (before >= 0 and before not in self._keys):
                 break  # another text was first, and what follows belongs to its blocks
             self._found[key], self._keys[block] = block, key
-            table.known += 1
+            table.published += 1
 
-    def release(self, table: Table) -> None:
+    def release(self, table: BlockTable) -> None:
         """Give back a text's blocks."""
         for block in reversed(table.blocks):
             self._users[block] -= 1

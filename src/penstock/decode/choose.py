@@ -1,4 +1,4 @@
-"""Choosing the next token from logits, as `Decoding` says.
+"""Choosing the next token from logits by the settings of `Decoding`.
 
 Shapes: R rows, one for each text; V vocabulary; L tokens that are there, the newest last, −1 before a text's first.
 """
@@ -15,10 +15,10 @@ from penstock.kernels.beams import NOTHING as NOTHING
 from penstock.kernels.top import largest, top
 
 _NUCLEUS = 1024
-"""Tokens among which `top_p` is looked for first; a sort of all is slow."""
+"""Likeliest tokens that are tried for `top_p` first; a sort of all is slow."""
 
 
-def adjusted(
+def adjust_logits(
     logits: Tensor, settings: Decoding, history: Tensor | None, new: Tensor | int, ends: Tensor | None
 ) -> Tensor:
     """Logits (R, V), or log-probabilities, after bias, penalties, blocked n-grams and the least number of tokens.
@@ -34,7 +34,7 @@ def adjusted(
         )
     if settings.looks_back:
         assert history is not None
-        logits = _penalised(logits, settings, history, new)
+        logits = _penalise(logits, settings, history, new)
     if ends is not None and settings.min_tokens:
         early = torch.as_tensor(new, device=logits.device).reshape(-1, 1) < settings.min_tokens
         blocked = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device).index_fill(
@@ -44,26 +44,27 @@ def adjusted(
     return logits
 
 
-def _penalised(logits: Tensor, settings: Decoding, history: Tensor, new: Tensor | int) -> Tensor:
+def _penalise(logits: Tensor, settings: Decoding, history: Tensor, new: Tensor | int) -> Tensor:
     rows, size = logits.shape
     wide = torch.cat([logits, logits.new_zeros(rows, 1)], dim=1)  # the last column takes what is no token
     places = torch.where(history < 0, size, history)
     if settings.repetition_penalty != 1.0:
-        there = wide.gather(1, places)
+        present = wide.gather(1, places)
         penalty = settings.repetition_penalty
-        wide = wide.scatter(1, places, torch.where(there < 0, there * penalty, there / penalty))
+        wide = wide.scatter(1, places, torch.where(present < 0, present * penalty, present / penalty))
     if settings.frequency_penalty or settings.presence_penalty:
         length = history.shape[1]
         behind = length - torch.arange(length, device=history.device)
-        own = torch.where(behind <= new, places, size)
-        counts = torch.zeros_like(wide).scatter_add_(1, own, torch.ones_like(own, dtype=wide.dtype))
+        generated = torch.where(behind <= new, places, size)
+        ones = torch.ones_like(generated, dtype=wide.dtype)
+        counts = torch.zeros_like(wide).scatter_add_(1, generated, ones)
         wide = wide - settings.frequency_penalty * counts - settings.presence_penalty * (counts > 0)
     if settings.no_repeat_ngram and history.shape[1] >= settings.no_repeat_ngram:
         grams = history.unfold(1, settings.no_repeat_ngram, 1)  # (R, L − n + 1, n)
         newest = history[:, history.shape[1] - settings.no_repeat_ngram + 1 :]
         again = (grams[..., :-1] == newest[:, None]).all(-1) & (grams >= 0).all(-1)
-        said = torch.where(again, grams[..., -1], size)
-        blocked = torch.zeros_like(wide, dtype=torch.bool).scatter_(1, said, True)
+        repeating = torch.where(again, grams[..., -1], size)
+        blocked = torch.zeros_like(wide, dtype=torch.bool).scatter_(1, repeating, True)
         wide = wide.masked_fill(blocked, -math.inf)
     return wide[:, :size]
 
@@ -85,12 +86,12 @@ def shares(logits: Tensor, settings: Decoding) -> tuple[Tensor, Tensor | None]:
             least = settings.min_p * probabilities.amax(-1, keepdim=True)
             probabilities = probabilities.masked_fill(probabilities < least, 0.0)
         return probabilities, None
-    # Sorted, the likeliest first: what lies behind the first that reach top_p goes, and never the first itself.
-    kept = probabilities.cumsum(-1) - probabilities < settings.top_p
+    # Sorted, the likeliest first: those behind the first that reach top_p are dropped, but never the first itself.
+    allowed = probabilities.cumsum(-1) - probabilities < settings.top_p
     if settings.min_p:
-        kept &= probabilities >= settings.min_p * probabilities[:, :1]
-    kept[:, 0] = True
-    return probabilities * kept, numbers
+        allowed &= probabilities >= settings.min_p * probabilities[:, :1]
+    allowed[:, 0] = True
+    return probabilities * allowed, numbers
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     return probabilities.sort(dim=-1, descending=True)
 
 
-def chosen(logits: Tensor, settings: Decoding, uniform: Tensor | None) -> Tensor:
+def choose_tokens(logits: Tensor, settings: Decoding, uniform: Tensor | None) -> Tensor:
     """One token for each row: the likeliest, or drawn by a number `uniform` (R,) in [0, 1) for each row, so that a row
     draws the same whatever others are beside it.
     """
@@ -112,8 +113,8 @@ def chosen(logits: Tensor, settings: Decoding, uniform: Tensor | None) -> Tensor
     assert uniform is not None
     probabilities, numbers = shares(logits, settings)
     sums = probabilities.double().cumsum(-1)
-    wanted = uniform.double()[:, None] * sums[:, -1:]
-    places = torch.searchsorted(sums, wanted, right=True)
+    targets = uniform.double()[:, None] * sums[:, -1:]
+    places = torch.searchsorted(sums, targets, right=True)
     # Rounding must not lead behind the last token that can be drawn.
     last = probabilities.shape[1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1, keepdim=True)
     places = torch.minimum(places, last)
@@ -128,10 +129,10 @@ def next_tokens(
     ends: Tensor | None,
     uniform: Tensor | None,
 ) -> Tensor:
-    """The next token (R,) after logits (R, V), with arguments as of `adjusted` and `chosen`. Logits in half or single
-    precision are chosen from in single, those in double in double."""
+    """The next token (R,) after logits (R, V), with the arguments of `adjust_logits` and `choose_tokens`. Logits in
+    half precision are converted to single."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return chosen(adjusted(wide, settings, history, new, ends), settings, uniform)
+    return choose_tokens(adjust_logits(wide, settings, history, new, ends), settings, uniform)
 
 
 def history_of(tokens: Tensor, lengths: Tensor | int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.config.decoding import Decoding
-from penstock.decode.choose import NOTHING, adjusted
+from penstock.decode.choose import NOTHING, adjust_logits
 from penstock.decode.past import Columns
 from penstock.decode.texts import Generating, Prompts, Texts
 from penstock.kernels.top import top
@@ -32,15 +32,16 @@ def contrast(model: Generating, prompts: Prompts, decoding: Decoding, *, ends: S
     stops = None if decoding.ignore_end or not ends else torch.tensor(list(ends), device=device)
     rows = torch.arange(len(prompts), device=device)
     features = texts.first_features()
-    there = F.normalize(features.float(), dim=-1)
-    padding = torch.arange(there.shape[1], device=device) >= prompts.lengths[:, None]
-    there = there.masked_fill(padding[..., None], 0.0)
+    earlier = F.normalize(features.float(), dim=-1)
+    padding = torch.arange(earlier.shape[1], device=device) >= prompts.lengths[:, None]
+    earlier = earlier.masked_fill(padding[..., None], 0.0)
     logits = model.words(features[rows, prompts.lengths - 1])
-    found = torch.full((len(prompts), steps), NOTHING, device=device)
+    tokens = torch.full((len(prompts), steps), NOTHING, device=device)
     going = torch.ones(len(prompts), dtype=torch.bool, device=device)
     history = prompts.history()
     for step in range(steps):
-        logits = adjusted(logits.float(), decoding, torch.cat([history, found[:, :step]], 1), step, stops)
+        written = torch.cat([history, tokens[:, :step]], 1)
+        logits = adjust_logits(logits.float(), decoding, written, step, stops)
         shares, candidates = top(torch.softmax(logits, dim=-1), min(width, logits.shape[1]))
         begin = texts.filled
         seen = torch.ones(
@@ -50,21 +51,21 @@ def contrast(model: Generating, prompts: Prompts, decoding: Decoding, *, ends: S
         seen[:, :, begin:] = torch.eye(candidates.shape[1], dtype=torch.bool, device=device)
         features = texts.following_features(candidates, seen)
         unit = F.normalize(features.float(), dim=-1)
-        alike = (unit @ there.transpose(1, 2)).masked_fill(~_real(there)[:, None], -1.0).amax(-1)
+        alike = (unit @ earlier.transpose(1, 2)).masked_fill(~_not_padding(earlier)[:, None], -1.0).amax(-1)
         best = ((1 - decoding.contrastive) * shares - decoding.contrastive * alike).argmax(-1)
         store.move(begin + best, begin)
         texts.filled = begin + 1
         newest = candidates[rows, best]
         if stops is not None:
             going = going & ~torch.isin(newest, stops)
-        found[:, step] = torch.where(going, newest, NOTHING)
+        tokens[:, step] = torch.where(going, newest, NOTHING)
         if stops is not None and not bool(going.any()):
             break
-        there = torch.cat([there, unit[rows, best, None]], dim=1)
+        earlier = torch.cat([earlier, unit[rows, best, None]], dim=1)
         logits = model.words(features[rows, best])
-    return found
+    return tokens
 
 
-def _real(there: Tensor) -> Tensor:
+def _not_padding(features: Tensor) -> Tensor:
     """Which of the features (B, L, D) are no padding, whose features are 0."""
-    return (there != 0).any(-1)
+    return (features != 0).any(-1)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
-from penstock.decode.blocks import Blocks, Table
+from penstock.decode.blocks import Blocks, BlockTable
 from penstock.decode.choose import history_of, next_tokens
-from penstock.decode.past import Columns, Pages, Past, passed
+from penstock.decode.past import Columns, Pages, Past, run_pass
 from penstock.decode.static import Compiled, bucket
 from penstock.decode.texts import eagerly
 from penstock.errors import ConfigError
@@ -41,7 +41,7 @@ class Request:
     """Token numbers of the prompt, or of the source that an encoder–decoder translates."""
     decoding: Decoding = field(default_factory=Decoding)
     route: int | None = None
-    """Label of the text, by which the experts of a model are given whose router is `given`."""
+    """Label of the text, by which a router of kind `given` chooses experts."""
 
     @property
     def max_tokens(self) -> int:
@@ -49,43 +49,43 @@ class Request:
         return self.decoding.max_tokens
 
 
-class Made(NamedTuple):
+class SlotResult(NamedTuple):
     """The result of a step for one slot."""
 
     slot: int
     tokens: tuple[int, ...]
     """New tokens; the one that ends a text is left out."""
     finished: Finished
-    """Empty while the text goes on; `stop` at the model's end of text, `length` after as many tokens as asked for."""
+    """Empty while the text goes on; `stop` at the model's end of text, `length` at the request's `max_tokens`."""
 
 
 @dataclass(slots=True, eq=False)
-class _Text:
+class _SlotText:
     """A text in a slot."""
 
     request: Request
     settings: Decoding
-    """The request's but for the seed: texts with equal ones choose their tokens together."""
+    """The request's settings without the seed: texts with equal ones choose their tokens together."""
     prompt: int
-    """Tokens, of the decoder, that are no new ones."""
-    kept: int
-    """How many have their keys and values in the cache."""
-    table: Table | None
+    """Tokens of the decoder that are not generated."""
+    cached: int
+    """Tokens whose keys and values are in the cache."""
+    table: BlockTable | None
     source: bool = False
     """Whether its source has still to be encoded."""
-    made: int = 0
+    generated: int = 0
     done: bool = False
 
     @property
     def unread(self) -> bool:
-        return self.kept < self.prompt
+        return self.cached < self.prompt
 
 
 class _Batch(NamedTuple):
     """Texts that make a token in the same pass."""
 
     slots: list[int]
-    texts: list[_Text]
+    texts: list[_SlotText]
     every: bool
     """Whether the pass computes no other slots."""
     tokens: Tensor
@@ -126,7 +126,7 @@ class Engine:
                 "The model does not generate text; give a decoder, or an encoder–decoder with one source of tokens."
             )
         if compiled is not None and cache != "slots":
-            raise ConfigError("A compiled step needs columns that lie together; use cache=slots.")
+            raise ConfigError("A compiled step needs contiguous columns; use cache=slots.")
         self._compiled = compiled
         self.model = model.eval()
         graph = model.graph
@@ -139,7 +139,7 @@ class Engine:
             raise ConfigError(
                 "An encoder–decoder needs the number of the token that its decoder begins with: start."
             )
-        self._texts: list[_Text | None] = [None] * slots
+        self._texts: list[_SlotText | None] = [None] * slots
         self._blocks: Blocks | None = None
         store: Columns | Pages
         if cache == "paged":
@@ -190,16 +190,16 @@ class Engine:
         if decoding.draws:
             if self._uniform is None:
                 self._uniform = torch.zeros(self._ids.shape, device=self.device)
-            drawn = random.Random(decoding.seed) if decoding.seed is not None else random.Random()
-            numbers = [drawn.random() for _ in range(request.max_tokens)]
+            rng = random.Random(decoding.seed) if decoding.seed is not None else random.Random()
+            numbers = [rng.random() for _ in range(request.max_tokens)]
             self._uniform[slot, : len(numbers)] = torch.tensor(numbers, device=self.device)
         settings = decoding if decoding.seed is None else replace(decoding, seed=None)
         # One object for all texts with these settings, since comparing them at each step would take long.
         settings = next(
             (text.settings for text in self._texts if text and text.settings == settings), settings
         )
-        kept = 0 if table is None else table.shared
-        self._texts[slot] = _Text(request, settings, len(ids), kept, table, source=bool(self._source))
+        cached = 0 if table is None else table.reused
+        self._texts[slot] = _SlotText(request, settings, len(ids), cached, table, source=bool(self._source))
         return slot
 
     def require(self, request: Request) -> None:
@@ -213,21 +213,20 @@ class Engine:
                 f"The source has {len(request.ids):,} tokens, but the model reads {self._source:,}."
             )
         if self._routes is not None and request.route is None:
-            problems.append(
-                "The model's experts are given by the label of each text; give each request its route."
-            )
+            problems.append("The label of a text chooses this model's experts; give each request its route.")
         if not request.max_tokens:
-            problems.append("Say with max_tokens how many tokens to generate at most.")
+            problems.append("Set max_tokens to the most tokens to generate.")
         if prompt + request.max_tokens > self.context:
             problems.append(
                 f"The prompt has {prompt:,} tokens and {request.max_tokens:,} are to be generated, but a text may have "
                 f"{self.context:,} in all; shorten the prompt, or lower max_tokens."
             )
-        if self._blocks is not None and self._blocks.needed(prompt + request.max_tokens) > self._blocks.count:
+        blocks, most = self._blocks, prompt + request.max_tokens
+        if blocks is not None and blocks.count_for(most) > blocks.count:
             problems.append("The text needs more blocks than the cache has; enlarge it, or lower max_tokens.")
         size: int = self.model.config.vocabulary
         if request.ids and not (min(request.ids) >= 0 and max(request.ids) < size):
-            problems.append(f"A token of the prompt lies outside of the vocabulary of {size:,}.")
+            problems.append(f"A token of the prompt is outside of the vocabulary of {size:,}.")
         if any(number >= size for number, _ in decoding.biases):
             problems.append(f"decoding.bias names a token outside of the vocabulary of {size:,}.")
         if decoding.beams > 1 or decoding.contrastive or decoding.best > 1:
@@ -251,39 +250,39 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """Tokens for which new texts find room in the cache, in whole blocks; of `slots`, those of free ones."""
+        """Tokens that new texts can have in the cache: in whole blocks, or with `cache=slots` those of free slots."""
         if self._blocks is not None:
             return self._blocks.available * self._blocks.size
         return (self.slots - self.running) * self.context
 
     @torch.inference_mode()
-    def step(self, chunk: int | None = None) -> list[Made]:
+    def step(self, chunk: int | None = None) -> list[SlotResult]:
         """Read at most `chunk` tokens of prompts, and make a token for each text whose prompt has been read."""
         return [
-            self._made(slot, token)
+            self._result(slot, token)
             for slots, tokens in self.advance(chunk)
             for slot, token in zip(slots, tokens.tolist(), strict=True)
         ]
 
     def advance(self, chunk: int | None = None) -> list[tuple[list[int], Tensor]]:
-        """As `step`, but gives slots and their new tokens (r,), of which those that end a text are like all others."""
-        made = []
+        """Do a `step`, but return slots and their new tokens (r,), among them those that end a text."""
+        results = []
         batch, self._next = self._next, None
         steady = batch is not None
         if batch is None:
             batch = self._ready()
             for low, high, count in list(self._pieces(chunk or self.chunk)):
-                logits, slots = self._read(low, high, count), list(range(low, high))
+                logits, slots = self._read_prompts(low, high, count), list(range(low, high))
                 if not self._text(low).unread:
-                    made.append((slots, self._choose(slots, self._texts[low:high], logits)))
-            steady = not any(text and text.unread for text in self._texts) and not made
+                    results.append((slots, self._choose(slots, self._texts[low:high], logits)))
+            steady = not any(text and text.unread for text in self._texts) and not results
         if batch is not None:
             behind = batch.places + 1 if batch.every and batch.places is not None else None
             tokens = self._choose(batch.slots, batch.texts, self._decode(batch), behind)
-            made.append((batch.slots, tokens))
+            results.append((batch.slots, tokens))
             if steady and batch.every and not any(text.done for text in batch.texts):
                 self._next = batch._replace(tokens=tokens[:, None], places=behind)
-        return made
+        return results
 
     def _ready(self) -> _Batch | None:
         """All texts whose prompts have been read, unless there is none."""
@@ -293,20 +292,20 @@ class Engine:
         texts = [self._text(slot) for slot in slots]
         low, high = self._span(slots)
         every = len(slots) == high - low
-        if every and self._compiled is None and len({text.kept for text in texts}) == 1:
-            return _Batch(slots, texts, every, self._ids[low:high, texts[0].kept, None], None)
+        if every and self._compiled is None and len({text.cached for text in texts}) == 1:
+            return _Batch(slots, texts, every, self._ids[low:high, texts[0].cached, None], None)
         places = [0] * (high - low)
         for slot, text in zip(slots, texts, strict=True):
-            places[slot - low] = text.kept
-        there = torch.tensor(places, device=self.device)[:, None]
-        return _Batch(slots, texts, every, self._ids[low:high].gather(1, there), there)
+            places[slot - low] = text.cached
+        columns = torch.tensor(places, device=self.device)[:, None]
+        return _Batch(slots, texts, every, self._ids[low:high].gather(1, columns), columns)
 
     def _span(self, slots: list[int]) -> tuple[int, int]:
         """First slot of a pass over these, and the slot behind its last."""
         return (slots[0], slots[-1] + 1) if self._compiled is None else (0, self.slots)
 
     def keep(self, slots: Tensor) -> None:
-        """Leave all but some slots (r,) out from now on; they are numbered anew in their order. Not for `paged`."""
+        """Leave all but some slots (r,) out from now on; they are renumbered in their order. Not for `paged`."""
         assert self._blocks is None
         self._past.keep(slots)
         self._ids, self._lengths = self._ids[slots], self._lengths[slots]
@@ -316,37 +315,39 @@ class Engine:
         self.slots, self._next = len(self._texts), None
 
     def warm(self) -> None:
-        """Make a text that nobody asked for, so that what is compiled is compiled before the first request."""
+        """Generate a text for nobody, so that compilation happens before the first request."""
         slot = self.admit(Request(ids=(0,), decoding=Decoding(max_tokens=2, ignore_end=True), route=0))
         assert slot is not None
         while not any(each.finished for each in self.step()):
             pass
         self.release(slot)
 
-    def _pieces(self, left: int) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, room: int) -> Iterator[tuple[int, int, int]]:
         """First slot, slot behind the last, and tokens of each, of prompts that are read together: of neighbours that
-        begin now, as many as find room in `left` tokens with their padding; else a piece of one."""
+        begin now, as many as find room in `room` tokens with their padding; else a piece of one."""
         low, texts = 0, self._texts
-        while low < len(texts) and left > 0:
+        while low < len(texts) and room > 0:
             text, high = texts[low], low + 1
             if text is not None and text.unread:
-                longest, alone = text.prompt - text.kept, text.kept > 0
+                longest, alone = text.prompt - text.cached, text.cached > 0
                 while not alone and high < len(texts):
-                    other = texts[high]
-                    if other is None or other.kept or (high + 1 - low) * max(longest, other.prompt) > left:
+                    neighbour = texts[high]
+                    if neighbour is None or neighbour.cached:
                         break
-                    longest, high = max(longest, other.prompt), high + 1
-                count = min(left, longest)
-                left -= (high - low) * count
+                    if (high + 1 - low) * max(longest, neighbour.prompt) > room:
+                        break
+                    longest, high = max(longest, neighbour.prompt), high + 1
+                count = min(room, longest)
+                room -= (high - low) * count
                 yield low, high, count
             low = high
 
-    def _read(self, low: int, high: int, count: int) -> Tensor:
+    def _read_prompts(self, low: int, high: int, count: int) -> Tensor:
         """Compute the next tokens of some prompts: logits (r, V) after the last of each."""
         texts = [self._text(slot) for slot in range(low, high)]
-        begin, rows = texts[0].kept, self._rows(low, high)
+        begin, rows = texts[0].cached, self._rows(low, high)
         for text in texts:
-            text.kept = min(begin + count, text.prompt)
+            text.cached = min(begin + count, text.prompt)
         source = lengths = None
         if texts[0].source:
             sources = [text.request.ids for text in texts]
@@ -361,19 +362,19 @@ class Engine:
                 text.source = False
         places = torch.arange(begin, begin + count, device=self.device)
         self._look(texts)
-        # What padding writes lies behind its text, where nothing is read before it is written.
+        # Padding is written behind its text, where nothing is read before it is written again.
         self._past.at(
             places, columns=begin, width=begin + count, rows=rows, first=begin == 0, alone=count == 1
         )
-        last = [number * count + text.kept - begin - 1 for number, text in enumerate(texts)]
+        last = [number * count + text.cached - begin - 1 for number, text in enumerate(texts)]
         with eagerly():
-            logits = passed(
+            logits = run_pass(
                 self.model, self._past, self._ids[low:high, begin : begin + count],
                 torch.tensor(last, device=self.device), source, lengths, self._routed(low, high),
             )  # fmt: skip
         for text in texts:
             if self._blocks is not None and text.table is not None:
-                self._blocks.computed(text.table, text.kept)
+                self._blocks.publish(text.table, text.cached)
         return logits
 
     def _routed(self, low: int, high: int) -> Tensor | None:
@@ -386,21 +387,21 @@ class Engine:
     def _decode(self, batch: _Batch) -> Tensor:
         """Logits (r, V) after the newest token of each of these texts."""
         low, high = self._span(batch.slots)
-        longest, wanted = max(text.kept for text in batch.texts), None
+        longest, wanted_rows = max(text.cached for text in batch.texts), None
         width, rows = longest + 1, self._rows(low, high)
         if batch.places is None:
             self._look(batch.texts)
             places = self._every[longest:width]
             self._past.at(places, columns=longest, width=width, rows=rows, alone=True)
-            logits = passed(self.model, self._past, batch.tokens, routes=self._routed(low, high))
+            logits = run_pass(self.model, self._past, batch.tokens, routes=self._routed(low, high))
         else:
-            columns, there = batch.places, self._texts[low:high]
+            columns, texts = batch.places, self._texts[low:high]
             if not batch.every:
                 # A slot between them that is empty, or reads its prompt, writes where nothing is read before it is
                 # written.
-                kept = [min(text.kept, self.context - 1) if text else 0 for text in there]
-                columns, width = torch.tensor(kept, device=self.device)[:, None], max(kept) + 1
-                wanted = torch.tensor(batch.slots, device=self.device) - low
+                cached = [min(text.cached, self.context - 1) if text else 0 for text in texts]
+                columns, width = torch.tensor(cached, device=self.device)[:, None], max(cached) + 1
+                wanted_rows = torch.tensor(batch.slots, device=self.device) - low
             if self._compiled is not None:
                 assert isinstance(self._past.store, Columns)
                 width, now = bucket(width), self._past.store.width
@@ -408,17 +409,18 @@ class Engine:
                 # One graph serves all steps, if no tensor is given twice.
                 columns = columns.clone() if batch.every else columns
                 logits = self._compiled(self._past, batch.tokens, batch.places, columns, width)
-                logits = logits if wanted is None else logits[wanted]
+                logits = logits if wanted_rows is None else logits[wanted_rows]
             else:
-                self._look([text if text in batch.texts else None for text in there])
+                self._look([text if text in batch.texts else None for text in texts])
                 self._past.at(batch.places, columns=columns, width=width, rows=rows)
-                logits = passed(self.model, self._past, batch.tokens, wanted, routes=self._routed(low, high))
+                routes = self._routed(low, high)
+                logits = run_pass(self.model, self._past, batch.tokens, wanted_rows, routes=routes)
         for text in batch.texts:
-            text.kept += 1
+            text.cached += 1
         return logits
 
-    def _look(self, texts: Sequence[_Text | None]) -> None:
-        """Tell a paged cache the blocks of these texts; what has no text writes to the spare block."""
+    def _look(self, texts: Sequence[_SlotText | None]) -> None:
+        """Set the blocks of these texts in a paged cache; slots without a text write to the spare block."""
         if self._blocks is None or not isinstance(self._past.store, Pages):
             return
         longest = max(len(text.table.blocks) if text and text.table else 1 for text in texts)
@@ -428,33 +430,33 @@ class Engine:
         self._past.store.look(torch.tensor(table, device=self.device))
 
     def _choose(
-        self, slots: list[int], texts: Sequence[_Text | None], logits: Tensor, behind: Tensor | None = None
-    ) -> Tensor:
-        """The next token (r,) of each of these slots, whose texts are alike in settings or not. `behind` (r, 1) are
+        self, slots: list[int], texts: Sequence[_SlotText | None], logits: Tensor, behind: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The next token (r,) of each of these slots, whose texts may have different settings. `behind` (r, 1) are
         their positions, where these are known on the device."""
         groups: dict[int, list[int]] = {}
         for place, text in enumerate(texts):
             assert text is not None
             groups.setdefault(id(text.settings), []).append(place)
         if len(groups) == 1:
-            return self._chosen(slots, logits, behind)
+            return self._choose_alike(slots, logits, behind)
         tokens = self._lengths.new_empty(len(slots))
         for places in groups.values():
-            tokens[places] = self._chosen([slots[place] for place in places], logits[places])
+            tokens[places] = self._choose_alike([slots[place] for place in places], logits[places])
         return tokens
 
-    def _chosen(self, slots: list[int], logits: Tensor, behind: Tensor | None = None) -> Tensor:
-        """The next token (r,) of each of these slots, whose texts are alike in settings."""
+    def _choose_alike(self, slots: list[int], logits: Tensor, behind: Tensor | None = None) -> Tensor:
+        """The next token (r,) of each of these slots, whose texts have equal settings."""
         texts = [self._text(slot) for slot in slots]
         settings, history, uniform = texts[0].settings, None, None
         together = slots[-1] - slots[0] + 1 == len(slots)
         rows: Any = slice(slots[0], slots[-1] + 1) if together else torch.tensor(slots, device=self.device)
-        new = self._column([text.made for text in texts])
+        new = self._column([text.generated for text in texts])
         lengths: Any = behind
         if behind is None:
-            lengths = self._column([text.prompt + text.made for text in texts])
+            lengths = self._column([text.prompt + text.generated for text in texts])
         if settings.looks_back:
-            longest = max(text.prompt + text.made for text in texts)
+            longest = max(text.prompt + text.generated for text in texts)
             history = history_of(self._ids[rows, :longest], lengths)
         if settings.draws:
             assert self._uniform is not None
@@ -469,8 +471,8 @@ class Engine:
         else:
             self._ids[rows, lengths[:, 0]] = tokens
         for text in texts:
-            text.made += 1
-            text.done = text.made >= text.request.max_tokens
+            text.generated += 1
+            text.done = text.generated >= text.request.max_tokens
         return tokens
 
     def _column(self, numbers: list[int]) -> int | Tensor:
@@ -479,14 +481,14 @@ class Engine:
             return numbers[0]
         return torch.tensor(numbers, device=self.device)[:, None]
 
-    def _text(self, slot: int) -> _Text:
+    def _text(self, slot: int) -> _SlotText:
         text = self._texts[slot]
         assert text is not None
         return text
 
-    def _made(self, slot: int, token: int) -> Made:
+    def _result(self, slot: int, token: int) -> SlotResult:
         text = self._text(slot)
         if token in self.ends and not text.request.decoding.ignore_end:
             text.done, self._next = True, None
-            return Made(slot, (), "stop")
-        return Made(slot, (token,), "length" if text.done else "")
+            return SlotResult(slot, (), "stop")
+        return SlotResult(slot, (token,), "length" if text.done else "")

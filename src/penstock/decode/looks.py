@@ -1,5 +1,5 @@
-"""Attention over kept columns, for eager and compiled passes alike: what their blocks are given, masks by position,
-rotated angles, and attention of query heads that share KV heads.
+"""Attention over cached columns, for eager and compiled passes alike: the context of their blocks, masks by position,
+rotary angles, and attention of query heads that share KV heads.
 
 Shapes: R texts, or 1 where all are alike; N new tokens; W columns; G KV heads, H query heads; K features.
 """
@@ -25,9 +25,9 @@ class Continuing:
     places: Tensor
     """(N,) or (R, N), positions of the tokens."""
     positions: float
-    """As many as a text can have, where windows may be wider than that."""
-    kept: Tensor
-    """(R or 1, W), positions of what is in the columns."""
+    """Positions that a text can have, where windows may be wider than that."""
+    column_places: Tensor
+    """(R or 1, W), positions of the tokens in the columns."""
     seen: Tensor | None = None
     """(R, N, W), which columns each token sees; none: those whose positions are not after its own."""
     causal = False
@@ -80,7 +80,7 @@ class Continuing:
         if (name := f"turns {self.run}") not in self.tables:
             every = torch.arange(int(self.positions), device=self.places.device)
             self.tables[name] = rotations(stack.sizes, every, sequence_first=False)
-        return turned(self.tables[name], self._rows, sequence_first=stack.sequence_first)
+        return rotations_at(self.tables[name], self._rows, sequence_first=stack.sequence_first)
 
     def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Numbers to add to scores, (R or 1, H or 1, N, W); None where all is seen, or a causal mask is enough."""
@@ -89,7 +89,7 @@ class Continuing:
         if not narrow and not biased and (self.causal or self.alone):
             return None
         return mask_of(
-            self._rows, self.kept, dtype=dtype, seen=self.seen, window=window if narrow else None,
+            self._rows, self.column_places, dtype=dtype, seen=self.seen, window=window if narrow else None,
             biases=self._by_distance(stack) if biased else None, itself=self.causal,
         )  # fmt: skip
 
@@ -102,8 +102,8 @@ class Continuing:
             else:
                 table = alibi(stack.sizes.heads, count, 1, self.places.device)[:, stack.heads]
             self.tables[name] = table[0, :, :, 0]
-        found: Tensor = self.tables[name]
-        return found
+        biases: Tensor = self.tables[name]
+        return biases
 
 
 class _Look:
@@ -113,7 +113,7 @@ class _Look:
         self.past, self.masks, self.first, self.layer = past, masks, layer, layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `penstock.kernels.attention.attention`."""
+        """Attend like `penstock.kernels.attention.attention`, for the next block."""
         self.layer += 1
         mask = self.masks[self.layer - self.first - 1]
         return self.past.attend(self.layer - 1, mask, q, k, v, backend, scores)
@@ -126,14 +126,14 @@ class _LookAcross:
         self.past, self.layer = past, layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `penstock.kernels.attention.attention`."""
+        """Attend like `penstock.kernels.attention.attention`, for the next block."""
         self.layer += 1
         return self.past.attend_across(self.layer - 1, q, k, v, backend, scores)
 
 
 def mask_of(
     places: Tensor,
-    kept: Tensor,
+    column_places: Tensor,
     *,
     dtype: torch.dtype,
     seen: Tensor | None = None,
@@ -143,13 +143,13 @@ def mask_of(
 ) -> Tensor:
     """Numbers to add to scores, (R, H or 1, N, W): −∞ where a token sees nothing.
 
-    A token at one of `places` (R, N) sees the columns whose positions, `kept` (R, W), are not after its own; or those
-    that `seen` (R, N, W) says; of either only those within the `window`. `biases` (H, positions) are added by how far
-    behind a column lies. `itself`: token n sees column n in any case, for a row of −∞ alone would be NaN.
+    A token at one of `places` (R, N) sees the columns whose positions, `column_places` (R, W), are not after its own,
+    or those marked in `seen` (R, N, W); of either only those within the `window`. `biases` (H, positions) are added by
+    how far behind a column is. `itself`: token n sees column n in any case, for a row of −∞ alone would be NaN.
     """
     if seen is not None and window is None and biases is None:
         return torch.where(seen, 0.0, -math.inf).to(dtype).unsqueeze(1)
-    behind = places[:, :, None] - kept[:, None]  # (R, N, W)
+    behind = places[:, :, None] - column_places[:, None]  # (R, N, W)
     near = behind >= 0
     if window is not None:
         near = near & (behind < window)
@@ -162,33 +162,32 @@ def mask_of(
     return bias.masked_fill(~near.unsqueeze(1), -math.inf).to(dtype)
 
 
-def turned(tables: dict[str, Rotation], places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
+def rotations_at(tables: dict[str, Rotation], places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
     """The rotary tables of tokens at `places` (R, N), out of tables of all positions (1, positions, 1, K/2) from
     `rotations`.
     """
 
     def chosen(table: Tensor) -> Tensor:
-        found = table[0].index_select(0, places.flatten()).view(*places.shape, 1, table.shape[-1])
-        return found.transpose(0, 1) if sequence_first else found
+        turns = table[0].index_select(0, places.flatten()).view(*places.shape, 1, table.shape[-1])
+        return turns.transpose(0, 1) if sequence_first else turns
 
     return {name: (chosen(cosine), chosen(sine)) for name, (cosine, sine) in tables.items()}
 
 
-def folded(
+def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: AttentionBackend, scale: float | None
 ) -> Tensor:
-    """Attention where heads that share keys are taken for more tokens of one head, so that these are read once."""
+    """Attention in which query heads that share a KV head become more tokens of one head, to read the keys once."""
     texts, heads, tokens, features = q.shape
     groups = k.shape[1]
     if groups == heads:
         return attention(q, k, v, backend, Scores(mask, scale=scale))
-    shared = heads // groups
+    queries_per_group = heads // groups
     if mask is not None:
         if mask.shape[1] == 1:
-            mask = mask.repeat(1, 1, shared, 1)
+            mask = mask.repeat(1, 1, queries_per_group, 1)
         else:
-            mask = torch.unflatten(mask, 1, (groups, shared)).flatten(2, 3)
-    together = q.reshape(texts, groups, shared * tokens, features)
-    return attention(together, k, v, backend, Scores(mask, scale=scale)).reshape(
-        texts, heads, tokens, features
-    )
+            mask = torch.unflatten(mask, 1, (groups, queries_per_group)).flatten(2, 3)
+    together = q.reshape(texts, groups, queries_per_group * tokens, features)
+    outputs = attention(together, k, v, backend, Scores(mask, scale=scale))
+    return outputs.reshape(texts, heads, tokens, features)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.config.plan import AttentionBackend
-from penstock.decode.looks import Continuing, folded
+from penstock.decode.looks import Continuing, grouped_attention
 from penstock.kernels.attention import Scores, attention
 from penstock.models.anatomy import ELSEWHERE
 
@@ -46,21 +46,21 @@ class Columns:
             self.layers.append((k.new_zeros(empty), v.new_zeros(empty)))
         if self.layers[layer][0].shape[2] < past.width:
             self._grow(layer, past.width)
-        found = []
+        in_sight = []
         for store, new in zip(self.layers[layer], (k, v)):
-            rows = store if past.whole else store[past.rows]
+            rows = store if past.all_rows else store[past.rows]
             if isinstance(past.columns, int):
                 rows.narrow(2, past.columns, new.shape[2]).copy_(new)
             else:
                 rows.scatter_(2, past.columns[:, None, :, None].expand_as(new), new)
-            found.append(rows.narrow(2, 0, past.width))
-        return found[0], found[1]
+            in_sight.append(rows.narrow(2, 0, past.width))
+        return in_sight[0], in_sight[1]
 
     def _grow(self, layer: int, width: int) -> None:
-        """Make room for so many columns. What is not written yet is zero, for nothing times NaN would be NaN."""
-        there = self.layers[layer][0].shape[2]
-        columns = min(self.columns, max(width, 2 * there, _FIRST))
-        k, v = (F.pad(store, (0, 0, 0, columns - there)) for store in self.layers[layer])
+        """Make room for `width` columns. Those that are not written yet are zero, because 0 times NaN would be NaN."""
+        present = self.layers[layer][0].shape[2]
+        columns = min(self.columns, max(width, 2 * present, _FIRST))
+        k, v = (F.pad(store, (0, 0, 0, columns - present)) for store in self.layers[layer])
         self.layers[layer] = k, v
 
     @property
@@ -69,9 +69,9 @@ class Columns:
         return self.layers[0][0].shape[2] if self.layers else 0
 
     def fix(self, width: int) -> None:
-        """Have room for so many columns, no more and no fewer."""
+        """Have room for exactly `width` columns."""
         if self.width != width:
-            self.layers = [(_wide(k, width), _wide(v, width)) for k, v in self.layers]
+            self.layers = [(_widened(k, width), _widened(v, width)) for k, v in self.layers]
 
     def only(self, rows: Tensor) -> None:
         """Leave all but some rows out."""
@@ -80,7 +80,7 @@ class Columns:
 
     def gather(self, places: Tensor) -> None:
         """Put the columns at `places` (R, c) of each row first, and leave out the others."""
-        self.layers = [(_gathered(k, places), _gathered(v, places)) for k, v in self.layers]
+        self.layers = [(_gather_columns(k, places), _gather_columns(v, places)) for k, v in self.layers]
 
     def move(self, source: Tensor, target: int) -> None:
         """Copy one column of each row, `source` (R,), to another."""
@@ -89,11 +89,11 @@ class Columns:
                 store[:, :, target] = store[torch.arange(len(store), device=store.device), :, source]
 
 
-def _wide(store: Tensor, width: int) -> Tensor:
+def _widened(store: Tensor, width: int) -> Tensor:
     return F.pad(store, (0, 0, 0, width - store.shape[2]))
 
 
-def _gathered(store: Tensor, places: Tensor) -> Tensor:
+def _gather_columns(store: Tensor, places: Tensor) -> Tensor:
     return store.gather(2, places[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3]))
 
 
@@ -120,13 +120,12 @@ class Pages:
         if k.shape[1] not in self._pass:
             self._pass[k.shape[1]] = self._places(past, k.shape[1], k.shape[2])
         written, read = self._pass[k.shape[1]]
-        found = []
+        in_sight = []
         for store, new in zip(self.layers[layer], (k, v)):
-            store.index_copy_(
-                0, written, new.flatten(0, 2) if new.is_contiguous() else new.reshape(-1, new.shape[3])
-            )
-            found.append(store.index_select(0, read).view(len(new), new.shape[1], past.width, -1))
-        return found[0], found[1]
+            flat = new.flatten(0, 2) if new.is_contiguous() else new.reshape(-1, new.shape[3])
+            store.index_copy_(0, written, flat)
+            in_sight.append(store.index_select(0, read).view(len(new), new.shape[1], past.width, -1))
+        return in_sight[0], in_sight[1]
 
     def _places(self, past: Past, groups: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Rows of the store that new tokens are written to, and those that are read: (r·G·N,) and (r·G·width,)."""
@@ -137,9 +136,9 @@ class Pages:
         every = torch.arange(past.width, device=device).expand(len(self.table), -1)
         heads = torch.arange(groups, device=device)[None, :, None] * self.tokens
 
-        def of(wanted: Tensor) -> Tensor:
-            blocks = self.table.gather(1, (wanted // self.size).clamp(max=self.table.shape[1] - 1))
-            return ((blocks * self.size + wanted % self.size)[:, None] + heads).flatten()
+        def of(columns_: Tensor) -> Tensor:
+            blocks = self.table.gather(1, (columns_ // self.size).clamp(max=self.table.shape[1] - 1))
+            return ((blocks * self.size + columns_ % self.size)[:, None] + heads).flatten()
 
         return of(columns), of(every)
 
@@ -160,8 +159,8 @@ class Past(Continuing):
         memory: int = 0,
         device: torch.device,
     ) -> None:
-        """`rows` and `columns` are those of the cache. `positions` are so many as a text can have, where columns are
-        not the positions of what is in them. `memory` are tokens of a source, where each text's comes at another time.
+        """`rows` and `columns` are those of the cache. `positions` are the most that a text can have, where columns are
+        not the positions of the tokens in them. `memory` are tokens of a source, where texts come at different times.
         """
         self.store, self.positions = store, positions or columns
         self.in_order = positions is None
@@ -169,13 +168,13 @@ class Past(Continuing):
         self.key_places = places if self.in_order else torch.full((rows, columns), NEVER, device=device)
         """(R, C) or (1, C), positions of the tokens in the columns."""
         self.places = self.key_places.new_zeros(0)
-        self.rows, self.whole, self.width = slice(None), True, 0
+        self.rows, self.all_rows, self.width = slice(None), True, 0
         self.columns: int | Tensor = 0
         self.remembers = False
         self.watched: Tensor | None = None
-        """(B, N, M), how much the last block looks at each token of the source, the mean over heads; told once this has
+        """(B, N, M), how much the last block looks at each token of the source, the mean over heads; set once this has
         been set to a tensor."""
-        self.kept = self.key_places
+        self.column_places = self.key_places
         self._in_order = self.key_places[:, :0]
         self.memory: list[tuple[Tensor, Tensor]] = []
         self._memory_shape = (rows, memory) if memory else None
@@ -203,17 +202,18 @@ class Past(Continuing):
         one token looks at columns that it sees all of.
         """
         self.places, self.columns, self.width = places, columns, width
-        self.rows, self.whole = rows, rows == slice(None)
+        self.rows, self.all_rows = rows, rows == slice(None)
         if not self.in_order:
             assert isinstance(columns, int)
-            told = places if key_places is None else key_places
-            self.key_places[:, columns : columns + told.shape[-1]] = told
-        self.kept, self.seen, self.causal, self.alone = self.key_places[:, :width], seen, first, alone
+            key_positions = places if key_places is None else key_places
+            self.key_places[:, columns : columns + key_positions.shape[-1]] = key_positions
+        self.column_places = self.key_places[:, :width]
+        self.seen, self.causal, self.alone = seen, first, alone
 
     def windows_of(self, stack: Any) -> tuple[int, ...]:
         """The windows of blocks of this rank, since others do not look."""
-        here = (not block.__dict__.get(ELSEWHERE) for block in stack.blocks)
-        return tuple(itertools.compress(stack.windows, here))
+        on_rank = (not block.__dict__.get(ELSEWHERE) for block in stack.blocks)
+        return tuple(itertools.compress(stack.windows, on_rank))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -230,7 +230,7 @@ class Past(Continuing):
         keys, values = self.store.keep(layer, k, v, self)
         if self.causal:
             return attention(q, k, v, backend, Scores(mask, causal=mask is None, scale=scores.scale))
-        return folded(q, keys, values, mask, backend, scores.scale)
+        return grouped_attention(q, keys, values, mask, backend, scores.scale)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend_across(
@@ -249,16 +249,16 @@ class Past(Continuing):
                     store[self.rows, :, : new.shape[2]] = new
             self.remembers = True
         (keys, values), mask = self.memory[layer], self.memory_mask
-        if not self.whole:
+        if not self.all_rows:
             keys, values = keys[self.rows], values[self.rows]
             mask = mask if mask is None else mask[self.rows]
         mask = mask if mask is None else mask.to(q.dtype)
         if self.watched is not None and layer == len(self.memory) - 1:
-            shared = q.shape[1] // keys.shape[1]
-            products = q @ keys.repeat_interleave(shared, dim=1).transpose(2, 3)
+            queries_per_group = q.shape[1] // keys.shape[1]
+            products = q @ keys.repeat_interleave(queries_per_group, dim=1).transpose(2, 3)
             products = products * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
             self.watched = torch.softmax(products if mask is None else products + mask, dim=-1).mean(1)
-        return folded(q, keys, values, mask, backend, scores.scale)
+        return grouped_attention(q, keys, values, mask, backend, scores.scale)
 
     def remember(self, lengths: Tensor | None, memory: int) -> None:
         """Set how many tokens of each row's source, (R,) of `memory`, are no padding; none: all."""
@@ -281,28 +281,28 @@ class Past(Continuing):
             if self._in_order.shape[1] != width:
                 self._in_order = torch.arange(width, device=self.key_places.device)[None]
             return self._in_order
-        rows, there = self.key_places.shape
-        if there != width or rows != self.store.rows:
-            wide = F.pad(self.key_places, (0, width - there), value=NEVER)
+        rows, present = self.key_places.shape
+        if present != width or rows != self.store.rows:
+            wide = F.pad(self.key_places, (0, width - present), value=NEVER)
             self.key_places = wide.expand(self.store.rows, -1).contiguous()
         return self.key_places
 
     def fix_memory(self, width: int) -> None:
-        """Have room for so many tokens of a source; none sees those that are new."""
+        """Have room for `width` tokens of a source; the additional ones are seen by none."""
         assert self.memory_mask is not None
         more = width - self.memory_mask.shape[3]
         if more:
-            self.memory = [(_wide(k, width), _wide(v, width)) for k, v in self.memory]
+            self.memory = [(_widened(k, width), _widened(v, width)) for k, v in self.memory]
             self.memory_mask = F.pad(self.memory_mask, (0, more), value=-math.inf)
 
-    def take(self, given: Any) -> None:
-        """Have other tensors in the place of its own, as of `penstock.decode.static.Given`."""
-        self.store.layers, self.memory = given.layers, given.memory
-        self.memory_mask, self.tables = given.memory_mask, given.tables
+    def take(self, tensors: Any) -> None:
+        """Replace the tensors by those of a `penstock.decode.static.StepTensors`."""
+        self.store.layers, self.memory = tensors.layers, tensors.memory
+        self.memory_mask, self.tables = tensors.memory_mask, tensors.tables
         if self.in_order:
-            self._in_order = given.kept
+            self._in_order = tensors.column_places
         else:
-            self.key_places = given.kept
+            self.key_places = tensors.column_places
 
     def keep(self, rows: Tensor) -> None:
         """Leave all but some texts of a batch out from now on."""
@@ -318,11 +318,12 @@ class Past(Continuing):
         """Put the columns at `places` (R, c) first, and leave out the others, which nothing can see any more."""
         assert isinstance(self.store, Columns)
         self.store.gather(places)
-        kept = self.key_places.expand(len(places), -1)
-        self.key_places = F.pad(kept.gather(1, places), (0, kept.shape[1] - places.shape[1]), value=NEVER)
+        positions = self.key_places.expand(len(places), -1)
+        left_out = positions.shape[1] - places.shape[1]
+        self.key_places = F.pad(positions.gather(1, places), (0, left_out), value=NEVER)
 
 
-def passed(
+def run_pass(
     model: Any,
     past: Any,
     tokens: Tensor,
@@ -333,21 +334,21 @@ def passed(
 ) -> Tensor:
     """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) of the tokens numbered by `rows` (M,). An
     encoder–decoder is given its source (R, S) in the first pass, with the `lengths` (R,) of its texts. A model whose
-    experts are given for each text has their `routes` (R,)."""
+    experts are chosen by the label of a text takes these `routes` (R,)."""
     graph = model.graph
-    given: dict[str, Any] = {} if routes is None else {"routes": routes}
+    arguments: dict[str, Any] = {} if routes is None else {"routes": routes}
     if graph.remembered:
-        given |= {graph.input_of(graph.remembered[0]).name: source, "lengths": lengths}
-    given[graph.text.name] = tokens
-    logits: Tensor = model.logits(**given, rows=rows, past=past)
+        arguments |= {graph.input_of(graph.remembered[0]).name: source, "lengths": lengths}
+    arguments[graph.text.name] = tokens
+    logits: Tensor = model.logits(**arguments, rows=rows, past=past)
     return logits if rows is not None else logits.flatten(0, 1)
 
 
-def passed_with(
+def run_pass_with(
     model: Any, past: Any, tokens: Tensor, rows: Tensor | None, values: Mapping[str, Tensor]
 ) -> Tensor:
-    """As `passed`, of a model with several sources, of which `values` has in the first pass those that are there, with
-    the other arguments of the model that they need."""
+    """A pass like `run_pass`, of a model with several sources: `values` has, in the first pass, the sources that there
+    are and the other arguments of the model that they need."""
     target = model.graph.input_of(model.graph.written[0]).name
     logits: Tensor = model.logits(**{target: tokens}, rows=rows, past=past, **values)
     return logits if rows is not None else logits.flatten(0, 1)

@@ -37,12 +37,12 @@ def sample(
     training = model.training
     try:
         with eagerly() if compiled is None else nullcontext():
-            return _sampled(model, prompts, decoding, ends, seeds, compiled)
+            return _sample(model, prompts, decoding, ends, seeds, compiled)
     finally:
         model.train(training)
 
 
-def _sampled(
+def _sample(
     model: Any,
     prompts: Prompts,
     decoding: Decoding,
@@ -51,28 +51,28 @@ def _sampled(
     compiled: Compiled | None,
 ) -> Tensor:
     together, steps, device = sharded(model), decoding.max_tokens, prompts.tokens.device
-    engine = _filled(model, prompts, decoding, ends, seeds, compiled)
+    engine = _filled_engine(model, prompts, decoding, ends, seeds, compiled)
     stops = None if decoding.ignore_end or not ends else torch.tensor(list(ends), device=device)
-    found = torch.full((len(prompts), steps), NOTHING, device=device)
+    tokens = torch.full((len(prompts), steps), NOTHING, device=device)
     rows = torch.arange(len(prompts), device=device)
     going = torch.ones(len(prompts), dtype=torch.bool, device=device)
     for step in range(steps):
         ((_, newest),) = engine.advance()
         if stops is not None:
             going = going & ~torch.isin(newest, stops)
-        found[rows, step] = torch.where(going, newest, NOTHING)
+        tokens[rows, step] = torch.where(going, newest, NOTHING)
         asks = device.type == "cpu" or step % ASK == ASK - 1
         if stops is not None and not together and asks and step + 1 < steps:
             if not bool(going.any()):
                 break
-            kept = remaining(going, compiled)
-            if kept is not None:
-                engine.keep(kept)
-                rows, going = rows[kept], going[kept]
-    return found
+            rows_left = remaining(going, compiled)
+            if rows_left is not None:
+                engine.keep(rows_left)
+                rows, going = rows[rows_left], going[rows_left]
+    return tokens
 
 
-def _filled(
+def _filled_engine(
     model: Any,
     prompts: Prompts,
     decoding: Decoding,

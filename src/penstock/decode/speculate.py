@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
-from penstock.decode.choose import adjusted, shares
-from penstock.decode.past import Columns, Past, passed
+from penstock.decode.choose import adjust_logits, shares
+from penstock.decode.past import Columns, Past, run_pass
 from penstock.decode.texts import Generating
 from penstock.kernels.top import largest
 
 _LONGEST = 3
-"""Tokens that an earlier place must share with the end of the text; fewer if there is none with so many."""
+"""Tokens that an earlier place must share with the end of the text; fewer where no place shares this many."""
 
 
 class Guesses(NamedTuple):
@@ -41,7 +41,7 @@ class Guessing(Protocol):
 
 
 class LookUp:
-    """Guesses what followed the newest tokens at the last place where they stood before (Saxena, 2023)."""
+    """Guesses the tokens that followed the newest ones at their last earlier occurrence (Saxena, 2023)."""
 
     def guess(self, ids: list[int], count: int) -> Guesses:
         for length in range(min(_LONGEST, len(ids) - 1), 0, -1):
@@ -52,13 +52,13 @@ class LookUp:
         return Guesses([])
 
 
-class Reading:
+class DraftedText:
     """One text that a model reads, of which the newest tokens can be taken back."""
 
     def __init__(
         self, model: Generating, columns: int, source: Sequence[int] = (), route: int | None = None
     ) -> None:
-        self.model, self.kept = model, 0
+        self.model, self.read_count = model, 0
         self.device = next(model.parameters()).device
         self.source = torch.tensor([list(source)], device=self.device) if source else None
         self.routes: Tensor | None = None
@@ -68,17 +68,17 @@ class Reading:
 
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Logits (N, V) after each of the next tokens."""
-        begin, end = self.kept, self.kept + len(tokens)
+        begin, end = self.read_count, self.read_count + len(tokens)
         places = torch.arange(begin, end, device=self.device)
         self.past.at(places, columns=begin, width=end, first=begin == 0, alone=len(tokens) == 1)
-        given = torch.tensor([list(tokens)], device=self.device)
-        self.kept = end
+        batch = torch.tensor([list(tokens)], device=self.device)
+        self.read_count = end
         source = None if self.past.remembers else self.source
-        return passed(self.model, self.past, given, source=source, routes=self.routes)
+        return run_pass(self.model, self.past, batch, source=source, routes=self.routes)
 
 
 class Chooser:
-    """Chooses tokens of one text as `Decoding` says."""
+    """Chooses tokens of one text by the settings of `Decoding`."""
 
     def __init__(self, decoding: Decoding, prompt: int, ends: Sequence[int], device: torch.device) -> None:
         self.decoding, self.prompt = decoding, prompt
@@ -90,17 +90,17 @@ class Chooser:
         """Logits (V,) after `ids` with penalties and biases."""
         history = torch.tensor([list(ids)], device=logits.device) if self.decoding.looks_back else None
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return adjusted(wide[None], self.decoding, history, len(ids) - self.prompt, self.stops)[0]
+        return adjust_logits(wide[None], self.decoding, history, len(ids) - self.prompt, self.stops)[0]
 
     def shares(self, logits: Tensor) -> Tensor:
         """The probabilities (V,) in fp64 that a token is drawn with."""
-        found, numbers = shares(logits[None], self.decoding)
-        found = found.double()
+        probabilities, numbers = shares(logits[None], self.decoding)
+        probabilities = probabilities.double()
         if numbers is not None:
-            found = torch.zeros(1, len(logits), dtype=found.dtype, device=found.device).scatter(
-                1, numbers, found
-            )
-        return found[0] / found.sum()
+            probabilities = torch.zeros(
+                1, len(logits), dtype=probabilities.dtype, device=probabilities.device
+            ).scatter(1, numbers, probabilities)
+        return probabilities[0] / probabilities.sum()
 
     def draw(self, weights: Tensor) -> int:
         """A token with probabilities in proportion to weights (V,)."""
@@ -110,7 +110,7 @@ class Chooser:
 
 
 class Draft:
-    """Guesses of a smaller model, which chooses as the larger one is asked to."""
+    """Guesses of a smaller model, which chooses by the same settings as the larger one."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Draft:
         source: Sequence[int],
         route: int | None = None,
     ) -> None:
-        self.reading = Reading(model, columns, source, route)
+        self.reading = DraftedText(model, columns, source, route)
         self.chooser = Chooser(decoding, prompt, (), self.reading.device)
         # Guesses drawn by the numbers that they are then checked with would not be independent of the checks.
         self.chooser.random = random.Random(None if decoding.seed is None else f"draft {decoding.seed}")
@@ -131,22 +131,22 @@ class Draft:
         same = 0
         while same < min(len(self._ids), len(ids) - 1) and self._ids[same] == ids[same]:
             same += 1
-        self.reading.kept = same
+        self.reading.read_count = same
         self._ids = list(ids)
         tokens: list[int] = []
-        drawn: list[Tensor] = []
+        drawn_with: list[Tensor] = []
         unread = ids[same:]
         for _ in range(count):
             logits = self.chooser.changed(self.reading.read(unread)[-1], self._ids)
             if self.chooser.decoding.draws:
-                drawn.append(self.chooser.shares(logits))
-                tokens.append(self.chooser.draw(drawn[-1]))
+                drawn_with.append(self.chooser.shares(logits))
+                tokens.append(self.chooser.draw(drawn_with[-1]))
             else:
                 tokens.append(int(largest(logits[None])))
             unread = tokens[-1:]
             self._ids.append(tokens[-1])
         self._ids.pop()  # the last guess has not been read
-        return Guesses(tokens, drawn or None)
+        return Guesses(tokens, drawn_with or None)
 
 
 @torch.no_grad()
@@ -163,49 +163,49 @@ def speculate(
     """New tokens after the decoder's `ids`, without the one that ends the text. `source` is an encoder–decoder's,
     `route` the label of the text, where it chooses experts."""
     text = list(ids)
-    reading = Reading(model, len(text) + decoding.max_tokens + decoding.speculate + 1, source, route)
+    reading = DraftedText(model, len(text) + decoding.max_tokens + decoding.speculate + 1, source, route)
     chooser = Chooser(decoding, len(text), ends, reading.device)
     stops = () if decoding.ignore_end else tuple(ends)
     while len(text) < len(ids) + decoding.max_tokens:
-        left = len(ids) + decoding.max_tokens - len(text)
-        guesses = guessing.guess(text, min(decoding.speculate, left - 1))
-        unread = [*text[reading.kept :], *guesses.tokens]
+        room = len(ids) + decoding.max_tokens - len(text)
+        guesses = guessing.guess(text, min(decoding.speculate, room - 1))
+        unread = [*text[reading.read_count :], *guesses.tokens]
         logits = reading.read(unread)[len(unread) - len(guesses.tokens) - 1 :]
-        for token in _checked(chooser, logits, text, guesses):
+        for token in _check_guesses(chooser, logits, text, guesses):
             if token in stops:
                 return text[len(ids) :]
             text.append(token)
         # The newest token has not been read; guesses that were refused are written over.
-        reading.kept = len(text) - 1
+        reading.read_count = len(text) - 1
     return text[len(ids) :]
 
 
-def _checked(chooser: Chooser, logits: Tensor, text: list[int], guesses: Guesses) -> list[int]:
+def _check_guesses(chooser: Chooser, logits: Tensor, text: list[int], guesses: Guesses) -> list[int]:
     """The guesses that stay, and one token more. Logits (N + 1, V) are those after the text and after each guess."""
-    so_far, found = list(text), list[int]()
+    so_far, tokens = list(text), list[int]()
     for place, guess in enumerate([*guesses.tokens, None]):
-        own = chooser.changed(logits[place], so_far)
+        adjusted = chooser.changed(logits[place], so_far)
         if not chooser.decoding.draws:
-            token = int(largest(own[None]))
+            token = int(largest(adjusted[None]))
         else:
-            token = _drawn(chooser, own, guess, None if guesses.shares is None else guesses.shares, place)
-        found.append(token)
+            guess_shares = None if guesses.shares is None or guess is None else guesses.shares[place]
+            token = _accept_or_draw(chooser, adjusted, guess, guess_shares)
+        tokens.append(token)
         so_far.append(token)
         if token != guess:
             break
-    return found
+    return tokens
 
 
-def _drawn(chooser: Chooser, own: Tensor, guess: int | None, drawn: list[Tensor] | None, place: int) -> int:
-    """The guess with probability min(1, p / q), else a token by what p has more than q."""
-    wanted = chooser.shares(own)
+def _accept_or_draw(chooser: Chooser, logits: Tensor, guess: int | None, drafted: Tensor | None) -> int:
+    """The guess with probability min(1, p / q), else a token drawn by max(0, p − q): p are the model's probabilities, q
+    those that the guess was drawn with, `drafted` (V,); none: it was certain."""
+    shares = chooser.shares(logits)
     if guess is None:
-        return chooser.draw(wanted)
-    if drawn is None:
-        given = torch.zeros_like(wanted)
-        given[guess] = 1.0
-    else:
-        given = drawn[place]
-    if chooser.random.random() * float(given[guess]) < float(wanted[guess]):
+        return chooser.draw(shares)
+    if drafted is None:
+        drafted = torch.zeros_like(shares)
+        drafted[guess] = 1.0
+    if chooser.random.random() * float(drafted[guess]) < float(shares[guess]):
         return guess
-    return chooser.draw((wanted - given).clamp(min=0.0))
+    return chooser.draw((shares - drafted).clamp(min=0.0))

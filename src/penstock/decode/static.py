@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.decode.looks import Continuing, folded
-from penstock.decode.past import Columns, Past, passed
+from penstock.decode.looks import Continuing, grouped_attention
+from penstock.decode.past import Columns, Past, run_pass
 from penstock.errors import ConfigError
 from penstock.models.anatomy import let_recompile
 from penstock.models.model import Model
@@ -36,17 +36,17 @@ _RECORDED = 16
 """CUDA graphs that are kept; each has a cache of its own."""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
-"""Takes a function, and returns what does the same again, and the tensor in which its result will be."""
+"""A function that records another: it returns one that repeats it, and the tensor that its result will be in."""
 
 
 def bucket(count: int) -> int:
-    """The least size of a bucket that holds so many: 64, 128, 192, 256, and then four for each doubling, of which at
+    """The least size of a bucket that holds `count`: 64, 128, 192, 256, and then four for each doubling, of which at
     most a fifth is empty."""
     step = max(_LEAST, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 
 
-class Given(NamedTuple):
+class StepTensors(NamedTuple):
     """Tensors of one step, with R texts of N tokens each and W columns."""
 
     tokens: Tensor
@@ -55,7 +55,7 @@ class Given(NamedTuple):
     """(R, 1), positions of the tokens."""
     columns: Tensor
     """(R or 1, N), where their keys and values go."""
-    kept: Tensor
+    column_places: Tensor
     """(R or 1, W), positions of what is in the columns."""
     seen: Tensor | None
     """(R, N, W), which columns each sees; none: those whose positions are not after its own."""
@@ -67,38 +67,40 @@ class Given(NamedTuple):
     """(R, 1, 1, M)"""
     tables: dict[str, Any]
     """Tables of rotations and biases over all positions, from `Past`."""
-    written: bool
-    """Whether `kept` has to be told where the new tokens are."""
+    updates_places: bool
+    """Whether the positions of the new tokens are to be written into `column_places`."""
 
 
-class _Step(Continuing):
+class _CompiledPast(Continuing):
     """The past of one compiled step, for a model."""
 
     positions = math.inf
 
-    def __init__(self, given: Given) -> None:
-        self.given, self.kept, self.seen, self.tables = given, given.kept, given.seen, given.tables
-        texts, tokens = given.tokens.shape
-        self.places = given.places.expand(-1, tokens)
-        self.columns = given.columns.expand(texts, -1)
-        self.remembers = len(given.memory) > 0
-        if given.written:
-            given.kept.scatter_(1, self.columns, self.places)
+    def __init__(self, tensors: StepTensors) -> None:
+        self.tensors, self.column_places = tensors, tensors.column_places
+        self.seen, self.tables = tensors.seen, tensors.tables
+        texts, tokens = tensors.tokens.shape
+        self.places = tensors.places.expand(-1, tokens)
+        self.columns = tensors.columns.expand(texts, -1)
+        self.remembers = len(tensors.memory) > 0
+        if tensors.updates_places:
+            tensors.column_places.scatter_(1, self.columns, self.places)
 
     def attend(self, layer: int, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         """See `Continuing.attend`."""
-        keys, values = self.given.layers[layer]
+        keys, values = self.tensors.layers[layer]
         texts = torch.arange(k.shape[0], device=k.device)[:, None]
         keys[texts, :, self.columns] = k.transpose(1, 2)
         values[texts, :, self.columns] = v.transpose(1, 2)
         backend, scores = how
-        return folded(q, keys, values, mask, backend, scores.scale)
+        return grouped_attention(q, keys, values, mask, backend, scores.scale)
 
     def attend_across(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         """See `Continuing.attend_across`."""
-        (keys, values), mask = self.given.memory[layer], self.given.memory_mask
+        (keys, values), mask = self.tensors.memory[layer], self.tensors.memory_mask
         backend, scores = how
-        return folded(q, keys, values, mask if mask is None else mask.to(q.dtype), backend, scores.scale)
+        mask = mask if mask is None else mask.to(q.dtype)
+        return grouped_attention(q, keys, values, mask, backend, scores.scale)
 
 
 class Compiled:
@@ -111,29 +113,29 @@ class Compiled:
                 "A compiled step takes no labels, which choose this model's experts; leave compile out."
             )
 
-        def step(given: Given) -> Tensor:
-            return passed(model, _Step(given), given.tokens)
+        def step(tensors: StepTensors) -> Tensor:
+            return run_pass(model, _CompiledPast(tensors), tensors.tokens)
 
         let_recompile()
-        self._step: Callable[[Given], Tensor] = torch.compile(
+        self._step: Callable[[StepTensors], Tensor] = torch.compile(
             step, fullgraph=True, dynamic=False, backend=backend or BACKEND
         )
         self._met: set[Any] = set()
         on_gpu = next(model.parameters()).is_cuda
-        self._record = record or (_recorded if on_gpu else None)
+        self._record = record or (_record_graph if on_gpu else None)
         self._plays: OrderedDict[Any, _Play] = OrderedDict()
 
-    def _run(self, given: Given) -> Tensor:
+    def _run(self, tensors: StepTensors) -> Tensor:
         sizes = (
-            given.tokens.shape,
-            given.kept.shape,
-            given.seen is None,
-            tuple(given.memory[0][0].shape if given.memory else ()),
+            tensors.tokens.shape,
+            tensors.column_places.shape,
+            tensors.seen is None,
+            tuple(tensors.memory[0][0].shape if tensors.memory else ()),
         )
         if sizes not in self._met:
             self._met.add(sizes)
-            _mark(given)
-        return self._step(given)
+            _mark_changing(tensors)
+        return self._step(tensors)
 
     @property
     def rounds(self) -> bool:
@@ -150,46 +152,46 @@ class Compiled:
         seen: Tensor | None = None,
     ) -> Tensor:
         """Logits (R·N, V) of one step, and the past with its keys and values. `width` is of a bucket, and the other
-        tensors are as in `Given`. The next call may write over the logits.
+        tensors are as in `StepTensors`. The next call may write over the logits.
         """
         assert isinstance(past.store, Columns)
         if self.rounds and past.memory and past.memory_mask is not None:
             past.fix_memory(bucket(past.memory[0][0].shape[2]))
-        kept = past.fix(width)
-        given = Given(
-            tokens, places, columns, kept, seen, past.store.layers, past.memory, past.memory_mask, past.tables,
+        column_places = past.fix(width)
+        tensors = StepTensors(
+            tokens, places, columns, column_places, seen, past.store.layers, past.memory, past.memory_mask, past.tables,
             not past.in_order,
         )  # fmt: skip
         if self._record is None:
-            return self._run(given)
+            return self._run(tensors)
         # A tensor made for inference alone cannot be written to elsewhere.
-        key = (torch.is_inference_mode_enabled(), *((each.shape, each.dtype) for each in _tensors(given)))
+        key = (torch.is_inference_mode_enabled(), *((each.shape, each.dtype) for each in _tensors(tensors)))
         play = self._plays.get(key)
         if play is None:
-            play = self._plays[key] = _Play(self._run, given, self._record)
+            play = self._plays[key] = _Play(self._run, tensors, self._record)
             if len(self._plays) > _RECORDED:
                 self._plays.popitem(last=False)
         self._plays.move_to_end(key)
-        return play(past, given)
+        return play(past, tensors)
 
 
-def _mark(given: Given) -> None:
-    """Say which sizes change from batch to batch, so that code does not depend on them. Where there is one, it does."""
+def _mark_changing(tensors: StepTensors) -> None:
+    """Mark sizes that change from batch to batch, so that code does not depend on them; sizes of one are not marked."""
     from torch._dynamo import maybe_mark_dynamic  # late: reading it takes a second
 
     changing: list[tuple[Any, tuple[int, ...]]] = [
-        (given.tokens, (0, 1)),
-        (given.places, (0,)),
-        (given.columns, (0, 1)),
-        (given.kept, (0, 1)),
-        (given.seen, (0, 1, 2)),
-        (given.memory_mask, (0, 3)),
-        (given.layers, (0, 2)),
-        (given.memory, (0, 2)),
-        (given.tables, (1,)),
+        (tensors.tokens, (0, 1)),
+        (tensors.places, (0,)),
+        (tensors.columns, (0, 1)),
+        (tensors.column_places, (0, 1)),
+        (tensors.seen, (0, 1, 2)),
+        (tensors.memory_mask, (0, 3)),
+        (tensors.layers, (0, 2)),
+        (tensors.memory, (0, 2)),
+        (tensors.tables, (1,)),
     ]
-    for some, dims in changing:
-        for tensor in _tensors(some):
+    for group, dims in changing:
+        for tensor in _tensors(group):
             several = [dim for dim in dims if tensor.shape[dim] > 1]
             maybe_mark_dynamic(tensor, several)
 
@@ -197,19 +199,19 @@ def _mark(given: Given) -> None:
 class _Play:
     """One step, recorded, and the tensors that it reads and writes."""
 
-    def __init__(self, run: Callable[[Given], Tensor], given: Given, record: Record) -> None:
-        self.given = _mapped(given, torch.clone)
-        self.replay, self.logits = record(lambda: run(self.given))
+    def __init__(self, run: Callable[[StepTensors], Tensor], tensors: StepTensors, record: Record) -> None:
+        self.tensors = _map_tensors(tensors, torch.clone)
+        self.replay, self.logits = record(lambda: run(self.tensors))
         self.owner: weakref.ref[Past] | None = None
 
-    def __call__(self, past: Past, given: Given) -> Tensor:
+    def __call__(self, past: Past, tensors: StepTensors) -> Tensor:
         before = None if self.owner is None else self.owner()
         if before is not None and before is not past and self._holds(before):
-            before.take(_mapped(self.given, torch.clone))
-        for own, new in zip(_tensors(self.given), _tensors(given), strict=True):
-            if own is not new:
-                own.copy_(new)
-        past.take(self.given)
+            before.take(_map_tensors(self.tensors, torch.clone))
+        for stored, new in zip(_tensors(self.tensors), _tensors(tensors), strict=True):
+            if stored is not new:
+                stored.copy_(new)
+        past.take(self.tensors)
         self.owner = weakref.ref(past)
         self.replay()
         return self.logits
@@ -217,10 +219,10 @@ class _Play:
     def _holds(self, past: Past) -> bool:
         """Whether a past's keys and values are still here."""
         layers = past.store.layers
-        return bool(layers) and layers[0][0] is self.given.layers[0][0]
+        return bool(layers) and layers[0][0] is self.tensors.layers[0][0]
 
 
-def _recorded(run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+def _record_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
     """A CUDA graph. It is run first, which compiles it, and writes what the first playback writes again."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -234,26 +236,26 @@ def _recorded(run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
     return graph.replay, logits
 
 
-def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with all its tensors changed."""
+def _map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested containers with all tensors changed."""
     if isinstance(x, Tensor):
         return change(x)
-    if isinstance(x, Given):
-        return Given(*(_mapped(each, change) for each in x))
+    if isinstance(x, StepTensors):
+        return StepTensors(*(_map_tensors(each, change) for each in x))
     if isinstance(x, list | tuple):
-        return type(x)(_mapped(each, change) for each in x)
+        return type(x)(_map_tensors(each, change) for each in x)
     if isinstance(x, dict):
-        return {name: _mapped(each, change) for name, each in x.items()}
+        return {name: _map_tensors(each, change) for name, each in x.items()}
     return x
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """All tensors, in one order."""
-    found: list[Tensor] = []
+    """All tensors of nested containers, always in the same order."""
+    all_tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        all_tensors.append(tensor)
         return tensor
 
-    _mapped(x, note)
-    return found
+    _map_tensors(x, note)
+    return all_tensors

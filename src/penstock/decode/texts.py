@@ -1,4 +1,4 @@
-"""The texts of one batch while they are continued: what the model has been given, and how the next tokens go in.
+"""The texts of one batch while they are continued: their cache, and passes of the model over their next tokens.
 
 Shapes: B texts, P tokens of the longest prompt, M of the longest source, N new tokens of each text, V vocabulary.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.decode.choose import history_of
-from penstock.decode.past import NEVER, Columns, Past, passed, passed_with
+from penstock.decode.past import NEVER, Columns, Past, run_pass, run_pass_with
 from penstock.decode.static import Compiled, bucket
 from penstock.models.model import Model
 from penstock.shards import TENSOR
@@ -24,7 +24,7 @@ Generating = Model
 _FEW = 0.75
 """Share of texts still going on below which the others are left out of what is computed."""
 ASK = 16
-"""Steps of a GPU between two questions whether all texts have ended: each waits for it."""
+"""Steps of a GPU between two checks whether all texts have ended, each of which waits for the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,8 @@ class Prompts:
         """Numbers of the tokens of each prompt, or source, without padding."""
         tokens, lengths = self.tokens, self.lengths
         if self.source is not None:
-            tokens = self.source
-            lengths = (
-                torch.full_like(lengths, tokens.shape[1])
-                if self.source_lengths is None
-                else self.source_lengths
-            )
+            tokens, lengths = self.source, torch.full_like(lengths, self.source.shape[1])
+            lengths = lengths if self.source_lengths is None else self.source_lengths
         return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
 
 
@@ -134,7 +130,7 @@ class Texts:
             return self._run(prompts.tokens, last, prompts.source, prompts.values or {})
 
     def first_features(self) -> Tensor:
-        """As `first`, but all features (B, P, D) in place of logits."""
+        """Read the prompts like `first`, but return all features (B, P, D)."""
         self._begin()
         return self._features(self.prompts.tokens, self.prompts.source)
 
@@ -142,10 +138,10 @@ class Texts:
         prompts, past = self.prompts, self.past
         longest = prompts.tokens.shape[1]
         places = torch.arange(longest, device=prompts.tokens.device)
-        told = None
+        key_places = None
         if not prompts.even:
-            told = torch.where(places < prompts.lengths[:, None], places, NEVER)
-        past.at(places, columns=0, width=longest, key_places=told, first=True, alone=longest == 1)
+            key_places = torch.where(places < prompts.lengths[:, None], places, NEVER)
+        past.at(places, columns=0, width=longest, key_places=key_places, first=True, alone=longest == 1)
         if prompts.source is not None:
             past.remember(prompts.source_lengths, prompts.source.shape[1])
 
@@ -169,7 +165,7 @@ class Texts:
         return logits
 
     def following_features(self, tokens: Tensor, seen: Tensor) -> Tensor:
-        """As `following`, but features (B, N, D) in place of logits."""
+        """Put in the next tokens like `following`, but return features (B, N, D)."""
         self._follow(tokens.shape[1], seen)
         return self._features(tokens, None)
 
@@ -189,15 +185,15 @@ class Texts:
     ) -> Tensor:
         lengths = None if source is None else self.prompts.source_lengths
         if self.prompts.values is not None:
-            return passed_with(self.model, self.past, tokens, rows, values or {})
-        return passed(self.model, self.past, tokens, rows, source, lengths, self.routes)
+            return run_pass_with(self.model, self.past, tokens, rows, values or {})
+        return run_pass(self.model, self.past, tokens, rows, source, lengths, self.routes)
 
     def _features(self, tokens: Tensor, source: Tensor | None) -> Tensor:
         model, memory = self.model, None
         if model.graph.remembered and source is not None:
             memory = model.encode(source, self.prompts.source_lengths, self.routes)
-        found: Tensor = model.written(tokens, memory=memory, past=self.past, routes=self.routes)
-        return found
+        features: Tensor = model.written(tokens, memory=memory, past=self.past, routes=self.routes)
+        return features
 
     def keep(self, rows: Tensor) -> None:
         """Leave all but some texts out from now on."""
@@ -209,13 +205,13 @@ class Texts:
 
 def remaining(going: Tensor, compiled: Compiled | None) -> Tensor | None:
     """Rows of texts (B,) worth computing from now on: all that still go on, and perhaps others; None: all rows."""
-    left = int(going.sum())
+    count = int(going.sum())
     if compiled is not None and compiled.rounds:
-        left = 1 << (left - 1).bit_length()  # some that have ended stay, so that few numbers of texts occur
-        if left > len(going) // 2:
+        count = 1 << (count - 1).bit_length()  # some that have ended stay, so that few numbers of texts occur
+        if count > len(going) // 2:
             return None
-        return (~going).to(torch.uint8).argsort(stable=True)[:left].sort().values
-    return going.nonzero().squeeze(1) if left < _FEW * len(going) else None
+        return (~going).to(torch.uint8).argsort(stable=True)[:count].sort().values
+    return going.nonzero().squeeze(1) if count < _FEW * len(going) else None
 
 
 def eagerly() -> AbstractContextManager[Any]:

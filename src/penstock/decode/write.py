@@ -24,16 +24,16 @@ def write(model: Generating, prompts: Prompts, steps: int, *, ends: Sequence[int
             seen = torch.ones(rows, 1, longest + steps, dtype=torch.bool, device=device)
             seen[:, 0, :longest] = torch.arange(longest, device=device) < prompts.lengths[:, None]
             stops = torch.tensor(list(ends), dtype=torch.int64, device=device)
-            written = torch.full((rows, steps), NOTHING, device=device)
+            tokens = torch.full((rows, steps), NOTHING, device=device)
             going = torch.ones(rows, dtype=torch.bool, device=device)
             logits = texts.first()
             for step in range(steps):
                 newest = logits.argmax(-1)
                 going = going & ~torch.isin(newest, stops)
-                written[:, step] = newest.where(going, NOTHING)
+                tokens[:, step] = newest.where(going, NOTHING)
                 if step + 1 == steps or not (together or bool(going.any())):
                     break
                 logits = texts.following(newest[:, None], seen)
-            return written
+            return tokens
     finally:
         model.train(training)

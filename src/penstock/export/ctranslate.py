@@ -1,7 +1,7 @@
 """A model as a folder of CTranslate2, written by that package's own converter from transformers' format.
 
-Encoder–decoders and decoders are converted whole. An encoder gives the features of its tokens, because CTranslate2 has
-no heads for words or classes. Tokens have the names of the folder's tokenizer; without one their numbers are the names.
+Encoder–decoders and decoders are converted whole. An encoder returns features of its tokens, because CTranslate2 has no
+heads for words or classes. Tokens have the names of the folder's tokenizer; without one their numbers are the names.
 Tokens that the model must never generate have a bias against them.
 """
 
@@ -38,7 +38,7 @@ def write_ctranslate(
     model: str | Path, target: Path, kind: ExportType, draw: Callable[[nn.Module], dict[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Write the model in a folder for CTranslate2 into the folder `target`, linear layers and embeddings in a type.
-    Returns what CTranslate2 and what the model makes of the inputs that `draw` draws for it: features of tokens, or
+    Returns the outputs of CTranslate2 and of the model for inputs that `draw` draws for it: features of tokens, or
     log-probabilities.
 
     Raises ConfigError for what CTranslate2's converter refuses, and EnvironmentProblem without the packages.
@@ -52,67 +52,68 @@ def write_ctranslate(
             "'penstock[export,hf]'."
         ) from None
     folder = local_weights(model)
-    found = loaded(folder, Plan(), weights="plain", tokenizer=None)
-    if problems := list(_problems(found, folder)):
+    source = loaded(folder, Plan(), weights="plain", tokenizer=None)
+    if problems := list(_problems(source, folder)):
         raise ConfigError(problems)
-    names = _Names(found)
+    names = _Names(source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    told = transformers.logging.get_verbosity()
+    verbosity = transformers.logging.get_verbosity()
     with tempfile.TemporaryDirectory(dir=target.parent) as partial:
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()
         try:
-            _converter(ctranslate2, folder, found, names).convert(
+            _converter(ctranslate2, folder, source, names).convert(
                 partial, quantization=FORMATS[kind].dtype, force=True
             )
         except (ValueError, NotImplementedError, KeyError) as error:
             why = " ".join(printable(str(error)).split())[:200].rstrip(".")
             raise ConfigError(
-                f"CTranslate2's converter refuses the model: {why}; choose --to {_instead(found)}."
+                f"CTranslate2's converter refuses the model: {why}; choose --to {_other_form(source)}."
             ) from None
         finally:
-            transformers.logging.set_verbosity(told)
+            transformers.logging.set_verbosity(verbosity)
             transformers.logging.enable_progress_bar()
         target.mkdir(exist_ok=True)
         for file in Path(partial).iterdir():
             file.replace(target / file.name)
-    given = draw(found.model)
+    inputs = draw(source.model)
     with torch.inference_mode():
-        return _theirs(found, given, names.words, target), _ours(found, given)
+        return _converted_outputs(source, inputs, names.words, target), _own_outputs(source, inputs)
 
 
-def _problems(found: Loaded, folder: Path) -> Iterator[str]:
-    """Why a model cannot be converted, where the converter would not say it, or not so that a user knows what to do."""
-    generates = found.model.graph.writer is not None
+def _problems(source: Loaded, folder: Path) -> Iterator[str]:
+    """Reasons why a model cannot be converted that the converter itself does not report, or only in its own terms."""
+    generates = source.model.graph.writer is not None
     if str(read_json(folder / "config.json").get("model_type")).startswith("penstock_"):
-        yield f"CTranslate2 converts models of transformers, which has none like this; choose --to {_instead(found)}."
-    elif not generates and found.model.graph.vision:
+        form = _other_form(source)
+        yield f"CTranslate2 converts models of transformers, which has none like this; choose --to {form}."
+    elif not generates and source.model.graph.vision:
         yield "CTranslate2 converts text models; choose --to onnx."
-    for what in dict.fromkeys(_unconverted(found.model.config)):
-        yield f"The export to CTranslate2 does not know {what}; choose --to {_instead(found)}."
-    if generates and not found.ends:
+    for feature in dict.fromkeys(_unconverted(source.model.config)):
+        yield f"The export to CTranslate2 does not know {feature}; choose --to {_other_form(source)}."
+    if generates and not source.ends:
         yield (
-            "The model does not say which token ends a text, which CTranslate2 must know; write eos_token_id into its "
-            "config.json."
+            "The model's config.json has no eos_token_id, the token that ends a text, which CTranslate2 must know; add "
+            "it there."
         )
-    if found.model.graph.remembered and found.start is None:
+    if source.model.graph.remembered and source.start is None:
         yield (
-            "The model does not say which token its decoder begins with; write decoder_start_token_id into its "
-            "config.json."
+            "The model's config.json has no decoder_start_token_id, the token that its decoder begins with; add it "
+            "there."
         )
 
 
 def _unconverted(config: Any) -> Iterator[str]:
     """Features of a model that CTranslate2's converter drops silently."""
-    every = stacks(config)
-    if any(stack.window is not None for stack in every):
+    all_stacks = stacks(config)
+    if any(stack.window is not None for stack in all_stacks):
         yield "sliding windows"
-    if len({stack.norm_eps for stack in every}) > 1:
+    if len({stack.norm_eps for stack in all_stacks}) > 1:
         yield "two norm_eps in one model"
 
 
-def _instead(found: Loaded) -> str:
-    return "onnx-cache" if found.model.graph.writer else "onnx"
+def _other_form(source: Loaded) -> str:
+    return "onnx-cache" if source.model.graph.writer else "onnx"
 
 
 class _Names:
@@ -121,9 +122,9 @@ class _Names:
     It needs exactly as many as the model has, and names for all special tokens; tokenizers often have fewer.
     """
 
-    def __init__(self, found: Loaded) -> None:
-        size: int = found.model.config.vocabulary
-        tokenizer = found.tokenizer
+    def __init__(self, source: Loaded) -> None:
+        size: int = source.model.config.vocabulary
+        tokenizer = source.tokenizer
         words = [str(number) for number in range(size)] if tokenizer is None else tokenizer.words()
         words = [*words[:size], *[""] * (size - len(words))]
         self.words = [word or f"<unused_{number}>" for number, word in enumerate(words)]
@@ -131,7 +132,7 @@ class _Names:
         def name(number: int | None) -> str:
             return self.eos_token if number is None else self.words[number]
 
-        self.eos_token = self.words[found.ends[0] if found.ends else 0]
+        self.eos_token = self.words[source.ends[0] if source.ends else 0]
         self.unk_token = name(None if tokenizer is None else tokenizer.unknown)
         self.bos_token = name(None if tokenizer is None else tokenizer.begin)
         self.pad_token = name(None if tokenizer is None else tokenizer.pad)
@@ -143,12 +144,12 @@ class _Names:
         return self.words[number]
 
 
-def _converter(ctranslate2: Any, folder: Path, found: Loaded, names: _Names) -> Any:
-    """CTranslate2's converter of a folder, with what it leaves out: names for all tokens, the token that decoders begin
-    with, forbidden tokens, and for some families the norms' epsilon and settings of attention."""
-    theirs: Any = ctranslate2.converters.transformers
+def _converter(ctranslate2: Any, folder: Path, source: Loaded, names: _Names) -> Any:
+    """CTranslate2's converter of a folder, with additions: names for all tokens, the token that decoders begin with,
+    forbidden tokens, and for some families the norms' epsilon and settings of attention."""
+    library: Any = ctranslate2.converters.transformers
 
-    class Marian(theirs.BartLoader):  # type: ignore[misc]
+    class MarianLoader(library.BartLoader):  # type: ignore[misc]
         """Marian with the embedding that its decoder begins with. The converter's own drops the last row of the
         embedding, and lets decoders begin with zeros, which only suits weights that Marian itself has trained."""
 
@@ -158,11 +159,11 @@ def _converter(ctranslate2: Any, folder: Path, found: Loaded, names: _Names) -> 
             model.config.normalize_before = model.config.normalize_embedding = False
             return super().get_model_spec(model)
 
-    class Converter(theirs.TransformersConverter):  # type: ignore[misc]
+    class Converter(library.TransformersConverter):  # type: ignore[misc]
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
             model = super().load_model(*args, **kwargs)
-            model.config.decoder_start_token_id = found.start
-            _forbid(model, _never(found))
+            model.config.decoder_start_token_id = source.start
+            _forbid(model, _never(source))
             return model
 
         def load_tokenizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,20 +172,20 @@ def _converter(ctranslate2: Any, folder: Path, found: Loaded, names: _Names) -> 
         def _load(self) -> Any:
             spec = super()._load()
             sides = [getattr(spec, side) for side in ("encoder", "decoder") if hasattr(spec, side)]
-            for side, sizes in zip(sides, stacks(found.model.config), strict=True):
+            for side, sizes in zip(sides, stacks(source.model.config), strict=True):
                 spec.config.layer_norm_epsilon = sizes.norm_eps
                 for layer in side.layer:
                     for name in ("self_attention", "attention"):
                         # The runtime reads these, but the specification declares only some.
                         if hasattr(layer, name):
-                            vars(getattr(layer, name)).update(_left_out(sizes))
+                            vars(getattr(layer, name)).update(_omitted_settings(sizes))
             return spec
 
-    theirs.register_loader("MarianConfig")(Marian)
+    library.register_loader("MarianConfig")(MarianLoader)
     return Converter(str(folder))
 
 
-def _left_out(sizes: Stack) -> dict[str, Any]:
+def _omitted_settings(sizes: Stack) -> dict[str, Any]:
     """Settings of an attention that the converters of some families leave out."""
     settings: dict[str, Any] = {}
     if sizes.heads * sizes.head_width != sizes.width:
@@ -200,10 +201,10 @@ def _left_out(sizes: Stack) -> dict[str, Any]:
     return settings
 
 
-def _never(found: Loaded) -> list[int]:
+def _never(source: Loaded) -> list[int]:
     """Numbers of the tokens that must not be generated."""
-    size: int = found.model.config.vocabulary
-    return [number for number, _ in Decoding(bias=found.never).biases if number < size]
+    size: int = source.model.config.vocabulary
+    return [number for number, _ in Decoding(bias=source.never).biases if number < size]
 
 
 def _forbid(model: Any, numbers: list[int]) -> None:
@@ -218,49 +219,49 @@ def _forbid(model: Any, numbers: list[int]) -> None:
     bias[..., numbers] += _NEVER
 
 
-def _ours(found: Loaded, given: dict[str, Tensor]) -> Tensor:
+def _own_outputs(source: Loaded, inputs: dict[str, Tensor]) -> Tensor:
     """The model's outputs; with a target, the log-probabilities of each token and of the end after it."""
-    model = found.model
+    model = source.model
     if model.graph.writer is None:
-        features: Tensor = model.features(given["tokens"], given["lengths"])
-        return features[_real(given)]
+        features: Tensor = model.features(inputs["tokens"], inputs["lengths"])
+        return features[_not_padding(inputs)]
     if not model.graph.remembered:
-        return _likely(model(given["tokens"]), found)
-    target = given["target"]
-    start, end = (torch.full_like(target[:, :1], number) for number in (found.start or 0, found.ends[0]))
-    likely = _likely(model(given["source"], torch.cat([start, target], dim=1), given["lengths"]), found)
-    return likely.gather(2, torch.cat([target, end], dim=1)[:, :, None])[:, :, 0]
+        return _log_shares(model(inputs["tokens"]), source)
+    target = inputs["target"]
+    start, end = (torch.full_like(target[:, :1], number) for number in (source.start or 0, source.ends[0]))
+    logits = model(inputs["source"], torch.cat([start, target], dim=1), inputs["lengths"])
+    return _log_shares(logits, source).gather(2, torch.cat([target, end], dim=1)[:, :, None])[:, :, 0]
 
 
-def _likely(logits: Tensor, found: Loaded) -> Tensor:
-    logits[..., _never(found)] += _NEVER
+def _log_shares(logits: Tensor, source: Loaded) -> Tensor:
+    logits[..., _never(source)] += _NEVER
     return logits.log_softmax(-1).clamp(min=_LEAST)
 
 
-def _theirs(found: Loaded, given: dict[str, Tensor], names: list[str], folder: Path) -> Tensor:
-    """The same from CTranslate2."""
+def _converted_outputs(source: Loaded, inputs: dict[str, Tensor], names: list[str], folder: Path) -> Tensor:
+    """CTranslate2's outputs for the same inputs, in the form of `_own_outputs`."""
     import ctranslate2
 
-    how = {"intra_threads": torch.get_num_threads()}
-    every = given["source" if "source" in given else "tokens"].tolist()
-    lengths = given["lengths"].tolist() if "lengths" in given else [len(row) for row in every]
-    rows = [row[:length] for row, length in zip(every, lengths, strict=True)]
-    if found.model.graph.writer is None:
-        features = ctranslate2.Encoder(str(folder), **how).forward_batch(rows).last_hidden_state
-        return _tensor(features)[_real(given)]
-    if not found.model.graph.remembered:
-        likely = ctranslate2.Generator(str(folder), **how).forward_batch(rows, return_log_probs=True)
-        return _tensor(likely).clamp(min=_LEAST)
+    threads = {"intra_threads": torch.get_num_threads()}
+    padded = inputs["source" if "source" in inputs else "tokens"].tolist()
+    lengths = inputs["lengths"].tolist() if "lengths" in inputs else [len(row) for row in padded]
+    rows = [row[:length] for row, length in zip(padded, lengths, strict=True)]
+    if source.model.graph.writer is None:
+        features = ctranslate2.Encoder(str(folder), **threads).forward_batch(rows).last_hidden_state
+        return _tensor(features)[_not_padding(inputs)]
+    if not source.model.graph.remembered:
+        log_shares = ctranslate2.Generator(str(folder), **threads).forward_batch(rows, return_log_probs=True)
+        return _tensor(log_shares).clamp(min=_LEAST)
     sources, targets = (
-        [[names[n] for n in row] for row in side] for side in (rows, given["target"].tolist())
+        [[names[n] for n in row] for row in side] for side in (rows, inputs["target"].tolist())
     )
-    scores = ctranslate2.Translator(str(folder), **how).score_batch(sources, targets)
-    return torch.tensor([one.log_probs for one in scores]).clamp(min=_LEAST)
+    scores = ctranslate2.Translator(str(folder), **threads).score_batch(sources, targets)
+    return torch.tensor([score.log_probs for score in scores]).clamp(min=_LEAST)
 
 
-def _real(given: dict[str, Tensor]) -> Tensor:
+def _not_padding(inputs: dict[str, Tensor]) -> Tensor:
     """Which tokens are no padding."""
-    return torch.arange(given["tokens"].shape[1]) < given["lengths"][:, None]
+    return torch.arange(inputs["tokens"].shape[1]) < inputs["lengths"][:, None]
 
 
 def _tensor(view: Any) -> Tensor:

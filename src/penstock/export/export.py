@@ -1,10 +1,10 @@
 """A trained model in forms that other programs run: torch's exported program, that compiled by AOTInductor, ONNX with
-or without a cache, and CTranslate2's folder. Each is run once after it is written, and must give what the model gives.
+or without a cache, and CTranslate2's folder. Each is run once after it is written, and must have the model's outputs.
 
 Of a quantised model ONNX has the same numbers and scales, the other forms the values that these stand for.
 
 Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. Without a
-cache a decoder gives logits of all its tokens.
+cache a decoder returns logits of all its tokens.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ PROGRAM, COMPILED, ONNX = "model.pt2", "compiled.pt2", "model.onnx"
 def export(
     model: str | Path, target: Path, form: ExportForm, kind: ExportType = "fp32"
 ) -> tuple[Path, float]:
-    """Write the model in a folder in another form, its weights in a type, into the folder `target`; gives what was
-    written, and by how much its outputs differ from the model's, relative to their largest.
+    """Write the model in a folder in another form, its weights in a type, into the folder `target`; returns the path
+    that was written, and by how much its outputs differ from the model's, relative to their largest.
 
     Raises ConfigError for a folder without a model, and for a model that has no such form, EnvironmentProblem without
     the packages or the compiler that it needs, and NumericError where outputs differ.
@@ -72,26 +72,26 @@ def export(
             if rounded:  # its converter reads transformers' format
                 save_values(from_pretrained(folder), values, source=folder)
                 folder = Path(values)
-            found, expected = write_ctranslate(
+            outputs, expected = write_ctranslate(
                 folder, target, kind, lambda module: inputs_of(module, *CHECKED)
             )
-        return target, _difference(found, expected, target, kind)
+        return target, _difference(outputs, expected, target, kind)
     module = from_pretrained(folder).eval()
     set_switch(module, "attention", "sdpa")
     if form == "onnx-cache":
         packages()
-        path, found, expected = write_cached(module, target)
-        return path, _difference(found, expected, path)
-    wanted = inputs_of(module, *CHECKED)
-    small = form == "onnx" and bool(rounded)
-    if small:
+        path, outputs, expected = write_cached(module, target)
+        return path, _difference(outputs, expected, path)
+    inputs = inputs_of(module, *CHECKED)
+    rounds = form == "onnx" and bool(rounded)
+    if rounds:
         store_rounded(module, rounded)
     with torch.inference_mode():
-        expected = module(*wanted.values())
-    if small:
+        expected = module(*inputs.values())
+    if rounds:
         quantise_graph(module, rounded)
-    path, found = _written(module, target, form, wanted)
-    return path, _difference(found.detach(), expected, path, "int8" if small else kind)
+    path, outputs = _write_form(module, target, form, inputs)
+    return path, _difference(outputs.detach(), expected, path, "int8" if rounds else kind)
 
 
 def load_package(path: str | Path) -> Any:
@@ -101,35 +101,35 @@ def load_package(path: str | Path) -> Any:
     Raises ConfigError where there is no such file, and DataError for another kind of file.
     """
     if not Path(path).is_file():
-        raise ConfigError(f"{shown(Path(path))} is no file; give a {COMPILED} that penstock export wrote.")
+        raise ConfigError(f"{shown(Path(path))} is not a file; give a {COMPILED} that penstock export wrote.")
     try:
         return torch._inductor.aoti_load_package(str(path))
     except RuntimeError as error:
         why = " ".join(printable(str(error)).split())[:300].rstrip(".")
-        raise DataError(f"{shown(Path(path))} is no package of AOTInductor: {why}.") from None
+        raise DataError(f"{shown(Path(path))} is not a package of AOTInductor: {why}.") from None
 
 
-def _written(
-    module: nn.Module, target: Path, form: ExportForm, wanted: dict[str, Tensor]
+def _write_form(
+    module: nn.Module, target: Path, form: ExportForm, inputs: dict[str, Tensor]
 ) -> tuple[Path, Tensor]:
-    """The file of a form, and what its program makes of inputs."""
+    """The file of a form, and its program's outputs for the inputs."""
     if form == "onnx":
         packages()
     if form == "aoti":
         _require_compiler()
     target.mkdir(parents=True, exist_ok=True)
-    program = exported(module)
+    program = export_program(module)
     if form == "onnx":
         path = target / ONNX
-        return path, write_onnx(program, path, [*wanted], ["outputs"])(wanted)[0]
+        return path, write_onnx(program, path, [*inputs], ["outputs"])(inputs)[0]
     if form == "aoti":
         path = target / COMPILED
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         with torch.inference_mode():
-            return path, load_package(path)(*wanted.values())
+            return path, load_package(path)(*inputs.values())
     path = target / PROGRAM
     torch.export.save(program, path)
-    return path, torch.export.load(path).module()(*wanted.values())
+    return path, torch.export.load(path).module()(*inputs.values())
 
 
 def _require_compiler() -> None:
@@ -146,23 +146,23 @@ def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dic
     `tokens` and of an encoder `lengths`; or `source`, `target` and `lengths` of the source."""
     graph: Graph = module.graph  # type: ignore[assignment]
     draw = torch.Generator().manual_seed(0)
-    written = {graph.text.name} if graph.remembered and graph.text is not None else set()
-    found: dict[str, Tensor] = {}
-    for one in graph.inputs:
-        if isinstance(one, PatchInput):
-            size = one.image_size
-            found[one.name] = torch.randn(samples, one.channels, size, size, generator=draw)
+    decoder_inputs = {graph.text.name} if graph.remembered and graph.text is not None else set()
+    inputs: dict[str, Tensor] = {}
+    for source in graph.inputs:
+        if isinstance(source, PatchInput):
+            size = source.image_size
+            inputs[source.name] = torch.randn(samples, source.channels, size, size, generator=draw)
         else:
-            shape = samples, targets if one.name in written else tokens
-            found[one.name] = torch.randint(0, one.vocabulary, shape, generator=draw)
+            shape = samples, targets if source.name in decoder_inputs else tokens
+            inputs[source.name] = torch.randint(0, source.vocabulary, shape, generator=draw)
     if graph.condition is not None:
-        found["times"] = torch.rand(samples, generator=draw, dtype=torch.float64)
+        inputs["times"] = torch.rand(samples, generator=draw, dtype=torch.float64)
         if graph.condition.classes:
-            found["classes"] = torch.randint(0, graph.condition.classes + 1, (samples,), generator=draw)
-    return found | ({"lengths": tokens - torch.arange(samples) % 3} if graph.padded else {})
+            inputs["classes"] = torch.randint(0, graph.condition.classes + 1, (samples,), generator=draw)
+    return inputs | ({"lengths": tokens - torch.arange(samples) % 3} if graph.padded else {})
 
 
-def exported(module: nn.Module) -> torch.export.ExportedProgram:
+def export_program(module: nn.Module) -> torch.export.ExportedProgram:
     """The model's forward pass as torch's exported program."""
     example = inputs_of(module, SAMPLES, TOKENS, TARGETS)
     with torch.no_grad():
@@ -172,23 +172,21 @@ def exported(module: nn.Module) -> torch.export.ExportedProgram:
 
 
 def _sizes(module: nn.Module, example: dict[str, Tensor]) -> tuple[dict[int, Any], ...]:
-    """Which sizes of each input may be others."""
+    """The sizes of each input that may vary."""
     graph: Graph = module.graph  # type: ignore[assignment]
     samples = torch.export.Dim("samples", min=1, max=MOST_SAMPLES)
-    most = {one.name: one.length for one in graph.inputs_of(TokenInput)}
-    found = []
+    most = {source.name: source.length for source in graph.inputs_of(TokenInput)}
+    all_sizes = []
     for name in example:
         sizes: dict[int, Any] = {0: samples}
         if name in most:
             sizes[1] = torch.export.Dim(name, min=2, max=most[name])
-        found.append(sizes)
-    return tuple(found)
+        all_sizes.append(sizes)
+    return tuple(all_sizes)
 
 
-def _difference(found: Tensor, expected: Tensor, path: Path, kind: ExportType = "fp32") -> float:
-    difference = float((found - expected).abs().max() / expected.abs().max())
+def _difference(outputs: Tensor, expected: Tensor, path: Path, kind: ExportType = "fp32") -> float:
+    difference = float((outputs - expected).abs().max() / expected.abs().max())
     if not difference <= CLOSE[kind]:
-        raise NumericError(
-            f"{path} gives other outputs than the model, by {difference:.2g} of their largest."
-        )
+        raise NumericError(f"{path} has other outputs than the model, by {difference:.2g} of their largest.")
     return difference

@@ -1,6 +1,6 @@
 """ONNX that generates: keys and values of earlier tokens are inputs, and those of all tokens are outputs.
 
-Names are those of Hugging Face's optimum; I is the number of a block. The first pass is given none, tensors of P = 0.
+Names are those of Hugging Face's optimum; I is the number of a block. The first pass gets none, tensors of P = 0.
 
 - A decoder is `decoder_with_past_model.onnx`: from `input_ids` (B, N), `attention_mask` (B, P + N) and
   `past_key_values.I.key` and `.value` (B, G, P, K) to `logits` (B, N, V), `present.I.key` and `.value`
@@ -11,8 +11,8 @@ Names are those of Hugging Face's optimum; I is the number of a block. The first
   `past_key_values.I.decoder.key`, `.decoder.value`, `.encoder.key` and `.encoder.value` to `logits` (B, N, V),
   `present.I.decoder.key` and `.decoder.value`.
 
-Masks are int64, 0 for padding. A decoder's padding may stand anywhere, and positions count the other tokens. A source's
-stands last.
+Masks are int64, 0 for padding. A decoder's padding may be anywhere, and positions count the other tokens. A source's is
+last.
 
 Shapes: B texts, N new tokens, P tokens before them, M tokens of a source; G KV heads, K features, V vocabulary.
 """
@@ -53,15 +53,15 @@ def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]
     path = target / DECODER
     with torch.no_grad():
         if not module.graph.remembered:
-            found, expected = _continued(_write_decoder(module, path), module)
+            outputs, expected = _continue_texts(_write_decoder(module, path), module)
         else:
             source = _write_source(module, target / ENCODER)
-            found, expected = _translated(source, _write_target(module, path), module)
-    return path, found, expected
+            outputs, expected = _translate_texts(source, _write_target(module, path), module)
+    return path, outputs, expected
 
 
-class _Joined(Columns):
-    """A cache that is passed in and out: new columns stand behind those that are there."""
+class _JoinedColumns(Columns):
+    """A cache that is passed in and out: new columns are appended to those of the input."""
 
     def __init__(self, before: Pairs) -> None:
         super().__init__(0, 0)
@@ -69,22 +69,23 @@ class _Joined(Columns):
 
     def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
         if self.before:
-            k, v = (torch.cat(both, dim=2) for both in zip(self.before[layer], (k, v)))
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.before[layer], (k, v)))
         self.layers.append((k, v))
         return k, v
 
 
-class _Given(Past):
+class _TensorPast(Past):
     """A `Past` that is made of tensors in one pass, so that a program of it takes any sizes."""
 
     def __init__(self, before: Pairs, mask: Tensor, new: int, positions: int) -> None:
         """`mask` (B, P + N) is 0 for padding, and `new` is N."""
         rows, width = mask.shape
-        super().__init__(_Joined(before), rows=rows, columns=width, positions=positions, device=mask.device)
+        store, device = _JoinedColumns(before), mask.device
+        super().__init__(store, rows=rows, columns=width, positions=positions, device=device)
         real = mask != 0
         places = (real.long().cumsum(1) - 1).clamp(min=0)
         self.places, self.width = places[:, width - new :], width
-        self.kept = places.masked_fill(~real, NEVER)
+        self.column_places = places.masked_fill(~real, NEVER)
 
     def recall(self, memory: Pairs, mask: Tensor) -> None:
         """Set keys and values of a source, and which of its tokens (B, M) are no padding."""
@@ -111,7 +112,7 @@ class _Continues(_Generating):
         width = before[0].shape[2] + tokens.shape[1]
         # Taken by number, the mask's own size need not be known to be the sum of the two.
         mask = mask.index_select(1, torch.arange(width, device=mask.device))
-        past = _Given(_in_pairs(before), mask, tokens.shape[1], self.positions)
+        past = _TensorPast(_in_pairs(before), mask, tokens.shape[1], self.positions)
         return [self.model(tokens, past=past), *_flat(past.store.layers)]
 
 
@@ -122,7 +123,7 @@ class _Reads(_Generating):
 
     def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:
         first = torch.zeros_like(source[:, :1])
-        past = _Given([], torch.ones_like(first), 1, self.positions)
+        past = _TensorPast([], torch.ones_like(first), 1, self.positions)
         self.model(source, first, mask.sum(1), past=past)
         return _flat(past.memory)
 
@@ -134,7 +135,7 @@ class _Translates(_Generating):
         every = _in_pairs(before)
         rows, new = tokens.shape
         width = before[0].shape[2] + new
-        past = _Given(every[::2], tokens.new_ones(rows, width), new, self.positions)
+        past = _TensorPast(every[::2], tokens.new_ones(rows, width), new, self.positions)
         past.recall(every[1::2], mask)
         return [self.model(None, tokens, past=past), *_flat(past.store.layers)]
 
@@ -143,81 +144,81 @@ def _write_decoder(model: Model, path: Path) -> Run:
     tokens = _words(model, _BATCH, _NEW)
     mask = torch.ones(_BATCH, _KEPT + _NEW, dtype=torch.int64)
     before = _empty(model, _BATCH, _KEPT)
-    batch, new, kept = _dims(model)
+    batch, new, past = _dims(model)
     shapes = (
         {0: batch, 1: new},
         {0: batch, 1: torch.export.Dim("total", min=1)},
-        [{0: batch, 2: kept}] * len(before),
+        [{0: batch, 2: past}] * len(before),
     )
     names = _names(model, "key", "value")
-    return _written(
+    return _write_program(
         _Continues(model), path, (tokens, mask, before), shapes,
-        ["input_ids", "attention_mask", *_called("past_key_values", names)], ["logits", *_called("present", names)],
+        ["input_ids", "attention_mask", *_prefixed("past_key_values", names)], ["logits", *_prefixed("present", names)],
     )  # fmt: skip
 
 
 def _write_source(model: Model, path: Path) -> Run:
     batch, source = _dims(model)[0], _source_size(model)
-    given = _words(model, _BATCH, _SOURCE), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
+    example = _words(model, _BATCH, _SOURCE), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
     names = _names(model, "encoder.key", "encoder.value")
     shapes = ({0: batch, 1: source}, {0: batch, 1: source})
-    return _written(
-        _Reads(model), path, given, shapes, ["input_ids", "attention_mask"], _called("present", names)
+    return _write_program(
+        _Reads(model), path, example, shapes, ["input_ids", "attention_mask"], _prefixed("present", names)
     )
 
 
 def _write_target(model: Model, path: Path) -> Run:
-    batch, new, kept = _dims(model)
+    batch, new, past = _dims(model)
     source = _source_size(model)
     tokens, mask = _words(model, _BATCH, _NEW), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
-    before = _between(_empty(model, _BATCH, _KEPT), _empty(model, _BATCH, _SOURCE))
-    sizes = [{0: batch, 2: kept}] * 2 + [{0: batch, 2: source}] * 2
+    before = _interleaved(_empty(model, _BATCH, _KEPT), _empty(model, _BATCH, _SOURCE))
+    sizes = [{0: batch, 2: past}] * 2 + [{0: batch, 2: source}] * 2
     shapes = ({0: batch, 1: new}, {0: batch, 1: source}, sizes * (len(before) // 4))
     every = _names(model, "decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    own = _names(model, "decoder.key", "decoder.value")
-    return _written(
+    own_names = _names(model, "decoder.key", "decoder.value")
+    return _write_program(
         _Translates(model), path, (tokens, mask, before), shapes,
-        ["input_ids", "encoder_attention_mask", *_called("past_key_values", every)],
-        ["logits", *_called("present", own)],
+        ["input_ids", "encoder_attention_mask", *_prefixed("past_key_values", every)],
+        ["logits", *_prefixed("present", own_names)],
     )  # fmt: skip
 
 
-def _written(
-    module: nn.Module, path: Path, given: tuple[Any, ...], shapes: Any, inputs: list[str], outputs: list[str]
-) -> Run:
-    program = torch.export.export(module.eval(), given, dynamic_shapes=shapes, strict=False)
+def _write_program(
+    module: nn.Module, path: Path, example: tuple[Any, ...], shapes: Any, inputs: list[str], outputs: list[str]
+) -> Run:  # fmt: skip
+    program = torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False)
     return write_onnx(program, path, inputs, outputs)
 
 
-def _continued(run: Run, model: Model) -> tuple[Tensor, Tensor]:
+def _continue_texts(run: Run, model: Model) -> tuple[Tensor, Tensor]:
     """Logits (B, steps, V) of texts whose padding comes first, from a prompt in one pass and two single tokens; and the
     model's, of each text alone and at once."""
     tokens = _words(model, _TEXTS, _PROMPT + _STEPS)
     mask = (torch.arange(_PROMPT + _STEPS) >= torch.arange(_TEXTS)[:, None]).long()
-    names = _called("past_key_values", _names(model, "key", "value"))
-    kept, found = _empty(model, _TEXTS, 0), []
+    names = _prefixed("past_key_values", _names(model, "key", "value"))
+    cached, outputs = _empty(model, _TEXTS, 0), []
     for begin, end in _passes(_PROMPT):
-        given = {"input_ids": tokens[:, begin:end], "attention_mask": mask[:, :end]}
-        logits, *kept = run({**given, **dict(zip(names, kept, strict=True))})
-        found.append(logits[:, -1])
+        inputs = {"input_ids": tokens[:, begin:end], "attention_mask": mask[:, :end]}
+        logits, *cached = run({**inputs, **dict(zip(names, cached, strict=True))})
+        outputs.append(logits[:, -1])
     expected = [model(tokens[row : row + 1, row:])[0, -_STEPS - 1 :] for row in range(_TEXTS)]
-    return torch.stack(found, dim=1), torch.stack(expected)
+    return torch.stack(outputs, dim=1), torch.stack(expected)
 
 
-def _translated(read: Run, run: Run, model: Model) -> tuple[Tensor, Tensor]:
-    """The same of targets to sources of several lengths, whose padding comes last."""
+def _translate_texts(read: Run, run: Run, model: Model) -> tuple[Tensor, Tensor]:
+    """Logits of targets to sources of several lengths, whose padding comes last, in the form of `_continue_texts`."""
     source, target = _words(model, _TEXTS, _PROMPT), _words(model, _TEXTS, 2 + _STEPS)
     lengths = _PROMPT - torch.arange(_TEXTS)
     mask = (torch.arange(_PROMPT) < lengths[:, None]).long()
     memory = read({"input_ids": source, "attention_mask": mask})
     every = _names(model, "decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    kept, found = _empty(model, _TEXTS, 0), []
+    cached, outputs = _empty(model, _TEXTS, 0), []
     for begin, end in _passes(2):
-        given = {"input_ids": target[:, begin:end], "encoder_attention_mask": mask}
-        both = zip(_called("past_key_values", every), _between(kept, memory), strict=True)
-        logits, *kept = run({**given, **dict(both)})
-        found.append(logits[:, -1])
-    return torch.stack(found, dim=1), model(source, target, lengths)[:, -_STEPS - 1 :]
+        inputs = {"input_ids": target[:, begin:end], "encoder_attention_mask": mask}
+        past = zip(_prefixed("past_key_values", every), _interleaved(cached, memory), strict=True)
+        logits, *cached = run({**inputs, **dict(past)})
+        outputs.append(logits[:, -1])
+    return torch.stack(outputs, dim=1), model(source, target, lengths)[:, -_STEPS - 1 :]
 
 
 def _passes(prompt: int) -> Iterable[tuple[int, int]]:
@@ -226,11 +227,11 @@ def _passes(prompt: int) -> Iterable[tuple[int, int]]:
 
 
 def _dims(model: Model) -> tuple[Any, Any, Any]:
-    """Texts, new tokens and tokens before them, as sizes that may be others."""
+    """Texts, new tokens and tokens before them, as sizes that may vary."""
     most = model.graph.written[-1].most
     sizes = (("batch", 1, 1 << 12), ("tokens", 1, most), ("past", 0, most))
-    batch, new, kept = (torch.export.Dim(name, min=least, max=size) for name, least, size in sizes)
-    return batch, new, kept
+    batch, new, past = (torch.export.Dim(name, min=least, max=size) for name, least, size in sizes)
+    return batch, new, past
 
 
 def _source_size(model: Model) -> Any:
@@ -243,19 +244,19 @@ def _words(model: Model, rows: int, count: int) -> Tensor:
 
 
 def _empty(model: Model, rows: int, columns: int) -> list[Tensor]:
-    """Keys and values of so many columns for each block."""
+    """Keys and values of `columns` columns for each block, all zero."""
     sizes = stacks(model.config)[-1]
     return [
         torch.zeros(rows, layer.kv, columns, sizes.head_width) for layer in sizes.layers for _ in range(2)
     ]
 
 
-def _names(model: Model, *each: str) -> list[str]:
-    return [f"{block}.{name}" for block in range(stacks(model.config)[-1].depth) for name in each]
+def _names(model: Model, *endings: str) -> list[str]:
+    return [f"{block}.{name}" for block in range(stacks(model.config)[-1].depth) for name in endings]
 
 
-def _called(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what}.{name}" for name in names]
+def _prefixed(prefix: str, names: Sequence[str]) -> list[str]:
+    return [f"{prefix}.{name}" for name in names]
 
 
 def _in_pairs(tensors: Sequence[Tensor]) -> Pairs:
@@ -268,7 +269,7 @@ def _flat(pairs: Pairs) -> list[Tensor]:
     return [tensor for pair in pairs for tensor in pair]
 
 
-def _between(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
+def _interleaved(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
     """Each block's own keys and values, then those of the source."""
     return [
         tensor

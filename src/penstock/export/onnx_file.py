@@ -33,16 +33,16 @@ def write_onnx(
 ) -> Run:
     """Write a program with these names of its inputs and outputs, check its graph, and open it in ONNX Runtime."""
     onnx, onnxruntime = packages()
-    made = torch.onnx.export(
+    onnx_program = torch.onnx.export(
         program, dynamo=True, verbose=False, input_names=[*inputs], output_names=[*outputs]
     )
-    assert made is not None
-    made.save(str(path))
+    assert onnx_program is not None
+    onnx_program.save(str(path))
     onnx.checker.check_model(str(path), full_check=True)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
     def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-        found = session.run(None, {name: value.contiguous().numpy() for name, value in feeds.items()})
-        return [torch.from_numpy(value) for value in found]
+        outputs = session.run(None, {name: value.contiguous().numpy() for name, value in feeds.items()})
+        return [torch.from_numpy(value) for value in outputs]
 
     return run

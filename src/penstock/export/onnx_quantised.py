@@ -18,7 +18,7 @@ from penstock.config.quantise import StoredFormat
 from penstock.models.rounded import MOST, RoundedWeight
 
 _OPSET = 19
-"""Version of ONNX's operators that is meant; later ones have these as well."""
+"""Version of ONNX's operators; later ones have these as well."""
 
 
 class QuantisedLinear(nn.Module):
@@ -27,8 +27,8 @@ class QuantisedLinear(nn.Module):
     def __init__(self, rounded: RoundedWeight, bias: Tensor | None, *, rounds_inputs: bool) -> None:
         super().__init__()
         self.bias, self.rounds_inputs, self.static = bias, rounds_inputs, rounded.input_scale is not None
-        one = torch.tensor(1.0) if rounded.input_scale is None else rounded.input_scale
-        tensors = {"numbers": rounded.numbers, "scales": rounded.scales[:, 0].clone(), "one": one.clone()}
+        scale = torch.tensor(1.0) if rounded.input_scale is None else rounded.input_scale
+        tensors = {"numbers": rounded.numbers, "scales": rounded.scales[:, 0].clone(), "one": scale.clone()}
         zeros = torch.zeros(len(rounded.scales), dtype=torch.int8)
         for name, tensor in {**tensors, "zeros": zeros, "zero": zeros[0].clone()}.items():
             self.register_buffer(name, tensor)
@@ -39,12 +39,13 @@ class QuantisedLinear(nn.Module):
             if not self.static:
                 rows = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / MOST
                 x = x / rows
-            x = _valued(_operator("QuantizeLinear", x, self.one, self.zero, torch.int8), self.one, self.zero)
-        weight = _valued(self.numbers, self.scales, self.zeros, axis=0)
+            x = _operator("QuantizeLinear", x, self.one, self.zero, torch.int8)
+            x = _dequantised(x, self.one, self.zero)
+        weight = _dequantised(self.numbers, self.scales, self.zeros, axis=0)
         if rows is None:
             return F.linear(x, weight, self.bias)
-        found = F.linear(x, weight) * rows
-        return found if self.bias is None else found + self.bias
+        product = F.linear(x, weight) * rows
+        return product if self.bias is None else product + self.bias
 
 
 def _operator(
@@ -54,21 +55,21 @@ def _operator(
     return torch.onnx.ops.symbolic(name, (x, scale, zero), how, dtype=dtype, shape=x.shape, version=_OPSET)
 
 
-def _valued(numbers: Any, scale: Any, zero: Any, axis: int | None = None) -> Tensor:
+def _dequantised(numbers: Any, scale: Any, zero: Any, axis: int | None = None) -> Tensor:
     return _operator("DequantizeLinear", numbers, scale, zero, torch.float32, axis)
 
 
 def quantise_graph(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]]) -> None:
     """Put ONNX's operators in the place of the named linears, in place."""
     for name, (form, weight) in rounded.items():
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         holder = model.get_submodule(parent)
-        given: Tensor | None = cast(Any, holder.get_submodule(own)).bias
-        bias = None if given is None else given.detach().float()
+        old_bias: Tensor | None = cast(Any, holder.get_submodule(child)).bias
+        bias = None if old_bias is None else old_bias.detach().float()
         if form == "int4":
             plain = nn.Linear(weight.numbers.shape[1], len(weight.numbers), bias=False)
             plain.weight = nn.Parameter(weight.values())
             plain.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-            setattr(holder, own, plain)
+            setattr(holder, child, plain)
         else:
-            setattr(holder, own, QuantisedLinear(weight, bias, rounds_inputs=form == "int8"))
+            setattr(holder, child, QuantisedLinear(weight, bias, rounds_inputs=form == "int8"))

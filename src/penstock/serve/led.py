@@ -26,7 +26,7 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.config.plan import Plan
-from penstock.decode.engine import Engine, Finished, Made, Request
+from penstock.decode.engine import Engine, Finished, Request, SlotResult
 from penstock.errors import EnvironmentProblem, ExitCode
 from penstock.infer.encode import Embedder
 from penstock.infer.ranks import together, told
@@ -121,7 +121,7 @@ class Led(Ranks):
         if rank == self.dims.data_rank:
             self.engine.release(own)
 
-    def step(self, chunk: int | None = None) -> Sequence[Made]:
+    def step(self, chunk: int | None = None) -> Sequence[SlotResult]:
         orders: list[tuple[Any, ...]] = []
         if self.balance is not None and self.mover is not None:
             orders = self.balance.orders(self.visits, self.mover.pieces, self.mover.complete())
@@ -144,7 +144,7 @@ class Led(Ranks):
         self._reported = mark
         return balance.state()
 
-    def _step(self, chunk: int | None, orders: Sequence[tuple[Any, ...]]) -> list[Made]:
+    def _step(self, chunk: int | None, orders: Sequence[tuple[Any, ...]]) -> list[SlotResult]:
         """One step of this rank's engine, and what all have made."""
         if self.mover is not None:
             for order, *more in orders:
@@ -160,7 +160,7 @@ class Led(Ranks):
             attend(self.engine.model)
         return results if self.dims.data_world == 1 else self._all(results)
 
-    def _all(self, results: Sequence[Made]) -> list[Made]:
+    def _all(self, results: Sequence[SlotResult]) -> list[SlotResult]:
         """The results of all ranks' engines: at most one token in each slot."""
         here = torch.full((self.engine.slots, 2), -1, dtype=torch.int64, device=self.engine.device)
         for slot, tokens, finished in results:
@@ -168,7 +168,7 @@ class Led(Ranks):
         every = [torch.empty_like(here) for _ in range(self.dims.data_world)]
         distributed.all_gather(every, here, group=self.dims.group(*DATA))
         return [
-            Made(slot, (token,) if token >= 0 else (), _ENDS[end])
+            SlotResult(slot, (token,) if token >= 0 else (), _ENDS[end])
             for slot, (token, end) in enumerate(torch.cat(every).tolist())
             if end >= 0
         ]

@@ -389,8 +389,7 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 # Class names that more than one class has, still; take off what becomes unique, and add none.
 TWICE = """
     Account Answer Attention Batch Block Costs Cut Decoding Dropout Embedding Entry Histogram Link Loaded
-    Loader Measured Outcome Own Part Past PlainDisplay Pooler Row Scale Shared Space Stream Task Text _Kept
-    _Layer
+    Loader Measured Outcome Own Past PlainDisplay Pooler Scale Shared Space Stream Task Text _Layer
 """
 THRICE = "Line Stack"
 
@@ -408,7 +407,7 @@ def test_a_class_name_is_of_one_class() -> None:
     assert not gone, f"lower their counts in TWICE and THRICE to these: {gone}"
 
 
-# After these torch's gloo may write to memory that it has freed: see `parallel.sequence.together`. A DTensor is
+# After these torch's gloo may write to memory that it has freed: see `parallel.sequence.all_gather`. A DTensor is
 # gathered by `shards.whole_of`.
 RACY = re.compile(
     r"\.(_allgather_coalesced|all_gather_into_tensor(_coalesced)?|all_gather_tensor(_autograd)?"

@@ -76,14 +76,14 @@ class _Kept:
     def __init__(self, weights: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
         self.weights = weights
         self.seen: dict[int, tuple[int, Tensor]] = {}
-        pack = sequence._Again.pack
+        pack = sequence._GatheredAgain.pack
 
         def inner(again: Any, tensor: Tensor) -> Any:
             packed = pack(again, tensor)
-            self.add(packed if isinstance(packed, Tensor) else again.own)
+            self.add(packed if isinstance(packed, Tensor) else again.own_tokens)
             return packed
 
-        monkeypatch.setattr(sequence._Again, "pack", inner)
+        monkeypatch.setattr(sequence._GatheredAgain, "pack", inner)
 
     def add(self, kept: Tensor) -> Tensor:
         storage = kept.untyped_storage()
@@ -104,7 +104,7 @@ def _built(name: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> Found:
     stages.attach()
     weights = sum(local(p.detach()).numel() for p in model.parameters())
 
-    (stage,) = stages.mine
+    (stage,) = stages.local_stages
     tokens = torch.zeros(1, config.sequence, dtype=torch.int64, device=META)
     received: tuple[Tensor, ...] = ()
     if stage:
@@ -137,9 +137,8 @@ def test_what_a_rank_holds_is_what_the_planner_says(name: str, monkeypatch: pyte
     for place in (0, plan.pp // 2, plan.pp - 1):
         rank = place * (size // plan.pp) + 5
         with _as_rank(rank, size), monkeypatch.context() as patch:
-            patch.setattr(
-                parts, "_multiplied", lambda x: x
-            )  # asks for autocast, which the meta device has not
+            # Asks for autocast, which the meta device has not.
+            patch.setattr(parts, "_in_product_type", lambda x: x)
             found = _built(name, rank, patch)
         kept = counts[place] * one.blocks / work.depth + one.entrance * (place == 0)
         if place == plan.pp - 1:

@@ -59,15 +59,18 @@ def test_gradients_are_the_same_to_the_bit(name: str, more: str, shelves: list[A
 
 
 def _two_are_here(shelves: list[Any], weights: set[int]) -> None:
-    kept = [[one for reference in shelf.kept if (one := reference()) is not None] for shelf in shelves]
+    kept = [[one for reference in shelf.saved if (one := reference()) is not None] for shelf in shelves]
     assert all(kept)
-    here = [any(one.here is not None for one in some) for some in kept]
+    here = [any(one.device_tensor is not None for one in some) for some in kept]
     assert sum(here) <= ON_DEVICE
     assert here[-1]
     assert all(one.host is None for one in kept[-1])
     for some in kept:
-        assert not weights & {one.here.data_ptr() for one in some if one.here is not None}
-    sizes = [sum((one.here if one.here is not None else one.host).nbytes for one in some) for some in kept]
+        assert not weights & {one.device_tensor.data_ptr() for one in some if one.device_tensor is not None}
+    sizes = [
+        sum((one.device_tensor if one.device_tensor is not None else one.host).nbytes for one in some)
+        for some in kept
+    ]
     assert min(sizes) > 0.9 * max(sizes)
 
 
@@ -80,7 +83,7 @@ def test_two_blocks_are_on_the_device_and_weights_stay(shelves: list[Any]) -> No
     assert len(shelves) == len(blocks)
     _two_are_here(shelves, weights)
     out.backward()  # type: ignore[no-untyped-call]
-    assert not any(reference() for shelf in shelves for reference in shelf.kept)
+    assert not any(reference() for shelf in shelves for reference in shelf.saved)
 
 
 def test_a_tensor_that_is_changed_in_place_is_refused(shelves: list[Any]) -> None:
@@ -114,7 +117,7 @@ def test_models_with_it_can_be_copied_and_stored() -> None:
     transfers = Transfers(CPU, 5)
     for other in (copy.deepcopy(transfers), pickle.loads(pickle.dumps(transfers))):
         assert other.least_bytes == 5
-        assert not other.there
+        assert not other.on_device
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from penstock.decode.static import Compiled, bucket
 from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sharded
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
-from penstock.parallel.sequence import added
+from penstock.parallel.sequence import all_reduce
 from penstock.parallel.tensor import line_of
 
 _SWEEP = 16
@@ -262,7 +262,7 @@ class _Cover:
         assert self.texts.past.watched is not None
         watched = self.texts.past.watched.float()
         # The mean over heads; a rank that splits layers has that of its own.
-        watched = watched if self.line is None else added(watched, self.line) / self.line.count
+        watched = watched if self.line is None else all_reduce(watched, self.line) / self.line.count
         return watched if self.stages is None else self.stages.share_last(watched)
 
     def follow(self, parents: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Numbers that ranks agree on: sums, means, the slowest, and what any of them has heard."""
+"""Numbers that ranks agree on: sums, means, the slowest, and the largest that any of them reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slowest(value: float, dims: ParallelDims) -> float:
 
 
 class Ballot:
-    """Each rank gives one number per turn; one turn later all ranks get the largest of them.
+    """Each rank reports one number per turn; one turn later all ranks get the largest of them.
 
     The all-reduce runs during the following step and is read at the next turn, so a rank waits only if a peer is a
     whole step behind. Everything is on the host; no device is waited for. All ranks must take the same turns.

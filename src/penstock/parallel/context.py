@@ -1,6 +1,6 @@
 """Context parallelism: each rank computes some of the tokens of every sample, and keys and values travel between them.
 
-Ranks of one group are given the same samples. `penstock.kernels.token_cut` says how tokens are cut, `context` beside it
+Ranks of one group get the same samples. `penstock.kernels.token_cut` says how tokens are cut, `context` beside it
 how attention is put together, and the model's family how its parts take a share of the tokens.
 """
 

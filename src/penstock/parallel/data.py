@@ -84,8 +84,8 @@ def replicate(
     # Torch itself would send rank 0's buffers before every forward pass, evaluation too, where ranks may have
     # different numbers of batches; `DataParallel.end` averages them instead.
     # The option has a new name since torch 2.13, under which the old one warns.
-    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    silent = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    parameters = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    silent = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     for buffer in model.buffers():
         distributed.broadcast(buffer, src=0)
     options: dict[str, Any] = {silent: False, "bucket_cap_mb": BUCKET_MB}
@@ -110,16 +110,16 @@ def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
     shapes. Those of experts that are split are added up over the ranks that hold the same, and divided alike.
     """
     ranks = dims.degree(*LOSS)
-    experts = [tensor for tensor in tensors if splits_experts(tensor)]
+    experts = [tensor for tensor in tensors if is_of_split_experts(tensor)]
     if experts:
         assert dims.expert_mesh is not None
         add_up_all(experts, dims.expert_mesh.get_group(REPLICAS_OF_EXPERTS[0]), divisor=ranks)
-        tensors = [tensor for tensor in tensors if not splits_experts(tensor)]
+        tensors = [tensor for tensor in tensors if not is_of_split_experts(tensor)]
     if ranks > 1:
         add_up_all(tensors, dims.group(*LOSS), divisor=ranks)
 
 
-def splits_experts(tensor: Tensor) -> bool:
+def is_of_split_experts(tensor: Tensor) -> bool:
     """Whether a tensor is of experts that ranks split."""
     names = getattr(mesh_of(tensor), "mesh_dim_names", None)
     return names is not None and EXPERT in names
@@ -138,7 +138,7 @@ def add_up_all(
             bucket, room = [alike.pop(0)], BUCKET_MB << 20
             while alike and (room := room - bucket[-1].numel() * dtype.itemsize) > 0:
                 bucket.append(alike.pop(0))
-            # A large dense tensor, such as a flat buffer, is reduced where it lies.
+            # A large dense tensor, such as a flat buffer, is reduced in place.
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
             flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
             distributed.all_reduce(flat, group=group)

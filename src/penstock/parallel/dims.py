@@ -1,10 +1,10 @@
-"""The degrees of parallelism, this rank's place among them, and whom it shares which sums with.
+"""The degrees of parallelism, this rank's place among them, and the ranks that it shares sums with.
 
 Ranks are numbered row by row of a mesh with the dimensions
 
     pp             pipeline stages
     dp_replicate   whole copies of the model
-    dp_shard       ranks that share one copy out among them
+    dp_shard       ranks that shard one copy
     cp             parts of a sample's tokens
     tp             parts of each layer
 
@@ -42,11 +42,11 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
 """Ranks that see different samples."""
 SHARD = ("dp_shard", "cp")
-"""Ranks that share one copy of the model out among them."""
+"""Ranks that shard one copy of the model."""
 LOSS = (*DATA, "cp")
 """Ranks whose losses and gradients are averaged."""
 REPLICAS_OF_EXPERTS = ("expert_replicate", "expert_shard")
-"""Ranks that hold the same experts: whole copies, and those that share one out among them."""
+"""Ranks that hold the same experts: whole copies, and those that shard one copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class ParallelDims:
     tp: int = 1
     ep: int = 1
     expert_shard: int = 1
-    """Ranks that share out the experts that they all hold."""
+    """Ranks that shard the experts that they all hold."""
     rank: int = 0
     mesh: DeviceMesh | None = None
     """Both data parallel dimensions, and the others whose degree is above 1; None where one process trains alone."""
@@ -117,10 +117,10 @@ class ParallelDims:
 
     def place(self) -> dict[str, int]:
         """This rank's place in each dimension."""
-        found, rest = {}, self.rank
+        place, number = {}, self.rank
         for name in reversed(DIMENSIONS):
-            rest, found[name] = divmod(rest, self.degree(name))
-        return found
+            number, place[name] = divmod(number, self.degree(name))
+        return place
 
     def group(self, *names: str) -> distributed.ProcessGroup | None:
         """The ranks that differ from this one in these dimensions alone; there must be some. None means all ranks, as
@@ -135,7 +135,7 @@ class ParallelDims:
         return self.mesh.get_group(wide[0])
 
     def shard_mesh(self) -> DeviceMesh:
-        """The ranks that share one copy of the model out among them: those of `dp_shard`, and of `cp` with them."""
+        """The ranks that shard one copy of the model: those of `dp_shard`, and of `cp` with them."""
         assert self.mesh is not None
         if self.cp == 1:
             return self.mesh["dp_shard"]
@@ -143,7 +143,7 @@ class ParallelDims:
         return self.mesh[SHARD]._flatten("shard")
 
     def replicas_mesh(self) -> DeviceMesh:
-        """Two dimensions: whole copies of the model, and the ranks that share each of them out among them."""
+        """Two dimensions: whole copies of the model, and the ranks that shard each of them."""
         assert self.mesh is not None
         if self.cp == 1:
             return self.mesh[DATA]
@@ -152,23 +152,23 @@ class ParallelDims:
         return DeviceMesh._concatenate([self.mesh["dp_replicate"], self.shard_mesh()])
 
     def expert_replicas_mesh(self) -> DeviceMesh:
-        """The ranks that hold the same experts, as `fully_shard` takes them."""
+        """The ranks that hold the same experts, in the form that `fully_shard` takes."""
         assert self.expert_mesh is not None
         copies = self.size // (self.pp * self.ep * self.expert_shard)
         return self.expert_mesh[REPLICAS_OF_EXPERTS if copies > 1 else REPLICAS_OF_EXPERTS[1]]
 
     def connect(self, device: torch.device) -> ParallelDims:
-        """The same with mesh and groups, out of the existing process group. All ranks must call this. The same degrees
-        get the same groups again: each has threads of its own, and torch lets go of none.
+        """A copy with mesh and groups, made from the existing process group. All ranks must call this. The same degrees
+        get the same groups again: each has threads of its own, and torch frees none.
         """
         if self.alone:
             return self
         world = distributed.group.WORLD
         key = (device.type, *(self.degree(name) for name in DIMENSIONS), self.ep, self.expert_shard)
-        known = _CONNECTED.get(key)
-        if known is None or known[0] is not world:
-            known = _CONNECTED[key] = (world, *self._connected(device))
-        return replace(self, mesh=known[1], groups=known[2], expert_mesh=known[3])
+        connected = _CONNECTED.get(key)
+        if connected is None or connected[0] is not world:
+            connected = _CONNECTED[key] = (world, *self._connected(device))
+        return replace(self, mesh=connected[1], groups=connected[2], expert_mesh=connected[3])
 
     def _connected(
         self, device: torch.device
@@ -182,8 +182,8 @@ class ParallelDims:
         groups: dict[tuple[str, ...], distributed.ProcessGroup] = {}
         wide = tuple(name for name in LOSS if self.degree(name) > 1)
         if len(wide) > 1 and self.degree(*wide) < self.size:
-            mine, _ = distributed.new_subgroups_by_enumeration(self._ranks_by(wide))  # type: ignore[no-untyped-call]
-            groups[wide] = mine
+            own_group, _ = distributed.new_subgroups_by_enumeration(self._ranks_by(wide))  # type: ignore[no-untyped-call]
+            groups[wide] = own_group
         experts: DeviceMesh | None = None
         if self.ep > 1:
             names, inner = ("pp", *REPLICAS_OF_EXPERTS, EXPERT), self.ep * self.expert_shard
@@ -209,7 +209,7 @@ ALONE = ParallelDims()
 
 
 def require_size(plan: Plan, size: int) -> None:
-    """Raise `ConfigError` unless the Plan needs `size` processes; says which Plans so many could run.
+    """Raise `ConfigError` unless the Plan needs `size` processes; it names Plans that these could run.
 
     A Plan that cannot be run at all is refused for that reason: no number of processes would help.
     """
@@ -229,18 +229,18 @@ def require_size(plan: Plan, size: int) -> None:
 
 def _degrees(plan: Plan) -> str:
     """The degrees that take processes."""
-    found = [f"plan.{name}={value}" for name in ("pp", "cp", "tp") if (value := getattr(plan, name)) > 1]
-    return " × ".join([*found, f"plan.dp={plan.dp}"] if plan.dp > 1 or not found else found)
+    degrees = [f"plan.{name}={value}" for name in ("pp", "cp", "tp") if (value := getattr(plan, name)) > 1]
+    return " × ".join([*degrees, f"plan.dp={plan.dp}"] if plan.dp > 1 or not degrees else degrees)
 
 
 def _remedy(plan: Plan, size: int) -> str:
     try:
-        other = fit_to_ranks(plan, size)
+        fitted = fit_to_ranks(plan, size)
     except ConfigError as error:
         return str(error)
-    same = f"micro_batch={other.micro_batch} accumulate={other.accumulate}"
+    same = f"micro_batch={fitted.micro_batch} accumulate={fitted.accumulate}"
     return (
-        f"Start {plan.gpus} processes, or use plan.dp={other.dp}, with {same} to keep the global batch of "
+        f"Start {plan.gpus} processes, or use plan.dp={fitted.dp}, with {same} to keep the global batch of "
         f"{plan.global_batch}."
     )
 
@@ -255,20 +255,20 @@ def fit_to_ranks(plan: Plan, size: int) -> Plan:
     batch, each_replica = plan.global_batch, plan.gpus // plan.dp
     fits = valid_sizes(plan, up_to=max(size, plan.gpus))
     if size not in fits:
-        whole = f", each of {each_replica} ranks" if each_replica > 1 else ""
+        replica_words = f", each of {each_replica} ranks" if each_replica > 1 else ""
         raise ConfigError(
             f"The global batch of {batch} samples (plan.micro_batch={plan.micro_batch} × "
-            f"plan.accumulate={plan.accumulate} × plan.dp={plan.dp}{whole}) cannot be split evenly over {size} "
+            f"plan.accumulate={plan.accumulate} × plan.dp={plan.dp}{replica_words}) cannot be split evenly over {size} "
             f"ranks in groups of plan.shard={plan.shard}. It can by {', '.join(map(str, fits))}."
         )
     replicas = size // each_replica
-    each = batch // replicas
-    micro = max(m for m in range(1, min(plan.micro_batch, each) + 1) if each % m == 0)
-    return replace(plan, dp=replicas, micro_batch=micro, accumulate=each // micro)
+    per_replica = batch // replicas
+    micro = max(m for m in range(1, min(plan.micro_batch, per_replica) + 1) if per_replica % m == 0)
+    return replace(plan, dp=replicas, micro_batch=micro, accumulate=per_replica // micro)
 
 
 def valid_sizes(plan: Plan, *, up_to: int) -> list[int]:
-    """Numbers of ranks, at most `up_to`, whose replicas share the Plan's global batch out evenly."""
+    """Numbers of ranks, at most `up_to`, whose replicas split the Plan's global batch evenly."""
     each_replica = plan.gpus // plan.dp
     return [
         n * each_replica

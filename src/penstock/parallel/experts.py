@@ -221,7 +221,7 @@ def split_experts(model: nn.Module, dims: ParallelDims) -> None:
             for name, parameter in list(linear.named_parameters(recurse=False)):
                 part = distributed_tensor(parameter.detach(), 0, 1, mesh)
                 setattr(linear, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-            swap(linear, Part)
+            swap_class(linear, SplitModule)
             linear.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
 
 

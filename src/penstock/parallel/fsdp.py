@@ -30,13 +30,13 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of, is_norm
-from penstock.optim.tensors import MOVED, local, whole
+from penstock.optim.contiguous import Contiguous
+from penstock.optim.tensors import MOVED, alike, local, whole
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.experts import split_linears
 from penstock.parallel.gather import entries_of, gather_mixed, mixed_policy
 from penstock.parallel.parts import cut_to_fit
-from penstock.parallel.rebind import rebind
 from penstock.precision.master import compute_in_fp32
 from penstock.shards import whole_of
 
@@ -115,7 +115,7 @@ def shard(
     options = _options(plan, dims, device)
     experts: list[Any] = list(split_linears(model))
     for linear in experts:
-        mesh, place = dims.expert_replicas_mesh(), functools.partial(_evenly, dims.expert_shard)
+        mesh, place = dims.expert_replicas_mesh(), functools.partial(_even_placement, dims.expert_shard)
         fully_shard(linear, **{**options, "mesh": mesh, "shard_placement_fn": place})
     for block in blocks:
         fully_shard(block, **options)
@@ -128,7 +128,7 @@ def shard(
     numerics = numerics_of(plan)
     if numerics.residual != numerics.norms:
         for module in model.modules():
-            if is_norm(module) and _own(module):
+            if is_norm(module) and _has_parameters(module):
                 compute_in_fp32(module)
     _prefetch(model, blocks)
     if device.type == "cpu":
@@ -137,10 +137,10 @@ def shard(
     _materialise(model, units, device, shares or {})
     _follow_moves(units)
     for module in model.modules():
-        if _own(module):
+        if _has_parameters(module):
             module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
     for optimizer in optimizers:
-        rebind(optimizer, before, model)
+        _rebind(optimizer, before, model)
     return Sharded(model=model, dims=dims, plan=plan, units=units, buffers=running_statistics(model))
 
 
@@ -157,15 +157,15 @@ def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, 
     }
 
 
-def _evenly(ranks: int, parameter: nn.Parameter) -> Any:
-    """Share out whole experts, or where these are too few the outputs of each, if that is even."""
+def _even_placement(ranks: int, parameter: nn.Parameter) -> Any:
+    """Shard whole experts, or where these are too few the outputs of each, if that is even."""
     from torch.distributed.tensor import Shard
 
     experts, outputs = local(parameter.detach()).shape[:2]
     return Shard(1 if experts % ranks and not outputs % ranks else 0)
 
 
-def _own(module: nn.Module) -> bool:
+def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
@@ -173,9 +173,9 @@ def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:
     """Gather one block ahead in both directions: torch learns the backward pass's order from the forward pass, and here
     it is known.
     """
-    for here, after in itertools.pairwise(blocks):
-        here.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([here])
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
     root: Any = model
     root.set_modules_to_forward_prefetch([blocks[0]])
 
@@ -199,28 +199,28 @@ def _materialise(
         values = whole(tensor, rows.to(device=device, dtype=tensor.dtype))
         return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
-    made: dict[int, nn.Parameter] = {}
+    new_parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = missing.get(id(parameter))
             if name is None:
                 continue
-            if id(parameter) not in made:  # tied weights stay tied
-                made[id(parameter)] = filled(parameter, name)
-            setattr(module, key, made[id(parameter)])
+            if id(parameter) not in new_parameters:  # tied weights stay tied
+                new_parameters[id(parameter)] = filled(parameter, name)
+            setattr(module, key, new_parameters[id(parameter)])
     for entry in entries_of(units):
         entry.reset_sharded_param()
 
 
 def _follow_moves(units: Sequence[Any]) -> None:
-    """Tell torch where shards lie after an optimizer has moved them into its own flat buffer: torch gathers from an
-    address that it keeps beside the parameter.
+    """Update torch's record of a shard's memory after an optimizer has moved it into its own flat buffer: torch gathers
+    from an address that it keeps beside the parameter.
     """
     for entry in entries_of(units):
-        setattr(entry.sharded_param, MOVED, functools.partial(_moved, weakref.ref(entry)))
+        setattr(entry.sharded_param, MOVED, functools.partial(_set_memory, weakref.ref(entry)))
 
 
-def _moved(entry: weakref.ref[Any], slot: Tensor) -> None:
+def _set_memory(entry: weakref.ref[Any], slot: Tensor) -> None:
     alive = entry()
     if alive is not None:
         alive._sharded_param_data = slot
@@ -230,30 +230,67 @@ def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
     """The model's state dict with every tensor whole, on the host of rank 0. All ranks must call this; the others get
     an empty dict. One tensor is gathered at a time; stages of a pipeline give theirs one after the other.
     """
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     first = all(at == 0 for name, at in dims.place().items() if name != "pp")
     for name, value in model.state_dict().items():
         gathered = whole_of(value)
         if first:
-            found[name] = gathered.detach().to("cpu", copy=True)
-    return _of_all_stages(found, dims, first=first)
+            state[name] = gathered.detach().to("cpu", copy=True)
+    return _collect_stages(state, dims, first=first)
 
 
-def _of_all_stages(held: dict[str, Tensor], dims: ParallelDims, *, first: bool) -> dict[str, Tensor]:
+def _collect_stages(state: dict[str, Tensor], dims: ParallelDims, *, first: bool) -> dict[str, Tensor]:
     """The tensors that the first rank of each stage holds, on rank 0; those that several hold, once."""
     if dims.pp == 1 or not first:
-        return held
+        return state
     group, place = dims.group("pp"), dims.place()["pp"]
-    told: list[Any] = [None] * dims.pp
-    described = {name: (tuple(value.shape), value.dtype) for name, value in held.items()}
-    distributed.all_gather_object(told, described, group=group)
-    found = dict(held)
+    tensors_of: list[Any] = [None] * dims.pp
+    described = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+    distributed.all_gather_object(tensors_of, described, group=group)
+    state_of_all, earlier = dict(state), set(tensors_of[0])
     for stage in range(1, dims.pp):
-        for name in [name for name in told[stage] if not any(name in before for before in told[:stage])]:
+        for name in [name for name in tensors_of[stage] if name not in earlier]:
             if place == stage:
-                distributed.send(held[name].contiguous(), group=group, group_dst=0)
+                distributed.send(state[name].contiguous(), group=group, group_dst=0)
             elif place == 0:
-                shape, dtype = told[stage][name]
-                found[name] = torch.empty(shape, dtype=dtype)
-                distributed.recv(found[name], group=group, group_src=stage)
-    return found if place == 0 else {}
+                shape, dtype = tensors_of[stage][name]
+                state_of_all[name] = torch.empty(shape, dtype=dtype)
+                distributed.recv(state_of_all[name], group=group, group_src=stage)
+        earlier.update(tensors_of[stage])
+    return state_of_all if place == 0 else {}
+
+
+@torch.no_grad()
+def _rebind(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Put the parameters of `model` in the places that those of `before` have in `optimizer`, name by name.
+
+    Groups keep their order and settings, and what the optimizer remembers of a weight follows it, sharded as the
+    weight is. Raises ConfigError for a parameter that is not the model's.
+    """
+    names = {id(parameter): name for name, parameter in before.items()}
+    after = dict(model.named_parameters())
+    state: dict[Any, Any] = {}
+    for group in optimizer.param_groups:
+        strange = [p for p in group["params"] if id(p) not in names]
+        if strange:
+            raise ConfigError(
+                f"The optimizer holds a parameter of shape {tuple(strange[0].shape)} that is not one of "
+                f"{type(model).__name__}'s; shard the model whose parameters it updates."
+            )
+    for group in optimizer.param_groups:
+        fresh = []
+        for old in group["params"]:
+            new = after[names[id(old)]]
+            fresh.append(new)
+            if old in optimizer.state:
+                state[new] = {
+                    key: alike(new, value)
+                    if isinstance(value, Tensor) and value.shape == old.shape and value.ndim
+                    else value
+                    for key, value in optimizer.state[old].items()
+                }
+        group["params"] = fresh
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    if isinstance(optimizer, Contiguous):
+        optimizer.lay_out_again()

@@ -112,11 +112,11 @@ def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
         return not PRODUCTS[module.products].clips
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith(("proj_weight", "in_proj_bias"))
-    known = [base for base in _PRODUCTS if isinstance(module, base)]
-    if not known:
+    roles_known = [base for base in _PRODUCTS if isinstance(module, base)]
+    if not roles_known:
         return linear and next(module.children(), None) is None
     # A class with a forward of its own may do more with its weight, such as standardise it.
-    return any(split_from(module).forward is base.forward for base in known)
+    return any(split_from(module).forward is base.forward for base in roles_known)
 
 
 def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:

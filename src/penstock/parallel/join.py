@@ -31,10 +31,10 @@ def local_device(device: torch.device) -> torch.device:
     """The device of this rank on its node: with a launcher, `cuda` means the GPU whose number is `LOCAL_RANK`."""
     if str(device) != "cuda" or launched() == 1:  # a GPU given by number is that GPU
         return device
-    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= found:
+    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= gpus:
         raise EnvironmentProblem(
-            f"Process {local} of this node has no GPU of its own: the node has {found}. Start at most {found} "
+            f"Process {local} of this node has no GPU of its own: the node has {gpus}. Start at most {gpus} "
             "processes per node."
         )
     return torch.device("cuda", local)
@@ -62,29 +62,29 @@ def joined(plan: Plan, device: torch.device, *, timeout: float = WAIT_SECONDS) -
     if size == 1:
         yield ALONE
         return
-    own = not distributed.is_initialized()
+    creates = not distributed.is_initialized()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if own:
+    if creates:
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout),
             device_id=device if device.type == "cuda" else None,
         )
     try:
-        with _waiting(timeout) if own else nullcontext():
+        with _timeouts(timeout) if creates else nullcontext():
             yield dims_of(plan, device)
-            if own:
+            if creates:
                 distributed.barrier()  # a rank that leaves first breaks the connections of the others
     finally:
-        if own:
+        if creates:
             distributed.destroy_process_group()
 
 
 @contextmanager
-def _waiting(seconds: float) -> Iterator[None]:
-    """Inside, new groups wait so long, which torch's functions that make meshes and their groups cannot be told; a rank
-    that has waited in vain says where.
+def _timeouts(seconds: float) -> Iterator[None]:
+    """Inside, new groups wait for `seconds`, which torch's functions for meshes and their groups have no argument for;
+    a rank that has waited in vain reports where.
     """
     torchs = vars(distributed_c10d)
     usual = {name: torchs[name] for name in ("default_pg_timeout", "default_pg_nccl_timeout")}
@@ -97,10 +97,10 @@ def _waiting(seconds: float) -> Iterator[None]:
         frames = (
             f.name for f in extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(_PACKAGE)
         )
-        where = " > ".join(name for name in frames if name not in ("joined", "_waiting"))
+        where = " > ".join(name for name in frames if name not in ("joined", "_timeouts"))
         raise Hang(
-            f"Rank {distributed.get_rank()} waited {seconds:g} s for another rank, which stands still or takes longer "
-            f"than that, in {where}. `penstock launch` restarts all ranks, and with a lower --hang-seconds shows where "
+            f"Rank {distributed.get_rank()} waited {seconds:g} s for another rank, which hangs or takes longer than "
+            f"that, in {where}. `penstock launch` restarts all ranks, and with a lower --hang-seconds shows where "
             "each waits. Where one rank rightly takes so long, raise wait_seconds."
         ) from error
     finally:

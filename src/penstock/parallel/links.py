@@ -50,7 +50,7 @@ class Links:
             self._post(value, to)
 
     def receive(self, boundary: int, source: int, shapes: list[torch.Size]) -> tuple[Tensor, ...]:
-        """Tensors that will hold what comes over the boundary after stage `boundary`: see `wait`."""
+        """Tensors that will hold the activations that come over the boundary after stage `boundary`: see `wait`."""
         key = (boundary, False)
         if not shapes:
             return ()
@@ -65,28 +65,28 @@ class Links:
         return self._receive(source, [value.shape for value in like], like[0].dtype)
 
     def wait(self, values: tuple[Tensor, ...]) -> None:
-        """Until what was received is there."""
+        """Wait until these received tensors are complete."""
         for value in values:
             work = self._coming.pop(id(value), None)
             if work is not None:
                 work.wait()
 
     def finish(self) -> None:
-        """Until what was sent has left."""
+        """Wait until all sent tensors have left."""
         while self._sent:
             self._sent.popleft()[0].wait()
 
     def everywhere(self, outputs: Any, source: int) -> Any:
         """The outputs of the rank at place `source`, on all of them: any nest of tensors."""
-        mine = self._place == source
-        told: list[Any] = [replaced(outputs, lambda t: t.detach().to("meta")) if mine else None]
-        distributed.broadcast_object_list(told, group=self._group, group_src=source)
-        found = outputs if mine else replaced(told[0], lambda t: torch.empty_like(t, device=self._device))
-        for tensor in tensors(found):
-            distributed.broadcast(
-                tensor.detach().contiguous() if mine else tensor, group=self._group, group_src=source
-            )
-        return found
+        is_source = self._place == source
+        described: list[Any] = [replaced(outputs, lambda t: t.detach().to("meta")) if is_source else None]
+        distributed.broadcast_object_list(described, group=self._group, group_src=source)
+        if not is_source:
+            outputs = replaced(described[0], lambda t: torch.empty_like(t, device=self._device))
+        for tensor in tensors(outputs):
+            value = tensor.detach().contiguous() if is_source else tensor
+            distributed.broadcast(value, group=self._group, group_src=source)
+        return outputs
 
     def _post(self, value: Tensor, to: int) -> None:
         value = value.detach().contiguous()

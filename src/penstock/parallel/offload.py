@@ -54,7 +54,7 @@ class Transfers:
         self.device, self.least_bytes = device, least_bytes
         self.last: _Shelf | None = None
         """Shelf of the block before in this pass."""
-        self.there: deque[_Shelf] = deque()
+        self.on_device: deque[_Shelf] = deque()
         """Shelves whose tensors are on the device still, the oldest first."""
         self._streams: dict[str, torch.cuda.Stream] = {}
 
@@ -64,18 +64,18 @@ class Transfers:
     def __reduce__(self) -> Any:
         return Transfers, (self.device, self.least_bytes)
 
-    def aside(self, which: str) -> AbstractContextManager[Any]:
-        """Inside, work goes to a stream of its own, behind what has been asked for so far."""
+    def aside(self, name: str) -> AbstractContextManager[Any]:
+        """Inside, work goes to a stream of its own, behind all work that is queued so far."""
         if self.device.type != "cuda":
             return nullcontext()
-        if which not in self._streams:
-            self._streams[which] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream = self._streams[which]
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[name]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what the current stream has been asked for so far."""
+        """An event at the end of the work that the current stream has queued so far."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
@@ -84,16 +84,16 @@ class Transfers:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
     def make_room(self, shelves: int) -> None:
-        """Give back the memory of all but the newest shelves."""
-        while len(self.there) > shelves:
-            self.there.popleft().let_go()
+        """Free the memory of all but the newest shelves."""
+        while len(self.on_device) > shelves:
+            self.on_device.popleft().let_go()
 
 
-class _Kept:
-    """A tensor that the backward pass needs: here, in host memory, or both."""
+class _SavedTensor:
+    """A tensor that the backward pass needs: on the device, in host memory, or both."""
 
     def __init__(self, tensor: Tensor, shelf: _Shelf) -> None:
-        self.here: Tensor | None = tensor.detach()
+        self.device_tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
         self.host: Tensor | None = None
         self.shelf = shelf
@@ -105,86 +105,83 @@ class _Shelf:
     def __init__(self, transfers: Transfers, before: _Shelf | None, weights: set[int]) -> None:
         self.transfers, self.weights = transfers, weights
         self.before = None if before is None else weakref.ref(before)
-        self.kept: list[weakref.ref[_Kept]] = []
-        self.known: dict[Any, weakref.ref[_Kept]] = {}
+        self.saved: list[weakref.ref[_SavedTensor]] = []
+        self.by_place: dict[Any, weakref.ref[_SavedTensor]] = {}
         """Kept tensors by place in memory, so that what several operators keep is copied once."""
-        self.sent: torch.cuda.Event | None = None
-        self.back: torch.cuda.Event | None = None
+        self.copied_away: torch.cuda.Event | None = None
+        self.copied_back: torch.cuda.Event | None = None
         self.away = False
 
-    def put(self, tensor: Tensor) -> Tensor | _Kept:
-        """Take a tensor that autograd wants to keep; what should stay is given back."""
+    def pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
+        """Replace a tensor that autograd saves; one that stays on the device is returned as it is."""
         memory = tensor.untyped_storage().data_ptr()
-        if (
-            tensor.device != self.transfers.device
-            or tensor.nbytes < self.transfers.least_bytes
-            or memory in self.weights
-        ):
+        small = tensor.nbytes < self.transfers.least_bytes
+        if small or tensor.device != self.transfers.device or memory in self.weights:
             return tensor
         key = (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        known = self.known.get(key)
-        kept = None if known is None else known()
-        if kept is None:
-            kept = _Kept(tensor, self)
-            self.kept.append(weakref.ref(kept))
-            self.known[key] = self.kept[-1]
-        return kept
+        earlier = self.by_place.get(key)
+        saved = None if earlier is None else earlier()
+        if saved is None:
+            saved = _SavedTensor(tensor, self)
+            self.saved.append(weakref.ref(saved))
+            self.by_place[key] = self.saved[-1]
+        return saved
 
-    def _alive(self) -> list[_Kept]:
-        return [kept for reference in self.kept if (kept := reference()) is not None]
+    def _alive(self) -> list[_SavedTensor]:
+        return [saved for reference in self.saved if (saved := reference()) is not None]
 
     def send(self) -> None:
-        """Start to copy all of it to the host."""
-        self.known.clear()
+        """Start to copy the shelf's tensors to the host."""
+        self.by_place.clear()
         pinned = self.transfers.device.type == "cuda"
         with self.transfers.aside("away"):
-            for kept in self._alive():
-                assert kept.here is not None
-                if kept.here._version != kept.version:
+            for saved in self._alive():
+                assert saved.device_tensor is not None
+                if saved.device_tensor._version != saved.version:
                     raise ConfigError(
-                        f"A tensor {tuple(kept.here.shape)} that the backward pass needs was changed in place, so it "
-                        "cannot wait in host memory; use plan.offload=none."
+                        f"A tensor {tuple(saved.device_tensor.shape)} that the backward pass needs was changed in "
+                        "place, so it cannot wait in host memory; use plan.offload=none."
                     )
-                kept.host = torch.empty_like(kept.here, device="cpu", pin_memory=pinned)
-                kept.host.copy_(kept.here, non_blocking=True)
-            self.sent = self.transfers.mark()
-        self.transfers.there.append(self)
+                saved.host = torch.empty_like(saved.device_tensor, device="cpu", pin_memory=pinned)
+                saved.host.copy_(saved.device_tensor, non_blocking=True)
+            self.copied_away = self.transfers.mark()
+        self.transfers.on_device.append(self)
 
     def let_go(self) -> None:
-        """Give the device's memory back, behind the copy's end."""
-        self.transfers.wait(self.sent)
-        for kept in self._alive():
-            if kept.host is not None:
-                kept.here = None
+        """Free the device's memory, behind the copy's end."""
+        self.transfers.wait(self.copied_away)
+        for saved in self._alive():
+            if saved.host is not None:
+                saved.device_tensor = None
         self.away = True
 
     def fetch(self) -> None:
-        """Start to copy all of it back, if it has gone."""
+        """Start to copy the shelf's tensors back, if they are on the host."""
         if not self.away:
             return
         self.away = False
         coming: list[tuple[Tensor, Tensor]] = []
-        for kept in self._alive():
-            if kept.here is None and kept.host is not None:
+        for saved in self._alive():
+            if saved.device_tensor is None and saved.host is not None:
                 # Memory of the stream that computes, which reuses it in its own order.
-                kept.here = torch.empty_like(kept.host, device=self.transfers.device)
-                coming.append((kept.here, kept.host))
-                kept.host = None
+                saved.device_tensor = torch.empty_like(saved.host, device=self.transfers.device)
+                coming.append((saved.device_tensor, saved.host))
+                saved.host = None
         with self.transfers.aside("back"):
-            self.transfers.wait(self.sent)
-            for here, host in coming:
-                here.copy_(host, non_blocking=True)
-            self.back = self.transfers.mark()
+            self.transfers.wait(self.copied_away)
+            for target, host in coming:
+                target.copy_(host, non_blocking=True)
+            self.copied_back = self.transfers.mark()
 
-    def take(self, kept: _Kept) -> Tensor:
+    def take(self, saved: _SavedTensor) -> Tensor:
         """A tensor for the backward pass; the block before is on its way from then on."""
         self.fetch()
         before = None if self.before is None else self.before()
         if before is not None:
             before.fetch()
-        self.transfers.wait(self.back)
-        assert kept.here is not None
-        return kept.here
+        self.transfers.wait(self.copied_back)
+        assert saved.device_tensor is not None
+        return saved.device_tensor
 
 
 class _Offloaded:
@@ -202,7 +199,7 @@ class _Offloaded:
         weights = {local(p.detach()).untyped_storage().data_ptr() for p in self.module.parameters()}
         transfers.make_room(ON_DEVICE - 1)
         shelf = _Shelf(transfers, None if self.first else transfers.last, weights)
-        with saved_tensors_hooks(shelf.put, _taken):
+        with saved_tensors_hooks(shelf.pack, _unpack):
             out = self.forward(*args, **kwargs)
         transfers.last = shelf
         if not self.last:
@@ -210,5 +207,5 @@ class _Offloaded:
         return out
 
 
-def _taken(kept: Tensor | _Kept) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.shelf.take(kept)
+def _unpack(saved: Tensor | _SavedTensor) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.shelf.take(saved)

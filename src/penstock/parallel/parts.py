@@ -26,7 +26,7 @@ SPLIT_FROM = "penstock_split_from"
 """Attribute of a swapped class: the class that it was."""
 
 
-def distributed(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
+def as_dtensor(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
     """This rank's part of a tensor that lies whole on each rank, as a DTensor over `mesh`."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -45,18 +45,15 @@ def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     for key, parameter in module._parameters.items():
         value: Any = state.get(prefix + key)
         sharded: Any = parameter
-        if (
-            not hasattr(sharded, "placements")
-            or not isinstance(value, Tensor)
-            or hasattr(value, "placements")
-        ):
+        whole_value = isinstance(value, Tensor) and not hasattr(value, "placements")
+        if not hasattr(sharded, "placements") or not whole_value:
             continue
         if value.shape == sharded.shape:  # else torch reports it
             part = cut_like(sharded, value.to(local(sharded.detach()).device))
             state[prefix + key] = whole(sharded, part)
 
 
-class Part:
+class SplitModule:
     """A module whose parameters read as this rank's parts."""
 
     _parameters: dict[str, Any]
@@ -66,13 +63,13 @@ class Part:
 
     def replaced_by(self, new: M) -> M:
         """Let `new`, which keeps this rank's part of a split linear's weights in another form, add up or gather over
-        ranks what it gives, as this module does. Where this one does neither, `new` stays as it is.
+        ranks its outputs, as this module does. Where this one does neither, `new` stays as it is.
         """
-        kinds: tuple[Any, ...] = (Row, Words)
+        kinds: tuple[Any, ...] = (SplitInputs, SplitWords)
         for kind in kinds:
             if isinstance(self, kind):
-                kept = ("penstock_line", "penstock_words")
-                new.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+                carried = ("penstock_line", "penstock_words")
+                new.__dict__.update({name: self.__dict__[name] for name in carried if name in self.__dict__})
                 base: Any = type(new)
                 new.__class__ = _class(kind, base, reads=False)
         if isinstance(self, Row):
@@ -108,20 +105,20 @@ def _reader(name: str) -> Callable[[Any], Any]:
     def read(self: Any) -> Any:
         parameter = self._parameters[name]
         if not hasattr(parameter, "placements"):
-            spread = parameter is not None and name in self.penstock_spread
-            return sequence.once_per_rank(parameter, self.penstock_line) if spread else parameter
+            counted_once = parameter is not None and name in self.penstock_spread
+            return sequence.once_per_rank(parameter, self.penstock_line) if counted_once else parameter
         # While `fully_shard` has it sharded further, nobody computes with it.
-        return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
+        return parameter.to_local() if parameter.device_mesh.ndim == 1 and _is_split(parameter) else parameter
 
     return read
 
 
-def _split(parameter: Any) -> bool:
+def _is_split(parameter: Any) -> bool:
     """Whether a DTensor of one mesh dimension is sharded over the ranks that split each layer, or experts."""
     return parameter.device_mesh.mesh_dim_names in ((name,) for name in FIRST)
 
 
-class Row(Part):
+class SplitInputs(SplitModule):
     """A linear whose outputs are parts of a sum over ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,30 +127,30 @@ class Row(Part):
         return sequence.scatter(out, line) if line.sequence else sequence.reduce(out, line)
 
 
-class Table(Part):
-    """A table of which some rows lie here."""
+class SplitTable(SplitModule):
+    """A table of embeddings of which this rank has some rows."""
 
     penstock_words: Share
 
     def forward(self, ids: Tensor) -> Tensor:
-        here = ids - self.penstock_words.start
-        elsewhere = (here < 0) | (here >= self._parameters["weight"].to_local().shape[0])
-        found: Tensor = super().forward(here.masked_fill(elsewhere, 0))
-        return sequence.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
+        own_ids = ids - self.penstock_words.start
+        elsewhere = (own_ids < 0) | (own_ids >= self._parameters["weight"].to_local().shape[0])
+        rows: Tensor = super().forward(own_ids.masked_fill(elsewhere, 0))
+        return sequence.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
 
 
-class Words(Part):
-    """An output over the vocabulary, of which some entries lie here; it makes all logits, or the loss of targets."""
+class SplitWords(SplitModule):
+    """An output over the vocabulary, of which this rank has some entries; it makes all logits, or the targets' loss."""
 
     penstock_words: Share
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(x, *args, **kwargs)
-        made = out.dim() == x.dim()
-        return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if made else out
+        is_logits = out.dim() == x.dim()
+        return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if is_logits else out
 
 
-class Enter:
+class SumGradient:
     """A module whose first argument all ranks need, and to whose gradient each of them adds."""
 
     penstock_enters: Line
@@ -165,11 +162,11 @@ class Enter:
         def call(x: Tensor) -> Any:
             return forward(x, *args[1:], **kwargs) if args else forward(**{**kwargs, name: x})
 
-        x = _multiplied(args[0] if args else kwargs[name])
-        return sequence.gathered(x, line, call) if line.sequence else call(sequence.copy(x, line))
+        x = _in_product_type(args[0] if args else kwargs[name])
+        return sequence.call_on_all(x, line, call) if line.sequence else call(sequence.copy(x, line))
 
 
-def _multiplied(x: Tensor) -> Tensor:
+def _in_product_type(x: Tensor) -> Tensor:
     """`x` in the type in which a linear will take it: ranks then send no more than that."""
     if not torch.is_autocast_enabled(x.device.type):
         return x
@@ -185,12 +182,12 @@ _READ = ("weight", "bias")
 def _class(kind: type, base: type, *, reads: bool = True) -> type:
     members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     members[SPLIT_FROM] = getattr(base, SPLIT_FROM, base)
-    if reads and issubclass(kind, Part):
+    if reads and issubclass(kind, SplitModule):
         members |= {name: property(_reader(name)) for name in _READ}
     return type(base.__name__, (kind, base), members)
 
 
-def swap(module: nn.Module, kind: type) -> nn.Module:
+def swap_class(module: nn.Module, kind: type) -> nn.Module:
     if not isinstance(module, kind):
         base: Any = type(module)
         module.__class__ = _class(kind, base)

@@ -3,9 +3,9 @@
 A model keeps its structure and its names on every rank. What other ranks hold is emptied: its parameters are None. A
 stage runs the model's own `forward` on the batch, with stand-ins in place of what is not its own:
 
-- what comes before the blocks gives zeros of the right shape, of which masks and positions are made;
-- the block before the stage's first gives what the stage before has sent;
-- the block after its last ends the forward pass and takes along what the next stage needs.
+- parts before the blocks return zeros of the right shape, of which masks and positions are made;
+- the block before the stage's first returns the values that the stage before has sent;
+- the block after its last ends the forward pass, with the values that the next stage needs.
 
 So every family runs unchanged, and masks and rotations are made on each stage and not sent. An encoder's output, the
 memory, goes from stage to stage with the tokens, and its gradient comes back the same way, each stage's added to it.
@@ -44,18 +44,18 @@ Values = tuple[Tensor, ...]
 @dataclass(slots=True)
 class Stages:
     """This rank's stages of a model that was cut. `model(…)` runs all stages of all ranks one after the other, and
-    gives the outputs to each; `run` runs one.
+    returns the outputs on each; `run` runs one.
     """
 
     model: nn.Module
     cut: StageCut
     dims: ParallelDims
     device: torch.device
-    mine: tuple[int, ...]
-    shared: list[tuple[str, tuple[int, ...]]]
+    local_stages: tuple[int, ...]
+    shared_parameters: list[tuple[str, tuple[int, ...]]]
     """Names of parameters that other ranks hold too, with all ranks' places in the pipeline."""
     places: dict[str, frozenset[int]]
-    hidden: dict[nn.Module, dict[str, Tensor]]
+    emptied: dict[nn.Module, dict[str, Tensor]]
     """Tensors that emptied modules held, without values."""
     fixed: bool = True
     """Whether the shapes of what stages send follow from those of a batch."""
@@ -86,59 +86,58 @@ class Stages:
     def attach(self) -> None:
         """From now on calls of the model run stages. It must follow what replaces the class's `forward`."""
         self._forward = self.model.forward
-        self.model.forward = self._called
+        self.model.forward = self._dispatch
 
-    def run(self, stage: int, received: Values, what: Callable[[], Any]) -> Any:
-        """Call `what`, in which the model runs `stage` on what the stage before has sent. It returns what the stage
-        sends, or of the last stage the model's outputs.
+    def run(self, stage: int, received: Values, call: Callable[[], Any]) -> Any:
+        """Call `call`, in which the model runs `stage` on the values that it has `received`. It returns the values that
+        the stage sends, or of the last stage the model's outputs.
         """
         self._active = stage, received
         try:
-            return what()
+            return call()
         finally:
             self._active = None
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
+    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         if self._active is None:
-            return self._all(*args, **kwargs)
-        return self._one(self._active[0], *args, **kwargs)
+            return self._run_all(*args, **kwargs)
+        return self._run_stage(self._active[0], *args, **kwargs)
 
-    def _one(self, stage: int, *args: Any, **kwargs: Any) -> Any:
+    def _run_stage(self, stage: int, *args: Any, **kwargs: Any) -> Any:
         assert self._forward is not None
         self._made.clear()
-        if self._remembered(stage, args, kwargs):
+        if self._is_remembered(stage, args, kwargs):
             return ()
-        with self._changed(stage):
+        with self._with_stand_ins(stage):
             try:
                 return self._forward(*args, **kwargs)
             except Left as left:
                 return left.values
 
-    def _remembered(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_remembered(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a past remembers all that a stage computes: stacks before those that write a text."""
         graph: Graph | None = getattr(self.model, "graph", None)
         if kwargs.get("past") is None or graph is None or not graph.remembered:
             return False
-        given = dict(zip(graph.arguments, args)) | kwargs
+        arguments = dict(zip(graph.arguments, args)) | kwargs
         writes = self.cut.starts[graph.runs.index(graph.written[0])]
         inputs = (run.reads for run in graph.remembered if graph.enters(run))
-        return all(given.get(name) is None for name in inputs) and self.cut.edges[stage + 1] <= writes
+        return all(arguments.get(name) is None for name in inputs) and self.cut.edges[stage + 1] <= writes
 
-    def _all(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_all(self, *args: Any, **kwargs: Any) -> Any:
         """All stages one after the other; every rank gets the outputs of the last."""
         from penstock.parallel.links import Links
 
         links, outputs = Links(self.dims, self.device), None
-        for stage in self.mine:
+        for stage in self.local_stages:
             received: Values = ()
             if stage:
-                received = links.receive(
-                    stage - 1, self.rank_of(stage - 1), self.expected(stage, args, kwargs)
-                )
+                shapes = self.expected(stage, args, kwargs)
+                received = links.receive(stage - 1, self.rank_of(stage - 1), shapes)
                 links.wait(received)
             self._active = stage, received
             try:
-                outputs = self._one(stage, *args, **kwargs)
+                outputs = self._run_stage(stage, *args, **kwargs)
             finally:
                 self._active = None
             if stage < self.last:
@@ -149,7 +148,7 @@ class Stages:
     def expected(
         self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> list[torch.Size]:
-        """Shapes of what a stage is sent for a batch, which is all that is computed here."""
+        """Shapes of the values that a stage is sent for a batch; nothing else is computed."""
         kwargs = kwargs or {}
         key = (stage, *(tuple(t.shape) for t in tensors((args, kwargs))), *(type(a) for a in args), *kwargs)
         if self.fixed and key in self._shapes:
@@ -160,9 +159,9 @@ class Stages:
         self._active = stage, ()
         self._made.clear()
         try:
-            # A dropout that its family does not tell of would draw numbers: asking must change nothing.
+            # A dropout that the family does not declare would draw numbers, and this must change nothing.
             alone = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-            with alone, torch.no_grad(), self._changed(stage, probing=True):
+            with alone, torch.no_grad(), self._with_stand_ins(stage, probing=True):
                 self._forward(*args, **kwargs)
         except Left as left:
             shapes = [value.shape for value in left.values]
@@ -176,11 +175,11 @@ class Stages:
     # -- stand-ins
 
     @contextmanager
-    def _changed(self, stage: int, *, probing: bool = False) -> Iterator[None]:
+    def _with_stand_ins(self, stage: int, *, probing: bool = False) -> Iterator[None]:
         """Inside, stand-ins are where a stage has no part of its own."""
         key = -1 - stage if probing else stage
         if key not in self._stand_ins:
-            self._stand_ins[key] = list(self._changes(stage, probing=probing))
+            self._stand_ins[key] = list(self._replacements(stage, probing=probing))
         changes = self._stand_ins[key]
         before = [getattr(owner, name, None) for owner, name, _ in changes]
         try:
@@ -191,7 +190,7 @@ class Stages:
             for (owner, name, _), old in zip(changes, before):
                 _take_back(owner, name, old)
 
-    def _changes(self, stage: int, *, probing: bool) -> Iterator[tuple[Any, str, Any]]:
+    def _replacements(self, stage: int, *, probing: bool) -> Iterator[tuple[Any, str, Any]]:
         anatomy, cut = anatomy_of(self.model), self.cut
         first, end = cut.edges[stage], cut.edges[stage + 1]
         received = cut.carried[stage]
@@ -251,38 +250,38 @@ class Stages:
     def _parameter(self, name: str) -> Tensor:
         """The parameter itself, where a split module's attribute gives this rank's part of it."""
         owner, key = _owner(self.model, name)
-        found: Tensor | None = owner._parameters[key]
-        assert found is not None
-        return found
+        parameter: Tensor | None = owner._parameters[key]
+        assert parameter is not None
+        return parameter
 
     @torch.no_grad()
     def add_shared(self, gradient_of: Callable[[Tensor], Tensor]) -> None:
-        """Add up the gradients of parameters that several stages use, on each of them. `gradient_of` gives the
+        """Add up the gradients of parameters that several stages use, on each of them. `gradient_of` returns the
         parameter that holds a parameter's gradient. Sums are made in the order of stages, so that all are the same.
         """
         group = self.dims.group("pp")
         place = self.dims.place()["pp"]
-        for name, ranks in self.shared:
+        for name, ranks in self.shared_parameters:
             parameter = self._parameter(name)
             if not parameter.requires_grad:
                 continue
             holder = gradient_of(parameter)
             if holder.grad is None:
                 holder.grad = torch.zeros_like(holder)
-            mine = local(holder.grad)
-            found, works = {place: mine.contiguous().clone()}, []
+            gradient = local(holder.grad)
+            gradients, works = {place: gradient.contiguous().clone()}, []
             for rank in ranks:
                 if rank != place:
-                    found[rank] = torch.empty_like(found[place])
-                    works.append(distributed.irecv(found[rank], group=group, group_src=rank))
-                    works.append(distributed.isend(found[place], group=group, group_dst=rank))
+                    gradients[rank] = torch.empty_like(gradients[place])
+                    works.append(distributed.irecv(gradients[rank], group=group, group_src=rank))
+                    works.append(distributed.isend(gradients[place], group=group, group_dst=rank))
             for work in works:
                 if work is not None:
                     work.wait()
-            total = found[ranks[0]].clone()
+            total = gradients[ranks[0]].clone()
             for rank in ranks[1:]:
-                total += found[rank]
-            mine.copy_(total)
+                total += gradients[rank]
+            gradient.copy_(total)
 
     @torch.no_grad()
     def whole_norm(self, norm: Tensor, gradient_of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -291,11 +290,11 @@ class Stages:
         """
         place, dtype = self.dims.place()["pp"], norm.dtype
         square = norm.to(self.device, torch.float64).square()
-        names = [name for name, ranks in self.shared if ranks[0] != place]
-        again = [gradient_of(self._parameter(name)).grad for name in names]
-        counted = [gradient for gradient in again if gradient is not None]
-        if counted:
-            square = (square - grad_norm(counted).double().square()).clamp(min=0.0)
+        names = [name for name, ranks in self.shared_parameters if ranks[0] != place]
+        repeated = [gradient_of(self._parameter(name)).grad for name in names]
+        counted_again = [gradient for gradient in repeated if gradient is not None]
+        if counted_again:
+            square = (square - grad_norm(counted_again).double().square()).clamp(min=0.0)
         distributed.all_reduce(square, group=self.dims.group("pp"))
         return square.sqrt().to(dtype)
 
@@ -313,26 +312,26 @@ def cut_stages(
     cut = StageCut.of(anatomy, counts)
     places = places_of(anatomy, cut)
     place = dims.place()["pp"]
-    mine = tuple(stage for stage in range(cut.stages) if stage % dims.pp == place)
+    local_stages = tuple(stage for stage in range(cut.stages) if stage % dims.pp == place)
     users: dict[int, set[int]] = {}
     every = frozenset(range(cut.stages))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), set()).update(nearest(places, name) or every)
-    shared = [
+    shared_parameters = [
         (name, ranks)
         for name, parameter in model.named_parameters()
         if place in (ranks := tuple(sorted({stage % dims.pp for stage in users[id(parameter)]})))
         and len(ranks) > 1
     ]
-    hidden: dict[nn.Module, dict[str, Tensor]] = {}
+    emptied: dict[nn.Module, dict[str, Tensor]] = {}
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if users[id(parameter)].isdisjoint(mine):
+            if users[id(parameter)].isdisjoint(local_stages):
                 unfilled = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                hidden.setdefault(module, {})[key] = unfilled
+                emptied.setdefault(module, {})[key] = unfilled
                 setattr(module, key, None)
     for block, name in enumerate(anatomy.blocks):
-        if cut.stage_of(block) not in mine:
+        if cut.stage_of(block) not in local_stages:
             elsewhere = model.get_submodule(name)
             elsewhere.__dict__[ELSEWHERE] = True
             for module in elsewhere.modules():
@@ -340,7 +339,8 @@ def cut_stages(
                     setattr(module, key, None)  # another rank saves it; here it would stay what it is
     model.__dict__[WHOLE] = anatomy
     dtype = next(model.parameters()).dtype
-    return Stages(model, cut, dims, device, mine, shared, places, hidden, fixed, dtype, lines_of(model))
+    parts = local_stages, shared_parameters, places, emptied
+    return Stages(model, cut, dims, device, *parts, fixed, dtype, lines_of(model))
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -363,8 +363,8 @@ def _take_back(owner: nn.Module, name: str, old: Any) -> None:
 
 
 def split_backwards(model: nn.Module) -> None:
-    """Let the linears of blocks make the gradients of their weights apart, as a zero-bubble schedule asks. Call it
-    after what changes their class.
+    """Let the linears of blocks make the gradients of their weights separately, for a zero-bubble schedule. Call it
+    after their classes are settled.
     """
     modules = dict(model.named_modules())
     for stack in anatomy_of(model).stacks:

@@ -41,46 +41,46 @@ class Line:
         self.dim = dim
         """The dimension of tokens."""
         self.tokens = 0
-        """How many there are, as the first block of the stack was given them last."""
+        """Number of tokens in the latest input of the stack's first block."""
         self.again = False
         """Whether the backward pass gathers tokens again instead of keeping those of all ranks."""
 
     def sibling(self) -> Line:
         """The same ranks, for another stack, whose sequence may be of another length."""
-        other: Line = object.__new__(Line)
-        other.__dict__.update(self.__dict__)
-        return other
+        line: Line = object.__new__(Line)
+        line.__dict__.update(self.__dict__)
+        return line
 
 
-def added(x: Tensor, line: Line) -> Tensor:
+def all_reduce(x: Tensor, line: Line) -> Tensor:
     """The sum over ranks."""
     summed: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "sum", line.group))
     return summed
 
 
-def together(x: Tensor, line: Line, dim: int) -> Tensor:
+def all_gather(x: Tensor, line: Line, dim: int) -> Tensor:
     """The tensors of all ranks, one after the other along `dim`."""
-    every = x.new_empty((line.count * x.shape[0], *x.shape[1:]))
+    buffer = x.new_empty((line.count * x.shape[0], *x.shape[1:]))
     # Not `all_gather_into_tensor`: two threads of torch's gloo write the name of each collective to one string,
     # without a lock. That call's, ALLGATHER_COALESCED, is longer than the 15 characters that fit into a string itself,
     # so one thread would write to heap memory that the other has freed. This call's name is _ALLGATHER_BASE.
-    found: Tensor = _collectives.wait_tensor(
-        _collectives.all_gather_into_tensor_out(x.contiguous(), line.count, line.group, out=every)
+    gathered: Tensor = _collectives.wait_tensor(
+        _collectives.all_gather_into_tensor_out(x.contiguous(), line.count, line.group, out=buffer)
     )
     # They come one after the other along the first dimension: a single copy puts them beside each other.
-    return found.view(line.count, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+    return gathered.view(line.count, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def apart(x: Tensor, line: Line, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, line: Line, dim: int) -> Tensor:
     """This rank's part of the sum over ranks along `dim`, which they split evenly."""
     parts = x.reshape(*x.shape[:dim], line.count, -1, *x.shape[dim + 1 :]).movedim(dim, 0).flatten(0, 1)
-    found: Tensor = _collectives.wait_tensor(
+    part: Tensor = _collectives.wait_tensor(
         _collectives.reduce_scatter_tensor(parts.contiguous(), "sum", line.count, line.group)
     )
-    return found
+    return part
 
 
-def _padded(x: Tensor, line: Line) -> Tensor:
+def _pad_tokens(x: Tensor, line: Line) -> Tensor:
     """`x` with rows of zeros, so that all ranks have as many tokens."""
     missing = -x.shape[line.dim] % line.count
     if not missing:
@@ -90,46 +90,46 @@ def _padded(x: Tensor, line: Line) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], line.dim)
 
 
-def own(x: Tensor, line: Line) -> Tensor:
-    """A rank's own tokens, of which autograd is to know nothing; see `divide`."""
-    x = _padded(x, line)
+def own_tokens(x: Tensor, line: Line) -> Tensor:
+    """A rank's own tokens, without a gradient; see `divide`."""
+    x = _pad_tokens(x, line)
     size = x.shape[line.dim] // line.count
     # A copy: what shares memory with all tokens keeps all of them.
     return x.narrow(line.dim, line.index * size, size).clone(memory_format=torch.contiguous_format)
 
 
-def _all(x: Tensor, line: Line, tokens: int) -> Tensor:
-    found = together(x, line, line.dim)
-    return found if found.shape[line.dim] == tokens else found.narrow(line.dim, 0, tokens).contiguous()
+def _all_tokens(x: Tensor, line: Line, tokens: int) -> Tensor:
+    every = all_gather(x, line, line.dim)
+    return every if every.shape[line.dim] == tokens else every.narrow(line.dim, 0, tokens).contiguous()
 
 
-class _Again:
+class _GatheredAgain:
     """This rank's own tokens, which autograd keeps of tokens that were gathered (Korthikanti et al., section 4.2.2).
-    They are gathered once more for all that asks for them in the backward pass.
+    They are gathered once more for all their uses in the backward pass.
     """
 
-    def __init__(self, own: Tensor, whole: Tensor, line: Line) -> None:
-        self.own, self.line, self.tokens = own.detach(), line, line.tokens
+    def __init__(self, own_tokens: Tensor, whole: Tensor, line: Line) -> None:
+        self.own_tokens, self.line, self.tokens = own_tokens.detach(), line, line.tokens
         self.storage = whole.untyped_storage()._cdata
-        self.asked = 0
-        self.whole: Tensor | None = None
+        self.uses = 0
+        self.gathered: Tensor | None = None
 
-    def pack(self, kept: Tensor) -> Any:
-        if kept.untyped_storage()._cdata != self.storage:
-            return kept
-        self.asked += 1
-        return kept.shape, kept.stride(), kept.storage_offset()
+    def pack(self, saved: Tensor) -> Any:
+        if saved.untyped_storage()._cdata != self.storage:
+            return saved
+        self.uses += 1
+        return saved.shape, saved.stride(), saved.storage_offset()
 
-    def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if self.whole is None:
-            self.whole = _all(self.own, self.line, self.tokens)
-        found = self.whole.as_strided(*kept)
-        self.asked -= 1
-        if not self.asked:
-            self.whole = None
-        return found
+    def unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if self.gathered is None:
+            self.gathered = _all_tokens(self.own_tokens, self.line, self.tokens)
+        view = self.gathered.as_strided(*saved)
+        self.uses -= 1
+        if not self.uses:
+            self.gathered = None
+        return view
 
 
 class _Copy(torch.autograd.Function):
@@ -140,13 +140,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return added(grad, ctx.line), None
+        return all_reduce(grad, ctx.line), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        return added(x, line)
+        return all_reduce(x, line)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -157,48 +157,48 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         ctx.line = line
-        return _all(x, line, line.tokens)
+        return _all_tokens(x, line, line.tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apart(_padded(grad, ctx.line), ctx.line, ctx.line.dim), None
+        return reduce_scatter(_pad_tokens(grad, ctx.line), ctx.line, ctx.line.dim), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         ctx.line, ctx.tokens = line, x.shape[line.dim]
-        return apart(_padded(x, line), line, line.dim)
+        return reduce_scatter(_pad_tokens(x, line), line, line.dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _all(grad, ctx.line, ctx.tokens), None
+        return _all_tokens(grad, ctx.line, ctx.tokens), None
 
 
 class _Divide(_Scatter):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         ctx.line, ctx.tokens = line, x.shape[line.dim]
-        return own(x, line)
+        return own_tokens(x, line)
 
 
 class _Unite(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return own(grad, ctx.line), None
+        return own_tokens(grad, ctx.line), None
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line, columns: int) -> Tensor:
-        ctx.line, ctx.here = line, x.shape[-1]
+        ctx.line, ctx.own_columns = line, x.shape[-1]
         ctx.most = most = -(-columns // line.count)
         wide = x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1]))
-        return together(wide, line, x.dim() - 1)[..., :columns].contiguous()
+        return all_gather(wide, line, x.dim() - 1)[..., :columns].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.narrow(-1, ctx.line.index * ctx.most, ctx.here).contiguous(), None, None
+        return grad.narrow(-1, ctx.line.index * ctx.most, ctx.own_columns).contiguous(), None, None
 
 
 class _OncePerRank(torch.autograd.Function):
@@ -220,7 +220,7 @@ def largest(x: Tensor, line: Line) -> Tensor:
 
 
 def copy(x: Tensor, line: Line) -> Tensor:
-    """See the table above, as for the others."""
+    """See the table above."""
     return _Copy.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -234,12 +234,12 @@ def gather(x: Tensor, line: Line) -> Tensor:
     return _Gather.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gathered(x: Tensor, line: Line, call: Callable[[Tensor], Any]) -> Any:
-    """`call` on the tokens of all ranks, of which its backward pass keeps as `line.again` says."""
+def call_on_all(x: Tensor, line: Line, call: Callable[[Tensor], Any]) -> Any:
+    """The result of `call` on the tokens of all ranks; with `line.again` its backward pass gathers them again."""
     whole = gather(x, line)
     if not (line.again and torch.is_grad_enabled()):
         return call(whole)
-    again = _Again(x, whole, line)
+    again = _GatheredAgain(x, whole, line)
     with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
         return call(whole)
 

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.parallel.dims import SHARD, ParallelDims
 
 _SMALL = 4096
-"""Elements; what is smaller is made at once."""
+"""Elements of a tensor up to which it is made at once."""
 _ROOM = 32 << 20
 """Bytes of whole tensors that may be held beside the one being worked on."""
 _ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
@@ -72,11 +72,11 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in _ALLOCATES and self._on_host(args, kwargs):
-            made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
-            if made.numel() < _SMALL:
+            allocated = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
+            if allocated.numel() < _SMALL:
                 return func(*args, **{**kwargs, "device": torch.device("cpu")})
-            self._tensors[_key(made)] = _Tensor(made.shape, made.dtype)
-            return made
+            self._tensors[_key(allocated)] = _Tensor(allocated.shape, allocated.dtype)
+            return allocated
         touched = [tensor for tensor in tensors((args, kwargs)) if self.knows(tensor)]
         if not touched or func.is_view or torch.Tag.inplace_view in func.tags or name == "detach":
             return func(*args, **kwargs)
@@ -111,14 +111,14 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._whole:
             self._whole.move_to_end(key)
             return
-        known = self._tensors[key]
-        spare = self._make_room(known.shape.numel() * known.dtype.itemsize)
-        if known.rows is None or fresh:
-            if spare is None or spare.shape != known.shape or spare.dtype != known.dtype:
-                spare = torch.empty(known.shape, dtype=known.dtype)
+        record = self._tensors[key]
+        spare = self._make_room(record.shape.numel() * record.dtype.itemsize)
+        if record.rows is None or fresh:
+            if spare is None or spare.shape != record.shape or spare.dtype != record.dtype:
+                spare = torch.empty(record.shape, dtype=record.dtype)
             self._whole[key] = spare
         else:
-            self._whole[key] = self._gathered(known)
+            self._whole[key] = self._gathered(record)
 
     def _real(self, tensor: Tensor) -> Tensor:
         if not self.knows(tensor):
@@ -131,37 +131,37 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         come break up, and a host's memory would grow by a whole tensor each time.
         """
         spare: Tensor | None = None
-        held = needed + sum(t.numel() * t.element_size() for t in self._whole.values())
-        while self._whole and held > max(_ROOM, needed):
+        held_bytes = needed + sum(t.numel() * t.element_size() for t in self._whole.values())
+        while self._whole and held_bytes > max(_ROOM, needed):
             key, spare = self._whole.popitem(last=False)
-            held -= spare.numel() * spare.element_size()
+            held_bytes -= spare.numel() * spare.element_size()
             self._keep(key, spare)
         return spare
 
     def _keep(self, key: torch.UntypedStorage | None, whole: Tensor) -> None:
-        known = self._tensors[key]
+        record = self._tensors[key]
         share = _rows(whole, self._place, self._size)
-        if known.rows is not None and known.rows.shape == share.shape:
-            known.rows.copy_(share)
+        if record.rows is not None and record.rows.shape == share.shape:
+            record.rows.copy_(share)
         else:
-            known.rows = share.clone()
+            record.rows = share.clone()
 
-    def _gathered(self, known: _Tensor) -> Tensor:
+    def _gathered(self, record: _Tensor) -> Tensor:
         """The whole tensor from all ranks' rows: it was put away, and is now changed further."""
-        assert known.rows is not None
+        assert record.rows is not None
         if self._size == 1:
-            return known.rows
-        longest = -(-known.shape[0] // self._size)
-        mine = known.rows.new_zeros((longest, *known.shape[1:]))
-        mine[: len(known.rows)] = known.rows
-        parts = [torch.empty_like(mine) for _ in range(self._size)]
-        distributed.all_gather(parts, mine, group=self._group)
-        return torch.cat(parts)[: known.shape[0]].contiguous()
+            return record.rows
+        longest = -(-record.shape[0] // self._size)
+        own_rows = record.rows.new_zeros((longest, *record.shape[1:]))
+        own_rows[: len(record.rows)] = record.rows
+        parts = [torch.empty_like(own_rows) for _ in range(self._size)]
+        distributed.all_gather(parts, own_rows, group=self._group)
+        return torch.cat(parts)[: record.shape[0]].contiguous()
 
     # -- afterwards
 
     def finish(self) -> None:
-        """Keep the rows of what is still whole."""
+        """Keep the rows of tensors that are still whole."""
         while self._whole:
             self._keep(*self._whole.popitem(last=False))
 
@@ -169,15 +169,14 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """This rank's rows of a tensor made inside; None for one that was made outside, or at once."""
         if not self.knows(parameter):
             return None
-        known = self._tensors[_key(parameter)]
-        if known.rows is None:
+        record = self._tensors[_key(parameter)]
+        if record.rows is None:
             # Allocated and never written: torch.empty promises nothing, and neither do we.
-            known.rows = _rows(
-                torch.zeros(1, dtype=known.dtype).expand(known.shape), self._place, self._size
-            ).clone()
-        if known.shape == parameter.shape:
-            return known.rows
-        return _rows(self._gathered(known).view(parameter.shape), self._place, self._size)
+            zeros = torch.zeros(1, dtype=record.dtype).expand(record.shape)
+            record.rows = _rows(zeros, self._place, self._size).clone()
+        if record.shape == parameter.shape:
+            return record.rows
+        return _rows(self._gathered(record).view(parameter.shape), self._place, self._size)
 
 
 class _Looks(TorchFunctionMode):
@@ -192,17 +191,17 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        asked = getattr(func, "__self__", None)  # of a property's __get__, which is a new object each time
-        if asked is Tensor.is_meta or asked is Tensor.device:
+        result = func(*args, **(kwargs or {}))
+        attribute = getattr(func, "__self__", None)  # a property's: its __get__ is a new object each time
+        if attribute is Tensor.is_meta or attribute is Tensor.device:
             drawing = self._drawing()
             if drawing is not None and drawing.knows(args[0]):
-                return False if asked is Tensor.is_meta else torch.device("cpu")
-        return found
+                return False if attribute is Tensor.is_meta else torch.device("cpu")
+        return result
 
 
 def _rows(whole: Tensor, place: int, size: int) -> Tensor:
-    """The rows that `torch.chunk(whole, size)` gives to `place`, none where there are too few."""
+    """The rows at `place` in `torch.chunk(whole, size)`, none where there are too few."""
     if whole.ndim == 0:
         return whole
     length = -(-whole.shape[0] // size)

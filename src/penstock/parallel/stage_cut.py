@@ -36,12 +36,12 @@ class StageCut:
 
     @classmethod
     def of(cls, anatomy: Anatomy, counts: Sequence[int]) -> StageCut:
-        """Stages of so many blocks each. Raises ConfigError for a model that cannot be cut."""
+        """Stages of `counts` blocks. Raises ConfigError for a model that cannot be cut."""
         if anatomy.unknown or (len(anatomy.stacks) > 1 and anatomy.family.startswith("hf_")):
-            what = anatomy.unknown or f"a model of the family {anatomy.family}"
+            model = anatomy.unknown or f"a model of the family {anatomy.family}"
             raise ConfigError(
-                f"plan.pp cuts a model by its Anatomy, and {what} cannot be cut: its blocks must be known by role, and "
-                "take and return tokens. Use plan.pp=1, or one of Penstock's own models."
+                f"plan.pp cuts a model by its Anatomy, and {model} cannot be cut: its blocks must be known by role, "
+                "and take and return tokens. Use plan.pp=1, or one of Penstock's own models."
             )
         starts = (0, *accumulate(len(stack.blocks) for stack in anatomy.stacks))
         edges = (0, *accumulate(counts))
@@ -65,9 +65,9 @@ def _carried(anatomy: Anatomy, starts: Sequence[int], edge: int) -> Iterator[Car
     for number in range(last + 1):
         if starts[number + 1] <= edge:
             later = (
-                starts[other + 1] > edge
-                and (number in reads[other][1] or (number == reads[other][0] and starts[other] >= edge))
-                for other in range(number + 1, last + 1)
+                starts[reader + 1] > edge
+                and (number in reads[reader][1] or (number == reads[reader][0] and starts[reader] >= edge))
+                for reader in range(number + 1, last + 1)
             )
             if any(later) or number in anatomy.read_out:
                 yield Carried(number, done=True)
@@ -106,8 +106,8 @@ def nearest(places: dict[str, frozenset[int]], name: str) -> frozenset[int] | No
 
 
 def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage of a model of which no more is known than its Anatomy: products with weights make up most
-    of the work, and each weight of a matrix is used once for a token.
+    """Blocks of each stage of a model of which only the Anatomy is known, by the weights of matrices: products with
+    them are most of the work, and each weight is used once for a token.
     """
     anatomy = anatomy_of(model)
 

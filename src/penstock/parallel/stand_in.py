@@ -17,7 +17,7 @@ from penstock.parallel.tensor import BEGINS, ENDS
 
 
 class Left(Exception):
-    """The end of a stage's forward pass, with what it takes along."""
+    """The end of a stage's forward pass, with the values for the next stage."""
 
     def __init__(self, values: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Running(Protocol):
     _made: dict[Carried, Tensor]
     _probing: bool
     device: torch.device
-    hidden: dict[nn.Module, dict[str, Tensor]]
+    emptied: dict[nn.Module, dict[str, Tensor]]
 
     def like(self) -> torch.dtype:
         """The type of the tokens that go through this stage."""
 
 
 class StandIn(nn.Module):
-    """Called in place of `original`, whose attributes it has besides."""
+    """Called in place of `original`, whose attributes it also has."""
 
     def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class StandIn(nn.Module):
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The tokens that a block is called with."""
-    found: Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
+    tokens: Tensor = args[0] if args else kwargs["hidden_states"]
+    return tokens
 
 
-def _shared_out(module: nn.Module, x: Tensor) -> Tensor:
-    """Tokens without values as `module` has them: with sequence parallelism the first block of a stack gets a rank's
-    own, and its end gives all of them.
+def _as_split(module: nn.Module, x: Tensor) -> Tensor:
+    """Tokens without values in the shape of `module`'s outputs: with sequence parallelism the first block of a stack
+    gets a rank's own tokens, and its end returns all of them.
     """
     begins, ends = module.__dict__.get(BEGINS), module.__dict__.get(ENDS)
     if begins is not None:
@@ -76,19 +76,19 @@ def _shared_out(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def passing(module: nn.Module) -> StandIn:
-    """A block that gives its tokens as they are."""
-    return StandIn(module, lambda *args, **kwargs: _shared_out(module, _tokens(args, kwargs)))
+    """A block that returns its tokens unchanged."""
+    return StandIn(module, lambda *args, **kwargs: _as_split(module, _tokens(args, kwargs)))
 
 
 def entry(running: Running, module: nn.Module, value: Carried, carried: tuple[Carried, ...]) -> StandIn:
-    """A part that gives one of the values that the stage before has sent.
+    """A part that returns one of the values that the stage before has sent.
 
-    While shapes are asked for nothing was sent: then the shapes are those of what it is called with, and the pass ends
-    with the last of the values.
+    While shapes are probed nothing was sent: then the shapes are those of its arguments, and the pass ends with the
+    last of the values.
     """
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        x = _shared_out(module, _tokens(args, kwargs))  # in every pass: it notes how many tokens there are
+        x = _as_split(module, _tokens(args, kwargs))  # in every pass: it notes how many tokens there are
         if running._probing:
             running._made[value] = x
             if value == carried[-1]:
@@ -114,8 +114,8 @@ def exit_(running: Running, module: nn.Module, carried: tuple[Carried, ...]) -> 
                 f"plan.pp needs blocks that take and return tokens, but {type(module).__name__} is called with a "
                 f"{type(x).__name__}; use plan.pp=1."
             )
-        there = (each for each in carried if not each.done or each in running._made)
-        raise Left(tuple(running._made[each] if each.done else x for each in there))
+        made = (each for each in carried if not each.done or each in running._made)
+        raise Left(tuple(running._made[each] if each.done else x for each in made))
 
     return StandIn(module, call)
 
@@ -132,17 +132,17 @@ def tap(running: Running, module: nn.Module, value: Carried) -> StandIn:
 
 
 class Blank:
-    """Zeros in place of a parameter, or of what a module gives."""
+    """Zeros in place of a parameter, or of a module's output."""
 
     def __init__(self, running: Running, owner: nn.Module, key: str) -> None:
         self.running = running
-        there: Any = getattr(owner, key)
-        self.module: nn.Module | None = there if isinstance(there, nn.Module) else None
+        value: Any = getattr(owner, key)
+        self.module: nn.Module | None = value if isinstance(value, nn.Module) else None
         self.shape = torch.Size()
         if self.module is None:
-            self.shape = (running.hidden[owner][key] if there is None else there).shape
+            self.shape = (running.emptied[owner][key] if value is None else value).shape
         self._copy: nn.Module | None = None
-        self._given: dict[Any, torch.Size] = {}
+        self._shapes: dict[Any, torch.Size] = {}
 
     def instead(self) -> Any:
         """The module or tensor to put in its place."""
@@ -154,14 +154,14 @@ class Blank:
         key = tuple(
             value.shape if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())
         )
-        shape = self._given.get(key)
+        shape = self._shapes.get(key)
         if shape is None:
-            shape = self._given[key] = self._asked(args, kwargs)
+            shape = self._shapes[key] = self._output_shape(args, kwargs)
         return torch.zeros(shape, device=self.running.device, dtype=self.running.like())
 
     @torch.no_grad()
-    def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
-        """The shape of what the module gives, which is computed without values."""
+    def _output_shape(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
+        """The shape of the module's output, computed without values."""
         if self._copy is None:
             assert self.module is not None
             pairs = {
@@ -169,16 +169,16 @@ class Blank:
                 for p in self.module.parameters()
             }
             self._copy = copy.deepcopy(self.module, dict(pairs))
-            for mine, theirs in zip(self._copy.modules(), self.module.modules(), strict=True):
-                mine.__class__ = split_from(theirs)
-                for name, value in self.running.hidden.get(theirs, {}).items():
-                    setattr(mine, name, nn.Parameter(value, requires_grad=False))
+            for copied, original in zip(self._copy.modules(), self.module.modules(), strict=True):
+                copied.__class__ = split_from(original)
+                for name, value in self.running.emptied.get(original, {}).items():
+                    setattr(copied, name, nn.Parameter(value, requires_grad=False))
             self._copy.to("meta")
 
         def moved(value: Any) -> Any:
             return value.to("meta") if isinstance(value, Tensor) else value
 
-        given: Tensor = self._copy(
+        output: Tensor = self._copy(
             *map(moved, args), **{name: moved(value) for name, value in kwargs.items()}
         )
-        return given.shape
+        return output.shape

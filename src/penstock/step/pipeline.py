@@ -124,7 +124,7 @@ class _Step:
         self.pipeline, self.stages, self.links = pipeline, pipeline.stages, links
         self.batches = micro_batches
         # Ranks that see other samples are at the same place of their pipelines, so they count together.
-        last = self.stages.last in self.stages.mine
+        last = self.stages.last in self.stages.local_stages
         self.loss = StepLoss(pipeline.loss, micro_batches, self.stages.dims) if last else None
         self._inputs: dict[tuple[int, int], Values] = {}
         """Inputs from the stage before, by stage and micro-batch; their gradients are for that stage."""

@@ -32,7 +32,7 @@ from penstock.config.run import Recipe
 from penstock.planner.ideal import least_of_step
 from penstock.probe import machine_for, resolve_device
 from penstock.report.record import environment
-from penstock.train.step_table import STEP, shown, step_table
+from penstock.train.step_table import STEP, as_text, step_table
 
 CELLS = {"vit-s16": (8, 0), "bert-base": (4, 128), "gpt2": (1, 512), "marian-base": (4, 128)}
 """Samples of a batch, and tokens of each, by model."""
@@ -118,7 +118,7 @@ def main() -> None:
             size = f"{samples} x {sequence} tokens" if sequence else f"{samples} images"
             key = f"{name}, {size}, {plan.line()}, {machine.name}"
             cells[key] = {"step_ms": 1e3 * seconds, "parts": rows, "environment": environment()}
-            print(f"{key}: {1e3 * seconds:.1f} ms a step\n{shown(rows)}", flush=True)
+            print(f"{key}: {1e3 * seconds:.1f} ms a step\n{as_text(rows)}", flush=True)
             if options.output:
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps({"cells": cells}, indent=1) + "\n")

@@ -389,7 +389,7 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 # Class names that more than one class has, still; take off what becomes unique, and add none.
 TWICE = """
     Account Answer Attention Batch Block Costs Cut Decoding Dropout Embedding Entry Histogram Link Loaded
-    Loader Measured Outcome Own Past PlainDisplay Pooler Scale Shared Space Stream Task Text _Layer
+    Loader Measured Outcome Own Past Pooler Scale Shared Space Stream Task Text _Layer
 """
 THRICE = "Line Stack"
 

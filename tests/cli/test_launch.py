@@ -23,7 +23,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, ExitCode
 from penstock.launch import ELASTIC
 from penstock.launch.verdict import FINAL
-from penstock.train.prepare import as_many_ranks_as_there_are
+from penstock.train.prepare import fit_to_started_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 
@@ -114,10 +114,10 @@ def test_ranks_are_replicas_where_no_plan_says_what_they_share(
 def test_replicas_keep_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ELASTIC, "1")
     monkeypatch.setattr("penstock.train.prepare.launched", lambda: 4)
-    plan = as_many_ranks_as_there_are(RunConfig(plan=Plan(micro_batch=8, accumulate=3))).plan
+    plan = fit_to_started_ranks(RunConfig(plan=Plan(micro_batch=8, accumulate=3))).plan
     assert (plan.dp, plan.global_batch) == (4, 24)
     monkeypatch.delenv(ELASTIC)
-    assert as_many_ranks_as_there_are(RunConfig()).plan.dp == 1
+    assert fit_to_started_ranks(RunConfig()).plan.dp == 1
 
 
 @pytest.mark.parametrize("program", [[], ["-m"]])

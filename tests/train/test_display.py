@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from penstock.tasks import classification_loss
-from penstock.train.display import PlainDisplay, RichDisplay, describe, display_for, scaled
+from penstock.train.display import LineDisplay, RichDisplay, describe, display_for, with_prefix
 
 STEPS: dict[str, Any] = {
     "event": "steps",
@@ -98,7 +98,7 @@ def test_predicted_stands_beside_measured() -> None:
 
 def test_plain_lines_do_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream, seconds=10)
+    display = LineDisplay(stream, seconds=10)
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     display.begin(total=60, step=0, task=classification_loss)
@@ -135,9 +135,9 @@ def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
 
 
 def test_what_is_no_terminal_gets_plain_lines() -> None:
-    assert isinstance(display_for(io.StringIO()), PlainDisplay)
+    assert isinstance(display_for(io.StringIO()), LineDisplay)
 
 
 @pytest.mark.parametrize(("value", "text"), [(12_300, "12.3 k"), (1.5e12, "1.5 T"), (7, "7 "), (2e15, "2 P")])
 def test_prefixes(value: float, text: str) -> None:
-    assert scaled(value) == text
+    assert with_prefix(value) == text

@@ -19,7 +19,7 @@ from penstock.planner import predict
 from penstock.planner.describe import totals
 from penstock.tasks.task import Fullness
 from penstock.train.metrics import Records, read_metrics
-from penstock.train.speed import Speedometer, peak_memory, useful
+from penstock.train.speed import Speedometer, peak_memory, useful_work
 
 MACHINE = Machine(
     name="desk",
@@ -57,7 +57,7 @@ def test_text_is_counted_by_its_tokens() -> None:
     plan = Plan(micro_batch=4, accumulate=2)
     prediction = predict(PRESETS["gpt-tiny"], MACHINE, plan)
     meter = Speedometer(
-        prediction, MACHINE, torch.device("cpu"), lambda: 0.0, useful(Fullness(PRESETS["gpt-tiny"]))
+        prediction, MACHINE, torch.device("cpu"), lambda: 0.0, useful_work(Fullness(PRESETS["gpt-tiny"]))
     )
     full, half = meter.speed([0.1, 0.1], 0.0, [1024, 1024]), meter.speed([0.1, 0.1], 0.0, [1024, 0])
     assert full["tokens_per_second"] == pytest.approx(2 * 1024 / 0.2)

@@ -16,7 +16,7 @@ from penstock.config.load import to_dict
 from penstock.config.plan import Plan, effect_of
 from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.errors import CheckpointError, ConfigError
-from penstock.train.resume import changes, restored, set_aside
+from penstock.train.resume import changes, restore_newest, set_aside
 
 BASE = RunConfig(plan=Plan(micro_batch=8, accumulate=2))
 
@@ -123,7 +123,7 @@ def test_a_state_of_another_run_is_passed_over_for_the_newest_that_fits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored, state = _three_steps(tmp_path), _State(1)
-    assert restored(state, stored).step == 1  # type: ignore[arg-type]
+    assert restore_newest(state, stored).step == 1  # type: ignore[arg-type]
     assert state.tried == [3, 2, 1]
     assert "Step 3 is no state of this run. The checkpoint before it is tried." in caplog.text
     assert checkpoint.steps(tmp_path) == [1]
@@ -132,11 +132,11 @@ def test_a_state_of_another_run_is_passed_over_for_the_newest_that_fits(
 
 
 def test_a_state_that_fits_moves_nothing(tmp_path: Path) -> None:
-    assert restored(_State(3), _three_steps(tmp_path)).step == 3  # type: ignore[arg-type]
+    assert restore_newest(_State(3), _three_steps(tmp_path)).step == 3  # type: ignore[arg-type]
     assert checkpoint.steps(tmp_path) == [1, 2, 3]
 
 
 def test_where_no_state_fits_the_oldest_refusal_is_raised_and_all_stay(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Step 1 is no state"):
-        restored(_State(), _three_steps(tmp_path))  # type: ignore[arg-type]
+        restore_newest(_State(), _three_steps(tmp_path))  # type: ignore[arg-type]
     assert checkpoint.steps(tmp_path) == [1, 2, 3]

@@ -14,7 +14,7 @@ from penstock.config.plan import Plan
 from penstock.planner import predict
 from penstock.planner.describe import describe
 from penstock.planner.ideal import BETWEEN, least_of_step
-from penstock.train.step_table import HOST, STEP, measured, shown, step_table
+from penstock.train.step_table import HOST, STEP, as_text, measure_rows, step_table
 
 
 def event(name: str, start: float, length: float, cat: str = "cpu_op", **more: object) -> dict[str, object]:
@@ -44,7 +44,7 @@ STEPS = [
 
 
 def test_each_operator_counts_where_it_belongs_and_all_rows_make_the_step() -> None:
-    steps, rows = measured(STEPS)
+    steps, rows = measure_rows(STEPS)
     assert steps == 2
     halves = {row: 2e6 * seconds for row, seconds in rows.items()}
     assert halves.pop(HOST) == pytest.approx(1400 - sum(halves.values()))
@@ -61,7 +61,7 @@ def test_each_operator_counts_where_it_belongs_and_all_rows_make_the_step() -> N
 
 
 def test_kernels_of_a_gpu_count_where_they_were_launched() -> None:
-    steps, rows = measured(
+    steps, rows = measure_rows(
         [
             event(STEP, 0, 100, "user_annotation"),
             event("aten::mm", 10, 5, **{"External id": 7}),
@@ -97,7 +97,7 @@ def test_the_table_ends_with_the_whole_step(tmp_path: Path) -> None:
     rows = step_table(trace, least_of_step(PRESETS["gpt-tiny"], TOY, Plan()))
     assert sum(row["share"] for row in rows) == pytest.approx(1)
     assert [row["milliseconds"] for row in rows] == sorted((r["milliseconds"] for r in rows), reverse=True)
-    last = shown(rows).splitlines()[-1].split()
+    last = as_text(rows).splitlines()[-1].split()
     assert last[:2] == ["whole", "step"]
     assert float(last[2]) == pytest.approx(0.7)
     trace.write_text(json.dumps({"traceEvents": []}))

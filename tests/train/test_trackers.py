@@ -16,7 +16,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.train.callbacks import Callback, Record, tell
+from penstock.train.callbacks import Callback, Record, call_method
 from penstock.train.trackers import TRACKERS, trackers
 
 
@@ -40,7 +40,7 @@ def records(output: Path, *, resumed_at: int = 0) -> list[Record]:
 
 def follow(tracker: Callback, told: list[Record]) -> None:
     for record in told:
-        tell(tracker, record)
+        call_method(tracker, record)
     tracker.on_end()
 
 

@@ -47,19 +47,15 @@ _METHODS = {
 }
 
 
-def tell(callback: Callback, record: Record) -> None:
+def call_method(callback: Callback, record: Record) -> None:
     """Call the method for this record, if there is one."""
     if (method := _METHODS.get(record["event"])) is not None:
         getattr(callback, method)(record)
 
 
 def numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """Every finite number of a record under `event/name`, as trackers take them."""
+    """Every finite number of a record under `event/name`, the form that trackers take."""
     for name, value in record.items():
-        if (
-            name != "step"
-            and isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name != "step" and math.isfinite(value):
             yield f"{record['event']}/{name}", value

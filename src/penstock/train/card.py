@@ -1,4 +1,4 @@
-"""The card of a trained model, README.md of its export: what it was made of, and what it was measured to do."""
+"""The card of a trained model, README.md of its export: its data, recipe, Plan and metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def card(
 ) -> str:
     """Markdown with the hub's head: model, data, recipe, Plan and metrics of a run that took `steps` steps.
 
-    `data` describes the training data in words, `machine` is the name of what it ran on. Uses and limits are the
+    `data` describes the training data in words, `machine` is the machine's name. Uses and limits are the
     author's to write, and the card says so.
     """
     task = task_of(config.model, config.task, init_from=config.reads_like)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from penstock.tasks import Task
 from penstock.train.callbacks import Record
 from penstock.train.profile import operators_table
-from penstock.train.step_table import shown
+from penstock.train.step_table import as_text
 
 
 class Display:
@@ -36,7 +36,7 @@ class Display:
         """The run has ended, for whatever reason."""
 
 
-class PlainDisplay(Display):
+class LineDisplay(Display):
     """One line per record, at most one line of steps in `seconds`; the metrics file has the others."""
 
     def __init__(self, stream: TextIO, *, seconds: float = 2.0) -> None:
@@ -89,7 +89,7 @@ def display_for(stream: TextIO) -> Display:
     """Live on a terminal, plain lines elsewhere (a log file, a pipe, a dumb terminal)."""
     console = Console(file=stream)
     live = console.is_terminal and not console.is_dumb_terminal
-    return RichDisplay(console) if live else PlainDisplay(stream)
+    return RichDisplay(console) if live else LineDisplay(stream)
 
 
 def describe(record: Record, total: int, task: Task | None = None) -> str:
@@ -127,16 +127,16 @@ def _numbers(record: Record) -> str:
     if (rate := record.get("samples_per_second")) is not None:
         tokens = record.get("tokens_per_second")
         parts.append(f"{rate:,.0f} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s")
-        parts.append(f"{scaled(record['model_flops_per_second'])}FLOP/s")
+        parts.append(f"{with_prefix(record['model_flops_per_second'])}FLOP/s")
     if (mfu := record.get("mfu")) is not None:
         parts.append(f"MFU {mfu:.1%}")
     if loads := record.get("expert_load"):
         parts.append(f"experts {max(loads):.2f}")
     if heads := record.get("heads"):
-        each = (
-            f"{name} {one['loss']:.3f} ({one['gradient']:.0%} of gradients)" for name, one in heads.items()
+        head_words = (
+            f"{name} {part['loss']:.3f} ({part['gradient']:.0%} of gradients)" for name, part in heads.items()
         )
-        parts.append(", ".join(each))
+        parts.append(", ".join(head_words))
     if (wait := record.get("data_wait_share", 0.0)) >= 0.05:
         parts.append(f"waiting for data {wait:.0%}")
     return "  ".join(parts)
@@ -156,7 +156,7 @@ def _evaluation(record: Record, task: Task | None) -> str:
 def _prediction(record: Record) -> str:
     return (
         f"predicted: {_time(record['iteration_seconds'])} a step, "
-        f"{scaled(record['samples_per_second'])}samples/s, {scaled(record['memory_bytes'])}B of memory"
+        f"{with_prefix(record['samples_per_second'])}samples/s, {with_prefix(record['memory_bytes'])}B of memory"
     )
 
 
@@ -169,14 +169,14 @@ def _summary(record: Record) -> str:
             f"{_time(measured['step_seconds_p95'])}), predicted {_time(predicted['iteration_seconds'])}"
         )
     lines.append(
-        f"memory {scaled(measured['memory_bytes'])}B ({measured['memory_kind']}), "
-        f"predicted {scaled(predicted['memory_bytes'])}B"
+        f"memory {with_prefix(measured['memory_bytes'])}B ({measured['memory_kind']}), "
+        f"predicted {with_prefix(predicted['memory_bytes'])}B"
     )
     return "; ".join(lines)
 
 
 def _profile(record: Record) -> str:
-    table = shown(record["parts"]) + "\n" + operators_table(record["operators"])
+    table = as_text(record["parts"]) + "\n" + operators_table(record["operators"])
     return f"trace of {record['profiled']} steps in {record['trace']}, for ui.perfetto.dev\n{table}".rstrip()
 
 
@@ -200,7 +200,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def scaled(value: float) -> str:
+def with_prefix(value: float) -> str:
     """`value` with an SI prefix, ready for its unit: 12_300 is `12.3 k`."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:

@@ -55,26 +55,26 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    samples = seen = 0
+    samples = batches_done = 0
     totals: Tensor | None = None
     try:
         for batch in batches:
-            seen += 1
+            batches_done += 1
             sums = task.assess(model, batch)
             totals = sums if totals is None else totals + sums
             samples += len(batch)
-        for _ in range(rounds - seen):
+        for _ in range(rounds - batches_done):
             assert blank is not None
             task.accompany(model, blank)
     finally:
         model.train(training)
-    own = torch.zeros(0, dtype=torch.float64) if totals is None else totals
+    own_sums = torch.zeros(0, dtype=torch.float64) if totals is None else totals
     # A rank that had no batch learns from the others how many sums there are.
-    own = F.pad(own, (0, int(slowest(len(own), dims)) - len(own)))
-    counted = own.new_tensor([samples])  # exact to 2^53
-    device = next((tensor.device for tensor in blank or () if isinstance(tensor, Tensor)), own.device)
-    *found, every = add_up(torch.cat([own, counted]).to(device), dims).tolist()
-    samples = int(every)
+    own_sums = F.pad(own_sums, (0, int(slowest(len(own_sums), dims)) - len(own_sums)))
+    count = own_sums.new_tensor([samples])  # exact to 2^53
+    device = next((tensor.device for tensor in blank or () if isinstance(tensor, Tensor)), own_sums.device)
+    *sums_of_all, samples_of_all = add_up(torch.cat([own_sums, count]).to(device), dims).tolist()
+    samples = int(samples_of_all)
     if not samples:
         raise ValueError("There is nothing to evaluate: the split has no batches.")
-    return Evaluation(samples, task.metrics(samples, found))
+    return Evaluation(samples, task.metrics(samples, sums_of_all))

@@ -50,7 +50,7 @@ class HeadMeter:
         if self._dims.pp > 1:  # heads are on the last stage
             distributed.all_reduce(head_squares, group=self._dims.group("pp"))
         shares = head_squares / head_squares.sum().clamp(min=torch.finfo(head_squares.dtype).tiny)
-        told = torch.stack([losses[self._places], shares]).tolist()
+        columns = torch.stack([losses[self._places], shares]).tolist()
         self._losses.zero_()
         self._steps = 0
-        return {name: {"loss": loss, "gradient": share} for name, loss, share in zip(self.names, *told)}
+        return {name: {"loss": loss, "gradient": share} for name, loss, share in zip(self.names, *columns)}

@@ -29,15 +29,15 @@ class LoadMeter:
         add_up: Callable[[list[Tensor]], None],
         labels: Sequence[str] = (),
     ) -> None:
-        named = [(name, one) for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)]
-        self._mixtures = [one for _, one in named]
+        named = {name: each for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)}
+        self._mixtures = list(named.values())
         self._dims, self._add_up = dims, add_up
         self._device = next(model.parameters()).device
-        count = max((one.labels for one in self._mixtures), default=0)
+        count = max((mixture.labels for mixture in self._mixtures), default=0)
         names = tuple(labels) if len(labels) == count else tuple(map(str, range(count)))
-        zero = tuple(((0,) * one.experts,) * max(1, count) for one in self._mixtures)
-        self._before = LoadRecord(tuple(name for name, _ in named), names, zero)
-        """All that the mixtures no longer hold themselves."""
+        zero = tuple(((0,) * mixture.experts,) * max(1, count) for mixture in self._mixtures)
+        self._before = LoadRecord(tuple(named), names, zero)
+        """The counts that the mixtures no longer hold themselves."""
 
     def __bool__(self) -> bool:
         """Whether the model has mixtures."""
@@ -46,7 +46,7 @@ class LoadMeter:
     @torch.no_grad()
     def read(self) -> LoadRecord:
         """The record up to now."""
-        sums = [self._own(one) for one in self._mixtures]
+        sums = [self._visits_here(mixture) for mixture in self._mixtures]
         self._add_up(sums)
         if sums and self._dims.degree("pp") > 1:
             add_up_all(sums, self._dims.group("pp"))
@@ -63,11 +63,11 @@ class LoadMeter:
         return worst
 
     def state(self) -> Mapping[str, Any] | None:
-        """The record as a checkpoint keeps it; None without mixtures."""
+        """The record in the form that checkpoints keep; None without mixtures."""
         return self.read().to_dict() if self else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Become what `state` saw; None is of a checkpoint without a record, after which counting starts at nothing.
+        """Restore the record of `state`; None is of a checkpoint without a record, after which counting starts at 0.
 
         Raises:
             ValueError: it is the record of another model.
@@ -90,15 +90,16 @@ class LoadMeter:
             write_text(output / "experts" / "loads.json", record.to_json())
             write_text(output / "experts" / "loads.html", loads_page(record))
 
-    def _own(self, one: MixtureOfExperts) -> Tensor:
+    def _visits_here(self, mixture: MixtureOfExperts) -> Tensor:
         """A copy of the visits here, none of a mixture that is on another stage of a pipeline."""
-        visits: Tensor | None = one.visits
+        visits: Tensor | None = mixture.visits
         if visits is None:
-            return torch.zeros(max(1, one.labels), one.experts, dtype=torch.int64, device=self._device)
+            shape = max(1, mixture.labels), mixture.experts
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
         return visits.clone()
 
     def _clear(self) -> None:
-        for one in self._mixtures:
-            visits: Tensor | None = one.visits
+        for mixture in self._mixtures:
+            visits: Tensor | None = mixture.visits
             if visits is not None:
                 visits.zero_()

@@ -59,7 +59,7 @@ class RunLock:
         return self
 
     def touch(self) -> None:
-        """Say, at most every 20 seconds, that the run goes on. Cheap enough for every step."""
+        """Touch the lock, at most every 20 seconds, to show that the run goes on. Cheap enough for every step."""
         if self._handle is not None and time.monotonic() - self._touched > _TOUCH_SECONDS:
             os.utime(self._handle)
             self._touched = time.monotonic()

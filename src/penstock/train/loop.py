@@ -61,20 +61,20 @@ from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.pipeline_trace import PipelineTrace
 from penstock.train.prepare import (
-    as_many_ranks_as_there_are,
+    fit_to_started_ranks,
     learning_of,
-    like_the_teacher,
     machine_of,
     require_calibrated,
     require_teacher,
+    with_teachers_vocabulary,
     write_beside,
 )
 from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
-from penstock.train.resume import find_checkpoint, locked, require_wanted, restored
+from penstock.train.resume import find_checkpoint, hold_output, require_no_stop, restore_newest
 from penstock.train.run_state import RunState
 from penstock.train.saves import Saves, export
-from penstock.train.speed import MemoryMeter, Speedometer, peak_memory, useful
+from penstock.train.speed import MemoryMeter, Speedometer, peak_memory, useful_work
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class TrainResult:
     """Hugging Face folder of the final weights: what was evaluated."""
     metrics: Path
     classes: int | None = None
-    """Classes that the model tells apart; none where it does something else."""
+    """Number of classes of the model's head; none where it has no such head."""
 
 
 def train(
@@ -107,9 +107,9 @@ def train(
     trace: bool = False,
     display: Display | None = None,
 ) -> TrainResult:
-    """Train as `config` says, going on from the newest checkpoint in `config.output` that can be trusted.
+    """Train by `config`, going on from the newest checkpoint in `config.output` that can be trusted.
 
-    With `resume` false, what an earlier run left there is set aside under another name and the run starts again.
+    With `resume` false, the files of an earlier run there are set aside under other names and the run starts again.
     `callbacks` are called with each event (see `Callback`). With `profile`, a few of the first steps are profiled into
     `config.output`/profile. With `trace`, one of the first steps of a pipeline is drawn into `config.output`/trace,
     beside what was predicted.
@@ -129,24 +129,24 @@ def train(
     require_startable(config, elastic=ELASTIC in os.environ)
     task = task_of(config.model, config.task, init_from=config.reads_like)
     output, device = Path(config.output), local_device(resolve_device(config.device))
-    config = as_many_ranks_as_there_are(config)
+    config = fit_to_started_ranks(config)
     with (
         Requests() as stop,
         joined(config.plan, device, timeout=config.wait_seconds) as dims,
-        locked(output, dims) as lock,
+        hold_output(output, dims) as lock,
         memory_advice(config.plan, task, config.model),
         own_random(device),
     ):
-        require_wanted(stop, dims)
+        require_no_stop(stop, dims)
         records = Records(output, display, callbacks=callbacks, main=dims.main)
         run = _Run(config, device, dims, records, resume=resume, profile=profile, trace=trace)
         try:
-            require_wanted(stop, dims)
+            require_no_stop(stop, dims)
             return run.go(lock, stop)
         except OSError as problem:
-            if (told := explained(problem)) is None:
+            if (user_error := explained(problem)) is None:
                 raise
-            raise told from problem
+            raise user_error from problem
         finally:
             run.close()
 
@@ -165,11 +165,12 @@ class _Run:
         self.ballot = Ballot(dims)
 
         # What is trained, on what, and how long that should take.
-        config = like_the_teacher(config)
+        config = with_teachers_vocabulary(config)
         self.task = task_of(config.model, config.task, init_from=config.reads_like)
-        usual, wanted = Augment(), config.recipe.augment
-        for name in (field.name for field in fields(usual)):
-            if dims.main and name not in self.task.augments and getattr(wanted, name) != getattr(usual, name):
+        defaults, augment = Augment(), config.recipe.augment
+        for name in (field.name for field in fields(defaults)):
+            changed = getattr(augment, name) != getattr(defaults, name)
+            if dims.main and changed and name not in self.task.augments:
                 _log.warning("recipe.augment.%s changes nothing: this task does not augment so.", name)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self.task.open(config.data, config.model, "val")
@@ -214,14 +215,12 @@ class _Run:
         assert isinstance(self.built.loss, Task)
         self.task = self.built.loss  # with what evaluations compare the model with
         self.loader = self._loader(train_source, augment=config.recipe.augment)
-        shared = None if dims.alone else lambda value: average(value, dims)
-        self.monitor = LossMonitor(
-            config.recipe, self.built.optimizer, device, average=shared, logs=dims.main
-        )
+        mean = None if dims.alone else lambda value: average(value, dims)
+        self.monitor = LossMonitor(config.recipe, self.built.optimizer, device, average=mean, logs=dims.main)
         self.built.step.skips = self.monitor.skipper
         self.state = RunState(config, dims, self.built, self.loader, self.monitor)
         if stored:
-            stored = restored(self.state, stored)
+            stored = restore_newest(self.state, stored)
         elif config.init_from:
             self.state.start_from(config.init_from)
         self.resumed_at = self.saves.newest_step = self.step
@@ -230,7 +229,7 @@ class _Run:
         """Batches of the latest step."""
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
-            self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful(full),
+            self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful_work(full),
         )  # fmt: skip
         self.memory = MemoryMeter(device)
         self.heads = HeadMeter(self.built.model, self.task, dims, device)
@@ -316,7 +315,7 @@ class _Run:
             self._rewind(self.monitor.rewind_because_of)
 
     def _rewind(self, spikes: list[int]) -> None:
-        """Become what the newest checkpoint holds, but go on with the samples after the spike."""
+        """Restore the newest checkpoint, but go on with the samples after the spike."""
         stored = self.saves.find()
         if stored is None:
             if self.dims.main:
@@ -337,12 +336,12 @@ class _Run:
         blank = task.blank(self.config.model, self.device)
         with loader, self._final_weights():
             batches = beating(loader, self.step)
-            found = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
+            evaluation = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
             with torch.no_grad():
                 shown = task.sample(model, self.val_source, self.device)
-        self.state.evaluation, self.state.evaluated_at = found, self.step
+        self.state.evaluation, self.state.evaluated_at = evaluation, self.step
         self._record(
-            "evaluation", epoch=self.calendar.epoch(self.step), **found.record(),
+            "evaluation", epoch=self.calendar.epoch(self.step), **evaluation.record(),
             ema=self.config.recipe.ema_decay is not None, seconds=time.perf_counter() - started,
             **({"sample": shown} if shown else {}),
         )  # fmt: skip
@@ -351,7 +350,7 @@ class _Run:
         return self.calendar.evaluates(self.step) and self.state.evaluated_at != self.step
 
     def _save(self, *, stopping: bool = False) -> None:
-        """Commit all that the run depends on; unless `stopping`, only if the latest steps were finite."""
+        """Save a checkpoint; unless `stopping`, only if the latest steps were finite."""
         last = stopping or self.step == self.calendar.total
         if last:
             self.saves.wait()
@@ -374,21 +373,21 @@ class _Run:
     def _stop_if_asked(self, stop: Requests) -> None:
         """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next start.
 
-        Ranks hear of a signal at different times, or not at all: they act one step later, when all know.
+        Ranks get a signal at different times, or not at all: they act one step later, when all know.
         """
-        heard = self.ballot.turn(stop.signal or 0)
-        if not heard or self.step == self.calendar.total:
+        signal_number = self.ballot.turn(stop.signal or 0)
+        if not signal_number or self.step == self.calendar.total:
             return
         if len(self.pending):
             self._log()
         self._save(stopping=True)
         raise SavedRequeue(
-            f"Stopped by {signal.Signals(heard).name} after step {self.step}, which is saved in {self.saves.folder}. "
-            f"The same command goes on from there."
+            f"Stopped by {signal.Signals(signal_number).name} after step {self.step}, which is saved in "
+            f"{self.saves.folder}. The same command goes on from there."
         )
 
     def _finish(self) -> TrainResult:
-        """Export what was evaluated, and set what was predicted beside what was measured."""
+        """Export the evaluated weights, and record the prediction beside the measurement."""
         assert self.state.evaluation is not None  # the last step evaluates before it saves
         about = card(
             self.config, self.state.evaluation, steps=self.step, data=self.data,
@@ -399,7 +398,7 @@ class _Run:
         if speed := self.speedometer.whole_run():
             self._record(
                 "summary",
-                predicted=_of_prediction(self.prediction),
+                predicted=_prediction_values(self.prediction),
                 measured=speed | self.memory.read(),
             )
         return TrainResult(
@@ -433,7 +432,7 @@ class _Run:
         return {"resume", "prediction"} | ({"evaluation"} if self._evaluation_is_due() else set())
 
     def _announce(self) -> None:
-        """Say what runs and what was predicted of it, before the first step."""
+        """Record the run's settings and its prediction, before the first step."""
         self.records.display.begin(self.calendar.total, self.step, self.task)
         self._record(
             "resume" if self.resumed_at else "start", plan=self.config.plan.line(), machine=self.machine.name,
@@ -444,9 +443,9 @@ class _Run:
             total=self.calendar.total, output=str(self.output),
             **({"fused": dict(self.built.fused)} if self.config.plan.fuse else {}),
         )  # fmt: skip
-        self._record("prediction", **_of_prediction(self.prediction))
+        self._record("prediction", **_prediction_values(self.prediction))
 
 
-def _of_prediction(prediction: Prediction) -> dict[str, float]:
+def _prediction_values(prediction: Prediction) -> dict[str, float]:
     names = ("iteration_seconds", "samples_per_second", "memory_bytes", "mfu", "hfu")
     return {name: getattr(prediction, name) for name in names}

@@ -50,7 +50,7 @@ class LossMonitor:
         """The steps last observed whose spikes send the run back."""
 
     def observe(self, step: int, losses: Sequence[float]) -> dict[str, Any]:
-        """Take in the losses of the steps up to `step`; returns what to record of them. Waits for the device.
+        """Observe the losses of the steps up to `step`; returns numbers to record. Waits for the device.
 
         Raises:
             NumericError: see `StepSkipper.require_finite`.
@@ -89,7 +89,7 @@ class LossMonitor:
         return {"guard": skipper, "spikes": self._detector.state_dict(), "rewinds": self._rewinds}
 
     def load_state_dict(self, state: Mapping[str, Any], *, rewinding: bool = False) -> None:
-        """Restore what `state_dict` gave; a run that goes back remembers how often it has."""
+        """Restore the state of `state_dict`; a run that goes back remembers how often it has."""
         if self.skipper and state["guard"]:
             self.skipper.load_state_dict(state["guard"])
             self._skipped = self.skipper.skipped()

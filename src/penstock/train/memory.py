@@ -33,11 +33,8 @@ def _first_line(error: BaseException) -> str:
 
 def _advice(plan: Plan, task: Task, model: ModelConfig) -> str:
     ways = [f"{words} with the plan {line}" for words, line in _smaller(plan, model)]
-    resumed = (
-        f"To make it fit, {'; or '.join(ways)}; the run goes on so from its newest checkpoint. "
-        if ways
-        else ""
-    )
+    resumed = f"To make it fit, {'; or '.join(ways)}; the run goes on so from its newest checkpoint. "
+    resumed = resumed if ways else ""
     return f"{resumed}A new run can take a smaller model or {task.size_setting}."
 
 
@@ -67,9 +64,5 @@ def _smaller(plan: Plan, model: ModelConfig) -> Iterator[tuple[str, str]]:
         changed = replace(plan, **fields)
         applies = changed != plan and not kept_back.get(next(iter(fields)), False)
         if applies and problems(changed, model, run=True) == before:
-            yield (
-                words,
-                " ".join(
-                    f"{name}={word(fields[name])}" for name in fields if getattr(plan, name) != fields[name]
-                ),
-            )
+            changes = (name for name in fields if getattr(plan, name) != fields[name])
+            yield words, " ".join(f"{name}={word(fields[name])}" for name in changes)

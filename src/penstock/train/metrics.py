@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 from penstock.boundary.files import naming, read_bytes, write_text
 from penstock.boundary.trees import parse_json
 from penstock.errors import PenstockError
-from penstock.train.callbacks import Callback, tell
+from penstock.train.callbacks import Callback, call_method
 from penstock.train.display import Display
 
 _LIMIT = 1 << 32
@@ -36,19 +36,19 @@ class Records:
         self._callbacks = tuple(callbacks) if main else ()
 
     def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
-        """Keep what was recorded up to the checkpoint of `step`; the file is replaced atomically.
+        """Keep the records up to the checkpoint of `step`; the file is replaced atomically.
 
         `again` names events that will be recorded again at `step` itself.
         """
         if not (self._main and self.path.exists()):
             return
         self._close_file()  # or what follows would be written to the file that is replaced
-        kept = [
+        lines = [
             line
             for line, record in _whole_lines(self.path)
             if record["step"] < step or (record["step"] == step and record["event"] not in again)
         ]
-        write_text(self.path, "".join(kept))
+        write_text(self.path, "".join(lines))
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Record an event after `step`. Numbers that are not finite become null, which JSON can say."""
@@ -59,12 +59,12 @@ class Records:
             if self._file is None:
                 # Without a buffer: closing it would write again what could not be written, and fail again.
                 self._file = cast(BinaryIO, self.path.open("ab", buffering=0))
-            left = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
-            while left:
-                left = left[self._file.write(left) :]
+            unwritten = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         self.display.show(record)
         for callback in self._callbacks:
-            tell(callback, record)
+            call_method(callback, record)
 
     def close(self) -> None:
         """Close the file, and notify the callbacks that the run has ended."""
@@ -84,7 +84,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    found = []
+    lines = []
     text = read_bytes(path, "The record of the run", limit=_LIMIT).decode(errors="replace")
     for line in text.splitlines(keepends=True):
         try:
@@ -92,8 +92,8 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
         except PenstockError:
             continue
         if line.endswith("\n") and isinstance(record.get("step"), int) and "event" in record:
-            found.append((line, record))
-    return found
+            lines.append((line, record))
+    return lines
 
 
 def _finite(value: Any) -> Any:

@@ -40,12 +40,9 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
         if step.scaler is None and step.skips is None:
             raise
         first = step.first_overflow(micro_batches)
-        found = collect(lambda: None if first is None else str(first))
-        rank, place = next(((rank, place) for rank, place in enumerate(found) if place), (0, None))
-        where = "the latest batch" if len(found) == 1 else f"the latest batch of rank {rank}"
-        told = (
-            f"In {where} the overflow begins in {place}."
-            if place
-            else "In the latest batch nothing overflows."
-        )
-        raise NumericError(f"{error} {told}") from error
+        places = collect(lambda: None if first is None else str(first))
+        rank, place = next(((rank, place) for rank, place in enumerate(places) if place), (0, None))
+        where = "the latest batch" if len(places) == 1 else f"the latest batch of rank {rank}"
+        sentence = f"In {where} the overflow begins in {place}."
+        sentence = sentence if place else "In the latest batch nothing overflows."
+        raise NumericError(f"{error} {sentence}") from error

@@ -1,4 +1,4 @@
-"""`--trace`: what the ranks of a pipeline really did in one step, drawn beside what was predicted.
+"""`--trace`: the passes of a pipeline's ranks in one step, drawn beside their prediction.
 
 The step is one of the first; on a GPU each of its actions is waited for, so that it takes longer than others.
 """
@@ -32,23 +32,16 @@ TRACED = 4
 
 
 class PipelineTrace:
-    """Records step `TRACED` of a run where that is wanted, or its last one. All ranks make one and call it alike.
+    """Records step `TRACED` of a run, or its last one, where `wanted`. All ranks make one and call it alike.
 
     Raises:
         ConfigError: the Plan has no pipeline.
     """
 
     def __init__(
-        self,
-        output: Path,
-        model: ModelConfig,
-        machine: Machine,
-        plan: Plan,
-        dims: ParallelDims,
-        record: Callable[..., None],
-        *,
-        wanted: bool,
-    ) -> None:
+        self, output: Path, model: ModelConfig, machine: Machine, plan: Plan, dims: ParallelDims,
+        record: Callable[..., None], *, wanted: bool,
+    ) -> None:  # fmt: skip
         if wanted and plan.pp == 1:
             raise ConfigError(
                 "--trace draws what the ranks of a pipeline do, and plan.pp is 1; use --profile, or a plan with pp "
@@ -69,43 +62,39 @@ class PipelineTrace:
         assert isinstance(step.runner, Pipeline)
         distributed.barrier()  # from here on ranks count their time
         begun = time.perf_counter()
-        mine: list[tuple[Action, float, float]] = []
-        step.runner.trace = mine
+        actions: list[tuple[Action, float, float]] = []
+        step.runner.trace = actions
         result = take(step, batches)
         step.runner.trace = None
-        found = collect(lambda: [(str(action), start - begun, end - begun) for action, start, end in mine])
+        ranks = collect(lambda: [(str(action), start - begun, end - begun) for action, start, end in actions])
         if self._dims.main:
-            self._write(found)
+            self._write(ranks)
         return result
 
-    def _write(self, found: Sequence[Sequence[tuple[str, float, float]]]) -> None:
-        """Write the trace of the first pipeline's ranks, which differ from rank 0 in their stage alone."""
-        plan, each = self._plan, len(found) // self._plan.pp
+    def _write(self, ranks: Sequence[Sequence[tuple[str, float, float]]]) -> None:
+        """Write the trace of the first pipeline's ranks, which differ from rank 0 in their stage alone. `ranks` has the
+        actions of all ranks."""
+        plan, per_stage = self._plan, len(ranks) // self._plan.pp
         measured = Measured.of(
             [
-                [Span(place, Action.parse(word), start, end) for word, start, end in found[place * each]]
+                [Span(place, Action.parse(word), start, end) for word, start, end in ranks[place * per_stage]]
                 for place in range(plan.pp)
             ]
         )
         predicted = simulate(schedule_of(plan), stage_costs(self._model, self._machine, plan))
         self._folder.mkdir(parents=True, exist_ok=True)
         drawing, data = self._folder / "pipeline.html", self._folder / "pipeline.json"
-        write_text(drawing, _drawn(plan, measured, predicted))
-        write_text(
-            data,
-            json.dumps({"plan": plan.line(), "measured": _told(measured), "predicted": _told(predicted)}),
-        )
+        write_text(drawing, _trace_page(plan, measured, predicted))
+        runs = {"measured": _as_data(measured), "predicted": _as_data(predicted)}
+        write_text(data, json.dumps({"plan": plan.line(), **runs}))
         self._record(
-            "trace",
-            page=str(drawing),
-            bubble=float(measured.bubble_fraction),
-            predicted=float(predicted.bubble_fraction),
-            seconds=float(measured.makespan),
+            "trace", page=str(drawing), bubble=float(measured.bubble_fraction),
+            predicted=float(predicted.bubble_fraction), seconds=float(measured.makespan),
             predicted_seconds=float(predicted.makespan),
-        )
+        )  # fmt: skip
 
 
-def _told(run: Simulation) -> dict[str, Any]:
+def _as_data(run: Simulation) -> dict[str, Any]:
     """The numbers of a run, in seconds."""
     return {
         "bubble": float(run.bubble_fraction),
@@ -117,13 +106,13 @@ def _told(run: Simulation) -> dict[str, Any]:
     }
 
 
-def _drawn(plan: Plan, measured: Simulation, predicted: Simulation) -> str:
+def _trace_page(plan: Plan, measured: Simulation, predicted: Simulation) -> str:
     def section(title: str, run: Simulation) -> Section:
-        drawn = partial(schedule_figure, run, title=title, unit="s")
+        figure = partial(schedule_figure, run, title=title, unit="s")
         return Section(
             title=title,
             text=f"{float(run.makespan) * 1e3:.1f} ms, of which {float(run.bubble_fraction):.1%} idle.",
-            figures=[drawn],
+            figures=[figure],
         )
 
     tiles = [

@@ -36,9 +36,9 @@ from penstock.probe import machine_for
 _log = logging.getLogger(__name__)
 
 
-def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
+def fit_to_started_ranks(config: RunConfig) -> RunConfig:
     """`config` with a Plan for as many ranks as were started, where the launcher lets nodes come and go, and where the
-    Plan says nothing of ranks, which are then replicas.
+    Plan names no degree, so that ranks are replicas.
 
     The global batch stays the same. Raises ConfigError if it cannot be split evenly, with the numbers that can.
     """
@@ -47,46 +47,42 @@ def as_many_ranks_as_there_are(config: RunConfig) -> RunConfig:
     plan = fit_to_ranks(config.plan, launched())
     fitted = f"plan.dp={plan.dp}, micro_batch={plan.micro_batch}, accumulate={plan.accumulate}"
     if config.plan.gpus == 1:
-        _log.info(
-            "%d ranks train replicas with the same global batch of %d: %s.",
-            launched(),
-            plan.global_batch,
-            fitted,
-        )
+        words = "%d ranks train replicas with the same global batch of %d: %s."
+        _log.info(words, launched(), plan.global_batch, fitted)
     else:
         _log.warning("%d ranks are there instead of %d: %s.", launched(), config.plan.gpus, fitted)
     return replace(config, plan=plan)
 
 
-def like_the_teacher(config: RunConfig) -> RunConfig:
-    """`config` with as large a vocabulary as its teacher's, which a student without weights to start from takes."""
+def with_teachers_vocabulary(config: RunConfig) -> RunConfig:
+    """`config` with a vocabulary as large as its teacher's, for a student without weights to start from."""
     if config.recipe.teacher is None or config.init_from is not None:
         return config
     vocabulary = vocabulary_of(read_config(local_weights(config.recipe.teacher)))
     if not vocabulary or not (has := vocabulary_of(config.model)) or has == vocabulary:
         return config
-    _log.warning("model.vocabulary is set to %d, as the teacher has it.", vocabulary)
+    _log.warning("model.vocabulary is set to %d, the teacher's.", vocabulary)
     model: Any = config.model
     return replace(config, model=replace(model, vocabulary=vocabulary))
 
 
 def require_teacher(config: RunConfig, source: Source) -> None:
-    """Raise ConfigError, before anything is built or measured, where the run's teacher is not there, is what the run
-    will overwrite, or differs from the student in what they read or tell apart.
+    """Raise ConfigError, before anything is built or measured, where the run's teacher does not exist, would be
+    overwritten by the run, or differs from the student in inputs or classes.
     """
     if config.task == "preferences" and config.init_from is not None:
-        _require_kept("init_from", config.init_from, config)
+        _require_outside_output("init_from", config.init_from, config)
     name = config.recipe.teacher
     if name is None:
         return
-    folder = _require_kept("recipe.teacher", name, config)
+    folder = _require_outside_output("recipe.teacher", name, config)
     require_alike(read_config(folder), config.model, name)
-    ours: Any = getattr(source, "tokenizer", None)
-    theirs = None if ours is None else found_in(folder)
-    if theirs is not None and theirs.words() != ours.words():
+    tokenizer: Any = getattr(source, "tokenizer", None)
+    teachers = None if tokenizer is None else found_in(folder)
+    if teachers is not None and teachers.words() != tokenizer.words():
         raise ConfigError(
-            f"recipe.teacher {name} has the tokenizer {theirs.name}, and this run {ours.name}, so that the numbers of "
-            "their words are not the same; set data.tokenizer to the teacher's folder, or leave it out."
+            f"recipe.teacher {name} has the tokenizer {teachers.name}, and this run {tokenizer.name}, so that the "
+            "numbers of their words are not the same; set data.tokenizer to the teacher's folder, or leave it out."
         )
 
 
@@ -150,7 +146,7 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
 
 
 def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
-    """Write what an export of a text model needs besides its weights: the files of its tokenizer, and a config.json of
+    """Write what an export of a text model needs beside its weights: the files of its tokenizer, and a config.json of
     the numbers of special tokens, and the names of classes or of the labels that choose experts. Nothing for other
     models.
     """

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.planner.ideal import Least
-from penstock.train.step_table import STEP, shown, step_table
+from penstock.train.step_table import STEP, as_text, step_table
 
 FIRST, COUNT = 3, 3
 """The fourth step and two more: the first ones compile, allocate, make the optimizer's state, and count memory."""
@@ -19,13 +19,13 @@ SHOWN = 10
 
 
 class StepProfiler:
-    """Profiles `COUNT` steps of a run into `output`/profile where that is `wanted`, and records what it found."""
+    """Profiles `COUNT` steps of a run into `output`/profile where that is `wanted`, and records the result."""
 
     def __init__(
         self, output: Path, device: torch.device, record: Callable[..., None], least: Callable[[], dict[str, Least]],
         *, wanted: bool,
     ) -> None:  # fmt: skip
-        """`least` says what a step would need at the least: see `penstock.planner.ideal`."""
+        """`least` returns the least work of a step: see `penstock.planner.ideal`."""
         self._folder, self._device, self._record, self._least = output / "profile", device, record, least
         self._left = COUNT if wanted else 0
         self._taken = 0
@@ -68,30 +68,30 @@ class StepProfiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         trace, table = self._folder / "trace.json", self._folder / "operators.txt"
         events.export_chrome_trace(str(trace))
-        found = costliest(events, on_device=self._device.type == "cuda")
+        operators = costliest_operators(events, on_device=self._device.type == "cuda")
         rows = step_table(trace, self._least())
-        table.write_text(shown(rows) + "\n" + operators_table(found), encoding="utf-8")
+        table.write_text(as_text(rows) + "\n" + operators_table(operators), encoding="utf-8")
         steps = self._taken - FIRST
         self._record(
-            "profile", trace=str(trace), table=str(table), profiled=steps, parts=rows, operators=found
+            "profile", trace=str(trace), table=str(table), profiled=steps, parts=rows, operators=operators
         )
 
 
-def costliest(events: Any, *, on_device: bool) -> list[dict[str, Any]]:
+def costliest_operators(events: Any, *, on_device: bool) -> list[dict[str, Any]]:
     """The ten operators with the most time of their own: name, calls, milliseconds, share of all, in [0, 1]."""
     kind = "self_device_time_total" if on_device else "self_cpu_time_total"
     rows = [(event.key, event.count, float(getattr(event, kind))) for event in events.key_averages()]
-    whole = sum(time for _, _, time in rows) or 1.0
+    total = sum(time for _, _, time in rows) or 1.0
     ranked = sorted(rows, key=lambda row: -row[2])[:SHOWN]
     return [
-        {"name": name, "calls": calls, "milliseconds": time / 1e3, "share": time / whole}
+        {"name": name, "calls": calls, "milliseconds": time / 1e3, "share": time / total}
         for name, calls, time in ranked
     ]
 
 
 def operators_table(operators: list[dict[str, Any]]) -> str:
     """The operators as a table in plain text."""
-    wide = max((len(one["name"]) for one in operators), default=8)
+    wide = max((len(operator["name"]) for operator in operators), default=8)
     lines = [f"{'operator':<{wide}}  {'calls':>7}  {'ms':>10}  {'share':>6}"]
     lines += [
         f"{one['name']:<{wide}}  {one['calls']:>7,}  {one['milliseconds']:>10,.2f}  {one['share']:>6.1%}"

@@ -38,7 +38,7 @@ def seed_random(seed: int, rank: int = 0, step: int = 0) -> None:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put the generators back to what `random_state` gave."""
+    """Restore the generators' states from `random_state`."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -59,7 +59,7 @@ def restore_random(
     seed: int,
     step: int,
 ) -> None:
-    """Go on with this rank's generators as `random_states` gave them at `step`.
+    """Go on with this rank's generators in their states of `random_states` at `step`.
 
     With another number of ranks not each has a state to go on with. Then all but rank 0 start again from `seed`, rank
     and step, and what is drawn differs from an undisturbed run as it does between seeds.

@@ -27,49 +27,33 @@ from penstock.train.run_state import RunState
 _log = logging.getLogger(__name__)
 
 _OUTPUTS = (
-    "checkpoints",
-    "metrics.jsonl",
-    "tensorboard",
-    "tracker.json",
-    "profile",
-    "trace",
-    "experts",
-    "export",
-)
+    "checkpoints", "metrics.jsonl", "tensorboard", "tracker.json", "profile", "trace", "experts", "export",
+)  # fmt: skip
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them.
 _FREE = (
-    "output",
-    "keep",
-    "log_every",
-    "wait_seconds",
-    "checkpoint_every",
-    "save_in_background",
-    "machine",
-    "device",
-    "init_from",
-    "upcycle_noise",
-    "data.workers",
-    "recipe.eval_every_epochs",
-)
-# These never change what is computed, but which steps are taken: allowed, but said.
-_SAID = ("recipe.spikes", "recipe.spike_deviations")
+    "output", "keep", "log_every", "wait_seconds", "checkpoint_every", "save_in_background", "machine", "device",
+    "init_from", "upcycle_noise", "data.workers", "recipe.eval_every_epochs",
+)  # fmt: skip
+# These change which steps are taken, and not what is computed: allowed, and logged.
+_LOGGED = ("recipe.spikes", "recipe.spike_deviations")
 
 
-def require_wanted(stop: Requests, dims: ParallelDims) -> None:
+def require_no_stop(stop: Requests, dims: ParallelDims) -> None:
     """Stop before the first step if asked to, when there is nothing to save yet. All ranks must call this and raise
     alike.
 
     Raises:
         SavedRequeue: one of them has been asked to stop.
     """
-    if heard := int(slowest(float(stop.signal or 0), dims)):
+    if signal_number := int(slowest(float(stop.signal or 0), dims)):
         raise SavedRequeue(
-            f"Stopped by {signal.Signals(heard).name} before a step was done. The same command begins there again."
+            f"Stopped by {signal.Signals(signal_number).name} before a step was done. The same command begins there "
+            "again."
         )
 
 
 @contextmanager
-def locked(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
+def hold_output(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
     """Inside, rank 0 holds the output folder, which is made if it is missing. If rank 0 cannot, all ranks raise."""
     with ExitStack() as stack:
         output.mkdir(parents=True, exist_ok=True)
@@ -85,7 +69,7 @@ def locked(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
 def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> Checkpoint | None:
     """The checkpoint to go on from, which all ranks have verified together; none of its tensors is read yet.
 
-    Without `resume`, what earlier runs left is set aside. Raises ConfigError where `config` is that of another run.
+    Without `resume`, files of earlier runs are set aside. Raises ConfigError where `config` is that of another run.
     """
     output = Path(config.output)
 
@@ -108,9 +92,9 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
     return stored
 
 
-def restored(state: RunState, stored: Checkpoint) -> Checkpoint:
-    """Let `state` become what `stored` holds or, if that proves to be no state of this run, what the newest checkpoint
-    before it holds. Returns the one that was taken. All ranks must call this.
+def restore_newest(state: RunState, stored: Checkpoint) -> Checkpoint:
+    """Restore `state` from `stored` or, if that proves to be no state of this run, from the newest checkpoint before.
+    Returns the checkpoint that was used. All ranks must call this.
 
     Raises:
         CheckpointError: none can be taken.
@@ -133,7 +117,7 @@ def restored(state: RunState, stored: Checkpoint) -> Checkpoint:
 
 
 def set_aside(path: Path) -> None:
-    """Rename what is at `path`, if anything, to the first free `NAME.before-K`, so that nothing is ever deleted."""
+    """Rename the file or folder at `path`, if any, to the first free `NAME.before-K`, so that nothing is deleted."""
     if path.exists():
         number = 1
         while (target := path.with_name(f"{path.stem}.before-{number}{path.suffix}")).exists():
@@ -148,10 +132,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
         ConfigError: a change that makes it another run, each named with both values.
     """
     old, new, old_plan, new_plan = _flat(stored), _flat(current), stored["plan"], current["plan"]
-    if {old.get("data.source"), new.get("data.source")} == {
-        "auto",
-        "digits",
-    }:  # the same, since `auto` is there
+    if {old.get("data.source"), new.get("data.source")} == {"auto", "digits"}:  # another word for the same
         old["data.source"] = new["data.source"]
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     plans = from_dict(Plan, old_plan, origin="the checkpoint"), from_dict(Plan, new_plan, origin="the run")
@@ -174,26 +155,26 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
 def _effect(name: str, plans: tuple[Plan, Plan], *values: Any) -> Effect:
     """Effect of a changed setting on the results of a run that goes on from a checkpoint."""
     if not name.startswith("plan."):
-        return "nothing" if name in _FREE else "rounding" if name in _SAID else "model"
+        return "nothing" if name in _FREE else "rounding" if name in _LOGGED else "model"
     effect = effect_of(name.removeprefix("plan."), *values)
     if effect == "batch":
         return "rounding" if plans[0].global_batch == plans[1].global_batch else "model"
     if effect == "precision":
-        return "precision" if _stored(plans[0]) == _stored(plans[1]) else "model"
+        return "precision" if _stored_types(plans[0]) == _stored_types(plans[1]) else "model"
     return effect
 
 
-def _stored(plan: Plan) -> tuple[object, ...]:
-    """The types of what a checkpoint holds."""
+def _stored_types(plan: Plan) -> tuple[object, ...]:
+    """The types of the tensors in a checkpoint."""
     types = numerics_of(plan)
     return types.weights, types.masters, types.moments, types.loss_scale
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{path}{key}.")
+            flat |= _flat(value, f"{path}{key}.")
         else:
-            found[f"{path}{key}"] = value
-    return found
+            flat[f"{path}{key}"] = value
+    return flat

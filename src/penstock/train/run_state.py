@@ -1,4 +1,4 @@
-"""All that a run's future depends on: how a checkpoint is made of it, and how it becomes what a checkpoint holds."""
+"""The state that a run's future depends on, how it becomes a checkpoint, and how it is restored from one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RunState:
-    """A run as one rank holds it: the model, its data, and how far it has come."""
+    """A run's state on one rank: the model, its data, and the steps done."""
 
     config: RunConfig
     dims: ParallelDims
@@ -53,7 +53,7 @@ class RunState:
         )
 
     def snapshot(self) -> Snapshot:
-        """All of it as it is now, by reference: nothing is copied. All ranks must call it.
+        """The state as it is now, by reference: nothing is copied. All ranks must call it.
 
         Raises:
             NumericError: names weights that are not finite, which a checkpoint must not hold.
@@ -84,8 +84,8 @@ class RunState:
         )
 
     def restore(self, stored: Checkpoint, *, rewinding: bool = False) -> None:
-        """Become what `snapshot` saw, but for the stream of samples when `rewinding`. Each rank reads its own part,
-        whatever number of ranks saved it. Not collective.
+        """Restore the state of a `snapshot`, without the stream of samples when `rewinding`. Each rank reads its own
+        part, whatever number of ranks saved it. Not collective.
 
         Raises:
             CheckpointError: it holds the state of something else. Then a part of this state has changed.
@@ -97,25 +97,25 @@ class RunState:
         built, dims = self.built, self.dims
         # Weights that are tied have several names, and are read under each.
         parameters = dict(built.model.named_parameters(remove_duplicate=False))
-        held = {*built.model.state_dict(), *parameters} if dims.pp > 1 else None
-        found = stored.load(parameters, rank=dims.rank, world=dims.size, held=held)
-        built.model.load_state_dict(found.weights["weights"])
+        names = {*built.model.state_dict(), *parameters} if dims.pp > 1 else None
+        loaded = stored.load(parameters, rank=dims.rank, world=dims.size, held=names)
+        built.model.load_state_dict(loaded.weights["weights"])
         if built.ema is not None:
-            built.ema.load_state_dict(found.weights["ema"])
+            built.ema.load_state_dict(loaded.weights["ema"])
         built.optimizer.load_state_dict(
-            checkpoint.by_index(found.state["optimizer"], built.optimizer.state_dict())
+            checkpoint.by_index(loaded.state["optimizer"], built.optimizer.state_dict())
         )
         if built.scaler:
-            built.scaler.load_state_dict(found.state["scaler"])
-        self.monitor.load_state_dict(found.state["watch"], rewinding=rewinding)
+            built.scaler.load_state_dict(loaded.state["scaler"])
+        self.monitor.load_state_dict(loaded.state["watch"], rewinding=rewinding)
         if not rewinding:
-            self.loader.load_state_dict(found.state["loader"])
-        self.loads.restore(found.state.get("loads"))
-        before = found.state["progress"]
+            self.loader.load_state_dict(loaded.state["loader"])
+        self.loads.restore(loaded.state.get("loads"))
+        before = loaded.state["progress"]
         self.step, self.loss, self.evaluated_at = stored.step, before["loss"], before["evaluated_at"]
         self.evaluation = Evaluation.of_record(before["evaluation"]) if before["evaluation"] else None
         # Last: building and loading may have drawn from them.
-        restore_random(found.state["random"], built.device, dims, seed=self.config.seed, step=self.step)
+        restore_random(loaded.state["random"], built.device, dims, seed=self.config.seed, step=self.step)
 
     def start_from(self, path: str) -> None:
         """Take the weights of `path`; parameters that they do not fit are drawn again, and reported."""

@@ -49,7 +49,7 @@ class Saves:
         return checkpoint.find(self.folder)
 
     def wait(self) -> None:
-        """Wait for a save under way; raises what it failed with."""
+        """Wait for a save under way; raises the error that it failed with."""
         if self._saver:
             self._saver.wait()
 

@@ -1,10 +1,10 @@
-"""Steps that must not be taken: those whose loss or gradients are not finite, and, where asked for, those whose loss
+"""Steps that must not be taken: those whose loss or gradients are not finite, and with `spikes=skip` those whose loss
 jumps far above the losses before it (a spike).
 
 Whether numbers are finite is decided on the device, from one number that all ranks share: all skip the same steps, and
 no step waits for the host. After `PATIENCE` such steps in a row every later step is skipped too, so the weights are
-still good when the host comes to look. What a spike is, the host works out from the losses it has logged, and it sends
-the device one limit.
+still good when the host checks. The host computes from the logged losses what counts as a spike, and sends the device
+one limit.
 
 The policies for spikes follow Chowdhery et al., "PaLM", JMLR 2023, section 5.1, where training goes back to before a
 spike and leaves out the batches around it.
@@ -29,7 +29,7 @@ PATIENCE = 3
 HISTORY = 50
 """Losses that must be known before a spike can be distinguished from noise."""
 _LEAST = 1e-3
-"""Share of the mean: a smaller rise is no spike, however quiet the losses were."""
+"""Share of the mean: a smaller rise is not a spike, however quiet the losses were."""
 
 
 class StepSkipper:
@@ -102,7 +102,7 @@ class StepSkipper:
         return {"row": self._bad_in_a_row.clone(), "skipped": self._skipped.clone(), "limit": limit.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         self._bad_in_a_row.copy_(state["row"])
         self._skipped.copy_(state["skipped"])
         if state["limit"].isfinite():
@@ -127,16 +127,16 @@ class SpikeDetector:
     def observe(self, losses: Sequence[float]) -> list[int]:
         """Indices of the next losses that are spikes. Those that are not finite are the skipper's concern."""
         limit = self.limit
-        found = [index for index, loss in enumerate(losses) if math.isfinite(loss) and loss > limit]
+        spikes = [index for index, loss in enumerate(losses) if math.isfinite(loss) and loss > limit]
         # A spike counts as no more than the limit: it must not widen what is normal at once, but a loss that stays
         # high must in the end become normal.
         self._losses.extend(min(loss, limit) for loss in losses if math.isfinite(loss))
-        return found
+        return spikes
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run needs to decide alike."""
         return {"losses": list(self._losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         self._losses = deque(state["losses"], maxlen=HISTORY)

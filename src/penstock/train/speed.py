@@ -36,9 +36,9 @@ class Useful(NamedTuple):
     """FLOPs of one forward and backward pass."""
 
 
-def useful(full: Fullness) -> Useful:
-    """The same of batches like these."""
-    lengths = (max(1, round(full.real * one.length)) for one in full.model.graph.inputs)
+def useful_work(full: Fullness) -> Useful:
+    """The size of a mean sample of such batches, without padding."""
+    lengths = (max(1, round(full.real * source.length)) for source in full.model.graph.inputs)
     model: ModelConfig = full.model.with_lengths(*lengths)
     return Useful(
         sum(model.graph.lengths), describe(model, Plan(micro_batch=1), words=full.words).model_flops
@@ -66,7 +66,7 @@ class Speedometer:
     ) -> None:
         plan = prediction.plan
         self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"
-        """Which peak utilisation is of: machine, type, datasheet or measured."""
+        """The peak that utilisation is measured against: machine, type, datasheet or measured."""
         self.times: list[float] = []
         """Seconds of every step that has been read."""
         self._samples_per_step = plan.global_batch
@@ -124,9 +124,11 @@ class Speedometer:
         if total <= 0:
             return {}
         rate = len(times) * self._samples_per_step / total
-        seen = sum(tokens) * self._data_world  # as if every rank's samples were as long as this one's
-        text = {"tokens_per_second": seen / total} if seen else {}
-        full = rate * (seen / (len(times) * self._tokens_per_step) if seen and self._tokens_per_step else 1.0)
+        token_count = sum(tokens) * self._data_world  # as if every rank's samples were as long as this one's
+        text = {"tokens_per_second": token_count / total} if token_count else {}
+        full = rate
+        if token_count and self._tokens_per_step:
+            full *= token_count / (len(times) * self._tokens_per_step)
         return {
             "samples_per_second": rate,
             **text,

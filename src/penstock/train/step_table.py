@@ -1,7 +1,7 @@
-"""Where the time of a step goes, by what it does, beside the least that a perfect program would need.
+"""The time of a step by kinds of work, beside the least that a perfect program would need.
 
 The times are those of a trace: each operator counts with the time in which it has called no other. A GPU's kernels
-count where the operator does that launched them.
+count in the row of the operator that launched them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OWN = (
 )  # fmt: skip
 """Beginnings of names of operators, and the row of their own time."""
 _EXACT = frozenset({"aten::t"})
-"""Names that are no beginnings."""
+"""Names that must match as a whole."""
 
 
 @dataclass(frozen=True)
@@ -80,37 +80,37 @@ def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
         for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation", "kernel")
     ]
-    steps, seconds = measured(events)
+    steps, seconds = measure_rows(events)
     if not steps:
         return []
-    whole = sum(seconds.values())
+    total = sum(seconds.values())
     rows = []
     for name in {*seconds, *least}:
         took, bound = seconds.get(name, 0.0), least.get(name)
         lowest = None if bound is None else 1e3 * bound.seconds
         flops, moved = (0.0, 0.0) if bound is None else bound[:2]
-        rows.append(PartOfStep(name, 1e3 * took, took / whole, lowest, flops / 1e9, moved / 1e9))
+        rows.append(PartOfStep(name, 1e3 * took, took / total, lowest, flops / 1e9, moved / 1e9))
     return [asdict(row) for row in sorted(rows, key=lambda row: -row.milliseconds)]
 
 
-def measured(events: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
+def measure_rows(events: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
     """How many steps there are, and the seconds of one by row."""
     host = sorted((e for e in events if e["cat"] != "kernel"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
     marks = [event for event in host if event["name"] == STEP]
     kernels = [event for event in events if event["cat"] == "kernel"]
-    found: defaultdict[str, float] = defaultdict(float)
+    microseconds_of: defaultdict[str, float] = defaultdict(float)
     rows_of: dict[Any, str] = {}
-    for event, row, own in _nested(host):
+    for event, row, own_time in _own_times(host):
         rows_of[event.get("args", {}).get("External id")] = row
         if _within(event, marks):
-            found[row] += own
+            microseconds_of[row] += own_time
     if kernels:  # the host runs ahead of the device; what counts is the device's time
-        found = defaultdict(float)
+        microseconds_of = defaultdict(float)
         for kernel in kernels:
-            found[rows_of.get(kernel.get("args", {}).get("External id"), OTHER)] += kernel["dur"]
-        found[HOST] = max(0.0, sum(mark["dur"] for mark in marks) - sum(found.values()))
+            microseconds_of[rows_of.get(kernel.get("args", {}).get("External id"), OTHER)] += kernel["dur"]
+        microseconds_of[HOST] = max(0.0, sum(mark["dur"] for mark in marks) - sum(microseconds_of.values()))
     count = len(marks)
-    return count, {row: microseconds / 1e6 / count for row, microseconds in found.items() if microseconds}
+    return count, {row: micros / 1e6 / count for row, micros in microseconds_of.items() if micros}
 
 
 def _within(event: Mapping[str, Any], marks: list[Mapping[str, Any]]) -> bool:
@@ -118,15 +118,15 @@ def _within(event: Mapping[str, Any], marks: list[Mapping[str, Any]]) -> bool:
     return number >= 0 and event["ts"] < marks[number]["ts"] + marks[number]["dur"]
 
 
-def _nested(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, float]]:
+def _own_times(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, float]]:
     """Each event of some threads with its row, and the microseconds that it spent in no event inside it."""
     stack: list[list[Any]] = []  # event, row, time of its own, row of all that it calls, whether backward
     thread: Any = None
 
     def ended(before: float) -> Iterator[tuple[Mapping[str, Any], str, float]]:
         while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= before:
-            event, row, own, *_ = stack.pop()
-            yield event, row, max(0.0, own)
+            event, row, own_time, *_ = stack.pop()
+            yield event, row, max(0.0, own_time)
 
     for event in events:
         if event["tid"] != thread:
@@ -144,20 +144,20 @@ def _nested(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
 
 
 def _row(name: str, inside: str, backward: bool) -> str:
-    own = next((row for starts, row in _OWN if _starts(name, starts)), "")
-    if not own:
-        own = OTHER if name.startswith("aten::") else HOST
-    if inside and own not in (HOST, COLLECTIVES):
-        own = inside
-    directed = own in ("products", "attention", BETWEEN)
-    return f"{own}, {'backward' if backward else 'forward'}" if directed else own
+    kind = next((row for starts, row in _OWN if _starts(name, starts)), "")
+    if not kind:
+        kind = OTHER if name.startswith("aten::") else HOST
+    if inside and kind not in (HOST, COLLECTIVES):
+        kind = inside
+    directed = kind in ("products", "attention", BETWEEN)
+    return f"{kind}, {'backward' if backward else 'forward'}" if directed else kind
 
 
 def _starts(name: str, starts: tuple[str, ...]) -> bool:
     return any(name == start if start in _EXACT else name.startswith(start) for start in starts)
 
 
-def shown(rows: list[dict[str, Any]]) -> str:
+def as_text(rows: list[dict[str, Any]]) -> str:
     """The table in plain text."""
     wide = max(len(row["name"]) for row in rows)
     lines = [f"{'part of a step':<{wide}}  {'ms':>9}  {'share':>6}  {'least ms':>9}  {'times':>6}"]
@@ -168,7 +168,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
             + (f"  {least:>9,.2f}" if least is not None else f"  {'–':>9}")
             + (f"  {row['milliseconds'] / least:>6.1f}" if least else "")
         )
-    whole = sum(row["milliseconds"] for row in rows)
+    total = sum(row["milliseconds"] for row in rows)
     least = sum(row["least_milliseconds"] or 0.0 for row in rows)
-    lines.append(f"{'whole step':<{wide}}  {whole:>9,.2f}  {1:>6.1%}  {least:>9,.2f}  {whole / least:>6.1f}")
+    lines.append(f"{'whole step':<{wide}}  {total:>9,.2f}  {1:>6.1%}  {least:>9,.2f}  {total / least:>6.1f}")
     return "\n".join(lines) + "\n"

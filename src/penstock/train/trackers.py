@@ -64,14 +64,14 @@ class WandB(_Tracker):
 
     def on_start(self, record: Record) -> None:
         output = Path(record["output"])
-        known = _identity(output, "wandb")
+        identity = _identity(output, "wandb")
         settings = self._wandb.Settings() if hasattr(self._wandb, "Settings") else None
         self._run = self._wandb.init(
             project=getattr(settings, "project", None) or "penstock",
             name=output.name,
             dir=str(output),
-            id=known,
-            resume="allow" if known else None,
+            id=identity,
+            resume="allow" if identity else None,
             config=_facts(record),
         )
         _remember(output, "wandb", self._run.id)
@@ -93,10 +93,10 @@ class MLflow(_Tracker):
 
     def on_start(self, record: Record) -> None:
         output = Path(record["output"])
-        known = _identity(output, "mlflow")
-        run = self._mlflow.start_run(run_id=known, run_name=None if known else output.name)
+        identity = _identity(output, "mlflow")
+        run = self._mlflow.start_run(run_id=identity, run_name=None if identity else output.name)
         self._started = True
-        if not known:
+        if not identity:
             self._mlflow.log_params(_facts(record))
         _remember(output, "mlflow", run.info.run_id)
 
@@ -116,15 +116,15 @@ def trackers(names: str) -> list[Callback]:
 
     Raises ConfigError for an unknown name, EnvironmentProblem where its package is missing.
     """
-    found = []
+    chosen = []
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name not in TRACKERS:
             raise ConfigError(
                 f"There is no tracker {name!r}.{nearest(name, TRACKERS)} Give --track one of {', '.join(TRACKERS)}, or "
                 f"several with commas between them."
             )
-        found.append(TRACKERS[name]())
-    return found
+        chosen.append(TRACKERS[name]())
+    return chosen
 
 
 def _import(package: str, extra: str) -> Any:
@@ -146,11 +146,12 @@ def _identity(output: Path, tracker: str) -> str | None:
     """The identity under which the tracker knows the run in this folder."""
     if not (output / _ID).exists():
         return None
-    known = read_tree(output / _ID, "The list of trackers")
-    found = known.get(tracker)
-    return found if isinstance(found, str) else None
+    identities = read_tree(output / _ID, "The list of trackers")
+    identity = identities.get(tracker)
+    return identity if isinstance(identity, str) else None
 
 
 def _remember(output: Path, tracker: str, identity: str) -> None:
-    both = {name: known for name in TRACKERS if (known := _identity(output, name))} | {tracker: identity}
-    write_file(output / _ID, [json.dumps(both).encode()])
+    identities = {name: earlier for name in TRACKERS if (earlier := _identity(output, name))}
+    identities[tracker] = identity
+    write_file(output / _ID, [json.dumps(identities).encode()])

@@ -58,7 +58,7 @@ def main() -> None:
         while said == "open" and rounds < MOST_ROUNDS:
             arena.play([one, other], 1)
             rounds += 1
-            said = arena.says(other, one, ROUNDS)
+            said = arena.verdict_of(other, one, ROUNDS)
         ratio = arena.ratio(other, one)
         assert ratio is not None
         races.append({"said": said, "rounds": rounds, "ratio": ratio.value, "low": ratio.low, "high": ratio.high,

@@ -407,6 +407,46 @@ def test_a_class_name_is_of_one_class() -> None:
     assert not gone, f"lower their counts in TWICE and THRICE to these: {gone}"
 
 
+# Words that do not say which thing is meant, whatever the room; and the rooms whose names still have some of them.
+BARE = """
+    anew asked does found goes gone lasts mine ours said says stuff that theirs them these thing things those told went
+    whose
+"""
+STILL_BARE = {"config", "infer", "kernels", "models", "products", "tasks"}
+
+
+def _bare_names(text: str) -> list[tuple[int, str]]:
+    """Lines and names of functions, classes, arguments, variables and attributes that are one word of `BARE`."""
+    names: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append((node.lineno, node.name))
+        elif isinstance(node, ast.arg):
+            names.append((node.lineno, node.arg))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append((node.lineno, node.id))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.append((node.lineno, node.attr))
+    return sorted((line, name) for line, name in names if name.strip("_").lower() in BARE.split())
+
+
+def test_names_say_what_they_hold() -> None:
+    problems = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.relative_to(SOURCE).parts[0] not in STILL_BARE:
+            places = _bare_names(path.read_text(encoding="utf-8"))
+            problems += [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in places]
+    assert not problems, "say what it holds or does:\n" + "\n".join(problems)
+
+
+def test_the_check_of_names_sees_all_places() -> None:
+    text = (
+        "class Found:\n    _told: int = 0\ndef said(mine, ours=0): ...\nasync def asked(): ...\n"
+        "lambda found: found\nfor theirs, whole in x: self.gone = whole\nif (found_at := x): print(found, that=1)\n"
+    )
+    assert [line for line, _ in _bare_names(text)] == [1, 2, 3, 3, 3, 4, 5, 6, 6]
+
+
 # After these torch's gloo may write to memory that it has freed: see `parallel.sequence.all_gather`. A DTensor is
 # gathered by `shards.whole_of`.
 RACY = re.compile(

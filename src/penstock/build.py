@@ -260,8 +260,8 @@ def build(
     elif dims.degree(*LOSS) > 1 and not sharded:
         # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
         # Passes of a pipeline's micro-batches take turns, so it is so there too.
-        apart = stages is not None or (precision.master != "none" and plan.accumulate > 1)
-        replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if apart else None)
+        later = stages is not None or (precision.master != "none" and plan.accumulate > 1)
+        replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if later else None)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
     ema: EMA | None = None

@@ -69,10 +69,10 @@ def _make(parent: Path, prefix: str, folder: bool) -> tuple[Path, int | None]:
 
 
 def _sweep(parent: Path, prefix: str) -> None:
-    found: list[Path] = []
+    paths: list[Path] = []
     with contextlib.suppress(OSError):  # a folder may be there to write to, and not to be looked into
-        found = [path for path in parent.iterdir() if path.name.startswith(prefix)]
-    for path in found:
+        paths = [path for path in parent.iterdir() if path.name.startswith(prefix)]
+    for path in paths:
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.getuid() and not path.is_symlink():
                 handle = _lock(path)

@@ -47,10 +47,10 @@ class Cut:
 
     def of(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor that has not been cut by this mesh dimension yet; it may share memory."""
-        found = [
+        parts = [
             tensor.narrow(self.dim, start, length) for start, length in self.parts(tensor.shape[self.dim])
         ]
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 class Box(NamedTuple):
@@ -72,12 +72,12 @@ def cuts(tensor: Any) -> list[Cut]:
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     place = mesh.get_coordinate() or (0,) * mesh.ndim
-    found = []
+    result = []
     for number, (name, placement) in enumerate(zip(names, tensor.placements)):
         if not (placement.is_replicate() or placement.is_partial()):
             pieces = int(getattr(placement, "split_factor", 1)) if name in FIRST else 1
-            found.append(Cut(number, placement.dim, mesh.size(number), place[number], pieces))
-    return sorted(found, key=lambda cut: names[cut.mesh_dim] not in FIRST)
+            result.append(Cut(number, placement.dim, mesh.size(number), place[number], pieces))
+    return sorted(result, key=lambda cut: names[cut.mesh_dim] not in FIRST)
 
 
 def cut_like(tensor: Any, whole: Tensor) -> Tensor:
@@ -98,15 +98,15 @@ def boxes(tensor: Any) -> Iterator[Box]:
 
 def _chosen(runs: Sequence[tuple[int, int]], cut: Cut) -> list[tuple[int, int]]:
     """The part that a cut leaves of consecutive runs of the whole."""
-    found = []
+    remaining = []
     for start, length in cut.parts(sum(size for _, size in runs)):
         before = 0
         for first, size in runs:
             low, high = max(start, before), min(start + length, before + size)
             if low < high:
-                found.append((first + low - before, high - low))
+                remaining.append((first + low - before, high - low))
             before += size
-    return found
+    return remaining
 
 
 def _placed(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -135,14 +135,14 @@ def whole_of(tensor: Tensor) -> Tensor:
     sharded: Any = tensor
     if not hasattr(sharded, "placements"):
         return tensor
-    found: Tensor = sharded.to_local()
+    part: Tensor = sharded.to_local()
     steps, shape = [], list(tensor.shape)
     for cut in cuts(sharded):
         steps.append((cut, shape[cut.dim]))
         shape[cut.dim] = cut.length(shape[cut.dim])
     for cut, size in reversed(steps):
-        found = _united(found, cut, size, sharded.device_mesh.get_group(cut.mesh_dim))
-    return found
+        part = _united(part, cut, size, sharded.device_mesh.get_group(cut.mesh_dim))
+    return part
 
 
 def _united(part: Tensor, cut: Cut, size: int, group: distributed.ProcessGroup) -> Tensor:
@@ -150,10 +150,10 @@ def _united(part: Tensor, cut: Cut, size: int, group: distributed.ProcessGroup) 
     lengths = [cut.length(size, index) for index in range(cut.count)]
     shape = list(part.shape)
     shape[cut.dim] = max(lengths)
-    mine = part.new_zeros(shape)
-    mine.narrow(cut.dim, 0, part.shape[cut.dim]).copy_(part)
-    every = [torch.empty_like(mine) for _ in lengths]
-    distributed.all_gather(every, mine, group=group)
+    padded = part.new_zeros(shape)
+    padded.narrow(cut.dim, 0, part.shape[cut.dim]).copy_(part)
+    every = [torch.empty_like(padded) for _ in lengths]
+    distributed.all_gather(every, padded, group=group)
     every = [each.narrow(cut.dim, 0, length) for each, length in zip(every, lengths)]
     pieces = [each.chunk(cut.pieces, cut.dim) if cut.pieces > 1 else (each,) for each in every]
     return torch.cat([parts[piece] for piece in range(cut.pieces) for parts in pieces], cut.dim)

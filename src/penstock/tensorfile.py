@@ -41,7 +41,7 @@ SHARD_BYTES = 5_000_000_000
 """Most bytes of one file of a model, as huggingface_hub writes it."""
 _BEFORE = ".before"
 """Ends the name, less its suffix, of a file that the next export keeps until it is done."""
-_OURS = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}}({re.escape(_BEFORE)})?)?\.safetensors")
+_EXPORTED = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}}({re.escape(_BEFORE)})?)?\.safetensors")
 """Names of files that an export writes."""
 
 
@@ -143,7 +143,7 @@ def write_model(
         names.append(INDEX)
     sync_folder(folder)
     for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in names and path.is_file():
+        if _EXPORTED.fullmatch(path.name) and path.name not in names and path.is_file():
             path.unlink()
     return [folder / name for name in names]
 

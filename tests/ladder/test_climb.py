@@ -277,7 +277,7 @@ def test_what_no_race_decides_is_taken_where_measurement_and_forecast_agree(
     best = search.Candidate(("",), first)
     other = search.Candidate(("memory",), replace(first, plan=replace(first.plan, host_memory="keep")))
     known = SimpleNamespace(
-        arena=SimpleNamespace(says=lambda *settings: said),
+        arena=SimpleNamespace(verdict_of=lambda *settings: said),
         rounds=7,
         measured={best.key: best, other.key: other},
         allowed=lambda candidate: True,

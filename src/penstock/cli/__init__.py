@@ -165,13 +165,13 @@ def check_words(words: Sequence[str]) -> None:
     """Raise ConfigError for arguments of ours that are far too many, or that no message could show. What follows `--`
     is a program's own.
     """
-    ours = list(itertools.takewhile(lambda word: word != "--", words))
-    if len(ours) > _MOST_WORDS:
+    own_words = list(itertools.takewhile(lambda word: word != "--", words))
+    if len(own_words) > _MOST_WORDS:
         raise ConfigError(
-            f"The command line has {len(ours):,} words, and at most {_MOST_WORDS:,} are read; put settings into a "
+            f"The command line has {len(own_words):,} words, and at most {_MOST_WORDS:,} are read; put settings into a "
             "file for --config."
         )
-    for word in ours:
+    for word in own_words:
         if character := control_character(word):
             raise ConfigError(
                 f"The argument {quoted(word)} has {character}, which no name or setting has; remove it."

@@ -133,8 +133,8 @@ def _options(
 def _unlisted(part: str, names: list[str]) -> inspect.Parameter:
     """The option for what `--help` does not list of a part: `--part.NAME VALUE` with any of the names."""
 
-    def check(_: Any, given: dict[str, str] | None) -> None:
-        for name in given or ():
+    def check(_: Any, values: dict[str, str] | None) -> None:
+        for name in values or ():
             if name not in names:
                 raise ValueError(f"It is not a setting.{nearest(name, names)}")
 

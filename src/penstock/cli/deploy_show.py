@@ -9,7 +9,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import title
 from penstock.report.page import Cell, Section, plain_console, terminal_table
 from penstock.report.units import money
-from penstock.serve.deploy import Found, Layout
+from penstock.serve.deploy import Layout, Ranking
 from penstock.serve.measure import Measured
 from penstock.serve.settings import DeployConfig
 from penstock.serve.traffic import Arrival, Served
@@ -23,7 +23,7 @@ LEGEND = (
 
 
 def show(
-    config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], result: Found, files: Sequence[str]
+    config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], result: Ranking, files: Sequence[str]
 ) -> None:
     """The table of layouts, the choice in a sentence, and why the others lose."""
     assert config.model is not None
@@ -75,7 +75,7 @@ def show_measured(predicted: Served, measured: Measured) -> None:
     console.print(terminal_table(Section(title="Measured", columns=heads, rows=rows), console.width))
 
 
-def table(config: DeployConfig, result: Found) -> Section:
+def table(config: DeployConfig, result: Ranking) -> Section:
     """Layouts, the choice first."""
     heads = [
         *map(Cell, ("type", "tp", "pp", "replicas", "GPUs", "slots", "first token", "a token", "request"))

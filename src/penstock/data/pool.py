@@ -200,10 +200,10 @@ class _Worker:
         try:
             answer: tuple[tuple[str, str], ...] | _Failed = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise self._gone() from None
+            raise self._end_error() from None
         return answer
 
-    def _gone(self) -> DataError:
+    def _end_error(self) -> DataError:
         code = self.process.wait(timeout=10)
         if code >= 0:
             return DataError(

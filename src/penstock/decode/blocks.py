@@ -34,7 +34,7 @@ class Blocks:
     size: int
     _free: list[int] = field(init=False)
     _users: list[int] = field(init=False)
-    _found: dict[Key, int] = field(init=False, default_factory=dict)
+    _by_key: dict[Key, int] = field(init=False, default_factory=dict)
     _keys: dict[int, Key] = field(init=False, default_factory=dict)
     _idle: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)
 
@@ -75,7 +75,7 @@ class Blocks:
         blocks: list[int] = []
         before = -1
         for start in range(0, len(ids) - self.size, self.size):
-            block = self._found.get((before, tuple(ids[start : start + self.size])))
+            block = self._by_key.get((before, tuple(ids[start : start + self.size])))
             if block is None:
                 break
             blocks.append(block)
@@ -94,9 +94,9 @@ class Blocks:
         del self._idle[block]
         self._free.append(block)
         key = self._keys.pop(block)
-        del self._found[key]
+        del self._by_key[key]
         for other in [b for b, (before, _) in self._keys.items() if before == block]:
-            del self._found[self._keys[other]]
+            del self._by_key[self._keys[other]]
             del self._keys[other]
             if other in self._idle:
                 del self._idle[other]
@@ -109,9 +109,9 @@ class Blocks:
             block = table.blocks[table.published]
             before = table.blocks[table.published - 1] if table.published else -1
             key = (before, table.ids[start : start + self.size])
-            if key in self._found or (before >= 0 and before not in self._keys):
+            if key in self._by_key or (before >= 0 and before not in self._keys):
                 break  # another text was first, and what follows belongs to its blocks
-            self._found[key], self._keys[block] = block, key
+            self._by_key[key], self._keys[block] = block, key
             table.published += 1
 
     def release(self, table: BlockTable) -> None:

@@ -108,9 +108,9 @@ class Arena:
         """Let go of a setting, unless it is to stay, and give its memory back."""
         if setting in self.keep and not force:
             return
-        gone = self._built.pop(setting, None)
-        if gone is not None:
-            gone.close()
+        contender = self._built.pop(setting, None)
+        if contender is not None:
+            contender.close()
 
     def clear(self) -> None:
         """Let go of all that need not stay."""
@@ -187,7 +187,7 @@ class Arena:
         step_speed = self.wall.joint().speed(setting, self.baseline)
         return step_speed and step_speed * self.subject.samples(setting) / self.subject.samples(self.baseline)
 
-    def says(self, setting: Setting, over: Setting, least: int) -> Verdict:
+    def verdict_of(self, setting: Setting, over: Setting, least: int) -> Verdict:
         """The verdict of all rounds so far on the two."""
         ratio = self.ratio(setting, over)
         return "open" if ratio is None else verdict(ratio, ratio.rounds, least)

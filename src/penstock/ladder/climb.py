@@ -190,7 +190,7 @@ class _Climb:
 
     def _faster(self, setting: Setting, over: Setting) -> bool:
         """Whether all rounds so far say that one setting is faster than another, beyond the noise."""
-        return self.arena.says(setting, over, self.config.rounds) == "faster"
+        return self.arena.verdict_of(setting, over, self.config.rounds) == "faster"
 
     def _control(self) -> Control | None:
         """Build the baseline twice, and see by how much the two differ; None where not even two rounds fit."""
@@ -373,7 +373,7 @@ class _Climb:
         if not search.allowed(candidate):
             reason = "with it the loss differs by more than seeds explain"
         else:
-            reason = NO_GAIN[self.arena.says(candidate.setting, best.setting, self.config.rounds)]
+            reason = NO_GAIN[self.arena.verdict_of(candidate.setting, best.setting, self.config.rounds)]
         reason = reason or "too little of the budget was left to move to it"
         if candidate is not beside:
             reason += " (with it, the fastest setting measured)"

@@ -152,8 +152,8 @@ def vision_only(setting: Setting) -> str | None:
     graph = None if setting.model is None else setting.model.graph
     if graph is not None and graph.vision and graph.classes is not None:
         return None
-    whose = "is your own" if graph is None else "makes images" if graph.pixels is not None else "reads text"
-    return f"it changes a Vision Transformer of Penstock's, and this model {whose}"
+    trait = "is your own" if graph is None else "makes images" if graph.pixels is not None else "reads text"
+    return f"it changes a Vision Transformer of Penstock's, and this model {trait}"
 
 
 def group_of(rung: Rung) -> str:

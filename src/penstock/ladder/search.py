@@ -201,7 +201,7 @@ class Search:
     def race(self, settings: Sequence[Setting], pairs: Sequence[tuple[Setting, Setting]], end: float) -> None:
         """Let settings take turns until each pair is decided, or the time is up. Those that are decided step out."""
         for _ in range(MOST_ROUNDS):
-            undecided = [pair for pair in pairs if self.arena.says(*pair, self.rounds) == "open"]
+            undecided = [pair for pair in pairs if self.arena.verdict_of(*pair, self.rounds) == "open"]
             running = [s for s in settings if any(s in pair for pair in undecided)]
             left = end - time.perf_counter()
             if not running or left < self.arena.round_of(running) + sum(map(self.arena.building, running)):
@@ -366,7 +366,7 @@ class Search:
             kept_for_away = sum(self._cost(c) for c in away)
             there = []
             for candidate in [*others, *away]:
-                if self.arena.says(candidate.setting, best.setting, self.rounds) != "open":
+                if self.arena.verdict_of(candidate.setting, best.setting, self.rounds) != "open":
                     continue
                 left = end - time.perf_counter() - (0.0 if candidate in away else kept_for_away)
                 if self._cost(candidate) > left:
@@ -390,7 +390,7 @@ class Search:
         or one without a rung that gains nothing."""
 
         def verdict(candidate: Candidate) -> str:
-            return self.arena.says(candidate.setting, best.setting, self.rounds)
+            return self.arena.verdict_of(candidate.setting, best.setting, self.rounds)
 
         near = [c for c in near if c.key in self.measured and self.allowed(c)]
         faster = [c for c in near if verdict(c) == "faster"]
@@ -437,13 +437,13 @@ class Search:
 
     def proven(self, name: str, step: Candidate, before: Candidate, best: Candidate) -> bool:
         """Whether a rung of the path surely gains: where it stands, or as what the best would lack without it."""
-        if self.arena.says(step.setting, before.setting, self.rounds) == "faster":
+        if self.arena.verdict_of(step.setting, before.setting, self.rounds) == "faster":
             return True
         without = self.space.without(best, name)
         return (
             without is not None
             and without.key in self.measured
-            and self.arena.says(best.setting, without.setting, self.rounds) == "faster"
+            and self.arena.verdict_of(best.setting, without.setting, self.rounds) == "faster"
         )
 
     def _simpler(
@@ -467,7 +467,7 @@ class Search:
             return None
         pair = best.setting, simpler.setting
         self.race(pair, [pair], _before(end, 0.5))
-        faster = self.arena.says(*pair, self.rounds) == "faster"
+        faster = self.arena.verdict_of(*pair, self.rounds) == "faster"
         return simpler if self._judged(best, simpler) and not faster else None
 
     def _judged(self, candidate: Candidate, over: Candidate) -> bool:

@@ -193,14 +193,14 @@ class Hosts(Visits):
         place = np.arange(len(expert)) - (totals.cumsum() - totals).repeat(totals)
         product = first[expert] + place // ROWS
         row_host = host[product]
-        goes = row_host[rank == here]
-        order = torch.from_numpy(goes.argsort(kind="stable")).to(rows.device)
-        sent = np.bincount(goes, minlength=ranks).tolist()
-        mine = row_host == here
-        arrival = torch.from_numpy(rank[mine].argsort(kind="stable")).to(rows.device)
-        came = np.bincount(rank[mine], minlength=ranks).tolist()
+        destinations = row_host[rank == here]
+        order = torch.from_numpy(destinations.argsort(kind="stable")).to(rows.device)
+        sent = np.bincount(destinations, minlength=ranks).tolist()
+        hosted = row_host == here
+        arrival = torch.from_numpy(rank[hosted].argsort(kind="stable")).to(rows.device)
+        came = np.bincount(rank[hosted], minlength=ranks).tolist()
         arrived = self._sent(rows.index_select(0, order), came, sent)
-        made = self._products(put_rows(arrived, arrival, len(arrival)), expert[mine], product[mine])
+        made = self._products(put_rows(arrived, arrival, len(arrival)), expert[hosted], product[hosted])
         return put_rows(self._sent(made.index_select(0, arrival), sent, came), order, len(order))
 
     def _sent(self, rows: Tensor, came: list[int], sent: list[int]) -> Tensor:
@@ -250,8 +250,8 @@ def host_experts(
 
 def rounds_of(model: nn.Module) -> Rounds | None:
     """The rounds of a model whose experts are hosted by several ranks."""
-    found: Rounds | None = model.__dict__.get(_OWN)
-    return found
+    rounds: Rounds | None = model.__dict__.get(_OWN)
+    return rounds
 
 
 def attend(model: nn.Module) -> None:

@@ -32,15 +32,15 @@ class Transfer:
 
 def transfers_of(before: Slots, after: Slots) -> list[Transfer]:
     """All that must be sent for another placement, in one order on all ranks; sources take turns among replicas."""
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
     busy = [0] * len(before)
     for target, (now, then) in enumerate(zip(after, before, strict=True)):
         for expert in sorted(set(now) - set(then)):
             holders = [rank for rank, held in enumerate(before) if expert in held]
             source = min(holders, key=busy.__getitem__)
             busy[source] += 1
-            found.append(Transfer(expert, source, target))
-    return found
+            transfers.append(Transfer(expert, source, target))
+    return transfers
 
 
 @dataclass(eq=False)

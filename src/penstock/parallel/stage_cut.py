@@ -77,23 +77,23 @@ def _carried(anatomy: Anatomy, starts: Sequence[int], edge: int) -> Iterator[Car
 
 def places_of(anatomy: Anatomy, cut: StageCut) -> dict[str, frozenset[int]]:
     """The stages that use each part, by its name."""
-    found: dict[str, set[int]] = {}
+    users: dict[str, set[int]] = {}
     tokens = [r.name for r in anatomy.stacks[0].before if isinstance(r, Embedding) and r.kind == "token"]
     for number, stack in enumerate(anatomy.stacks):
         home = [cut.stage_of(cut.starts[number] + i) for i in range(len(stack.blocks))]
         for role in stack.before:
             everywhere = isinstance(role, Embedding) and role.kind == "relative"
             for name in (role.name, *owned(role)):
-                found.setdefault(name, set()).update(home if everywhere else home[:1])
+                users.setdefault(name, set()).update(home if everywhere else home[:1])
         # Of a foreign model it is not known which stacks read the table.
         for name in stack.shares if anatomy.reads else tokens:
-            found.setdefault(name, set()).add(home[0])
+            users.setdefault(name, set()).add(home[0])
         for block, stage in zip(stack.blocks, home):
-            found[block.name] = {stage}
+            users[block.name] = {stage}
         for role in walk(stack.after):
             for name in (role.name, *owned(role)):
-                found[name] = {home[-1]}
-    return {name: frozenset(stages) for name, stages in found.items()}
+                users[name] = {home[-1]}
+    return {name: frozenset(stages) for name, stages in users.items()}
 
 
 def nearest(places: dict[str, frozenset[int]], name: str) -> frozenset[int] | None:

@@ -87,7 +87,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Ranking:
     """The choice, None if no layout is in time, and all layouts that were tried, the choice first."""
 
     choice: Layout | None
@@ -109,7 +109,9 @@ def types_of(wanted: Sequence[WeightType], machine: Machine) -> list[Dtype]:
     return list(dict.fromkeys(types))
 
 
-def explore(model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], config: DeployConfig) -> Found:
+def explore(
+    model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], config: DeployConfig
+) -> Ranking:
     """Try layouts of `model` on `machine` for some traffic.
 
     Raises ConfigError where prompts and answers are longer than the model's positions, or the model cannot be served.
@@ -258,7 +260,7 @@ def _alone(request: Arrival, costs: StepCosts) -> float:
     return costs.request + costs.prefill(request.prompt) + decoded
 
 
-def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig) -> Found:
+def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig) -> Ranking:
     """The layout on the fewest devices that is in time, and why each other is not the choice."""
 
     def rank(layout: Layout) -> tuple[bool, int, float]:
@@ -280,7 +282,7 @@ def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig
         elif not layout.why:
             layout = replace(layout, why="in time, but changes results")
         layouts.append(layout)
-    return Found(choice=best, layouts=(*([best] if best else []), *layouts))
+    return Ranking(choice=best, layouts=(*([best] if best else []), *layouts))
 
 
 def _loses(layout: Layout, best: Layout, chosen: Sequence[str]) -> str:

@@ -362,22 +362,22 @@ class Service:
 
     async def _while_there(self, request: Request, work: Any) -> None:
         """Wait for the work; end it when the client leaves, or takes longer than a request may."""
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+        task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
         try:
             done, _ = await asyncio.wait(
-                {task, gone}, timeout=self.config.seconds, return_when=asyncio.FIRST_COMPLETED
+                {task, disconnected}, timeout=self.config.seconds, return_when=asyncio.FIRST_COMPLETED
             )
             if task in done:
                 try:
                     task.result()
                 except ExceptionGroup as several:
                     raise several.exceptions[0] from None
-            elif gone in done:
+            elif disconnected in done:
                 raise ClientDisconnect
             else:
                 raise Fault(504, f"The request took longer than {self.config.seconds:g} s.", "timeout_error")
         finally:
-            for waited in (task, gone):
+            for waited in (task, disconnected):
                 waited.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await waited
@@ -448,7 +448,7 @@ class Service:
         return f"The request took longer than {self.config.seconds:g} s."
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Returns when the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -82,17 +82,17 @@ class Pipeline:
         self._place = stages.dims.place()["pp"]
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
-        mine = table(self.plan, len(micro_batches)).ranks[self._place]
+        actions = table(self.plan, len(micro_batches)).ranks[self._place]
         if self.replicas is not None:
             self.replicas.begin(0, len(micro_batches))
         step = _Step(self, micro_batches, Links(self.stages.dims, self.stages.device, self._types))
-        for action in mine:
+        for action in actions:
             step.perform(action)
         step.links.finish()
         self.stages.add_shared(self._holder)
         if self.replicas is not None:
             self.replicas.end()
-        return self._told(step.loss)
+        return self._shared_loss(step.loss)
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """The norm of the gradients of all stages, from that of this rank's."""
@@ -102,19 +102,19 @@ class Pipeline:
         """The tensor that holds the gradient of a parameter."""
         return parameter if self.masters is None else self.masters.master_of(parameter)
 
-    def _told(self, loss: StepLoss | None) -> Tensor:
+    def _shared_loss(self, loss: StepLoss | None) -> Tensor:
         """The loss of the micro-batches, and its parts, which the last stage sends to the others."""
         stages = self.stages
         dtype = torch.float64 if stages.like() == torch.float64 else torch.float32
-        told = torch.zeros(1 + len(self.task.losses), dtype=dtype, device=stages.device)
+        values = torch.zeros(1 + len(self.task.losses), dtype=dtype, device=stages.device)
         if loss is not None:
-            told[0] = loss.result()[0]
+            values[0] = loss.result()[0]
             if loss.parts is not None:
-                told[1:] = loss.parts
+                values[1:] = loss.parts
         source = stages.rank_of(stages.last)
-        distributed.broadcast(told, group=stages.dims.group("pp"), group_src=source)
-        self.parts = told[1:] if self.task.losses else None
-        return told[0]
+        distributed.broadcast(values, group=stages.dims.group("pp"), group_src=source)
+        self.parts = values[1:] if self.task.losses else None
+        return values[0]
 
 
 class _Step:
@@ -131,7 +131,7 @@ class _Step:
         self._outputs: dict[tuple[int, int], Values] = {}
         self._gradients: dict[tuple[int, int], Values] = {}
         """Gradients of the outputs."""
-        self._does: dict[str, Callable[[int, int], None]] = {
+        self._performers: dict[str, Callable[[int, int], None]] = {
             "F": self._forward, "B": self._backward, "SEND_F": self._send, "RECV_F": self._receive,
             "SEND_B": self._send_back, "RECV_B": self._receive_back, "I": self._of_input, "W": self._of_weights,
         }  # fmt: skip
@@ -148,7 +148,7 @@ class _Step:
         """Do what the schedule says. An error is raised with stage and micro-batch."""
         try:
             self._began = self._now()
-            self._does[action.kind](action.stage, action.micro_batch)
+            self._performers[action.kind](action.stage, action.micro_batch)
             if self.pipeline.trace is not None and not action.communicates:
                 self.pipeline.trace.append((action, self._began, self._now()))
         except (RuntimeError, MemoryError, PenstockError) as error:
@@ -202,8 +202,8 @@ class _Step:
             pipeline.masters.collect()
         if stage:
             received = self._inputs.pop((stage, i))
-            found = tuple(torch.zeros_like(v) if v.grad is None else v.grad for v in received)
-            self._gradients[stage - 1, i] = found
+            input_gradients = tuple(torch.zeros_like(v) if v.grad is None else v.grad for v in received)
+            self._gradients[stage - 1, i] = input_gradients
 
     def _of_input(self, stage: int, i: int) -> None:
         later: Later = []

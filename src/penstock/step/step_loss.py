@@ -46,23 +46,23 @@ class StepLoss:
             self._counts = [loss.targets(batch) for batch in micro_batches]
             self._total = self._per_rank(sum(self._counts))
 
-    def share(self, index: int, found: Tensor | tuple[Tensor, Count]) -> Tensor:
+    def share(self, index: int, loss: Tensor | tuple[Tensor, Count]) -> Tensor:
         """The part of micro-batch `index` in the loss of the step; differentiable."""
-        if len(self._losses) > 0 and isinstance(found, tuple) != bool(self._counted):
+        if len(self._losses) > 0 and isinstance(loss, tuple) != bool(self._counted):
             raise ConfigError(
                 "The loss function returned (sum, count) for some batches only; let it do so for all."
             )
-        if isinstance(found, tuple):
-            total, count = _checked(found)
+        if isinstance(loss, tuple):
+            total, count = _checked(loss)
             if not self._counted:
                 self._total = self._per_rank(count * self._parts)
             self._counted.append(count)
             self._losses.append(total.detach())
             return total / _like(self._total, total)
         if self._counts is None:
-            self._losses.append(found.detach())
-            return _summed(found if self._parts == 1 else found / self._parts)
-        share = found * _like(self._counts[index] / self._total, found)
+            self._losses.append(loss.detach())
+            return _summed(loss if self._parts == 1 else loss / self._parts)
+        share = loss * _like(self._counts[index] / self._total, loss)
         self._losses.append(share.detach())
         return _summed(share)
 
@@ -112,16 +112,16 @@ def _like(value: Count, loss: Tensor) -> Count:
     return value.to(loss.device, loss.dtype, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _checked(found: tuple[Any, ...]) -> tuple[Tensor, Count]:
+def _checked(value: tuple[Any, ...]) -> tuple[Tensor, Count]:
     """Sum and count that a function returned. Raises ConfigError for other pairs."""
-    if len(found) == 2:
-        total, count = found
+    if len(value) == 2:
+        total, count = value
         counts = isinstance(count, int | float) or (isinstance(count, Tensor) and count.ndim == 0)
         if isinstance(total, Tensor) and total.ndim == 0 and counts:
             return total, count.detach() if isinstance(count, Tensor) else float(count)
     kinds = ", ".join(
         f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
-        for one in found
+        for one in value
     )
     raise ConfigError(
         f"The loss function returned ({kinds}), but must return the mean loss as a 0-d tensor, or (sum, count): the "

@@ -138,7 +138,7 @@ class ScriptProcess:
                 line = _Connection(server.accept()[0])
             except TimeoutError:
                 if self._process.poll() is not None:
-                    raise self._gone() from None
+                    raise self._end_error() from None
                 if time.monotonic() > end:
                     raise self._late("has not imported torch") from None
                 continue
@@ -159,7 +159,7 @@ class ScriptProcess:
                 f"has made no further step after {self.steps}" if self.steps else "has made no optimizer step"
             ) from None
         if answer is None:
-            raise self._gone()
+            raise self._end_error()
         if line is self._lines[0]:
             self.losses += answer.get("losses", [])
             self.memory = answer.get("memory") or self.memory
@@ -174,11 +174,11 @@ class ScriptProcess:
             self.steps,
         )
 
-    def _gone(self) -> ScriptEnded:
+    def _end_error(self) -> ScriptEnded:
         """The end of a script that said nothing."""
         code = self._process.wait()
-        said = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
-        why = f"it ended with code {code}" + ("" if not said else ": " + " | ".join(said))
+        last_lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
+        why = f"it ended with code {code}" + ("" if not last_lines else ": " + " | ".join(last_lines))
         # The kernel ends the largest when memory runs out.
         status = "out of memory" if code == -signal.SIGKILL else "failed" if code else "ended"
         return ScriptEnded(status, why, self.steps)

@@ -114,13 +114,13 @@ def tune(command: ScriptCommand, config: TuneConfig, tell: Tell = lambda words: 
 def _chosen(config: TuneConfig) -> list[Rung]:
     """The rungs to try, in their order. Raises ConfigError for names that are none, or that scripts cannot have."""
     names = {rung.name: rung for rung in choose((), config.skip)}
-    asked = {rung.name for rung in choose(config.rungs, config.skip)}
-    if config.rungs and not asked & {*TUNED}:
+    asked_names = {rung.name for rung in choose(config.rungs, config.skip)}
+    if config.rungs and not asked_names & {*TUNED}:
         raise ConfigError(
             f"None of the rungs {', '.join(config.rungs)} can be put on a script from outside; these can: "
             f"{', '.join(TUNED)}."
         )
-    chosen = [names[name] for name in TUNED if name in names and name in asked]
+    chosen = [names[name] for name in TUNED if name in names and name in asked_names]
     at = next((i for i, rung in enumerate(chosen) if rung.name.startswith("attention-")), None)
     return chosen if at is None else [*chosen[:at], _SDPA, *chosen[at:]]
 
@@ -290,9 +290,9 @@ class _Tuning:
             self._close((line, 0))
             status = ended.status if ended.status in ("unsupported", "out of memory", "failed") else "failed"
             return replace(step, status=status, reason=ended.why)
-        said = self._says(line, best)
+        outcome = self._verdict(line, best)
         different, allowed = self._difference(line)
-        self._close((line, 0)) if said != "faster" else None
+        self._close((line, 0)) if outcome != "faster" else None
         ratio = self._ratio(line, best)
         step = replace(
             step, ratio=ratio, compile_seconds=self._compiling.get(line), loss_difference=different,
@@ -308,8 +308,8 @@ class _Tuning:
             return replace(
                 step, status="not kept", reason="its loss differs by more than seeds and rounding explain"
             )
-        if said != "faster":
-            return replace(step, status="not kept", reason=NO_GAIN[said])
+        if outcome != "faster":
+            return replace(step, status="not kept", reason=NO_GAIN[outcome])
         return replace(step, status="offered" if group[0].name in CHANGES_RESULTS else "kept")
 
     def _with(self, rung: Rung, line: str) -> tuple[str, str]:
@@ -363,7 +363,7 @@ class _Tuning:
         for turn in range(MOST_ROUNDS):
             self._play([(best, 0), (line, 0)])
             enough = turn + 1 >= FEWEST and time.perf_counter() > end
-            if enough or self._says(line, best) != "open":
+            if enough or self._verdict(line, best) != "open":
                 return
 
     def _race(self, lines: Sequence[str]) -> None:
@@ -471,7 +471,7 @@ class _Tuning:
     def _ratio(self, line: str, over: str) -> Estimate | None:
         return self.journal.joint().ratio((line, 0), (over, 0), self.floor)
 
-    def _says(self, line: str, over: str) -> Verdict:
+    def _verdict(self, line: str, over: str) -> Verdict:
         ratio = self._ratio(line, over)
         return "open" if ratio is None else verdict(ratio, ratio.rounds, self.config.rounds)
 

@@ -63,19 +63,19 @@ def remarks(report: TuneReport, *, every: bool = False) -> list[str]:
     """Lines that the table has no room for; with `every` also why rungs were not measured."""
     facts = report.facts
     model = f"{facts.model} of {facts.parameters:,} weights" if facts.model else "No module"
-    said = [
+    lines = [
         f"{model}, trained by {facts.optimizer} on {facts.device}: {1000 * report.step_seconds:.1f} ms a step as it "
         f"is. Two processes of it may differ by {report.floor:.1%}."
     ]
     if len(report.losses) > 1:
         losses = ", ".join(f"{loss:.4f}" for loss in report.losses)
-        said.append(f"Its loss under other seeds, after the same steps: {losses}.")
+        lines.append(f"Its loss under other seeds, after the same steps: {losses}.")
     absent = [step for step in report.steps if step.ratio is None]
     if every:
-        said += [f"{step.title}: {step.status}: {step.reason}" for step in absent]
+        lines += [f"{step.title}: {step.status}: {step.reason}" for step in absent]
     elif absent:
-        said.append(f"{len(absent)} more do not apply here, or failed (--all says why).")
-    return [*said, *report.notes]
+        lines.append(f"{len(absent)} more do not apply here, or failed (--all says why).")
+    return [*lines, *report.notes]
 
 
 def ending(report: TuneReport) -> list[tuple[str, str]]:

@@ -150,7 +150,7 @@ class ScriptWatch:
                 self._report(event="predicted", speeds=self._predicted(command["first"], command["plans"]))
             elif command["do"] == "facts":
                 self._report(
-                    event="facts", facts=asdict(self._found()), machine=to_dict(machine_for(self._device))
+                    event="facts", facts=asdict(self._all_facts()), machine=to_dict(machine_for(self._device))
                 )
             else:
                 self._leave()
@@ -243,7 +243,7 @@ class ScriptWatch:
         handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(model.register_forward_hook(after, always_call=True))
 
-    def _found(self) -> Facts:
+    def _all_facts(self) -> Facts:
         """The facts of the script. Its model is switched back and forth, so that no step may follow."""
         model, optimizer = self._model, self._optimizer
         assert optimizer is not None
@@ -303,10 +303,10 @@ def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | 
 
     def loss(model: nn.Module, call: tuple[Any, Any]) -> Tensor:
         out = model(*call[0], **call[1])
-        found = [t for t in tensors(out) if t.is_floating_point() and t.requires_grad]
+        floats = [t for t in tensors(out) if t.is_floating_point() and t.requires_grad]
         own = getattr(out, "loss", None)
-        scalars = [own] if isinstance(own, Tensor) else [t for t in found if t.numel() == 1]
-        return scalars[-1] if scalars else found[0].float().mean()
+        scalars = [own] if isinstance(own, Tensor) else [t for t in floats if t.numel() == 1]
+        return scalars[-1] if scalars else floats[0].float().mean()
 
     try:
         return trace(model, call, loss, 1, units=blocks)

@@ -107,11 +107,11 @@ class OpLists:
 
     def without(self, *names: str | Function) -> OpLists:
         """These lists without some operations, which then run as torch.autocast has them."""
-        gone = {name_of(name) for name in names}
+        dropped = {name_of(name) for name in names}
         kept: dict[str, Any] = {
-            policy: tuple(name for name in self.named(policy) if name not in gone) for policy in POLICIES
+            policy: tuple(name for name in self.named(policy) if name not in dropped) for policy in POLICIES
         }
-        kept["banned"] = tuple((name, message) for name, message in self.banned if name not in gone)
+        kept["banned"] = tuple((name, message) for name, message in self.banned if name not in dropped)
         return replace(self, **kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpLists:

@@ -191,24 +191,24 @@ def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _before(original: Callable[..., Any], does: Callable[..., None]) -> Callable[..., Any]:
-    """`original`, whose arguments `does` is given first."""
+def _before(original: Callable[..., Any], hook: Callable[..., None]) -> Callable[..., Any]:
+    """`original`, whose arguments `hook` is given first."""
 
     @functools.wraps(original)
     def both(*args: Any, **kwargs: Any) -> Any:
-        does(*args, **kwargs)
+        hook(*args, **kwargs)
         return original(*args, **kwargs)
 
     return both
 
 
-def _after(original: Callable[..., Any], does: Callable[[Any], None]) -> Callable[..., Any]:
-    """A method `original`, after which `does` is given the object."""
+def _after(original: Callable[..., Any], hook: Callable[[Any], None]) -> Callable[..., Any]:
+    """A method `original`, after which `hook` is given the object."""
 
     @functools.wraps(original)
     def both(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        does(self)
+        hook(self)
         return result
 
     return both

@@ -63,7 +63,7 @@ class Pairing:
         """Ids of parameters whose model has not been called yet, by optimizer."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._accelerated: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
-        self._ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._own_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that no waiting optimizer trains."""
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -208,14 +208,14 @@ class Pairing:
         given = dict(self._given)
         precision = properties_of(given.pop("precision"), dtype=given.pop("dtype"), device=device, **given)
         self._refuse(module, root, precision)
-        if root in self._ours:
+        if root in self._own_models:
             unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them
         if precision.weights == "half":
             self._require_one(root, takers, precision.level)
         accelerate(models, takers, **self._given)
         self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
-        self._ours.update(models)
+        self._own_models.update(models)
         self._account.accelerated(models, takers, precision)
         masters = gradients_beside(takers[0]).session.masters
         if masters is not None:
@@ -238,7 +238,7 @@ class Pairing:
             if self._given["precision"] != "O0":
                 accelerate(root, **self._given)
                 gradients_beside(optimizer).session.models.append(root)
-                self._ours.add(root)
+                self._own_models.add(root)
                 self._account.joined(root)
             self._seen.update(root.modules())
             self._switch(root, [optimizer])
@@ -270,7 +270,7 @@ class Pairing:
             return "it runs under the script's own torch.autocast"
         if len(self._scalers):
             return "the script scales its loss with a GradScaler of its own"
-        if root in self._ours:
+        if root in self._own_models:
             return None
         if precision_on(root) is not None:
             return "the script accelerates it itself"
@@ -287,7 +287,7 @@ class Pairing:
 
     def _is_accelerated(self, root: nn.Module) -> bool:
         """Whether some weights of a module are those of a model that was accelerated."""
-        known = {id(p) for model in self._ours for p in model.parameters()}
+        known = {id(p) for model in self._own_models for p in model.parameters()}
         return any(id(p) in known for p in root.parameters())
 
     def _require_one(self, root: nn.Module, takers: list[Optimizer], level: str) -> None:

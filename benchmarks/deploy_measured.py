@@ -37,6 +37,7 @@ from penstock.report.record import environment
 from penstock.serve.deploy import Layout
 from penstock.serve.measure import Client, replay, step_costs
 from penstock.serve.scheduler import Limits
+from penstock.serve.settings import DeployConfig
 from penstock.serve.simulate import simulate
 from penstock.serve.traffic import Arrival, Rate, Served
 
@@ -102,7 +103,7 @@ def round_of(case: Case, folder: Path, given: argparse.Namespace, seed: int) -> 
         type="fp32", tp=1, pp=1, replicas=1, slots=case.slots, memory_bytes=0, context=longest,
         cache_tokens=case.slots * Limits().blocks(longest),
     )  # fmt: skip
-    with server_started(penstock(str(folder), machine, layout)[1:]) as port:
+    with server_started(penstock(DeployConfig(model=case.model), str(folder), machine, layout)[1:]) as port:
         client = Client(host="127.0.0.1", port=port, vocabulary=getattr(case.model, "vocabulary", 2))
         return asyncio.run(_measured(case, client, machine, layout, given, seed))
 

@@ -33,7 +33,8 @@ from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.climb import ladder
 from penstock.ladder.own import subject_of
-from penstock.ladder.rung import Setting, all_rungs
+from penstock.ladder.rung import Setting
+from penstock.ladder.rungs import all_rungs
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.space import Space
 from penstock.ladder.subject import Subject

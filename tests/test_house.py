@@ -467,10 +467,10 @@ LINES = {
     "(modules)": 1680,
     "boundary": 1650,
     "checkpoint": 1990,
-    "cli": 4260,
+    "cli": 4230,
     "compress": 2740,
     "config": 5980,
-    "data": 7160,
+    "data": 7120,
     "decode": 2650,
     "doctor": 450,
     "export": 880,
@@ -490,7 +490,7 @@ LINES = {
     "serve": 3470,
     "step": 710,
     "tasks": 3480,
-    "train": 3300,
+    "train": 3260,
     "tune": 1620,
 }
 
@@ -502,7 +502,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 88_790
+    assert sum(LINES.values()) <= 88_700
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

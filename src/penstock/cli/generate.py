@@ -77,23 +77,25 @@ def generate(
         shortlist=() if config.shortlist is None else config.shortlist,
         only=() if config.label is None else (config.label,),
         device=config.device,
-    ) as generator:
-        if main and generator.bytes < generator.whole_bytes:
-            sizes = f"{generator.bytes / 1e6:,.1f} MB of weights, of {generator.whole_bytes / 1e6:,.1f} MB"
+    ) as made:
+        if main and made.bytes < made.whole_bytes:
+            sizes = f"{made.bytes / 1e6:,.1f} MB of weights, of {made.whole_bytes / 1e6:,.1f} MB"
             print(f"Only the experts of label {config.label} are loaded: {sizes}.", file=sys.stderr)
         before = [] if system is None else [{"role": "system", "content": system}]
         if told(typed, made.dims):
             _converse(made, before, decoding, config.label, main)
             return
         texts = told(texts, made.dims)
-        asked: list[Prompt] = [made.conversation([*before, _user(text)]) if chat else text for text in texts]
+        conversations: list[Prompt] = [
+            made.conversation([*before, _user(text)]) if chat else text for text in texts
+        ]
         if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
-            _tell(made.stream(asked[0], decoding, label=config.label), main)
+            _tell(made.stream(conversations[0], decoding, label=config.label), main)
             return
         step = config.batch * plan.dp
         for begin in range(0, len(texts), step):
             some = slice(begin, begin + step)
-            for number, one in enumerate(made.generate(asked[some], decoding, label=config.label)):
+            for number, one in enumerate(made.generate(conversations[some], decoding, label=config.label)):
                 if main:
                     _show(texts[begin + number // decoding.best], one, as_json)
 
@@ -149,13 +151,13 @@ def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str,
 
     if config.label is None:
         raise ConfigError("Say in which language to write, as training named it: --label de.")
-    captioner = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
-
-    if images:
-        lines = captioner.caption(images, config.label, max_tokens=config.decoding.max_tokens or None)
-    else:
-        lines = captioner.translate(texts, config.label)
-    print("\n".join(lines))
+    made = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
+    most = config.decoding.max_tokens or None
+    lines = (
+        made.caption(images, config.label, max_tokens=most) if images else made.translate(texts, config.label)
+    )
+    for one in lines:
+        print(one)
 
 
 def _comes_in_pieces(decoding: Decoding) -> bool:
@@ -165,8 +167,10 @@ def _comes_in_pieces(decoding: Decoding) -> bool:
 
 def _show(prompt: str, generated: Generated, as_json: bool) -> None:
     if as_json:
-        fields = ("text", "ids", "finished", "score")
-        print(json.dumps({"prompt": prompt} | {name: getattr(generated, name) for name in fields}))
+        print(json.dumps({
+            "prompt": prompt, "text": generated.text, "ids": generated.ids,
+            "finished": generated.finished, "score": generated.score,
+        }))  # fmt: skip
     else:
         print(generated.text)
 
@@ -178,14 +182,14 @@ def words(prompts: tuple[str, ...], file: Path | None) -> list[str]:
     if prompts:
         return list(prompts)
     if file is not None:
-        text = read_text(file, "The file of texts", limit=MOST)
+        content = read_text(file, "The file of texts", limit=MOST)
     elif sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(
             "There is no text: give one behind the model, or a --file with one a line, or pipe them in."
         )
     else:
-        text = sys.stdin.read(MOST)
-    lines = [line for line in text.splitlines() if line.strip()]
+        content = sys.stdin.read(MOST)
+    lines = [line for line in content.splitlines() if line.strip()]
     if not lines:
-        raise ConfigError("There is no text; write one text a line.")
+        raise ConfigError("There is no text in what was given; write one a line.")
     return lines

@@ -110,11 +110,11 @@ def to_html(report: Mapping[str, Any]) -> str:
 
 def front(points: Sequence[tuple[float, float]], *, lower: bool) -> list[tuple[float, float]]:
     """The points (latency, metric) that none of the others beats in both, by latency: the Pareto front."""
-    found: list[tuple[float, float]] = []
+    best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], point[1] if lower else -point[1])):
-        if not found or (y < found[-1][1] if lower else y > found[-1][1]):
-            found.append((x, y))
-    return found
+        if not best or (y < best[-1][1] if lower else y > best[-1][1]):
+            best.append((x, y))
+    return best
 
 
 def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float | None]:

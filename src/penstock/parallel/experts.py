@@ -25,9 +25,18 @@ from torch import Tensor, distributed, nn
 from penstock.kernels.padding import put_rows
 from penstock.models.experts import Compute, ExpertLinear, Facts, mixtures_of, repeated, spread
 from penstock.parallel.dims import ParallelDims
-from penstock.parallel.parts import Part, cut_to_fit, swap
-from penstock.parallel.parts import distributed as distributed_tensor
-from penstock.parallel.sequence import Line, copy, divide, gather, own, reduce, scatter, together, unite
+from penstock.parallel.parts import SplitModule, as_dtensor, cut_to_fit, swap_class
+from penstock.parallel.sequence import (
+    Line,
+    all_gather,
+    copy,
+    divide,
+    gather,
+    own_tokens,
+    reduce,
+    scatter,
+    unite,
+)
 from penstock.shards import EXPERT
 
 
@@ -62,9 +71,11 @@ class Visits:
             # Rows of zeros that make parts equally long must not count.
             shares = _even(x, shape)
         if line.sequence:
-            parts = [None if each is None else own(each.reshape(shape), line) for each in (shares, *facts)]
+            parts = [
+                None if each is None else own_tokens(each.reshape(shape), line) for each in (shares, *facts)
+            ]
             return x.flatten(0, 1), list(map(_flat, parts))
-        parts = [None if each is None else own(each.flatten(), flat) for each in (shares, *facts)]
+        parts = [None if each is None else own_tokens(each.flatten(), flat) for each in (shares, *facts)]
         return divide(x.flatten(0, 1), flat), parts
 
     def leave(self, out: Tensor) -> Tensor:
@@ -135,7 +146,7 @@ class Neighbours:
 
     def __call__(self, numbers: Tensor) -> Tensor:
         if self.line is not None:
-            numbers = together(numbers, self.line, 0)
+            numbers = all_gather(numbers, self.line, 0)
         if self.group is None:
             return numbers
         # Without padding, each of these ranks has as many as are real.
@@ -219,7 +230,7 @@ def split_experts(model: nn.Module, dims: ParallelDims) -> None:
         mixture.exchange = Visits(mesh.get_group())
         for linear in mixture.linears:
             for name, parameter in list(linear.named_parameters(recurse=False)):
-                part = distributed_tensor(parameter.detach(), 0, 1, mesh)
+                part = as_dtensor(parameter.detach(), 0, 1, mesh)
                 setattr(linear, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
             swap_class(linear, SplitModule)
             linear.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]

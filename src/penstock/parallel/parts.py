@@ -45,8 +45,11 @@ def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     for key, parameter in module._parameters.items():
         value: Any = state.get(prefix + key)
         sharded: Any = parameter
-        whole_value = isinstance(value, Tensor) and not hasattr(value, "placements")
-        if not hasattr(sharded, "placements") or not whole_value:
+        if (
+            not hasattr(sharded, "placements")
+            or not isinstance(value, Tensor)
+            or hasattr(value, "placements")
+        ):
             continue
         if value.shape == sharded.shape:  # else torch reports it
             part = cut_like(sharded, value.to(local(sharded.detach()).device))
@@ -63,16 +66,16 @@ class SplitModule:
 
     def replaced_by(self, new: M) -> M:
         """Let `new`, which keeps this rank's part of a split linear's weights in another form, add up or gather over
-        ranks its outputs, as this module does. Where this one does neither, `new` stays as it is.
+        ranks what it gives, as this module does. Where this one does neither, `new` stays as it is.
         """
         kinds: tuple[Any, ...] = (SplitInputs, SplitWords)
         for kind in kinds:
             if isinstance(self, kind):
-                carried = ("penstock_line", "penstock_words")
-                new.__dict__.update({name: self.__dict__[name] for name in carried if name in self.__dict__})
+                kept = ("penstock_line", "penstock_words")
+                new.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
                 base: Any = type(new)
                 new.__class__ = _class(kind, base, reads=False)
-        if isinstance(self, Row):
+        if isinstance(self, SplitInputs):
             new.__dict__["whole_rows"] = functools.partial(sequence.largest, line=self.penstock_line)
         return new
 
@@ -105,15 +108,15 @@ def _reader(name: str) -> Callable[[Any], Any]:
     def read(self: Any) -> Any:
         parameter = self._parameters[name]
         if not hasattr(parameter, "placements"):
-            counted_once = parameter is not None and name in self.penstock_spread
-            return sequence.once_per_rank(parameter, self.penstock_line) if counted_once else parameter
+            spread = parameter is not None and name in self.penstock_spread
+            return sequence.once_per_rank(parameter, self.penstock_line) if spread else parameter
         # While `fully_shard` has it sharded further, nobody computes with it.
-        return parameter.to_local() if parameter.device_mesh.ndim == 1 and _is_split(parameter) else parameter
+        return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
 
     return read
 
 
-def _is_split(parameter: Any) -> bool:
+def _split(parameter: Any) -> bool:
     """Whether a DTensor of one mesh dimension is sharded over the ranks that split each layer, or experts."""
     return parameter.device_mesh.mesh_dim_names in ((name,) for name in FIRST)
 
@@ -128,26 +131,26 @@ class SplitInputs(SplitModule):
 
 
 class SplitTable(SplitModule):
-    """A table of embeddings of which this rank has some rows."""
+    """A table of which some rows lie here."""
 
     penstock_words: Share
 
     def forward(self, ids: Tensor) -> Tensor:
-        own_ids = ids - self.penstock_words.start
-        elsewhere = (own_ids < 0) | (own_ids >= self._parameters["weight"].to_local().shape[0])
-        rows: Tensor = super().forward(own_ids.masked_fill(elsewhere, 0))
-        return sequence.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
+        here = ids - self.penstock_words.start
+        elsewhere = (here < 0) | (here >= self._parameters["weight"].to_local().shape[0])
+        vectors: Tensor = super().forward(here.masked_fill(elsewhere, 0))
+        return sequence.reduce(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
 
 
 class SplitWords(SplitModule):
-    """An output over the vocabulary, of which this rank has some entries; it makes all logits, or the targets' loss."""
+    """An output over the vocabulary, of which some entries lie here; it makes all logits, or the loss of targets."""
 
     penstock_words: Share
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(x, *args, **kwargs)
-        is_logits = out.dim() == x.dim()
-        return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if is_logits else out
+        made = out.dim() == x.dim()
+        return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if made else out
 
 
 class SumGradient:

@@ -41,8 +41,8 @@ _MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp":
 def recompute_blocks(
     model: nn.Module, plan: Plan, config: ModelConfig | None = None, device: torch.device | str = "cpu"
 ) -> None:
-    """Let blocks recompute, in place, each in one of the ways of `penstock.planner.recompute`. A budget chooses by the
-    operators of `config` on `device`.
+    """Let blocks recompute, in place, each in a way that `penstock.planner.recompute` tells of. A budget chooses
+    by the operators of `config` on `device`.
 
     Call it before the model is compiled or sharded: the weights of a block are then gathered once for recomputation
     and backward pass together. Random numbers are drawn again as they were, so results are the same. Raises ConfigError
@@ -52,28 +52,29 @@ def recompute_blocks(
         return
     blocks = [block for stack in anatomy_of(model).stacks for block in stack.blocks]
     if plan.recompute == "budget":
-        kinds = _by_budget(model, plan, config, torch.device(device))
+        kinds = _chosen(model, plan, config, torch.device(device))
     else:
         kinds = every_nth(plan, len(blocks))
     for block, kind in zip(blocks, kinds, strict=True):
         _apply(model, block, kind)
 
 
-def _by_budget(model: nn.Module, plan: Plan, config: ModelConfig | None, device: torch.device) -> list[str]:
+def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: torch.device) -> list[str]:
     """The choice of `recompute=budget` for each block."""
     if config is None:
         raise ConfigError(
             f"plan.recompute=budget chooses by the operators of a model's configuration, and {type(model).__name__} "
-            "is a module without one; use recompute=early with recompute_every, or one of Penstock's own models."
+            "was given as a module; use recompute=early with recompute_every, or one of Penstock's own models."
         )
     work = describe(config, plan, device.type, avx512=this_cpu().avx512)
-    least_kept = pass_bytes(work, plan).blocks
-    if least_kept > 1.001 * allowed_bytes(work, plan):
-        least = plan.budget * least_kept / max(allowed_bytes(work, plan), 1.0)
-        words = (
-            "plan.budget=%g GiB is less than blocks keep where all of them recompute: %.3g GiB are expected."
+    needed = pass_bytes(work, plan).blocks
+    if needed > 1.001 * allowed_bytes(work, plan):
+        least = plan.budget * needed / max(allowed_bytes(work, plan), 1.0)
+        _log.warning(
+            "plan.budget=%g GiB is less than what blocks keep where all of them recompute: %.3g GiB are expected.",
+            plan.budget,
+            least,
         )
-        _log.warning(words, plan.budget, least)
     return block_kinds(config, plan, work)
 
 
@@ -165,9 +166,9 @@ def _contexts() -> Any:
         name = operator.name().partition(".")[0]
         if name in _PRODUCTS:
             products[context.is_recompute] += 1
-            keeps = products[context.is_recompute] % 2 == 1
+            kept = products[context.is_recompute] % 2 == 1
         else:
-            keeps = _ATTENTION in name
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+            kept = _ATTENTION in name
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

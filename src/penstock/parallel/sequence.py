@@ -215,8 +215,8 @@ class _OncePerRank(torch.autograd.Function):
 
 def largest(x: Tensor, line: Line) -> Tensor:
     """The largest of all ranks, element by element; no gradient."""
-    found: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "max", line.group))
-    return found
+    maximum: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "max", line.group))
+    return maximum
 
 
 def copy(x: Tensor, line: Line) -> Tensor:

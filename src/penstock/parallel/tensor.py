@@ -54,7 +54,16 @@ from penstock.parallel import sequence
 from penstock.parallel.data import broadcast
 from penstock.parallel.dims import LOSS, ParallelDims
 from penstock.parallel.experts import Neighbours, Slices, Visits, split_experts
-from penstock.parallel.parts import Enter, Part, Row, Table, Words, cut_to_fit, distributed, swap
+from penstock.parallel.parts import (
+    SplitInputs,
+    SplitModule,
+    SplitTable,
+    SplitWords,
+    SumGradient,
+    as_dtensor,
+    cut_to_fit,
+    swap_class,
+)
 from penstock.parallel.sequence import Line
 
 BEGINS, ENDS = "penstock_begins", "penstock_ends"
@@ -135,11 +144,11 @@ def _require_even(anatomy: Anatomy, model: nn.Module, degree: int) -> None:
         weight = model.get_submodule(perceptron.down.name).get_parameter("weight")
         hidden = int(weight.shape[0 if perceptron.down.transposed else 1])
         sizes[f"MLP's hidden width {hidden}"] = hidden
-    for name, size in sizes.items():
+    for what, size in sizes.items():
         if size % degree:
             fits = [n for n in range(1, min(sizes.values()) + 1) if not any(s % n for s in sizes.values())]
             raise ConfigError(
-                f"plan.tp={degree} cannot split the model's {name} evenly; use a tp of {', '.join(map(str, fits))}."
+                f"plan.tp={degree} cannot split the model's {what} evenly; use a tp of {', '.join(map(str, fits))}."
             )
 
 
@@ -153,7 +162,7 @@ class _Splitter:
         self.packed = packed
         """Whether padding is put back behind the blocks and their norm, which takes all tokens."""
         self.partial: list[str] = []
-        self.dtensors: dict[int, nn.Parameter] = {}
+        self.made: dict[int, nn.Parameter] = {}
         """DTensors by the parameters that they take the place of: tied weights stay tied."""
         self.learned: dict[int, str] = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
 
@@ -165,11 +174,11 @@ class _Splitter:
         for number, stack in enumerate(self.anatomy.stacks):
             line = self.line.sibling()
             memories = self.anatomy.read_by(number)[1]
-            gathers_memory = any(not self._memory_alone(memory) for memory in memories)
+            apart = any(not self._memory_alone(memory) for memory in memories)
             for role in walk(tuple(part for block in stack.blocks for part in block.parts)):
                 if isinstance(role, Attention):
                     self._attention(role, line)
-                    if gathers_memory and role.cross:
+                    if apart and role.cross:
                         self._enters(role.projections[1].name, self._outside(line))
                 elif isinstance(role, Perceptron):
                     self._perceptron(role, line)
@@ -184,9 +193,9 @@ class _Splitter:
         """Whether nothing but cross attention reads what a stack makes: then all that comes back are parts of its
         gradient, and they are added up once, where the stack ends."""
         anatomy = self.anatomy
-        later = [anatomy.read_by(other) for other in range(number + 1, len(anatomy.stacks))]
-        memory = any(number in memories for _, memories in later)
-        return memory and number not in (*anatomy.read_out, *(tokens for tokens, _ in later))
+        others = range(number + 1, len(anatomy.stacks))
+        memory = any(number in anatomy.read_by(other)[1] for other in others)
+        return memory and number not in (*anatomy.read_out, *(anatomy.read_by(other)[0] for other in others))
 
     # -- parts
 
@@ -235,7 +244,9 @@ class _Splitter:
             self.partial.append(f"{linear.name}.{FIRST}.weight")
 
     def _row(self, linear: Linear, line: Line) -> None:
-        self._split(linear, {"weight": 0 if linear.transposed else 1}, kind=Row, line=line, spread=("bias",))
+        self._split(
+            linear, {"weight": 0 if linear.transposed else 1}, kind=SplitInputs, line=line, spread=("bias",)
+        )
         self._clips(linear)
         if is_adapted(self._module(linear.name)):
             self._split(linear, {"weight": 1}, kind=SplitInputs, line=line, inside=FIRST)
@@ -258,11 +269,12 @@ class _Splitter:
         heads = [r for r in self.anatomy.parts(Head) if self._output(r) in rows]
         step = -(-max(rows) // self.line.count)
         users = {f"{role.name}.weight" for role in (*tables, *heads)}
-        parameters = {id(self._module(role.name).get_parameter("weight")) for role in tables}
-        every = self.model.named_parameters(remove_duplicate=False)
-        only_these = all(name in users for name, p in every if id(p) in parameters)
+        held = {id(self._module(role.name).get_parameter("weight")) for role in tables}
+        known = all(
+            name in users for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in held
+        )
         plain = all(_plain_table(self._module(role.name)) for role in tables)
-        if len(rows) > 1 or step * (self.line.count - 1) >= max(rows) or not only_these or not plain:
+        if len(rows) > 1 or step * (self.line.count - 1) >= max(rows) or not known or not plain:
             return False
         for role in tables:
             self._split(role, {"weight": 0}, kind=SplitTable, line=self.line)
@@ -282,29 +294,31 @@ class _Splitter:
         last, memory = stack is self.anatomy.stacks[-1], self._memory_alone(number)
         tail = list(walk(stack.after))
         heads = [role for role in tail if isinstance(role, Head)]
-        pooled = any(isinstance(role, Pooler) or type(role) is Role for role in tail)
+        others = any(isinstance(role, Pooler) or type(role) is Role for role in tail)
         norms = stack.after[:1] if self.packed else tail
         norm = next((role.name for role in norms if isinstance(role, Norm)), "")
         alone = len(heads) == 1 and self.anatomy.read_out in ((), (number,))
-        into_words = last and words and alone and not pooled and (bool(norm) or not self.packed)
+        into_words = last and words and alone and not others and (bool(norm) or not self.packed)
         # Behind the last norm, where what follows adds up gradients of its parts; else behind the last block, as in a
         # Vision Transformer, which picks a token before its norm.
-        gathers = into_words or memory
-        end = self._module(norm if gathers and norm else stack.blocks[-1].name)
+        read = into_words or memory
+        end = self._module(norm if read and norm else stack.blocks[-1].name)
         for head in heads:
             if hasattr(self._module(head.name), "penstock_words") and not (line.sequence and into_words):
-                self._enters(head.name, self._outside(line))
+                swap_class(self._module(head.name), SumGradient).__dict__["penstock_enters"] = self._outside(
+                    line
+                )
         if not line.sequence:
             if memory:
                 end.register_forward_hook(functools.partial(_after, lambda x: sequence.copy(x, line)))
             return
         first = self._module(stack.blocks[0].name)
         first.register_forward_pre_hook(functools.partial(_before, line), with_kwargs=True)
-        come = sequence.gather if gathers else sequence.unite
+        come = sequence.gather if read else sequence.unite
         end.register_forward_hook(functools.partial(_after, lambda x: come(x, line)))
         first.__dict__[BEGINS] = end.__dict__[ENDS] = line
         self._sees_a_part(*(role for block in stack.blocks for role in walk(block.parts)))
-        if gathers:
+        if read:
             self._sees_a_part(*tail)
 
     def _outside(self, line: Line) -> Line:
@@ -328,10 +342,10 @@ class _Splitter:
             for owner in owned(role):
                 for name, parameter in self.model.named_parameters():
                     inside = name == owner or name.startswith(f"{owner}.")
-                    if inside and not hasattr(parameter, "placements") and not self._is_spread_bias(name):
+                    if inside and not hasattr(parameter, "placements") and not self._spread(name):
                         self.partial.append(name)
 
-    def _is_spread_bias(self, name: str) -> bool:
+    def _spread(self, name: str) -> bool:
         """Whether it is the bias of a linear whose sum all ranks make: its gradient is whole."""
         module, _, key = name.rpartition(".")
         return key in getattr(self._module(module), "penstock_spread", ())
@@ -362,7 +376,7 @@ class _Splitter:
         for name, dim in where.items():
             parameter = module._parameters.get(name)
             if parameter is not None and not hasattr(parameter, "placements"):
-                module._parameters[name] = self._dtensor_of(parameter, dim, pieces)
+                module._parameters[name] = self._shared(parameter, dim, pieces)
         if kind in (SplitTable, SplitWords):
             weight: Any = module._parameters["weight"]
             rows = int(weight.shape[0])
@@ -373,13 +387,13 @@ class _Splitter:
         module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _dtensor_of(self, parameter: nn.Parameter, dim: int, pieces: int) -> nn.Parameter:
-        dtensor = self.dtensors.get(id(parameter))
-        if dtensor is None:
+    def _shared(self, parameter: nn.Parameter, dim: int, pieces: int) -> nn.Parameter:
+        made = self.made.get(id(parameter))
+        if made is None:
             part = as_dtensor(parameter.detach(), dim, pieces, self.mesh)
-            dtensor = nn.Parameter(part, requires_grad=parameter.requires_grad)
-            self.dtensors[id(parameter)] = dtensor
-        return dtensor
+            made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            self.made[id(parameter)] = made
+        return made
 
 
 def _divide(module: nn.Module, names: tuple[str, ...], count: int) -> None:
@@ -418,7 +432,7 @@ def lines_of(model: nn.Module) -> list[Line]:
 
 def partial_gradients(model: nn.Module, split: Split) -> Iterator[Tensor]:
     """This rank's gradients that are parts of sums over the ranks that split each layer."""
-    names = set(split.partial)
+    wanted = set(split.partial)
     for name, parameter in model.named_parameters():
-        if name in names and parameter.grad is not None:
+        if name in wanted and parameter.grad is not None:
             yield local(parameter.grad)

@@ -28,8 +28,8 @@ CHOICE_LAUNCHES, CHOICE_EAGER_LAUNCHES = 6, 16
 def list_block(to: Lister, block: BlockKind) -> None:
     """One block, attention before the MLP. Norms cost the same before the branches and after the sums."""
     t, stack = to.terms, block.stack
-    padded_rows, d = t.samples * block.samples * block.tokens / t.cp, stack.width
-    rows = padded_rows if block.causal else padded_rows * t.real
+    whole, d = t.samples * block.samples * block.tokens / t.cp, stack.width
+    rows = whole if block.causal else whole * t.real
     stream_rows = rows / t.spread
 
     if block.modulated:
@@ -38,13 +38,13 @@ def list_block(to: Lister, block: BlockKind) -> None:
     before = not fuses or stack.norm_first
     if block.layer.normed and before:
         to.norm("norm1", stream_rows, stack, modulated=block.modulated)
-    keys, queries = t.cached + block.tokens, padded_rows
+    seen, queries = t.cached + block.tokens, whole
     if not block.causal and _unpadded(to, block.tokens):
         # Keys that a token sees on average, of lengths that lie evenly around their mean.
-        queries, keys = rows, round(block.tokens * (t.real + min(t.real, 1 - t.real) ** 2 / (3 * t.real)))
+        queries, seen = rows, round(block.tokens * (t.real + min(t.real, 1 - t.real) ** 2 / (3 * t.real)))
     before_split(to, rows, d)
     with to.inside("attention"):
-        _attend(to, block, queries, keys, causal=block.causal and not t.cached, computed=rows)
+        _attend(to, block, queries, seen, causal=block.causal and not t.cached, computed=rows)
     _after_split(to, rows, d)
     _branch(to, "branch1", block, stream_rows, normed=fuses)
     if block.cross:
@@ -63,13 +63,13 @@ def list_block(to: Lister, block: BlockKind) -> None:
     else:
         before_split(to, rows, d)
         with to.inside("perceptron"):
-            _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), shared_input=stack.parallel)
+            _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
         _after_split(to, rows, d)
     _branch(to, "branch2", block, stream_rows, normed=fuses and not stack.norm_first)
 
 
 def modulation(to: Lister, name: str, stack: Stack, parts: int) -> None:
-    """The linear that makes `parts` vectors of each sample's condition; each such linear has its own activation."""
+    """The linear that makes so many vectors of the condition of each sample; its activation is done again for each."""
     samples, d = to.terms.samples, stack.width
     to.move(f"{name}.activation", samples * d, (to.terms.stream, to.terms.stream), kind="activation")
     to.gemm(name, samples, parts * d, d, bias=True, narrow=False, group="norms")
@@ -103,10 +103,11 @@ def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> 
 
 
 def turning_copies(to: Lister, moved: float, *, forward: bool = True) -> tuple[Op, ...]:
-    """The copy beside a gathering or scattering of `moved` bytes: devices send contiguous rows, and hold a part of the
-    tokens of each of several samples. Published runs on GPUs keep tokens first, and so do predictions there."""
-    copied = to.terms.host and to.terms.copies and to.terms.samples > 1
-    return (Op("turn", "copy", forward, read=moved, written=moved),) * copied
+    """The copy beside a gathering or scattering of `moved` bytes. Devices send what lies in a row, and of each of
+    several samples have a part of the tokens. Published runs on GPUs keep tokens first, and so do predictions there.
+    """
+    apart = to.terms.host and to.terms.copies and to.terms.samples > 1
+    return (Op("turn", "copy", forward, read=moved, written=moved),) * apart
 
 
 def _after_split(to: Lister, rows: float, width: int) -> None:
@@ -126,30 +127,30 @@ def _attend(
     to: Lister,
     block: BlockKind,
     rows: float,
-    context: int,
+    seen: int,
     *,
     cross: bool = False,
     causal: bool = False,
     computed: float,
 ) -> None:
-    """Attention of `rows` over `context` tokens of each sample, with its projections of the `computed` ones."""
+    """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
     t, stack, c = to.terms, block.stack, to.terms.product
     d, f, name = stack.width, stack.head_width, "attention.cross" if cross else "attention"
     heads, kv_heads = max(1, block.layer.heads // t.tp), max(1, block.layer.kv // t.tp)
     a, kv = heads * f, kv_heads * f
     if cross:
-        key_rows = max(1.0, t.samples * context / t.cp)
+        others = max(1.0, t.samples * seen / t.cp)
         to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
         # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
         wide = block.cross_width
         cast = others * wide * c if t.stream == 4 and c == 2 and not t.fused else 0.0
         to.gemm(f"{name}.kv", others, 2 * kv, wide, bias=stack.qkv_bias, kept=cast, pieces=(kv, kv))
     else:
-        key_rows = rows + t.samples * t.cached
+        others = rows + t.samples * t.cached
         to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=stack.qkv_bias, pieces=(a, kv, kv))
         if computed < rows:
             to.move(f"{name}.pad", rows * (a + 2 * kv), (c, c), kind="copy")
-    queries, keys, packed = rows * a, key_rows * kv, rows * (a + 2 * kv)
+    queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
     kept = (queries + 2 * keys) * c
     # The gradients of queries, keys and values become one of the packed projection.
     to.behind(Op(f"{name}.stack", "copy", False, read=kept, written=kept))
@@ -165,42 +166,42 @@ def _attend(
         copied = queries * c if heads != kv_heads and not cross and not t.fused else 0.0
         to.move(
             f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=2 * each * f,
-            tensors=2 * each, kept=_kept_by_head_norms(to, stack, packed, normed, copied, rows * (heads + kv_heads)),
+            tensors=2 * each, kept=_kept_by_head_norms(to, stack, own, normed, copied, rows * (heads + kv_heads)),
         )  # fmt: skip
         kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
     if t.form == "plain" and heads != kv_heads:
         kept = 3 * queries * c  # keys and values are written again for each query that shares them
-    gathered, gradients = 2.0 * keys * c * t.cp, 2 * keys * c
+    gathered, made = 2.0 * keys * c * t.cp, 2 * keys * c
     if t.cp > 1 and t.gathers_keys:
         # The backward kernel makes gradients of all of them, beside them.
-        gradients = 2 * gathered
+        made = 2 * gathered
         gather = Op("gather", "gather", read=gathered, axis="context")
         scatter = gather._replace(name="scatter", kind="scatter", forward=False)
         to.add(gather, scatter, gather._replace(forward=False))
     elif t.cp > 1:
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
-    window = 0 if cross or block.layer.window >= context else block.layer.window
+    window = 0 if cross or block.layer.window >= seen else block.layer.window
     if t.host:
         window = _keys_in_blocks(
-            block.layer.window if window else 0, context, causal=causal, plain=t.form == "plain"
+            block.layer.window if window else 0, seen, causal=causal, plain=t.form == "plain"
         )
     again = queries * c if block.inputs > 1 else 0.0  # what kernels keep is put together, and kept once more
     core = Op(
-        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=context, k=f,
+        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
         kept=kept + rows * heads * 4.0 + again, group="attention", causal=causal, window=window,
     )  # fmt: skip
     if t.form == "fused":
-        read, written = (4 * queries + 2 * keys) * c, queries * c + gradients
+        read, written = (4 * queries + 2 * keys) * c, queries * c + made
         to.add(core, core._replace(forward=False, read=read, written=written))
     elif t.form == "plain":
-        _composed(to, block, core, keys, packed, kept, cross=cross)
+        _composed(to, block, core, keys, own, kept, cross=cross)
     else:
         # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless these
         # are fp32 in place.
-        values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else packed * c
-        _composed(to, block, core, keys, packed, (queries + keys) * 4.0 + values, cross=cross)
+        values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else own * c
+        _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values, cross=cross)
     if computed < rows:
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
     # A fused kernel keeps its outputs itself.
@@ -209,20 +210,21 @@ def _attend(
 
 
 def _kept_by_head_norms(
-    to: Lister, stack: Stack, packed: float, normed: float, copied: float, rows: float
+    to: Lister, stack: Stack, own: float, normed: float, copied: float, rows: float
 ) -> float:
-    """Bytes that norms of queries and keys keep of the `packed` elements that rows are projected to, `normed` of which
-    are normalised in `rows` rows; `copied` bytes of queries were copied before."""
+    """Bytes that norms of queries and keys keep of `own` projected numbers, `normed` of which are normalised in `rows`
+    rows; `copied` bytes of queries were copied before.
+    """
     t, c = to.terms, to.terms.product
     if stack.norm == "layer":
-        return packed * c + copied + 2 * rows * t.statistic
+        return own * c + copied + 2 * rows * t.statistic
     if t.fused or not (t.host or t.software.norms_apart):
-        return packed * c + copied + rows * t.statistic
+        return own * c + copied + rows * t.statistic
     # torch composes them in fp32, and keeps what they normalised beside their inputs.
     if c == 4:
-        return packed * c + copied + normed * 4 + rows * 4
+        return own * c + copied + normed * 4 + rows * 4
     # Their inputs were cast. Values stay in the projection, unless attention copies them.
-    values = 0.0 if t.form != "fused" and t.copies else packed * c
+    values = 0.0 if t.form != "fused" and t.copies else own * c
     return values + normed * 8 + rows * 4
 
 
@@ -230,24 +232,23 @@ def _keys_in_blocks(window: int, tokens: int, *, causal: bool, plain: bool) -> i
     """Keys that a query is compared with on average on a CPU, where queries are taken in blocks; 0 is all."""
     if window:
         around = window - 1 if causal else 2 * (window // 2)
-        compared = around + max(window - 1 if causal else window // 2, WINDOW_BLOCK)
-        return compared if compared <= tokens // 2 else 0
+        seen = around + max(window - 1 if causal else window // 2, WINDOW_BLOCK)
+        return seen if seen <= tokens // 2 else 0
     return (tokens + CAUSAL_BLOCK) // 2 if plain and causal and tokens >= 2 * CAUSAL_BLOCK else 0
 
 
 def _composed(
-    to: Lister, block: BlockKind, core: Op, keys: float, packed: float, kept: float, *, cross: bool
+    to: Lister, block: BlockKind, core: Op, keys: float, own: float, kept: float, *, cross: bool
 ) -> None:
     """The operators that the fused kernel `core` would replace: scores, softmax and values.
 
-    `keys` and `packed` count elements, the latter of this device's projected rows; `kept` is bytes for the scores'
-    gradients.
+    `keys` are numbers, `own` those that this device's rows are projected to, `kept` bytes for the scores' gradients.
     """
     t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
     scores = core.batch * core.m * (core.window or core.n)
     group, each = "scores", 4.0 if t.form == "math" else c
     if t.copies:
-        to.move(f"{name}.split", packed, (c, c), kind="copy")
+        to.move(f"{name}.split", own, (c, c), kind="copy")
 
     def product(ending: str, m: float, n: int, k: float, read: float, written: float) -> Op:
         """A product that reads and writes `read` and `written` elements."""
@@ -256,13 +257,13 @@ def _composed(
             window=core.window, scores=True,
         )  # fmt: skip
 
-    tokens, context, f = core.m, core.n, int(core.k)
+    tokens, seen, f = core.m, core.n, int(core.k)
     to.add(
-        product("scores", tokens, context, f, queries + keys, scores)._replace(
+        product("scores", tokens, seen, f, queries + keys, scores)._replace(
             kept=kept, group="attention", given=core.read
         ),
-        product("scores.left", tokens, f, context, scores + keys, queries),
-        product("scores.right", context, f, tokens, scores + queries, keys),
+        product("scores.left", tokens, f, seen, scores + keys, queries),
+        product("scores.right", seen, f, tokens, scores + queries, keys),
     )
     if block.stack.biased and not cross:
         to.move(f"{name}.bias", scores, (each, each), (0, 0), scores=True)
@@ -270,9 +271,9 @@ def _composed(
     if block.stack.weights_dropout:
         to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=t.form == "math", scores=True)
     to.add(
-        product("values", tokens, f, context, scores + keys, queries),
-        product("values.left", tokens, context, f, queries + keys, scores),
-        product("values.right", context, f, tokens, scores + queries, keys),
+        product("values", tokens, f, seen, scores + keys, queries),
+        product("values.left", tokens, seen, f, queries + keys, scores),
+        product("values.right", seen, f, tokens, scores + queries, keys),
     )
     to.move(f"{name}.merge", queries, (c, c), kind="copy")
 
@@ -285,15 +286,23 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
         to.move(f"{name}.cast", scores, (each, 4), (4, each), scores=True)
         to.move(f"{name}.scale", scores, (4, 4), scores=True)
         to.move(
-            softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group, row=core.n, scores=True
-        )  # fmt: skip
+            softmax,
+            scores,
+            (4, 4),
+            (8, 4),
+            kind="softmax",
+            kept=4 * scores,
+            group=group,
+            row=core.n,
+            scores=True,
+        )
         to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group, scores=True)
         return
-    separate = not t.fused and not t.host
-    if core.causal and separate:
+    apart = not t.fused and not t.host
+    if core.causal and apart:
         # The mask is read again for each head.
         to.move(f"{name}.mask", scores, (2 * each, each), (0, 0), scores=True)
-    read = (2 if separate and core.n > WARP_SOFTMAX else 1) * each
+    read = (2 if apart and core.n > WARP_SOFTMAX else 1) * each
     to.move(
         softmax, scores, (read, each), (2 * read, each), kind="softmax", kept=scores * each, group=group, row=core.n,
         scores=True,
@@ -301,27 +310,19 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
 
 
 def _mlp(
-    to: Lister, name: str, block: BlockKind, rows: float, hidden: int, *, batch: int = 1, shared_input: bool = False,
-) -> None:  # fmt: skip
-    """Up, activation and down; `batch` experts of `rows` each, where it is a mixture's. With `shared_input` another
+    to: Lister, name: str, block: BlockKind, rows: float, hidden: int, *, batch: int = 1, again: bool = False
+) -> None:
+    """Up, activation and down; `batch` experts of `rows` each, where it is a mixture's. `again` says that another
     product keeps the same input already."""
     t, stack, c = to.terms, block.stack, to.terms.product
     d, gated = stack.width, int(stack.gated)
     wide, size = (1 + gated) * hidden, batch * rows * hidden
     packed = (hidden,) * (1 + gated)
     merged = "bias_activation" in t.fuses and batch == 1 and not block.layer.mixture and t.tp == 1
-    kept = 0.0 if shared_input else None
     to.gemm(
-        f"{name}.up",
-        rows,
-        wide,
-        d,
-        batch=batch,
-        bias=stack.bias,
-        kept=kept,
-        pieces=packed,
+        f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None, pieces=packed,
         sums_bias=not merged,
-    )
+    )  # fmt: skip
     activation = f"{name}.activation"
     if gated and (t.fused or merged):
         kept = 2 * size * c
@@ -371,24 +372,24 @@ def _share_experts(to: Lister, block: BlockKind, rows: float) -> None:
     if stack.shared_experts:
         hidden = max(1, block.layer.hidden // t.tp) * stack.shared_experts
         with to.inside("perceptron"):
-            _mlp(to, "shared", block, rows, hidden, shared_input=t.product == 4.0)
+            _mlp(to, "shared", block, rows, hidden, again=t.product == 4.0)
 
 
 def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     """A router, tokens sent to their experts, the experts, and their results sent back (Lepikhin et al., ICLR
     2021)."""
     t, stack, c = to.terms, block.stack, to.terms.product
-    d, choices = stack.width, rows * stack.experts_per_token
+    d, chosen = stack.width, rows * stack.experts_per_token
     if stack.learns_routes:
         _route(to, stack, rows)
-    visits = choices * min(1.0, 1.0 if stack.capacity is None else stack.capacity)
+    visits = chosen * min(1.0, 1.0 if stack.capacity is None else stack.capacity)
     sent, hidden = visits * d * c, block.layer.hidden
-    visited, senders = stack.experts, float(t.ep)
+    met, brought = stack.experts, float(t.ep)
     if not _routes_parts(to):
         # All devices of a group have the same tokens.
-        senders, sent, hidden = 1.0, sent / t.tp, -(-hidden * t.ep // t.tp)
+        brought, sent, hidden = 1.0, sent / t.tp, -(-hidden * t.ep // t.tp)
     if t.serving:
-        visited = min(stack.experts, int(visits))
+        met = min(stack.experts, int(visits))
     # All wait for the busiest device, which also sends back the most.
     k = stack.experts_per_token
     once = k if t.software.sends_once and t.ep > 1 else 0
@@ -407,19 +408,24 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
     # Where experts choose, all tokens have as many places as the one that most experts take: four times the mean.
-    places = rows * min(stack.experts, 4 * k) if stack.router == "expert_choice" else choices
+    places = rows * min(stack.experts, 4 * k) if stack.router == "expert_choice" else chosen
     weighed = places * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
     moved, arrived = visits * t.uneven * d, c * distinct_places(t.ep * reach, once) / k if once else c
     with to.inside("experts"):
         if not once:
-            to.move("experts.sort", visits * d, (c, c), kind="copy", kept=indices, group="masks")
+            to.move("experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks")
         if t.ep > 1:
             to.add(exchange, exchange._replace(forward=False))
             to.move(
-                "experts.regroup", moved, (arrived, c), (c, arrived), kind="copy", kept=indices * bool(once),
+                "experts.regroup",
+                moved,
+                (arrived, c),
+                (c, arrived),
+                kind="copy",
+                kept=numbers * bool(once),
                 group="masks",
-            )  # fmt: skip
-        _mlp(to, "experts", block, rows_each, max(1, hidden), batch=batch)
+            )
+        _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
             to.move("experts.ungroup", moved, (c, arrived), (arrived, c), kind="copy")
             back = exchange._replace(beside=False)
@@ -429,8 +435,14 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
             to.move("experts.merge", rows * d, (c, c), kind="copy", kept=weighed, group="mlp")
         elif t.fused:
             to.move(
-                "experts.merge", visits * d, (c, c / k), (c / k + c, c), kind="copy", kept=weighed, group="mlp"
-            )  # fmt: skip
+                "experts.merge",
+                visits * d,
+                (c, c / k),
+                (c / k + c, c),
+                kind="copy",
+                kept=weighed,
+                group="mlp",
+            )
         else:
             to.move("experts.place", visits * d, (c, c), kind="copy")
             to.move(
@@ -443,8 +455,8 @@ def _route(to: Lister, stack: Stack, rows: float) -> None:
     """The router, which computes in fp32 at every precision, and the choice of experts."""
     halved = 4.0 * stack.router_rows * stack.width if to.terms.stream != 4.0 else 0.0
     with to.inside("router"), to.exact():
-        input_kept = stack.parallel and to.terms.stream == 4.0 and not stack.router_jitter
-        kept = halved + rows * stack.width * 4.0 * (not input_kept) * (2 if stack.router_jitter else 1)
+        again = stack.parallel and to.terms.stream == 4.0 and not stack.router_jitter
+        kept = halved + rows * stack.width * 4.0 * (not again) * (2 if stack.router_jitter else 1)
         to.gemm("router", rows, stack.router_rows, stack.width, kept=kept)
         # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
         few = stack.router == "sigmoid" or (stack.normalises and stack.router != "expert_choice")

@@ -138,16 +138,16 @@ def _entrance(to: Lister, graph: Graph) -> int:
         one.table: -(-one.vocabulary * graph.width_of(one) // t.tp) for one in graph.inputs_of(TokenInput)
     }
     entering = [run for run in graph.runs if graph.enters(run)]
-    sources = [source for run in entering for source in graph.inputs_through(run)]
-    reads = [source.table for source in sources if isinstance(source, TokenInput)]
+    every = [one for run in entering for one in graph.inputs_through(run)]
+    read = [one.table for one in every if isinstance(one, TokenInput)]
     tied = [head.tied for head in graph.heads_of(WordHead) if head.tied]
-    for table, parameters in tables.items():
-        repeats = [*reads, *tied].count(table) - 1
-        if repeats:
-            added = 0 if _touches_rows(t, table, tied) else repeats * parameters * e
+    for table, entries in tables.items():
+        shared = [*read, *tied].count(table) - 1
+        if shared:
+            added = 0 if _touches_rows(t, table, tied) else shared * entries * e
             to.behind(
-                Op("embedding.shared", "pointwise", False, n=parameters, read=2 * added, written=added,
-                   launches=repeats, module="shared_table")
+                Op("embedding.shared", "pointwise", False, n=entries, read=2 * added, written=added, launches=shared,
+                   module="shared_table")
             )  # fmt: skip
     if graph.condition is not None:
         d = next((run.stack.width for run in graph.runs if run.modulated), graph.width)
@@ -163,9 +163,9 @@ def _entrance(to: Lister, graph: Graph) -> int:
             to.table(classes, 3 * moved, moved, cleared=size * e)
     listed: set[str] = set()
     for run in graph.runs:
-        source, through = _entering_input(graph, run), graph.inputs_through(run)
-        if isinstance(source, PatchInput):
-            _stem(to, source, run)
+        one, through = _entered(graph, run), graph.inputs_through(run)
+        if isinstance(one, PatchInput):
+            _stem(to, one, run)
             continue
         stack, d = run.stack, run.stack.width
         rows = t.samples * graph.samples(run) * graph.length(run) / t.cp
@@ -173,44 +173,46 @@ def _entrance(to: Lister, graph: Graph) -> int:
         if before != stack.width:
             to.gemm("bridge", rows, stack.width, before, bias=stack.bias, narrow=False)
         weights = [-(-stack.relative_buckets * stack.heads // t.tp)] if stack.positions == "relative" else []
-        parameters = 0
-        if source is not None:
-            parameters = tables[source.table]
+        entries = 0
+        if one is not None:
+            entries = tables[one.table]
             for each in (other for other in through if isinstance(other, TokenInput)):
                 weights += [tables[each.table]] if each.table not in listed else []
                 weights += [each.segments * d] if each.segments else []
                 listed.add(each.table)
             weights += [run.rows * d] if stack.positions == "learned" else []
-        if weights or source is not None:
-            moved = rows * d * e if source is not None else 0.0
+        if weights or one is not None:
+            moved = rows * d * e if one is not None else 0.0
             to.table(
                 Op("embedding", "copy", n=d, read=moved, written=moved, weights=sum(weights), tensors=len(weights)),
                 # The gradient is as large as the table, and cleared before rows are added to it.
                 3 * moved, moved,
-                cleared=0.0 if source is not None and _touches_rows(t, source.table, tied) else parameters * e,
+                cleared=0.0 if one is not None and _touches_rows(t, one.table, tied) else entries * e,
             )  # fmt: skip
-        if t.tp > 1 and source is not None:
+        if t.tp > 1 and one is not None:
             to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
-        _split_tokens(to, rows * stack.width)
+        _shared_out(to, rows * stack.width)
         if run.embedding_norm:
             to.norm("embedding_norm", rows, stack, cast=not stack.norm_first)
-        if stack.dropout and source is not None:
+        if stack.dropout and one is not None:
             to.dropout("embedding.dropout", rows * d, e)
     return sum(tables[table] for table in dict.fromkeys(tied))
 
 
-def _entering_input(graph: Graph, run: Run) -> TokenInput | PatchInput | None:
+def _entered(graph: Graph, run: Run) -> TokenInput | PatchInput | None:
     """The input whose vectors a run gets; None where it reads another run."""
     return graph.input_of(run) if graph.enters(run) else None
 
 
-def _split_tokens(to: Lister, numbers: float, *, last: bool = False) -> None:
+def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
     """Sequence parallelism's split of tokens before the first block, whose backward pass gathers all gradients on all
     devices; or the gathering after the `last` block, for operators that all devices compute alike."""
     if to.terms.spread > 1:
         moved = numbers * to.terms.stream
-        gather = Op("gather", "gather", last, read=moved, axis="tensor")
-        for op in (gather, *turning_copies(to, moved, forward=last)):
+        for op in (
+            Op("gather", "gather", last, read=moved, axis="tensor"),
+            *turning_copies(to, moved, forward=last),
+        ):
             to.add(op) if last else to.behind(op)
 
 
@@ -237,7 +239,7 @@ def _stem(to: Lister, images: PatchInput, run: Run) -> None:
             rows * d * e, images.patches * d * e,
         )  # fmt: skip
     tokens = t.samples * images.length * d
-    _split_tokens(to, tokens)
+    _shared_out(to, tokens)
     if images.class_token:
         to.move("class_token", tokens, (e, e), kind="copy", weights=d, tensors=1)
     if run.embedding_norm:
@@ -270,12 +272,12 @@ def _exit(to: Lister, graph: Graph) -> None:
     """The last norms, the outputs and, of language models, their loss, whose logits are what is large."""
     t = to.terms
     for run in graph.runs:
-        rows_in = t.samples * graph.samples(run) * graph.length(run) / t.cp
+        each = t.samples * graph.samples(run) * graph.length(run) / t.cp
         if run.stack.norm_first and run.last_norm:
-            to.norm("norm", rows_in / t.spread, run.stack)
+            to.norm("norm", each / t.spread, run.stack)
         if any(run.name in other.memories for other in graph.runs):
             # All blocks of the decoder read the memory, and each device's add a part to its gradient.
-            before_split(to, rows_in, run.stack.width, hides=False)
+            before_split(to, each, run.stack.width, hides=False)
     tied: set[str] = set()
     for head in graph.heads:
         run = graph.run(head.run)
@@ -284,20 +286,20 @@ def _exit(to: Lister, graph: Graph) -> None:
             _words(to, head, run, rows * t.words * head.asked, again=head.tied in tied)
             tied |= {head.tied} - {""}
             continue
-        _split_tokens(to, rows * run.stack.width, last=True)
+        _shared_out(to, rows * run.stack.width, last=True)
         if isinstance(head, PixelHead):
             _pixels(to, graph, run)
         elif isinstance(head, VectorHead):
             _vector(to, head, run, graph.length(run))
         elif not isinstance(head, FeatureHead):
-            (_classifier if head.before == "norm" else _pooler)(to, head, run, graph.length(run))
+            (_classifier if head.before == "norm" else _pooled)(to, head, run, graph.length(run))
 
 
 def _pixels(to: Lister, graph: Graph, run: Run) -> None:
     """The last norm, a patch of each token, and the squared error of the images."""
-    images, t, d = graph.input_of(run), to.terms, run.stack.width
-    assert isinstance(images, PatchInput)
-    rows, pixels = t.samples * images.patches, images.channels * images.patch_size**2
+    one, t, d = graph.input_of(run), to.terms, run.stack.width
+    assert isinstance(one, PatchInput)
+    rows, pixels = t.samples * one.patches, one.channels * one.patch_size**2
     if graph.condition is not None:
         modulation(to, "modulation", run.stack, 2)
     to.norm("norm", rows, run.stack, modulated=graph.condition is not None)
@@ -356,9 +358,9 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     learned = weights * learns + biases
     cast = 2.0 * weights if t.casts else 0.0
     # Products of several chunks are added up in fp32; a half product is made first.
-    casts_twice = c < 4 and chunks > 1
-    added = ((8.0 if chunks > 1 else 2 * c) + 4.0 * casts_twice) * weights * chunks
-    alive_bytes = some * alive + ((4.0 if chunks > 1 else c) + 2.0 * casts_twice) * weights + cast
+    apart = c < 4 and chunks > 1
+    added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if apart else 0.0)
+    held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if apart else 0.0) + cast
 
     # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
     moved = size * (2.0 * c if fused else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))
@@ -380,10 +382,10 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
         *[Op("head.bias", "reduce", False, read=size * 4.0, weights=biases, launches=chunks)] * bool(biases),
         Op("loss.scale", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c, in_place=True),
     )  # fmt: skip
-    _reduce_loss(to, rows)
+    _of_all_words(to, rows)
 
 
-def _fuses_rows(terms: Terms) -> bool:
+def _fuses_rows(terms: OpTerms) -> bool:
     """Whether loss and gradient of logits are made in their place: see `penstock.kernels.logit_rows`."""
     return terms.tp == 1 and terms.product < 8 and terms.software.loss == "penstock"
 
@@ -396,7 +398,7 @@ def _of_all_words(to: Lister, rows: float) -> None:
         to.add(Op("loss.sums", "allreduce", read=rows * 8.0, axis="tensor"))
 
 
-def _pooler(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
+def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     """The dense layer over a sample's vector, and the classes."""
     samples, stack, c = to.terms.samples, run.stack, to.terms.product
     d, tanh = stack.width, head.before == "tanh"
@@ -420,8 +422,15 @@ def _vector(to: Lister, head: VectorHead, run: Run, tokens: int) -> None:
     with to.inside("head"):
         to.gemm("head", t.samples, head.features, d, bias=False, group="output", narrow=False)
     learned = 0 if head.scale is None else 1 + (head.offset is not None)
-    size = t.samples * head.features
-    to.move("unit", size, (4, 4), (8, 4), kind="norm", weights=learned, tensors=int(learned > 0))
+    to.move(
+        "unit",
+        t.samples * head.features,
+        (4, 4),
+        (8, 4),
+        kind="norm",
+        weights=learned,
+        tensors=int(learned > 0),
+    )
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
@@ -429,15 +438,21 @@ def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
     GPU writes it, in fp32, and reads it again."""
     size, c, host = rows * columns, to.terms.product, to.terms.host
     piece = LOSS_PIECE["cpu" if host else "cuda"]
-    logs_bytes, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
+    made, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
     # Half logits are also cast on a CPU.
     alive = max(columns, min(piece, size)) * (8.0 if host and c < 4 else 4.0)
     if host and _fuses_rows(to.terms):
         made, pieces, alive = 0.0, 1, 0.0
     logs = Op(
-        "loss.softmax", "softmax", read=size * c, written=logs_bytes, elements=size, row=columns, launches=2 * pieces
-    )  # fmt: skip
-    read = max(0.0, 2 * size * c + 2 * logs_bytes - alive)
+        "loss.softmax",
+        "softmax",
+        read=size * c,
+        written=made,
+        elements=size,
+        row=columns,
+        launches=2 * pieces,
+    )
+    read = max(0.0, 2 * size * c + 2 * made - alive)
     to.add(
         logs,
         logs._replace(
@@ -483,7 +498,7 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
                 "loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output", row=columns
             )
             to.move("loss.pick", rows, (4, 4), (4, 4 * columns), kind="copy")
-    _reduce_loss(to, rows)
+    _of_all_words(to, rows)
 
 
 def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:

@@ -20,7 +20,7 @@ RMS_KERNELS = 8
 """Operators of which torch composes an RMSNorm where it has no kernel for it: on a CPU, and before its 2.9 on a GPU."""
 
 ROUNDING_BYTES = 36.0
-"""Bytes that single kernels move for each element that they round to int8, beside reading it and writing the result: to
+"""Bytes that single kernels move for each number that they round to int8, besides reading it and writing the result: to
 fp32 (4), its magnitude (8), the largest (4), scaled (8), rounded (8), and read for the last time (4)."""
 
 Form = Literal["plain", "fused", "math"]
@@ -29,7 +29,7 @@ Bytes = tuple[float, float]
 
 
 class OpTerms(NamedTuple):
-    """Settings other than the model that a list of operators depends on."""
+    """Settings besides the model that a list of operators depends on."""
 
     samples: int = 1
     tp: int = 1
@@ -174,21 +174,21 @@ class Lister:
         inputs = batch * (rows * k if source is None else source)
         outputs, weights = batch * rows * n, batch * n * k
         biases = batch * n if bias else 0
-        parameters = weights + biases if learned is None else learned
+        own = weights + biases if learned is None else learned
         if kept is None:
             # Sequence parallelism keeps the device's rows and gathers the others again.
-            element_bytes = t.kept if narrow else c
+            each = t.kept if narrow else c
             kept = (
                 inputs * each + beside * (each != c) + 4.0 * batch * rows * (integers and not row.clips)
             )  # and a scale for each row
             kept /= t.spread if group == "inputs" else 1
-        count = (1 + bool(biases) if tensors is None else tensors) if parameters else 0
+        count = (1 + bool(biases) if tensors is None else tensors) if own else 0
         if integers:
             self._round(name, inputs, weights, outputs, row.passes)
         elif eight:
             self._quantize(name, inputs, weights, outputs)
         if t.casts and not integers and not was_cast:
-            cast = parameters or weights  # what is tied to an embedding is cast here alone
+            cast = own or weights  # what is tied to an embedding is cast here alone
             launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
             self.add(
                 Op("cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, kept=stays, group="cast_weights",
@@ -197,7 +197,7 @@ class Lister:
             )  # fmt: skip
         ahead = Op(
             name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c,
-            outputs * (4.0 if integers else c), kept=kept, group=group, weights=parameters, tensors=count, narrow=eight,
+            outputs * (4.0 if integers else c), kept=kept, group=group, weights=own, tensors=count, narrow=eight,
             pieces=pieces, exact=t.exact, launches=launched,
         )  # fmt: skip
         into = Op(
@@ -233,12 +233,12 @@ class Lister:
             Op(f"{name}.quantize", "quantize", False, read=reads * (gradients * c + weights * weight),
                written=writes * behind, elements=0.0 if t.fused else behind, launches=max(times, 1)),
         )  # fmt: skip
-        scaled_bytes = 0.0 if "weight" in passes else (outputs + inputs) * (2 * c)
+        own = 0.0 if "weight" in passes else (outputs + inputs) * (2 * c)
         moved = 4.0 + c if t.fused else 12.0 + 8.0 + c
         self.add(
             Op(f"{name}.scale", "copy", read=outputs * moved / 2, written=outputs * moved / 2),
-            Op(f"{name}.scale", "copy", False, read=(inputs * moved + weights * 8.0 + scaled_bytes) / 2,
-               written=(inputs * moved + weights * 8.0 + scaled_bytes) / 2, launches=2),
+            Op(f"{name}.scale", "copy", False, read=(inputs * moved + weights * 8.0 + own) / 2,
+               written=(inputs * moved + weights * 8.0 + own) / 2, launches=2),
         )  # fmt: skip
 
     def _quantize(self, name: str, inputs: float, weights: float, outputs: float) -> None:
@@ -272,19 +272,19 @@ class Lister:
     ) -> None:  # fmt: skip
         """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
         `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows."""
-        ahead_op = Op(
+        one = Op(
             name, kind, row=row, read=size * ahead[0], written=size * ahead[1], elements=size, kept=kept, group=group,
             weights=weights, tensors=tensors, launches=launches, scores=scores,
         )  # fmt: skip
         read, written = behind or ahead
         if not read and not written:
-            self.add(ahead_op)
+            self.add(one)
             return
         back = Op(
             name, kind, False, read=size * read, written=size * written, elements=size, launches=launches, row=row
         )  # fmt: skip
         learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
-        self.add(ahead_op, back, *[learn] * bool(weights))
+        self.add(one, back, *[learn] * bool(weights))
 
     def dropout(
         self, name: str, size: float, each: float, group: str = "masks", *, merged: bool = False, kept: float = 0.0,
@@ -349,13 +349,13 @@ class Lister:
         e, c, size = t.stream, t.product, rows * stack.width
         autocast = e == 4 and c == 2
         out, launches = e if autocast else c, 1
-        kept_bytes, ahead, behind = size * e + (1 if rms else 2) * rows * t.statistic, (e, out), (e + out, e)
+        kept, ahead, behind = size * e + (1 if rms else 2) * rows * t.statistic, (e, out), (e + out, e)
         if rms and (t.host or t.software.norms_apart) and not t.fused:
             # torch computes in fp32, and keeps its result beside its input.
-            kept_bytes += size * 4 + (size * (4 - e) if t.host else size * c)
+            kept += size * 4 + (size * (4 - e) if t.host else size * c)
             ahead, behind, launches = (8 * e, e), (12 * e, 2 * e), RMS_KERNELS
         self.move(
-            name, size, ahead, behind, kind="norm", kept=kept_bytes, group="norms", weights=tensors * stack.width,
+            name, size, ahead, behind, kind="norm", kept=kept, group="norms", weights=tensors * stack.width,
             tensors=tensors, launches=launches,
         )  # fmt: skip
         if modulated:

@@ -42,10 +42,10 @@ from penstock.planner.states import DeviceShare, device_share, update_launches
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
-"""Blocks of at least this size glibc maps on their own and returns to the kernel when they are freed, so that each
-first touch of their pages faults, step after step: the upper bound of its threshold (mallopt(3), M_MMAP_THRESHOLD)."""
+"""Blocks at least so large glibc maps on their own and gives back when they are freed, so that each first touch of
+their pages faults, step after step: the upper bound of its threshold (mallopt(3), M_MMAP_THRESHOLD)."""
 TRIMMED_BYTES = 2 * MAPPED_ALONE_BYTES
-"""Free memory at the end of the heap above which glibc returns it: the upper bound of its threshold (mallopt(3),
+"""Free memory at the end of the heap from which on glibc gives it back: the upper bound of its threshold (mallopt(3),
 M_TRIM_THRESHOLD), which a block of `MAPPED_ALONE_BYTES` that was freed once sets. ViT-digits at batch 16 to 256 frees 3
 to 39 MB a step, of which 0 to 1.7 MB were counted as mapped again."""
 RETURNED_SHARE = 0.25
@@ -73,7 +73,7 @@ class KindSeconds(NamedTuple):
 
     def plus(self, other: KindSeconds, times: float = 1.0) -> KindSeconds:
         """The sum with `times` times `other`."""
-        return KindSeconds(*[own + times * added for own, added in zip(self, other)])
+        return KindSeconds(*[first + times * second for first, second in zip(self, other)])
 
 
 class PartTime(NamedTuple):
@@ -96,12 +96,12 @@ class PartTime(NamedTuple):
         return PartTime(
             self.forward.plus(other.forward, times),
             self.backward.plus(other.backward, times),
-            *[own + times * added for own, added in zip(self[2:], other[2:])],
+            *[first + times * second for first, second in zip(self[2:], other[2:])],
         )
 
 
 class PartLayout(NamedTuple):
-    """Fields of a Plan, beside the operators, that the time of a part depends on."""
+    """Fields of a Plan that the time of a part depends on besides its operators."""
 
     tp: int
     cp: int
@@ -118,17 +118,17 @@ def layout_of(plan: Plan, work: Workload | None = None) -> PartLayout:
 @lru_cache(maxsize=8192)
 def part_time(part: Part, rates: Rates, layout: PartLayout) -> PartTime:
     """The prices of a part's operators, added up."""
-    forward, _ = _pass_seconds(part.forward, rates, layout)
-    backward, weights = _pass_seconds(part.backward, rates, layout)
+    forward, _ = _passed(part.forward, rates, layout)
+    backward, weights = _passed(part.backward, rates, layout)
     again, launches = 0.0, float(sum(op.launches for op in (*part.forward, *part.backward)))
     for how in layout.recompute.ways(part):
         repeated = computed_again(part, how)
-        again += how.share * _pass_seconds(repeated, rates, layout)[0].total
+        again += how.share * _passed(repeated, rates, layout)[0].total
         launches += how.share * sum(op.launches for op in repeated)
     return PartTime(forward, backward, again, weights, launches)
 
 
-def _pass_seconds(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[KindSeconds, float]:
+def _passed(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[KindSeconds, float]:
     """Seconds of one pass by kind, and of the gradients of weights in it."""
     gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = travel = 0.0
     beside = shared = 0.0
@@ -136,21 +136,21 @@ def _pass_seconds(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> 
         kind = op.kind
         if kind in COLLECTIVE:
             if op.axis == "tensor":
-                duration = collective_seconds(op, rates, layout.tp, 1)
+                taken = collective_seconds(op, rates, layout.tp, 1)
                 if op.uncut:
-                    uncut += duration
+                    uncut += taken
                 elif op.hides:
-                    hidden += duration
+                    hidden += taken
                 else:
-                    shown += duration
+                    shown += taken
             elif op.axis == "expert":
-                duration = collective_seconds(op, rates, layout.ep, 1)
+                taken = collective_seconds(op, rates, layout.ep, 1)
                 if op.hides:
                     travel += taken
                 elif op.beside and not rates.cpu:
                     beside += taken
                 else:
-                    expert += duration
+                    expert += taken
             elif op.hides:
                 ring += collective_seconds(op, rates, layout.cp, layout.tp)
             else:
@@ -160,13 +160,13 @@ def _pass_seconds(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> 
         if op.name.startswith("shared."):
             shared += taken
         if kind in _ATTENTION and op.module in ("attention", "cross"):
-            attention += duration
+            attention += taken
         elif kind in MATRIX:
-            gemm += duration
+            gemm += taken
             if op.over_rows:
-                weights += duration
+                weights += taken
         else:
-            pointwise += duration
+            pointwise += taken
     if ring:
         context += exposed_seconds(rates, ring, attention)
     if travel:
@@ -215,7 +215,7 @@ class _Stage(NamedTuple):
     blocks: float
     ends: float
     """Seconds of the entrance or the exit, where it holds one, for one micro-batch."""
-    other_seconds: float
+    others: float
     """The same of all the other stages together."""
 
 
@@ -225,8 +225,8 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
     block, stage = times.block, _slowest(work, plan, times)
     n = stage.blocks
     forward, backward = n * block.forward.total, n * block.back
-    by_kind = KindSeconds(*[m * n * kind for kind in block.forward.plus(block.backward)])._asdict()
-    by_part = by_kind | {
+    both = KindSeconds(*[m * n * one for one in block.forward.plus(block.backward)])._asdict()
+    by_part = both | {
         "recompute": m * n * block.again,
         "output": m * stage.ends,
         "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward),
@@ -276,20 +276,20 @@ def _slowest(work: Workload, plan: Plan, times: _Times) -> _Stage:
     n = max(1, work.depth)
     if plan.pp == 1:
         return _Stage(n, times.entrance + times.exit, 0.0)
-    block_seconds = times.block.forward.total + times.block.back
+    one = times.block.forward.total + times.block.back
     first, middle, last, _ = stage_blocks(work, plan.pp, plan.virtual)
     slowest, blocks, ends = max(
-        (first * block_seconds + times.entrance, first, times.entrance),
-        (middle * block_seconds, middle, 0.0),
-        (last * block_seconds + times.exit, last, times.exit),
+        (first * one + times.entrance, first, times.entrance),
+        (middle * one, middle, 0.0),
+        (last * one + times.exit, last, times.exit),
     )
-    return _Stage(blocks, ends, n * block_seconds + times.entrance + times.exit - slowest)
+    return _Stage(blocks, ends, n * one + times.entrance + times.exit - slowest)
 
 
 def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
     """Idle seconds of the slowest stage."""
     if plan.schedule != "zero_bubble":
-        return stage.other_seconds / plan.virtual
+        return stage.others / plan.virtual
     forward, backward, weights = times.block.forward.total, times.block.back, times.block.weights
     every: list[tuple[int, StageTimes]] = [
         (count, (n * forward, n * (backward - weights), n * weights))
@@ -297,9 +297,9 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
     ]
     # Of the output's three equal products one is the gradient of its weights; the entrance's is half of its work.
     (_, (f, i, w)), (_, (last_f, last_i, last_w)) = every[0], every[-1]
-    third = times.exit / 3
+    each = times.exit / 3
     every[0] = (1, (f + times.entrance / 2, i, w + times.entrance / 2))
-    every[-1] = (1, (last_f + third, last_i + third, last_w + third))
+    every[-1] = (1, (last_f + each, last_i + each, last_w + each))
     return zero_bubble_idle(every, plan.accumulate)
 
 
@@ -339,7 +339,7 @@ def faulted_pages(work: Workload, plan: Plan) -> float:
     # Gradients are cleared to None, unless they are in one flat buffer.
     gradients = work.learned * work.parameters * BYTES[numerics_of(plan).gradients]
     freed = 0.0 if plan.optimizer == "contiguous" else gradients
-    smaller = max(0.0, (pass_bytes(work, plan).kept - large) * plan.accumulate + freed)
+    others = max(0.0, (pass_bytes(work, plan).kept - large) * plan.accumulate + freed)
     # Less than the threshold above which the end of the heap is given back stays there from step to step.
-    returned = min(RETURNED_SHARE * smaller, max(0.0, smaller - TRIMMED_BYTES))
+    returned = min(RETURNED_SHARE * others, max(0.0, others - TRIMMED_BYTES))
     return (large * plan.accumulate + returned) / PAGE_BYTES

@@ -92,10 +92,14 @@ def _translate(
             labels = (
                 [source.label_names[row["label"]] for row in rows] if teacher.model.graph.routed else None
             )
-            for place, found in zip(places, teacher.generate(prompts, decoding, label=labels), strict=True):
+            for place, translation in zip(
+                places, teacher.generate(prompts, decoding, label=labels), strict=True
+            ):
                 end = source.tokenizer.end
-                ended = end is not None and found.finished != "length"
-                ids = np.array([*found.ids, *([end] if ended else [])], np.int32)[: source.target_length]
+                ended = end is not None and translation.finished != "length"
+                ids = np.array([*translation.ids, *([end] if ended else [])], np.int32)[
+                    : source.target_length
+                ]
                 targets[place, 0] = len(ids)
                 targets[place, 1 : 1 + len(ids)] = ids
     return sources, targets

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 def fit_to_started_ranks(config: RunConfig) -> RunConfig:
     """`config` with a Plan for as many ranks as were started, where the launcher lets nodes come and go, and where the
-    Plan names no degree, so that ranks are replicas.
+    Plan says nothing of ranks, which are then replicas.
 
     The global batch stays the same. Raises ConfigError if it cannot be split evenly, with the numbers that can.
     """
@@ -47,28 +47,32 @@ def fit_to_started_ranks(config: RunConfig) -> RunConfig:
     plan = fit_to_ranks(config.plan, launched())
     fitted = f"plan.dp={plan.dp}, micro_batch={plan.micro_batch}, accumulate={plan.accumulate}"
     if config.plan.gpus == 1:
-        words = "%d ranks train replicas with the same global batch of %d: %s."
-        _log.info(words, launched(), plan.global_batch, fitted)
+        _log.info(
+            "%d ranks train replicas with the same global batch of %d: %s.",
+            launched(),
+            plan.global_batch,
+            fitted,
+        )
     else:
         _log.warning("%d ranks are there instead of %d: %s.", launched(), config.plan.gpus, fitted)
     return replace(config, plan=plan)
 
 
 def with_teachers_vocabulary(config: RunConfig) -> RunConfig:
-    """`config` with a vocabulary as large as its teacher's, for a student without weights to start from."""
+    """`config` with as large a vocabulary as its teacher's, which a student without weights to start from takes."""
     if config.recipe.teacher is None or config.init_from is not None:
         return config
     vocabulary = vocabulary_of(read_config(local_weights(config.recipe.teacher)))
     if not vocabulary or not (has := vocabulary_of(config.model)) or has == vocabulary:
         return config
-    _log.warning("model.vocabulary is set to %d, the teacher's.", vocabulary)
+    _log.warning("model.vocabulary is set to %d, as the teacher has it.", vocabulary)
     model: Any = config.model
     return replace(config, model=replace(model, vocabulary=vocabulary))
 
 
 def require_teacher(config: RunConfig, source: Source) -> None:
-    """Raise ConfigError, before anything is built or measured, where the run's teacher does not exist, would be
-    overwritten by the run, or differs from the student in inputs or classes.
+    """Raise ConfigError, before anything is built or measured, where the run's teacher is not there, is what the run
+    will overwrite, or differs from the student in what they read or tell apart.
     """
     if config.task == "preferences" and config.init_from is not None:
         _require_outside_output("init_from", config.init_from, config)
@@ -78,10 +82,10 @@ def require_teacher(config: RunConfig, source: Source) -> None:
     folder = _require_outside_output("recipe.teacher", name, config)
     require_alike(read_config(folder), config.model, name)
     tokenizer: Any = getattr(source, "tokenizer", None)
-    teachers = None if tokenizer is None else found_in(folder)
-    if teachers is not None and teachers.words() != tokenizer.words():
+    of_teacher = None if tokenizer is None else found_in(folder)
+    if of_teacher is not None and of_teacher.words() != tokenizer.words():
         raise ConfigError(
-            f"recipe.teacher {name} has the tokenizer {teachers.name}, and this run {tokenizer.name}, so that the "
+            f"recipe.teacher {name} has the tokenizer {of_teacher.name}, and this run {tokenizer.name}, so that the "
             "numbers of their words are not the same; set data.tokenizer to the teacher's folder, or leave it out."
         )
 
@@ -101,7 +105,7 @@ def require_calibrated(config: RunConfig) -> None:
         )
 
 
-def _require_kept(setting: str, name: str, config: RunConfig) -> Path:
+def _require_outside_output(setting: str, name: str, config: RunConfig) -> Path:
     """The folder of weights that a run reads to its end. Raises ConfigError where it will overwrite them."""
     folder = local_weights(name)
     if Path(config.output).resolve() in (folder.resolve(), *folder.resolve().parents):
@@ -146,7 +150,7 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
 
 
 def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
-    """Write what an export of a text model needs beside its weights: the files of its tokenizer, and a config.json of
+    """Write what an export of a text model needs besides its weights: the files of its tokenizer, and a config.json of
     the numbers of special tokens, and the names of classes or of the labels that choose experts. Nothing for other
     models.
     """

@@ -16,8 +16,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from language_train import sized
 from penstock.config.model import PRESETS
 from penstock.planner import predict

@@ -283,7 +283,7 @@ class Graph:
 
     def memory_width(self, run: Run) -> int:
         """Features of a token that a run's cross attention sees, the most of several memories; 0 where it has none."""
-        return max((self.run(name).stack.width for name in run.memories), default=0)
+        return max([0, *(self.run(name).stack.width for name in run.memories)])
 
     def width_before(self, run: Run) -> int:
         """Features of a token that a run reads."""

@@ -2,9 +2,9 @@
 
     python benchmarks/native_cpu.py --output benchmarks/results/native_cpu.json
 
-Each cell is a model and a batch, under the Plan that `step_parts.py` profiles, with attention of the plain form and of
-`native`. Rounds are interleaved in one process; a round is one step of each. Beside the gain stand its interval, of 95 %
-by the rounds' ratios, and what the planner predicts. Cells of other machines in the output stay.
+Each cell is a model and a batch, under the Plan that `step_parts.py` profiles, with attention of the plain form and
+of `native`. Rounds are interleaved in one process; a round is one step of each. Beside the gain stand its interval,
+of 95 % by the rounds' ratios, and what the planner predicts. Cells of other machines in the output stay.
 """
 
 from __future__ import annotations

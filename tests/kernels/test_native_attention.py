@@ -13,7 +13,7 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
-from penstock.kernels.attention import Scores, attention, plain_attention
+from penstock.kernels.attention import Scores, attention, packed_attention, plain_attention, split_heads
 
 needs_pairs = pytest.mark.skipif(
     not this_cpu().bf16_pairs, reason="the kernel is made of AVX512-BF16 instructions"
@@ -104,10 +104,40 @@ def test_dropout_is_drawn_once_for_both_directions() -> None:
 
 
 @needs_pairs
+@pytest.mark.parametrize("sequence_first", [False, True])
+def test_a_packed_projection_is_read_in_place(sequence_first: bool) -> None:
+    """Results and gradients are those of its three parts, also masked and causal."""
+    packed = torch.randn(21, 4, 3 * 3 * 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    samples, tokens = (4, 21) if sequence_first else (21, 4)
+    seen = torch.arange(tokens) < tokens - (torch.arange(samples) % 3)[:, None]
+    for scores in (Scores(), Scores(causal=True), Scores(seen[:, None, None]), Scores(dropout=0.3)):
+        results = []
+        for whole in (True, False):
+            leaf = packed.clone().requires_grad_()
+            torch.manual_seed(1)
+            if whole:
+                out = packed_attention(leaf, 32, sequence_first=sequence_first, scores=scores)
+            else:
+                q, k, v = split_heads(leaf, 32)
+                order = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
+                heads = attention(*(t.permute(order) for t in (q, k, v)), "native", scores)
+                out = heads.permute(*((2, 0, 1, 3) if sequence_first else (0, 2, 1, 3))).flatten(2)
+            out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16())
+            results.append((out.detach(), leaf.grad))
+        assert torch.equal(results[0][0], results[1][0])
+        assert results[0][1] is not None
+        assert torch.equal(results[0][1], results[1][1])
+
+
+@needs_pairs
 def test_the_operator_keeps_torchs_contract() -> None:
-    from penstock.kernels.native_attention import _attend
+    from penstock.kernels.native_attention import _attend, _attend_packed
 
     q, k, v = (t.requires_grad_() for t in inputs(2, 2, 1, 19, 19, 32))
+    packed = torch.randn(5, 2, 2, 3, 16).bfloat16().requires_grad_()
+    torch.library.opcheck(
+        _attend_packed, (packed, None, torch.zeros(1, dtype=torch.int64), False, 0.0, 0.2, True)
+    )
     torch.library.opcheck(_attend, (q, k, v, None, torch.zeros(1, dtype=torch.int64), True, 0.0, 0.2))
 
 

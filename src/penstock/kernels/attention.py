@@ -25,7 +25,7 @@ from penstock.config.plan import AUTO_PLAIN_TOKENS, CAUSAL_BLOCK, AttentionBacke
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import dropout
-from penstock.kernels.native_attention import native_attention
+from penstock.kernels.native_attention import native_attention, native_packed_attention
 
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
@@ -244,6 +244,22 @@ def split_heads(qkv: Tensor, head_width: int, shared: int = 1) -> tuple[Tensor, 
         return q, k, v
     q, k, v = groups.split_with_sizes((shared, 1, 1), dim=3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+def packed_attention(packed: Tensor, head_width: int, *, sequence_first: bool, scores: Scores) -> Tensor:
+    """`native` attention over a packed projection of as many heads of keys as of queries, which no rotation or norm
+    takes apart: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
+    mask: Tensor | None = scores.mask  # type: ignore[assignment]  # a Sight takes heads apart
+    heads = packed.view(*packed.shape[:2], -1, 3, head_width)
+    out = native_packed_attention(
+        heads,
+        sequence_first=sequence_first,
+        mask=mask,
+        causal=scores.causal,
+        dropout=scores.dropout,
+        scale=scores.scale,
+    )
+    return out.flatten(2)
 
 
 def token_attention(

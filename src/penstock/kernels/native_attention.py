@@ -47,6 +47,46 @@ def native_attention(
     return out
 
 
+def native_packed_attention(
+    packed: Tensor,
+    *,
+    sequence_first: bool,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """The same of one projection, (B, N, H, 3, K) to (B, N, H, K), or (N, B, …) sequence first.
+
+    Its features are adjacent. The gradient is written into one tensor, where that of three views would be put together.
+    """
+    q, k, v = _heads_of(packed, sequence_first)
+    added, seed, scale = _prepare(q, k, v, mask, causal, dropout, scale)
+    if direct(packed):
+        return _DirectPacked.apply(packed, added, seed, causal, dropout, scale, sequence_first)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _attend_packed(packed, added, seed, causal, dropout, scale, sequence_first)[0]
+    return out
+
+
+def _heads_of(packed: Tensor, sequence_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views (B, H, N, K)."""
+    q, k, v = packed.permute(3, 1, 2, 0, 4) if sequence_first else packed.permute(3, 0, 2, 1, 4)
+    return q, k, v
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, scale: float | None
+) -> tuple[Tensor | None, Tensor, float]:
+    """The mask to add, the seed and the scale; raises ConfigError for what the kernel cannot take."""
+    if reason := _obstacle(q, k, v, mask, causal):
+        raise ConfigError(
+            f"plan.attention 'native' has no kernel for {reason}; use attention 'auto' or 'plain'."
+        )
+    seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    added = None if mask is None else _added(mask, len(q))
+    return added, seed, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
     """The first property of these inputs that the kernel cannot take, in words, or None."""
     width = q.shape[-1]
@@ -106,7 +146,14 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of the sum of each query's exponentials, (B, H, N) in fp32."""
-    out, sums = _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _attend_into(_by_token(q), q, k, v, added, seed, causal, dropout, scale)
+
+
+def _attend_into(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, seed: Tensor, causal: bool, dropout: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sums = q.new_empty(q.shape[:3], dtype=torch.float32)
     if out.numel():
         _kernels().penstock_attend(
             *_sizes(q, k, causal, dropout, scale, seed), address(q), address(k), address(v), _strides(q, k, v, out),
@@ -129,15 +176,22 @@ def _make_gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, added: Tensor | None, seed: Tensor,
     causal: bool, dropout: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    into = _by_token(q), _by_token(k), _by_token(v)
+    _write_gradients(into, gradient, q, k, v, out, sums, added, seed, causal, dropout, scale)
+    return into
+
+
+def _write_gradients(
+    into: tuple[Tensor, Tensor, Tensor], gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+    added: Tensor | None, seed: Tensor, causal: bool, dropout: float, scale: float,
+) -> None:  # fmt: skip
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    into = tuple(_by_token(one) for one in (q, k, v))
     if out.numel():
         _kernels().penstock_attend_gradient(
             *_sizes(q, k, causal, dropout, scale, seed), *map(address, (q, k, v, out, gradient)),
             _strides(q, k, v, out, gradient, *into), address(added), address(sums), *map(address, into),
             threads_for(sums.numel() * k.shape[2]),
         )  # fmt: skip
-    return into[0], into[1], into[2]
 
 
 _gradients = torch.library.custom_op("penstock::attend_gradient", _make_gradients, mutates_args=())
@@ -178,3 +232,88 @@ class _Direct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *given: Any) -> Any:
         return _backward(ctx, *given)
+
+
+def _forward_packed(
+    packed: Tensor,
+    added: Tensor | None,
+    seed: Tensor,
+    causal: bool,
+    dropout: float,
+    scale: float,
+    sequence_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """The result in the order of the projection, and the sums as above."""
+    q, k, v = _heads_of(packed, sequence_first)
+    out = packed.new_empty(*packed.shape[:3], packed.shape[4])
+    seen = out.permute(1, 2, 0, 3) if sequence_first else out.transpose(1, 2)
+    return out, _attend_into(seen, q, k, v, added, seed, causal, dropout, scale)[1]
+
+
+_attend_packed = torch.library.custom_op("penstock::attend_packed", _forward_packed, mutates_args=())
+
+
+@_attend_packed.register_fake
+def _packed_shapes(
+    packed: Tensor, added: Any, seed: Tensor, causal: bool, dropout: float, scale: float, sequence_first: bool
+) -> tuple[Tensor, Tensor]:
+    first, second, heads, _, width = packed.shape
+    samples, tokens = (second, first) if sequence_first else (first, second)
+    out = packed.new_empty(first, second, heads, width)
+    return out, packed.new_empty(samples, heads, tokens, dtype=torch.float32)
+
+
+def _make_packed_gradient(
+    gradient: Tensor, packed: Tensor, out: Tensor, sums: Tensor, added: Tensor | None, seed: Tensor, causal: bool,
+    dropout: float, scale: float, sequence_first: bool,
+) -> Tensor:  # fmt: skip
+    into = torch.empty_like(packed, memory_format=torch.contiguous_format)
+    seen = [t.permute(1, 2, 0, 3) if sequence_first else t.transpose(1, 2) for t in (gradient, out)]
+    heads = _heads_of(packed, sequence_first)
+    _write_gradients(
+        _heads_of(into, sequence_first), seen[0], *heads, seen[1], sums, added, seed, causal, dropout, scale
+    )
+    return into
+
+
+_packed_gradient = torch.library.custom_op(
+    "penstock::attend_packed_gradient", _make_packed_gradient, mutates_args=()
+)
+
+
+@_packed_gradient.register_fake
+def _packed_gradient_shape(
+    gradient: Tensor, packed: Tensor, out: Tensor, sums: Tensor, added: Any, seed: Tensor, causal: bool,
+    dropout: float, scale: float, sequence_first: bool,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(packed, memory_format=torch.contiguous_format)
+
+
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    packed, added, seed, *ctx.settings = inputs
+    ctx.save_for_backward(packed, *output, added, seed)
+
+
+def _packed_backward(ctx: Any, gradient: Tensor, _: Any = None) -> tuple[Any, ...]:
+    given = (gradient, *ctx.saved_tensors, *ctx.settings)
+    plain = direct(gradient)
+    into = _make_packed_gradient(*given) if plain else torch.ops.penstock.attend_packed_gradient(*given)
+    return (into, *[None] * 6)
+
+
+_attend_packed.register_autograd(_packed_backward, setup_context=_save_packed)
+
+
+class _DirectPacked(torch.autograd.Function):
+    """The same without torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        outputs = _forward_packed(*inputs)
+        _save_packed(ctx, inputs, outputs)
+        return outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Any) -> Any:
+        return _packed_backward(ctx, *given)

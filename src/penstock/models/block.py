@@ -19,7 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Layer, Stack
-from penstock.kernels.attention import Scores, Sight, keeps_scores, split_heads, token_attention
+from penstock.kernels.attention import (
+    Scores,
+    Sight,
+    keeps_scores,
+    packed_attention,
+    split_heads,
+    token_attention,
+)
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real
 from penstock.kernels.residual_norm import residual_norm
@@ -184,6 +191,8 @@ class Attention(_Attending):
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
         packed = self.qkv(x)
         packed = packed if context.real is None else context.real.put(packed)
+        if self._stays_packed(context):
+            return self.out(self._mix_packed(packed, context))  # type: ignore[no-any-return]
         q, k, v = split_heads(packed, self.head_width, self.shared)
         if self.looked is not None:
             self.looked.append((q, k, v))
@@ -196,6 +205,18 @@ class Attention(_Attending):
         mixed = self.mix(q, k, v, context.near if self.windowed else context.mask, context.causal)
         mixed = mixed if context.real is None else context.real.take(mixed)
         return self.out(mixed)  # type: ignore[no-any-return]
+
+    def _stays_packed(self, context: Context) -> bool:
+        """Whether one kernel takes queries, keys and values as the projection makes them."""
+        plain = self.backend == "native" and self.shared == 1 and self.q_norm is None and self.looked is None
+        whole = context.rotation is None and context.real is None and not self.windowed
+        return plain and whole and (context.mask is None or isinstance(context.mask, Tensor))
+
+    def _mix_packed(self, packed: Tensor, context: Context) -> Tensor:
+        causal = self.causal if context.causal is None else context.causal
+        dropout = self.rate if self.training else 0.0
+        scores = Scores(context.mask, causal and context.mask is None, dropout, self.scale)
+        return packed_attention(packed, self.head_width, sequence_first=self.sequence_first, scores=scores)
 
 
 class CrossAttention(_Attending):

@@ -204,7 +204,7 @@ def test_a_stage_of_a_pipeline_counts_the_micro_batches_it_holds() -> None:
 def test_a_budget_that_cannot_be_kept_or_told_is_said(caplog: pytest.LogCaptureFixture) -> None:
     build(_config("gpt"), Plan(recompute="budget", budget=1e-9))
     assert "plan.budget=1e-09 GiB is less" in caplog.text
-    with pytest.raises(ConfigError, match="is a module without one"):
+    with pytest.raises(ConfigError, match="was given as a module"):
         build(create(_config("gpt")), Plan(recompute="budget", budget=1.0))
 
 

@@ -121,12 +121,14 @@ def _gradients_(
 def _cross_entropy_rows(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """The loss of each row and its log Σ exp, for compiled code on a CPU."""
     losses, sums = _losses(logits, targets, smoothing)
-    return losses, sums if sums.numel() else torch.logsumexp(logits.float(), 1)
+    return losses, sums if sums.numel() else torch.logsumexp(logits.double(), 1)
 
 
 @_cross_entropy_rows.register_fake
 def _loss_shapes(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    return tuple(logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+    return logits.new_empty(len(logits), dtype=torch.float32), logits.new_empty(
+        len(logits), dtype=torch.float64
+    )
 
 
 @torch.library.custom_op("penstock::cross_entropy_gradient", mutates_args=())

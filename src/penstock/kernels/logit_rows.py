@@ -88,7 +88,7 @@ def _rows(
         if gradient:
             factors = counted * scale if row_weights is None else counted * scale * row_weights
             native_gradients_(logits, logits, targets, sums, factors, smoothing, z_loss)
-        return losses, sums.where(counted, 0.0)
+        return losses, sums.where(counted, 0.0).float()
     losses, sums = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     if len(logits):
         from penstock.kernels.triton.logit_rows import launch

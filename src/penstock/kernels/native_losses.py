@@ -28,13 +28,14 @@ def takes_rows(logits: Tensor) -> bool:
 
 
 def native_losses(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The loss of each row and its log Σ exp, (R,) in fp32; the loss is 0 where the target is −100.
+    """The loss of each row, (R,) in fp32, and its log Σ exp in fp64; the loss is 0 where the target is −100.
 
     logits: (R, V), whose rows lie in one piece; targets: (R,) int64.
     """
     rows, columns = logits.shape
     targets = targets.contiguous()
-    losses, sums = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    sums = logits.new_empty(rows, dtype=torch.float64)
     kernels = library("losses")
     assert kernels is not None
     if rows:

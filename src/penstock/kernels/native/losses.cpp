@@ -53,7 +53,7 @@ inline float exponential(float x) {
 constexpr i64 BLOCK = 2048;
 template <typename T>
 void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stride, float smoothing, float z_loss,
-            i64 ignored, float* loss, float* lse, int threads) {
+            i64 ignored, float* loss, double* lse, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (i64 row = 0; row < rows; ++row) {
     const T* z = logits + row * stride;
@@ -76,16 +76,16 @@ void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stri
       total = (total > 0 ? total * std::exp(most - now) : 0.0f) + add;
       most = now;
     }
-    float l = most + std::log(total);
+    double l = double(most) + std::log(double(total));
     lse[row] = l;
     i64 t = targets[row];
     // The mean counts where there is smoothing alone: logits of -inf would make it 0 times infinity.
     float mean = smoothing ? smoothing * (sum / columns) : 0.0f;
-    loss[row] = t == ignored ? 0.0f : l - (1.0f - smoothing) * wide(z[t]) - mean + z_loss * l * l;
+    loss[row] = t == ignored ? 0.0f : float(l) - (1.0f - smoothing) * wide(z[t]) - mean + z_loss * float(l * l);
   }
 }
 template <typename T>
-void gradients(const T* logits, T* out, const i64* targets, const float* lse, const float* factors, i64 rows,
+void gradients(const T* logits, T* out, const i64* targets, const double* lse, const float* factors, i64 rows,
                i64 columns, i64 stride, i64 out_stride, float smoothing, float z_loss, i64 ignored, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (i64 row = 0; row < rows; ++row) {
@@ -96,22 +96,24 @@ void gradients(const T* logits, T* out, const i64* targets, const float* lse, co
       std::memset(g, 0, columns * sizeof(T));
       continue;
     }
-    float l = lse[row], f = factors[row], s = smoothing / columns, up = 1.0f + 2.0f * z_loss * l;
-    float own = (std::exp(wide(z[t]) - l) * up - s - (1.0f - smoothing)) * f;
+    // The sum in two parts: rounded to fp32 alone, its error would be one of every probability.
+    float high = float(lse[row]), low = float(lse[row] - high);
+    float f = factors[row], s = smoothing / columns, up = 1.0f + 2.0f * z_loss * high;
+    float own = (std::exp((wide(z[t]) - high) - low) * up - s - (1.0f - smoothing)) * f;
 #pragma omp simd
-    for (i64 i = 0; i < columns; ++i) put(g[i], (exponential(wide(z[i]) - l) * up - s) * f);
+    for (i64 i = 0; i < columns; ++i) put(g[i], (exponential((wide(z[i]) - high) - low) * up - s) * f);
     put(g[t], own);
   }
 }
 }  // namespace
 extern "C" void penstock_row_losses(const void* z, int type, const i64* t, i64 rows, i64 columns, i64 stride,
-                                    float smoothing, float z_loss, i64 ignored, float* loss, float* lse, int threads) {
+                                    float smoothing, float z_loss, i64 ignored, float* loss, double* lse, int threads) {
   if (type == 1)
     losses((const Half*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
   else
     losses((const float*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
 }
-extern "C" void penstock_row_gradients(const void* z, void* g, int type, const i64* t, const float* lse,
+extern "C" void penstock_row_gradients(const void* z, void* g, int type, const i64* t, const double* lse,
                                        const float* factors, i64 rows, i64 columns, i64 stride, i64 out_stride,
                                        float smoothing, float z_loss, i64 ignored, int threads) {
   if (type == 1)

@@ -475,7 +475,7 @@ LINES = {
     "doctor": 450,
     "export": 880,
     "infer": 1790,
-    "kernels": 6440,
+    "kernels": 6450,
     "ladder": 5420,
     "launch": 1550,
     "models": 8460,

@@ -124,9 +124,9 @@ distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.H
 line = sequence.Line(distributed.group.WORLD, 0, 1, sequence=True, dim=0)
 x = torch.ones(64)
 for _ in range(100):
-    assert sequence.added(x, line).equal(x)
-    assert sequence.together(x, line, 0).equal(x)
-    assert sequence.apart(x, line, 0).equal(x)
+    assert sequence.all_reduce(x, line).equal(x)
+    assert sequence.all_gather(x, line, 0).equal(x)
+    assert sequence.reduce_scatter(x, line, 0).equal(x)
     sent = torch.empty_like(x)
     distributed.all_to_all_single(sent, x)
     assert sent.equal(x)

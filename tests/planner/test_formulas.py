@@ -62,7 +62,7 @@ def test_expert_parallelism_exchanges_each_visit_four_times() -> None:
     assert together.seconds["expert"] == 0
     # While a shared expert computes, the tokens of one exchange in each pass travel.
     shared = at(replace(MIXTRAL, shared_experts=1), dp=8, sharding="fsdp", ep=8)
-    assert shared.seconds["expert"] == pytest.approx(MIXTRAL.depth * 2 * (1 + rates.taken) * each)
+    assert shared.seconds["expert"] == pytest.approx(MIXTRAL.depth * 2 * (1 + rates.collective_share) * each)
     # A device multiplies as many tokens, those of others by one expert in place of its own by all.
     work = describe(MIXTRAL, replace(HALF, dp=8, sharding="fsdp", ep=8))
     flops = sum(n * op.flops for n, op in work.operators() if op.name.startswith("experts.up") and op.forward)

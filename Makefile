@@ -92,9 +92,11 @@ ISA_RUN = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist w
   --ignore tests/precision/test_script.py --ignore tests/precision/test_hugging_face.py -k 'not triton' $(PYTEST)
 
 test-isa: $(VENV)/.test
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(ISA_RUN)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	  TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor/avx2 $(ISA_RUN)
 	@if $(PY) -c 'import torch; raise SystemExit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then \
-	  ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512 $(ISA_RUN); \
+	  ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512 \
+	  TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor/avx512 $(ISA_RUN); \
 	else echo "this CPU has no AVX-512 to be tested with"; fi
 
 test-slow: $(VENV)/.test

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.rank_pool import pool
+from penstock.cpu import this_cpu
 from penstock.kernels import linear_cross_entropy as module
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy, rows_at_once
 from penstock.kernels.vocabulary import Share
@@ -217,6 +218,8 @@ def _peak(budget: int | None, dtype: torch.dtype, rows: int) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_stays_within_the_budget(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and this_cpu().avx512 and not this_cpu().bf16:
+        pytest.skip("oneDNN makes bf16 logits in fp32 on this CPU, beside the budget")
     budget = 2 << 20
     gradients = 4 * 4096 * 16 * 2 + 4 * 512 * 16 * 2  # the weight's sum and one chunk's, those of x
     whole, few, many = _peak(None, dtype, 512), _peak(budget, dtype, 512), _peak(budget, dtype, 2048)

@@ -51,10 +51,13 @@ def test_memory_is_that_of_a_step(precision: str, tied: bool, monkeypatch: pytes
     assert predicted == pytest.approx(_measured(plan, model), rel=0.1)
     whole = replace(plan, loss="whole")
     of_whole = predict(model, CPU, whole).memory_bytes
-    # Beside half logits the gradient of the head or the copy of its weights is alive: 4 % of so small a model.
-    assert of_whole == pytest.approx(_measured(whole, model), rel=0.01 if precision == "O0" else 0.04)
     logits = 4 * model.sequence * model.vocabulary * (4 if precision == "O0" else 2)
     assert predicted < of_whole - 0.6 * logits  # one chunk is a quarter of them
+    # With bf16 weights the peak is the product of their gradient, for which oneDNN takes 1.1 of 41 MB that the planner
+    # does not count, since they differ by machine and thread. In O1 the fp32 gradient, which is as large, comes later.
+    many = replace(whole, micro_batch=16)
+    near = 0.03 if precision == "O2" else 0.01
+    assert predict(model, CPU, many).memory_bytes == pytest.approx(_measured(many, model), rel=near)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -199,7 +199,7 @@ def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert source.count(term) == 1, term
         path, made = tmp_path / f"{number}.cpp", tmp_path / f"{number}.so"
         path.write_text(source.replace(term, other))
-        flags = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w")
+        flags = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", f"-I{Path(native.__file__).parent}")
         subprocess.run([native._compiler(), *flags, str(path), "-o", str(made)], check=True)
         mutant = ctypes.CDLL(str(made))
         for module in (norms, activations):

@@ -75,7 +75,8 @@ def _built(kernels: Kernels) -> Path:
     if kernels == "attention":
         command += (_PAIRS_FLAG,)
     source = Path(__file__).parent / f"{kernels}.cpp"
-    key = hashlib.sha256("\0".join((about, *command)).encode() + source.read_bytes()).hexdigest()[:16]
+    texts = source.read_bytes() + source.with_name("numbers.h").read_bytes()
+    key = hashlib.sha256("\0".join((about, *command)).encode() + texts).hexdigest()[:16]
     folder = cache_folder() / "native"
     path = folder / f"{kernels}-{key}.so"
     if path.is_file():

@@ -7,50 +7,20 @@
 //
 // The file needs no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include <omp.h>
+
+#include "numbers.h"
+
 namespace {
-using i64 = int64_t;
-struct Half {
-  uint16_t bits;
-};
-inline float wide(float v) { return v; }
-inline float wide(Half h) {
-  uint32_t b = uint32_t(h.bits) << 16;
-  float v;
-  std::memcpy(&v, &b, 4);
-  return v;
-}
-inline void put(float& p, float v) { p = v; }
-inline void put(Half& p, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  uint32_t up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  p.bits = uint16_t(value != value ? 0x7fc0 : up);
-}
-// exp of x <= 88: 2^n e^r with r in +-ln 2 / 2 as a polynomial
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  float n = __builtin_rintf(x * 1.44269504f);
-  float r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t bits = (int32_t(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
-}
+
+// Logits of a row that are read twice while they are in the first cache.
 constexpr i64 BLOCK = 2048;
+
 template <typename T>
 void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stride, float smoothing, float z_loss,
             i64 ignored, float* loss, double* lse, int threads) {
@@ -84,6 +54,7 @@ void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stri
     loss[row] = t == ignored ? 0.0f : float(l) - (1.0f - smoothing) * wide(z[t]) - mean + z_loss * float(l * l);
   }
 }
+
 template <typename T>
 void gradients(const T* logits, T* out, const i64* targets, const double* lse, const float* factors, i64 rows,
                i64 columns, i64 stride, i64 out_stride, float smoothing, float z_loss, i64 ignored, int threads) {
@@ -105,7 +76,9 @@ void gradients(const T* logits, T* out, const i64* targets, const double* lse, c
     put(g[t], own);
   }
 }
+
 }  // namespace
+
 extern "C" void penstock_row_losses(const void* z, int type, const i64* t, i64 rows, i64 columns, i64 stride,
                                     float smoothing, float z_loss, i64 ignored, float* loss, double* lse, int threads) {
   if (type == 1)
@@ -113,6 +86,7 @@ extern "C" void penstock_row_losses(const void* z, int type, const i64* t, i64 r
   else
     losses((const float*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
 }
+
 extern "C" void penstock_row_gradients(const void* z, void* g, int type, const i64* t, const double* lse,
                                        const float* factors, i64 rows, i64 columns, i64 stride, i64 out_stride,
                                        float smoothing, float z_loss, i64 ignored, int threads) {

@@ -60,7 +60,7 @@ def describe(
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
         gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), loops=plan.experts == "loop",
-        fuses=fused_operators(plan, device), software=software,
+        fuses=fused_operators(plan, device), software=software, norms=BYTES[numerics.norms],
     )  # fmt: skip
     return workload_of(model, terms)
 

@@ -80,6 +80,8 @@ class OpTerms(NamedTuple):
     """Visits that the busiest of the devices that split experts has, over the mean."""
     fuses: frozenset[str] = frozenset()
     """Fused operators of `Plan.fuse` that the device has kernels for."""
+    norms: float = 4.0
+    """Bytes of a number that norms compute with."""
     software: Software = PENSTOCK
 
     @property
@@ -349,7 +351,10 @@ class Lister:
         e, c, size = t.stream, t.product, rows * stack.width
         autocast = e == 4 and c == 2
         out, launches = e if autocast else c, 1
-        kept, ahead, behind = size * e + (1 if rms else 2) * rows * t.statistic, (e, out), (e + out, e)
+        # An eager norm of half inputs that computes in fp32 keeps its copy of them.
+        copies = t.host and not t.fused and not rms and t.norms > e
+        read, statistic = (t.norms, t.norms) if copies else (e, t.statistic)
+        kept, ahead, behind = size * read + (1 if rms else 2) * rows * statistic, (e, out), (e + out, e)
         if rms and (t.host or t.software.norms_apart) and not t.fused:
             # torch computes in fp32, and keeps its result beside its input.
             kept += size * 4 + (size * (4 - e) if t.host else size * c)

@@ -51,11 +51,12 @@ class PassBytes(NamedTuple):
 
 def pass_bytes(work: Workload, plan: Plan) -> PassBytes:
     """Bytes that a micro-batch keeps, and that its backward pass needs beyond them."""
-    gradient = BYTES[numerics_of(plan).gradients]
+    numerics = numerics_of(plan)
+    gradient, product = BYTES[numerics.gradients], BYTES[numerics.compute]
     sharded = plan.sharding in ("fsdp", "hsdp") and plan.replicas > 1 and plan.pp == 1
     outlives = _outlive(plan) or plan.replicas > 1
     how = Recompute.of(plan, work)
-    return _pass_bytes(work, how, 0.0 if outlives else gradient, 0.0 if sharded else gradient)
+    return _pass_bytes(work, how, 0.0 if outlives else gradient, 0.0 if sharded else min(gradient, product))
 
 
 def _outlive(plan: Plan) -> bool:
@@ -105,7 +106,7 @@ def live_bytes(part: Part, gradient: float, fresh: float) -> tuple[float, float]
         if op.kind in COLLECTIVE or op.module == "shared_table":  # the latter has a moment of its own
             continue
         if op.weights:
-            most = max(most, alive + op.weights * max(fresh, gradient))
+            most = max(most, alive + op.weights * fresh)
             alive += op.weights * gradient
         else:
             most = max(most, alive + op.written)

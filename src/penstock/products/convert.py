@@ -267,8 +267,8 @@ def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:
         form = OneDnn
     # A linear that is split over ranks gives the other form its part between them: see `penstock.parallel.parts`.
     hand_over = getattr(linear, "replaced_by", None)
-    found: nn.Module = form(linear) if hand_over is None else hand_over(form(linear))
-    return found
+    stored: nn.Module = form(linear) if hand_over is None else hand_over(form(linear))
+    return stored
 
 
 def suited(model: nn.Module, weights: Weights | Products, *, own: bool) -> Products:

@@ -48,9 +48,9 @@ class Int8(Stored):
         # The kernel has one scale for all rows. So each is divided by its largest number first: one row with an outlier
         # would leave the others few levels.
         sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
-        found = self.multiplied(x.float() / sizes)
-        found = found * sizes if self.bias is None else torch.addcmul(self.bias, found, sizes)
-        return found.to(x.dtype)
+        product = self.multiplied(x.float() / sizes)
+        product = product * sizes if self.bias is None else torch.addcmul(self.bias, product, sizes)
+        return product.to(x.dtype)
 
     def multiplied(self, x: Tensor) -> Tensor:
         """Rows (N, in) of numbers from −1 to 1 by the weights, in fp32."""
@@ -87,11 +87,11 @@ class Int8Weights(Stored):
     def product(self, x: Tensor) -> Tensor:
         half = x.to(torch.bfloat16)
         if len(x) <= _FEW:
-            found = torch._weight_int8pack_mm(half, self.weight, self.scales).to(x.dtype)
+            product = torch._weight_int8pack_mm(half, self.weight, self.scales).to(x.dtype)
         else:
             weight = self.weight.to(torch.bfloat16) * self.scales[:, None]
-            found = F.linear(half, weight).to(x.dtype)
-        return found if self.bias is None else found + self.bias
+            product = F.linear(half, weight).to(x.dtype)
+        return product if self.bias is None else product + self.bias
 
 
 class Int4(Stored):
@@ -107,7 +107,7 @@ class Int4(Stored):
         self.scales = scales.transpose(0, 1).contiguous().to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
             x.contiguous(), self.weight, _GROUP, self.scales.to(x.dtype)
         )
-        return found if self.bias is None else found + self.bias
+        return product if self.bias is None else product + self.bias

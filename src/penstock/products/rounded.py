@@ -63,10 +63,10 @@ class RoundedInt8(Stored):
             return self.called(x.float()).to(x.dtype)
         sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=_LEAST)
         sizes = sizes if self.whole_rows is None else self.whole_rows(sizes)
-        found = self.called(x.float() * (MOST / sizes))
+        product = self.called(x.float() * (MOST / sizes))
         sizes = sizes / MOST
-        found = found * sizes if self.bias is None else torch.addcmul(self.bias, found, sizes)
-        return found.to(x.dtype)
+        product = product * sizes if self.bias is None else torch.addcmul(self.bias, product, sizes)
+        return product.to(x.dtype)
 
     def kernel(self, x: Tensor) -> Tensor:
         scale = 1.0 if self.static is None else self.static
@@ -137,7 +137,7 @@ def store_rounded(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, Ro
 def stored_tensors(model: nn.Module) -> list[Tensor]:
     """The tensors of a model's layers that store their weights in another form, which no state dict has."""
     layers = [module for module in model.modules() if isinstance(module, Stored)]
-    found = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return found + [
+    tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    return tensors + [
         layer.numbers for layer in layers if isinstance(layer, RoundedInt8) and layer.packed is not None
     ]

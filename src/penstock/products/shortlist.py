@@ -47,8 +47,8 @@ class Shortlist(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         some = self.rows(x)
         every = some.new_full((*some.shape[:-1], self.out_features), -math.inf)
-        found: Tensor = every.index_copy_(-1, self.numbers, some)
-        return found
+        logits: Tensor = every.index_copy_(-1, self.numbers, some)
+        return logits
 
 
 def shorten(model: nn.Module, numbers: Iterable[int]) -> None:

@@ -80,10 +80,10 @@ class OneDnn(Stored):
         return self.called(x) if x.numel() else x.new_empty(*x.shape[:-1], self.out_features)
 
     def kernel(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x.contiguous(), self.weight, self.bias, "none", [], ""
         )
-        return found
+        return product
 
 
 class Bf16(OneDnn):

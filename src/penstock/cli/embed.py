@@ -30,7 +30,7 @@ def embed(
     processes does its part, and one prints.
     """
     from penstock.infer.encode import Embedder
-    from penstock.infer.ranks import require_ranks, told
+    from penstock.infer.ranks import from_rank_zero, require_ranks
     from penstock.parallel import launched
 
     model, plan = config.named("embed"), config.as_plan
@@ -40,6 +40,8 @@ def embed(
         raise ConfigError("Give texts, or images with --image, not both.")
     inputs = words(texts, file) if main and not image else []
     with Embedder(model, plan, weights=config.weights, batch=config.batch, device=config.device) as embedder:
-        vectors = embedder.embed_images(image) if image else embedder.embed(told(inputs, embedder.dims))
+        vectors = (
+            embedder.embed_images(image) if image else embedder.embed(from_rank_zero(inputs, embedder.dims))
+        )
     for vector in vectors.tolist() if main else ():
         print(json.dumps([round(number, 7) for number in vector]))

@@ -51,7 +51,7 @@ def generate(
     """
     from penstock.infer.captions import writes_of_either
     from penstock.infer.generator import Generator
-    from penstock.infer.ranks import require_ranks, told
+    from penstock.infer.ranks import from_rank_zero, require_ranks
     from penstock.parallel import launched
 
     model, plan, decoding = config.named("generate"), config.as_plan, config.decoding
@@ -82,10 +82,10 @@ def generate(
             sizes = f"{made.bytes / 1e6:,.1f} MB of weights, of {made.whole_bytes / 1e6:,.1f} MB"
             print(f"Only the experts of label {config.label} are loaded: {sizes}.", file=sys.stderr)
         before = [] if system is None else [{"role": "system", "content": system}]
-        if told(typed, made.dims):
+        if from_rank_zero(typed, made.dims):
             _converse(made, before, decoding, config.label, main)
             return
-        texts = told(texts, made.dims)
+        texts = from_rank_zero(texts, made.dims)
         conversations: list[Prompt] = [
             made.conversation([*before, _user(text)]) if chat else text for text in texts
         ]
@@ -104,14 +104,14 @@ def _converse(
     made: Generator, before: list[dict[str, str]], decoding: Decoding, label: str | None, main: bool
 ) -> None:
     """Answer line by line, each with all that was said before it, until what is typed ends."""
-    from penstock.infer.ranks import told
+    from penstock.infer.ranks import from_rank_zero
 
     if not _comes_in_pieces(decoding):
         raise ConfigError(
             "A chat in a terminal is greedy or drawn; leave beams, best, contrastive and speculate out."
         )
     messages = list(before)
-    while (line := told(_typed() if main else None, made.dims)) is not None:
+    while (line := from_rank_zero(_typed() if main else None, made.dims)) is not None:
         messages.append(_user(line))
         answer = _tell(made.stream(made.conversation(messages), decoding, label=label), main)
         messages.append({"role": "assistant", "content": answer})

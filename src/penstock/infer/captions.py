@@ -45,8 +45,8 @@ class Captioner:
         device: torch.device | str = "cpu",
     ) -> None:
         """Raises ConfigError for a model that does not write of images."""
-        found = loaded(model, plan or Plan(), weights="plain", tokenizer=tokenizer, device=device)
-        graph = found.model.graph
+        opened = loaded(model, plan or Plan(), weights="plain", tokenizer=tokenizer, device=device)
+        graph = opened.model.graph
         memories = {name for run in graph.written for name in run.memories}
         self._inputs = {
             type(one): one for run in graph.runs if run.name in memories for one in (graph.input_of(run),)
@@ -55,8 +55,8 @@ class Captioner:
             raise ConfigError(
                 "The model writes no captions; give one of images and texts, such as multimodal-tiny."
             )
-        self.model, self.tokenizer, self.batch = found.model, needed(found.tokenizer), batch
-        self.start, self.ends = found.start, found.ends
+        self.model, self.tokenizer, self.batch = opened.model, needed(opened.tokenizer), batch
+        self.start, self.ends = opened.start, opened.ends
 
     def caption(
         self, paths: Sequence[str | Path], language: str, *, max_tokens: int | None = None
@@ -66,9 +66,9 @@ class Captioner:
         name = self._inputs[PatchInput].name
         batches = [paths[begin : begin + self.batch] for begin in range(0, len(paths), self.batch)]
         return [
-            said
+            caption
             for some in batches
-            for said in self._written(
+            for caption in self._written(
                 {name: read_images(self.model, [Path(one) for one in some])}, len(some), language, max_tokens
             )
         ]
@@ -76,7 +76,7 @@ class Captioner:
     def translate(self, texts: Sequence[str], language: str, *, max_tokens: int | None = None) -> list[str]:
         """Each text in another language."""
         frame, one = self.tokenizer.frame(), self._inputs[TokenInput]
-        said: list[str] = []
+        translations: list[str] = []
         for begin in range(0, len(texts), self.batch):
             encoded = self.tokenizer.encode(texts[begin : begin + self.batch])
             rows = [[*frame.before, *text, *frame.behind] for text in encoded]
@@ -90,8 +90,8 @@ class Captioner:
                 ),
                 "lengths": torch.tensor([len(row) for row in rows], device=self._device),
             }
-            said += self._written(values, len(rows), language, max_tokens)
-        return said
+            translations += self._written(values, len(rows), language, max_tokens)
+        return translations
 
     @property
     def _device(self) -> torch.device:

@@ -24,7 +24,7 @@ from penstock.config.graph import Input, PatchInput, TokenInput, VectorHead
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
-from penstock.infer.ranks import everyones, own, together
+from penstock.infer.ranks import from_all_ranks, own_texts, together
 from penstock.infer.text import needed
 from penstock.models.anatomy import set_switch
 from penstock.models.model import Model
@@ -45,16 +45,16 @@ class _Texts:
 
     def __init__(
         self,
-        found: Loaded,
+        opened: Loaded,
         batch: int,
         run: Callable[..., Tensor],
         dims: ParallelDims = ALONE,
         most: int | None = None,
     ) -> None:
         """`run` is the model, or what of it is to be run, of texts of at most `most` tokens; none: as its first run."""
-        assert isinstance(found.model, Model)
-        self.model, self.tokenizer, self.batch, self.run = found.model, found.tokenizer, batch, run
-        self.dims, self.most = dims, most or found.model.graph.runs[0].most
+        assert isinstance(opened.model, Model)
+        self.model, self.tokenizer, self.batch, self.run = opened.model, opened.tokenizer, batch, run
+        self.dims, self.most = dims, most or opened.model.graph.runs[0].most
         set_switch(self.model, "padding", "remove")
 
     def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
@@ -85,16 +85,16 @@ class _Texts:
             raise ConfigError("There are no texts; give at least one.")
         if any(not ids for ids, _ in rows):
             raise ConfigError("A text has no tokens; write something.")
-        here = self._computed(rows[own(len(rows), self.dims)], finish)
+        here = self._computed(rows[own_texts(len(rows), self.dims)], finish)
         attend(self.model)
-        return torch.cat([part.to(here.device) for part in everyones([here], self.dims) if len(part)])
+        return torch.cat([part.to(here.device) for part in from_all_ranks([here], self.dims) if len(part)])
 
     def _computed(
         self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
         device = next(self.model.parameters()).device
-        found: Tensor | None = None
+        results: Tensor | None = None
         for begin in range(0, len(order), self.batch):
             some = order[begin : begin + self.batch]
             lengths = torch.tensor([len(rows[number][0]) for number in some])
@@ -110,9 +110,9 @@ class _Texts:
                 )
                 outputs = self.run(tokens.to(device), lengths.to(device), kinds)
                 part = finish(outputs, lengths.to(device))
-            found = part.new_empty(len(rows), *part.shape[1:]) if found is None else found
-            found[torch.tensor(some, device=device)] = part
-        return torch.empty(0, device=device) if found is None else found
+            results = part.new_empty(len(rows), *part.shape[1:]) if results is None else results
+            results[torch.tensor(some, device=device)] = part
+        return torch.empty(0, device=device) if results is None else results
 
 
 class Embedder:
@@ -142,7 +142,7 @@ class Embedder:
             if plan.gpus > 1 and plan.gpus == plan.dp:
                 device = local_device(torch.device(device))
                 self.dims = joining.enter_context(together(plan, device, weights=weights))
-            found = loaded(
+            opened = loaded(
                 model,
                 plan,
                 weights=weights,
@@ -151,17 +151,17 @@ class Embedder:
                 dims=self.dims,
                 careful=True,
             )
-            graph, self.batch = found.model.graph, batch
-            head = _vectors(found.model, TokenInput)
+            graph, self.batch = opened.model.graph, batch
+            head = _vectors(opened.model, TokenInput)
             if head is None and (graph.vision or graph.writer is not None):
                 raise ConfigError(
-                    f"A {type(found.model).__name__} gives no vectors of texts; give an encoder."
+                    f"A {type(opened.model).__name__} gives no vectors of texts; give an encoder."
                 )
-            self.model, self.first, self._made = found.model, found.pooled_first, head is not None
+            self.model, self.first, self._made = opened.model, opened.pooled_first, head is not None
             self._texts = (
-                _Texts(found, batch, found.model.features, self.dims)
+                _Texts(opened, batch, opened.model.features, self.dims)
                 if head is None
-                else _Texts(found, batch, head[1], self.dims, head[0])
+                else _Texts(opened, batch, head[1], self.dims, head[0])
             )
             self._joined = joining.pop_all()
 
@@ -194,12 +194,12 @@ class Embedder:
             raise ConfigError("The model gives no vectors of images; give one of images and texts.")
         if not paths:
             raise ConfigError("There are no images; give at least one.")
-        found = []
+        vectors = []
         for begin in range(0, len(paths), self.batch):
             images = read_images(self.model, [Path(one) for one in paths[begin : begin + self.batch]])
             with torch.inference_mode():
-                found.append(head[1](images))
-        return torch.cat(found)
+                vectors.append(head[1](images))
+        return torch.cat(vectors)
 
 
 def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]] | None:
@@ -252,42 +252,42 @@ class Classifier:
         batch: int = 32,
         device: torch.device | str = "cpu",
     ) -> None:
-        found = loaded(
+        opened = loaded(
             model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, telling=True
         )
-        self.model, self.batch = found.model, batch
-        self.classes = tuple(classes) or found.classes
+        self.model, self.batch = opened.model, batch
+        self.classes = tuple(classes) or opened.classes
         self._texts: _Texts | None = None
-        if found.model.graph.classes is None:
+        if opened.model.graph.classes is None:
             raise ConfigError(
                 "The model tells no classes; give a ViT, or an encoder with a head for classes."
             )
-        if not found.model.graph.vision:
-            self._texts = _Texts(found, batch, found.model)
+        if not opened.model.graph.vision:
+            self._texts = _Texts(opened, batch, opened.model)
 
     def classify(self, inputs: Sequence[Any]) -> list[Classified]:
         """Texts, pairs of texts, or token numbers for an encoder; paths of images for a ViT."""
         if self._texts is not None:
-            told = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
+            logits = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
         else:
-            told = self._images([Path(each) for each in inputs])
-        shares = torch.softmax(told, dim=-1).tolist()
-        return [self._told(row) for row in shares]
+            logits = self._images([Path(each) for each in inputs])
+        shares = torch.softmax(logits, dim=-1).tolist()
+        return [self._classified(row) for row in shares]
 
-    def _told(self, shares: list[float]) -> Classified:
+    def _classified(self, shares: list[float]) -> Classified:
         best = int(np.argmax(shares))
         label = self.classes[best] if len(self.classes) == len(shares) else str(best)
         return Classified(label, shares[best], tuple(shares))
 
     def _images(self, paths: list[Path]) -> Tensor:
-        found = []
+        logits = []
         for begin in range(0, len(paths), self.batch):
             images = read_images(self.model, paths[begin : begin + self.batch], crop_share=_CROP)
             with torch.inference_mode():
-                found.append(self.model(images).float())
-        if not found:
+                logits.append(self.model(images).float())
+        if not logits:
             raise ConfigError("There are no images; give at least one.")
-        return torch.cat(found)
+        return torch.cat(logits)
 
 
 def read_images(model: Model, paths: Sequence[Path], *, crop_share: float = 1.0) -> Tensor:

@@ -26,7 +26,7 @@ from penstock.decode.static import Compiled
 from penstock.decode.texts import Generating, Prompts
 from penstock.errors import ConfigError
 from penstock.infer.load import Loaded, loaded
-from penstock.infer.ranks import everyones, own, together, told
+from penstock.infer.ranks import from_all_ranks, from_rank_zero, own_texts, together
 from penstock.infer.text import Stream, needed, prompt_numbers, until_stop, usual_tokens
 from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
@@ -100,15 +100,15 @@ class Generator:
                 self.dims = joining.enter_context(ranks)
             listed = read_shortlist(shortlist) if isinstance(shortlist, str | Path) else tuple(shortlist)
             listed = (*listed, *(ends or ())) if listed else ()
-            found = self._open(model, plan, weights, tokenizer, listed, only=only)
-            self.whole_bytes, self.bytes = found.whole_bytes, found.bytes
+            opened = self._open(model, plan, weights, tokenizer, listed, only=only)
+            self.whole_bytes, self.bytes = opened.whole_bytes, opened.bytes
             """Bytes of the weights in the model's folder, and of those that were read of it."""
-            self.model: Generating = found.model
-            self.tokenizer = found.tokenizer
-            self.start = found.start if start is None else start
-            self.ends: tuple[int, ...] = found.ends if ends is None else tuple(ends)
-            self._never = found.never
-            self.labels = found.labels
+            self.model: Generating = opened.model
+            self.tokenizer = opened.tokenizer
+            self.start = opened.start if start is None else start
+            self.ends: tuple[int, ...] = opened.ends if ends is None else tuple(ends)
+            self._never = opened.never
+            self.labels = opened.labels
             if self.model.graph.remembered and self.start is None:
                 raise ConfigError(
                     "The model does not say which token its decoder begins with; give its number as start."
@@ -142,7 +142,7 @@ class Generator:
         beside: Model | None = None,
         only: Sequence[str] = (),
     ) -> Loaded:
-        found = loaded(
+        opened = loaded(
             model,
             plan,
             weights=weights,
@@ -153,12 +153,12 @@ class Generator:
             beside=beside,
             only=only,
         )
-        if not found.model.graph.generates:
+        if not opened.model.graph.generates:
             raise ConfigError(
                 "The model does not generate text. Give a decoder or an encoder–decoder; for "
                 "others there are penstock.Embedder and penstock.Classifier."
             )
-        return found
+        return opened
 
     def __enter__(self) -> Self:
         return self
@@ -185,17 +185,17 @@ class Generator:
         texts = _several(prompts)
         rows, routes = [self.encode(prompt) for prompt in texts], self.labels.numbers(texts, label)
         decoding = self._bounded(rows, decoding)
-        mine, best = own(len(rows), self.dims), decoding.best
-        seeds = self._seeds(decoding, len(rows) * best)[mine.start * best : mine.stop * best]
-        rows, routes = rows[mine], routes[mine]
+        share, best = own_texts(len(rows), self.dims), decoding.best
+        seeds = self._seeds(decoding, len(rows) * best)[share.start * best : share.stop * best]
+        rows, routes = rows[share], routes[share]
 
         def generated(some: slice) -> list[Generated]:
             own_seeds = seeds[some.start * best : some.stop * best]
             return self._generated(rows[some], routes[some], own_seeds, decoding)
 
-        found = in_parts(stages_of(self.model), generated, len(rows), self.dims) if rows else []
+        texts_here = in_parts(stages_of(self.model), generated, len(rows), self.dims) if rows else []
         attend(self.model)
-        return everyones(found, self.dims)
+        return from_all_ranks(texts_here, self.dims)
 
     @torch.inference_mode()
     def _generated(
@@ -205,8 +205,8 @@ class Generator:
         scores: list[float] | None = None
         if decoding.beams > 1:
             prompts = self._prompts(rows, routes)
-            found = search(self.model, prompts, decoding, ends=self.ends, compiled=self._compiled)
-            tokens, scores = found.tokens.flatten(0, 1), found.scores.flatten().tolist()
+            hypotheses = search(self.model, prompts, decoding, ends=self.ends, compiled=self._compiled)
+            tokens, scores = hypotheses.tokens.flatten(0, 1), hypotheses.scores.flatten().tolist()
         elif decoding.contrastive:
             tokens = contrast(self.model, self._prompts(rows, routes), decoding, ends=self.ends)
         else:
@@ -214,7 +214,7 @@ class Generator:
             routes = [route for route in routes for _ in range(decoding.best)]
             if decoding.speculate:
                 return [
-                    self._told(self._speculated(row, route, replace(decoding, seed=seed)), decoding)
+                    self._as_generated(self._speculated(row, route, replace(decoding, seed=seed)), decoding)
                     for row, route, seed in zip(rows, routes, seeds, strict=True)
                 ]
             if decoding.stop and self.tokenizer is not None:
@@ -229,7 +229,7 @@ class Generator:
             )
         made = [_until(row) for row in tokens.tolist()]
         return [
-            self._told(ids, decoding, None if scores is None else score)
+            self._as_generated(ids, decoding, None if scores is None else score)
             for ids, score in zip(made, scores or [0.0] * len(made), strict=True)
         ]
 
@@ -282,7 +282,7 @@ class Generator:
             decoding = replace(decoding, bias=(*decoding.bias, *self._never))
         if decoding.draws and decoding.seed is None and not self.dims.alone:
             seed = random.SystemRandom().randrange(1 << 31)
-            decoding = replace(decoding, seed=told(seed, self.dims))
+            decoding = replace(decoding, seed=from_rank_zero(seed, self.dims))
         return decoding
 
     def _prompts(self, rows: list[list[int]], routes: list[int | None]) -> Prompts:
@@ -352,7 +352,7 @@ class Generator:
         engine = self._engine(rows, decoding)
         waiting = list(range(len(rows)))[::-1]
         running: dict[int, int] = {}
-        found: dict[int, Generated] = {}
+        texts: dict[int, Generated] = {}
         streams = [Stream(self.tokenizer, decoding.stop) for _ in rows]
         ids: list[list[int]] = [[] for _ in rows]
         while waiting or running:
@@ -372,12 +372,12 @@ class Generator:
                     streams[number].end()
                 if why or streams[number].stopped:
                     finished: Finished = "stop" if streams[number].stopped else why
-                    found[number] = Generated(streams[number].text, tuple(ids[number]), finished)
+                    texts[number] = Generated(streams[number].text, tuple(ids[number]), finished)
                     engine.release(slot)
                     del running[slot]
-        return [found[number] for number in range(len(rows))]
+        return [texts[number] for number in range(len(rows))]
 
-    def _told(self, ids: list[int], decoding: Decoding, score: float | None = None) -> Generated:
+    def _as_generated(self, ids: list[int], decoding: Decoding, score: float | None = None) -> Generated:
         finished: Finished = "stop" if len(ids) < decoding.max_tokens else "length"
         text = "" if self.tokenizer is None else self.tokenizer.decode(ids)
         text, stopped = until_stop(text, decoding.stop)

@@ -64,13 +64,13 @@ class ImageGenerator:
         self._open = partial(loaded, plan=plan or Plan(), weights=weights, tokenizer=None, device=device)
         self.batch, self.opened = batch, 0
         self._folder = None if isinstance(model, Model) else local_weights(model)
-        said: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         parted = False
         if isinstance(model, Model):
             self.graph = model.graph
         else:
             assert self._folder is not None
-            self.graph, said = read_config(self._folder).graph, said_in(self._folder)
+            self.graph, settings = read_config(self._folder).graph, said_in(self._folder)
             parted = not rounded_weights(self._folder)  # weights in few bits are read together
         if self.graph.pixels is None or self.graph.condition is None:
             raise ConfigError(
@@ -79,7 +79,7 @@ class ImageGenerator:
             )
         self.head, self.schedule = self.graph.pixels, NoiseSchedule(self.graph.pixels.schedule)
         (self.input,) = self.graph.inputs_of(PatchInput)
-        names = said.get("id2label") or {}
+        names = settings.get("id2label") or {}
         count = self.graph.condition.classes
         self.classes = tuple(str(names.get(str(number), number)) for number in range(count))
         """Names of the classes that images can have."""
@@ -88,13 +88,13 @@ class ImageGenerator:
         self._tokenizer = tokenizer
         if tokenizer is None and self.reads and self._folder is not None:
             self._tokenizer = found_in(self._folder)
-        self.ranges = labels_of(self.graph, said).names
+        self.ranges = labels_of(self.graph, settings).names
         """Names of the ranges of time that have experts of their own; none where all times share them."""
         self._parted, self._range = parted and bool(self.ranges), -1
         """Whether one range's experts are in memory at a time, and whose."""
-        self._found: Loaded | None = None
+        self._loaded: Loaded | None = None
         if not self._parted:
-            self._found = self._open(model)
+            self._loaded = self._open(model)
 
     # -- the model at a time
 
@@ -104,17 +104,17 @@ class ImageGenerator:
         if self._parted:
             assert self._folder is not None
             if self._range != number:
-                self._found = None  # before the next ones are read
-                self._found, self._range = self._open(self._folder, only=[self.ranges[number]]), number
+                self._loaded = None  # before the next ones are read
+                self._loaded, self._range = self._open(self._folder, only=[self.ranges[number]]), number
                 self.opened += 1
             number = 0
-        assert self._found is not None
-        return self._found.model, number
+        assert self._loaded is not None
+        return self._loaded.model, number
 
     @property
     def bytes(self) -> tuple[int, int]:
         """Bytes of weights that were last read of a folder, and of all weights in it."""
-        return (0, 0) if self._found is None else (self._found.bytes, self._found.whole_bytes)
+        return (0, 0) if self._loaded is None else (self._loaded.bytes, self._loaded.whole_bytes)
 
     def predict(
         self, x: Tensor, t: float, condition: Arguments, without: Arguments, scale: float = 1.0
@@ -157,11 +157,11 @@ class ImageGenerator:
             made["classes"] = torch.tensor(self.numbers(labels))
         if self.reads:
             texts = list(dict.fromkeys(str(label) for label in labels if label is not None))
-            found = texts_of(self.graph, texts, self._tokenizer)
-            assert found is not None
+            encoded = texts_of(self.graph, texts, self._tokenizer)
+            assert encoded is not None
             # The last row is the empty text.
             rows = [len(texts) if label is None else texts.index(str(label)) for label in labels]
-            made |= {name: torch.from_numpy(each[rows]) for name, each in zip(("tokens", "lengths"), found)}
+            made |= {name: torch.from_numpy(each[rows]) for name, each in zip(("tokens", "lengths"), encoded)}
         return {name: value for name, value in made.items() if name in self.graph.arguments}
 
     def sample(

@@ -59,18 +59,18 @@ class TextLabels:
         )
 
 
-def labels_of(graph: Graph, said: Mapping[str, Any]) -> TextLabels:
-    """The labels of a model, by what is `said` in the config.json of its folder; where that has no names of them, their
+def labels_of(graph: Graph, settings: Mapping[str, Any]) -> TextLabels:
+    """The labels of a model, by the `settings` in its folder's config.json; where these have no names of them, their
     numbers are their names. Raises CheckpointError for names that are not those of the model's labels."""
     given = [run.stack for run in graph.runs if run.stack.experts and run.stack.router == "given"]
     if not given:
         return TextLabels()
     count = min(one.labels or (one.router_groups if one.router_groups > 1 else one.experts) for one in given)
-    names = said.get("labels", list(map(str, range(count))))
+    names = settings.get("labels", list(map(str, range(count))))
     distinct = {one for one in names if isinstance(one, str)} if isinstance(names, list) else set()
     if not isinstance(names, list) or not len(distinct) == len(names) == count:
         raise CheckpointError(
             f"labels in config.json must be a list with the names of the model's {count} labels, all different. Export "
             "the run again."
         )
-    return TextLabels(tuple(names), said.get("labels_in_prompts") is True)
+    return TextLabels(tuple(names), settings.get("labels_in_prompts") is True)

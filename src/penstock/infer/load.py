@@ -104,7 +104,7 @@ def loaded(
     form: Weights | Products = weights
     if weights == "auto" and plan.products != "plain":
         form = plan.products
-    said: dict[str, Any] | None = None
+    settings: dict[str, Any] | None = None
     first, kept, whole = False, None, 0
     rounded = dict[str, tuple[StoredFormat, RoundedWeight]]()
     if isinstance(model, nn.Module):
@@ -116,7 +116,7 @@ def loaded(
         module = model
     else:
         folder = local_weights(model)
-        said, first = said_in(folder), _pooled_first(folder)
+        settings, first = said_in(folder), _pooled_first(folder)
         rounded = rounded_weights(folder) if form == "auto" else {}
         numbers: list[int] = []
         if only:
@@ -125,7 +125,7 @@ def loaded(
                     "The folder's linear layers are quantised, of which all labels' experts are read together; leave "
                     "the labels out."
                 )
-            every = labels_of(read_config(folder).graph, said)
+            every = labels_of(read_config(folder).graph, settings)
             numbers = every.among(only)
             kept = replace(every, names=tuple(every.names[number] for number in numbers))
         module = from_pretrained(folder, labels=numbers)
@@ -142,13 +142,13 @@ def loaded(
     if plan.precision != "O0":
         module = module.to(wanted)
     if not dims.alone:
-        _share_out(module, dims, torch.device(device), alike=said is not None, beside=beside, slots=slots)
+        _share_out(module, dims, torch.device(device), alike=settings is not None, beside=beside, slots=slots)
     module = module.to(device)
     if plan.attention != "sdpa" or torch.device(device).type == "cpu":
         set_switch(module, "attention", "auto" if plan.attention == "sdpa" else plan.attention)
-    own = said is not None
-    said = said or {}
-    start, ends = _marks(said, tokenizer)
+    own = settings is not None
+    settings = settings or {}
+    start, ends = _marks(settings, tokenizer)
     if shortlist:
         shorten(module, (*shortlist, *ends))
     if rounded:
@@ -168,9 +168,11 @@ def loaded(
             rounded = {name: weight for name, weight in rounded.items() if name in here}
         store_rounded(module, rounded)
     module = store_linears(module, suited(module, form, own=own), careful=careful)
-    never = {word[0] for word in said.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1}
-    never |= set(said.get("suppress_tokens") or ())
-    names = said.get("id2label") or {}
+    never = {
+        word[0] for word in settings.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1
+    }
+    never |= set(settings.get("suppress_tokens") or ())
+    names = settings.get("id2label") or {}
     graph: Any = module.graph
     return Loaded(
         pooled_first=first,
@@ -180,7 +182,7 @@ def loaded(
         ends=ends,
         never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
-        labels=labels_of(graph, said) if kept is None else kept,
+        labels=labels_of(graph, settings) if kept is None else kept,
         whole_bytes=whole * next(module.parameters()).element_size(),
         bytes=elements * next(module.parameters()).element_size(),
     )
@@ -232,8 +234,8 @@ def marks_of(folder: Path) -> tuple[int | None, tuple[int, ...]]:
     return _marks(said_in(folder), found_in(folder))
 
 
-def _marks(said: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | None, tuple[int, ...]]:
-    start, ends = first_token(said), said.get("eos_token_id")
+def _marks(settings: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | None, tuple[int, ...]]:
+    start, ends = first_token(settings), settings.get("eos_token_id")
     if tokenizer is not None:
         start = start if start is not None else tokenizer.start
         ends = ends if ends is not None else tokenizer.end
@@ -246,8 +248,8 @@ def _pooled_first(folder: Path) -> bool:
     file = folder / "1_Pooling" / "config.json"
     if not file.is_file():
         return False
-    said = read_json(file)
-    modes = {name for name, value in said.items() if name.startswith("pooling_mode_") and value is True}
+    settings = read_json(file)
+    modes = {name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True}
     if not modes <= {"pooling_mode_cls_token", "pooling_mode_mean_tokens"} or len(modes) > 1:
         raise ConfigError(
             f"{file} asks for {', '.join(sorted(modes))}; known are the mean of tokens and the first."

@@ -62,7 +62,7 @@ def together(
         yield dims
 
 
-def told(value: T, dims: ParallelDims) -> T:
+def from_rank_zero(value: T, dims: ParallelDims) -> T:
     """Rank 0's value, on all ranks."""
     if dims.alone:
         return value
@@ -71,16 +71,16 @@ def told(value: T, dims: ParallelDims) -> T:
     return values[0]
 
 
-def own(count: int, dims: ParallelDims) -> slice:
+def own_texts(count: int, dims: ParallelDims) -> slice:
     """Which of `count` texts are this rank's: a run of as many as others have, or one more or fewer."""
     begin, end = (count * place // dims.data_world for place in (dims.data_rank, dims.data_rank + 1))
     return slice(begin, end)
 
 
-def everyones(found: list[T], dims: ParallelDims) -> list[T]:
+def from_all_ranks(results: list[T], dims: ParallelDims) -> list[T]:
     """The results of all ranks, in the order of the texts."""
     if dims.data_world == 1:
-        return found
+        return results
     parts: list[list[T]] = [[] for _ in range(dims.data_world)]
-    distributed.all_gather_object(parts, found, group=dims.group(*DATA))
+    distributed.all_gather_object(parts, results, group=dims.group(*DATA))
     return [one for part in parts for one in part]

@@ -84,22 +84,22 @@ class Stream:
         before = self._tokenizer.decode(self._tokens[self._from : self._read])
         whole = self._tokenizer.decode(self._tokens[self._from :])
         self._read = len(self._tokens)
-        told = self._tell(whole[len(before) :])
+        more = self._tell(whole[len(before) :])
         left, self._held = self._held, ""
         self.text += left
-        return told + left
+        return more + left
 
     def _tell(self, more: str) -> str:
         self._held += more
         places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if places:
-            told, self._held, self.stopped = self._held[: min(places)], "", True
+            released, self._held, self.stopped = self._held[: min(places)], "", True
         else:
             keep = max((self._overlap(stop) for stop in self._stop), default=0)
             cut = len(self._held) - keep
-            told, self._held = self._held[:cut], self._held[cut:]
-        self.text += told
-        return told
+            released, self._held = self._held[:cut], self._held[cut:]
+        self.text += released
+        return released
 
     def _overlap(self, stop: str) -> int:
         """Characters at the end of what is held that may begin a stop text."""

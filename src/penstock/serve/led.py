@@ -29,7 +29,7 @@ from penstock.config.plan import Plan
 from penstock.decode.engine import Engine, Finished, Request, SlotResult
 from penstock.errors import EnvironmentProblem, ExitCode
 from penstock.infer.encode import Embedder
-from penstock.infer.ranks import together, told
+from penstock.infer.ranks import from_rank_zero, together
 from penstock.parallel import ParallelDims, local_device
 from penstock.parallel.dims import DATA
 from penstock.parallel.hosts import attend, rounds_of
@@ -61,14 +61,14 @@ class Ranks(ABC):
     def dismiss(self) -> None:
         """Let the others end, if this one leads."""
         if self.dims.main:
-            told(None, self.dims)
+            from_rank_zero(None, self.dims)
 
     def follow(self) -> None:
         """Do what the leader does until it ends."""
         nothing: Any = None
         while True:
             try:
-                news = told(nothing, self.dims)
+                news = from_rank_zero(nothing, self.dims)
             except RuntimeError:  # it has gone without a word
                 return
             if news is None:
@@ -125,7 +125,7 @@ class Led(Ranks):
         orders: list[tuple[Any, ...]] = []
         if self.balance is not None and self.mover is not None:
             orders = self.balance.orders(self.visits, self.mover.pieces, self.mover.complete())
-        told((self._news, chunk, orders), self.dims)
+        from_rank_zero((self._news, chunk, orders), self.dims)
         self._news = []
         return self._step(chunk, orders)
 
@@ -193,7 +193,7 @@ class LedVectors(Ranks):
         self.embedder, self.dims = embedder, embedder.dims
 
     def __call__(self, rows: list[list[int]]) -> list[list[float]]:
-        return self.embedder.embed(told(rows, self.dims)).tolist()
+        return self.embedder.embed(from_rank_zero(rows, self.dims)).tolist()
 
     def obey(self, news: list[list[int]]) -> None:
         """See `Ranks`."""

@@ -38,7 +38,7 @@ def reach(
 
     Raises ConfigError where no shares are forecast, or measured, to be fast enough.
     """
-    usual = options if options.asked else _alike(bench, options)
+    usual = options if options.enabled else _alike(bench, options)
     multiple = multiple_of(options, bench.device)
     before = bench.predicted(bench.model)
     reached = {}

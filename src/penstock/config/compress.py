@@ -64,7 +64,7 @@ class Prune(Checked, where="prune"):
     """Samples of the training data by which parts are scored."""
 
     @property
-    def asked(self) -> bool:
+    def enabled(self) -> bool:
         """Whether anything is removed."""
         return max(self.layers, self.heads, self.hidden, self.experts) > 0
 
@@ -93,7 +93,7 @@ class Distil(Checked, where="distil"):
     """Divisor of the logits of both before these are compared."""
 
     @property
-    def asked(self) -> bool:
+    def enabled(self) -> bool:
         """Whether anything is trained."""
         return self.epochs is not None or self.steps is not None
 
@@ -141,11 +141,11 @@ class CompressConfig(Checked):
     @property
     def order(self) -> tuple[StepName, ...]:
         """The steps of one round."""
-        asked: dict[StepName, bool] = {
-            "prune": self.prune.asked or self.target is not None, "distil": self.distil.asked, "trim": self.trim,
-            "quantise": self.quantise.asked,
+        enabled: dict[StepName, bool] = {
+            "prune": self.prune.enabled or self.target is not None, "distil": self.distil.enabled, "trim": self.trim,
+            "quantise": self.quantise.enabled,
         }  # fmt: skip
-        return self.steps or tuple(name for name, wanted in asked.items() if wanted)
+        return self.steps or tuple(name for name, wanted in enabled.items() if wanted)
 
     @property
     def speedup(self) -> float | None:
@@ -155,11 +155,11 @@ class CompressConfig(Checked):
     def _problems(self) -> Iterator[str]:
         if self.speedup is not None and self.speedup <= 1:
             yield f"target is {self.target}, but must be above 1x, the model's own speed."
-        if "prune" in self.steps and not (self.prune.asked or self.target):
+        if "prune" in self.steps and not (self.prune.enabled or self.target):
             yield "steps has prune, but nothing is removed; set prune.layers, prune.heads or prune.hidden to a share."
-        if "distil" in self.steps and not self.distil.asked:
+        if "distil" in self.steps and not self.distil.enabled:
             yield "steps has distil, but it trains for no time; set distil.epochs or distil.steps."
-        if "quantise" in self.steps and not self.quantise.asked:
+        if "quantise" in self.steps and not self.quantise.enabled:
             yield "steps has quantise, but no format; set quantise.format to int8, int8_weights or int4."
         if "quantise" in self.steps[:-1]:
             yield "steps has something behind quantise, whose model cannot be changed further; put it last."
@@ -185,9 +185,9 @@ def load_compression(
     base = CompressConfig()
     run = None if not isinstance(model, str) else Path(model) / "run.toml"
     if run is not None and run.is_file():
-        told = from_dict(RunConfig, read_file(run), origin=str(run))
+        job = from_dict(RunConfig, read_file(run), origin=str(run))
         base = CompressConfig(
-            task=told.task, data=told.data, recipe=told.recipe, plan=told.plan, machine=told.machine
+            task=job.task, data=job.data, recipe=job.recipe, plan=job.plan, machine=job.machine
         )
     loaded: CompressConfig = load(
         cls, file=file, stored=stored if file is not None else None, overrides=overrides, base=base

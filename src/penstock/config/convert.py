@@ -122,14 +122,14 @@ class BadValue(ValueError):
 
     def sentence(self, key: str) -> str:
         """The whole sentence about the setting `key`."""
-        return f"{shown(key + self.path)} is {told(self.value)}, but {self}"
+        return f"{shown(key + self.path)} is {shown_value(self.value)}, but {self}"
 
 
 class OutOfRange(BadValue):
     """A value of the right type that its field does not allow."""
 
 
-def told(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value from outside in a message, shortened; control characters in it are spelled out."""
     try:
         text = repr(plain(value))
@@ -255,8 +255,8 @@ def _inside(place: str, value: Any, kind: Any, *, text: bool = False) -> Any:
 
 def _convert_plain(value: Any, kind: Any, *, text: bool) -> Any:
     if kind is str and isinstance(value, str):
-        if found := control_character(value):
-            raise BadValue(value, f"must be text without {found}.")
+        if character := control_character(value):
+            raise BadValue(value, f"must be text without {character}.")
         return value
     if kind is bool and isinstance(value, bool):
         return value

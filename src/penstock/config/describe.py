@@ -98,16 +98,16 @@ def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Fi
     all_of_them = words if default is None else ()
     yield Field(f"{path}family", Literal[words], family_of(own), "The family of the model.", all_of_them)
     for arm in (own, *(arm for arm in arms if arm is not own)):
-        for found in settings(arm, path, default if arm is own else None):
-            if found.key in seen:
+        for field in settings(arm, path, default if arm is own else None):
+            if field.key in seen:
                 continue
-            seen.add(found.key)
+            seen.add(field.key)
             if type(default) is not arm:
-                name = found.key.removeprefix(path).partition(".")[0]
+                name = field.key.removeprefix(path).partition(".")[0]
                 having = tuple(family_of(arm) for arm in arms if name in field_types(arm))
-                told = f"For {', '.join(having)}. {found.help}".strip()
-                found = dataclasses.replace(found, help=told, families=having)
-            yield found
+                text = f"For {', '.join(having)}. {field.help}".strip()
+                field = dataclasses.replace(field, help=text, families=having)
+            yield field
 
 
 def type_word(kind: Any) -> str:

@@ -58,7 +58,7 @@ _LEVELS_OF: dict[str, str] = {
 
 def level_of(word: str) -> str:
     """` O1 … is autocast …`: the levels of precision that a type, or another program's word for it, means; or ""."""
-    return f" {said}" if (said := _LEVELS_OF.get(word.lower())) else ""
+    return f" {level}" if (level := _LEVELS_OF.get(word.lower())) else ""
 
 
 Products = Literal[

@@ -141,7 +141,7 @@ class WordHead:
     """Whether its inputs are divided by √width."""
     transform: bool = False
     """Whether a dense layer, its activation and a norm come before it (BERT)."""
-    asked: float = 1.0
+    target_share: float = 1.0
     """Share of the tokens of its run whose words the loss asks for, where its task does not say so for all heads."""
 
 
@@ -304,9 +304,9 @@ class Graph:
     @cached_property
     def words(self) -> WordHead | None:
         """The head for words that text is read from: the last of a causal run, else the last."""
-        found = self.heads_of(WordHead)
-        causal = [head for head in found if self.run(head.run).causal]
-        return (causal or found or (None,))[-1]
+        heads = self.heads_of(WordHead)
+        causal = [head for head in heads if self.run(head.run).causal]
+        return (causal or heads or (None,))[-1]
 
     @cached_property
     def classes(self) -> ClassHead | None:
@@ -349,12 +349,12 @@ class Graph:
         """The runs whose outputs are computed once before a text is written: those that its runs' cross attention
         sees, with all that they read."""
         wanted = {name for run in self.written for name in run.memories}
-        found: list[Run] = []
+        runs: list[Run] = []
         for run in reversed(self.runs):
             if run.name in wanted:
-                found.insert(0, run)
+                runs.insert(0, run)
                 wanted |= {run.reads, *run.memories}
-        return tuple(found)
+        return tuple(runs)
 
     @cached_property
     def generates(self) -> bool:

@@ -216,12 +216,12 @@ def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
     if chunks == 1:
         return
     depth = sum(stack.depth for stack in stacks(model))
-    asked = f"plan.pp={plan.pp}" + f" times plan.virtual={plan.virtual}" * (plan.virtual > 1)
+    degrees = f"plan.pp={plan.pp}" + f" times plan.virtual={plan.virtual}" * (plan.virtual > 1)
     if chunks > depth:
-        yield f"{asked} leaves stages without a block: the model has {depth}; use at most that."
+        yield f"{degrees} leaves stages without a block: the model has {depth}; use at most that."
     elif plan.virtual > 1 and depth % chunks and (depth + 2) % chunks:
         yield (
-            f"{asked} does not divide the model's {depth} blocks (nor {depth + 2} with embedding and head); choose "
+            f"{degrees} does not divide the model's {depth} blocks (nor {depth + 2} with embedding and head); choose "
             "another virtual."
         )
 

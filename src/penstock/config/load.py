@@ -263,9 +263,9 @@ class _Node:
             near = f" It belongs to the family {' or '.join(others)}, and this is {family_of(self.cls)}."
         where = f"{path[:-1]} takes" if path else "known are"
         known = f"{where} {', '.join(field_types(self.cls))}."
-        told = any(problem.endswith(known) for problem in layer.problems)
+        listed = any(problem.endswith(known) for problem in layer.problems)
         layer.wrong(
-            f"{shown(dotted)} is not a setting.{near} Rename or remove it{'.' if told else f'; {known}'}"
+            f"{shown(dotted)} is not a setting.{near} Rename or remove it{'.' if listed else f'; {known}'}"
         )
 
     def _default(self, name: str) -> Any:

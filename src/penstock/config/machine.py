@@ -149,8 +149,8 @@ class Machine(Checked, where="machine"):
         """The same machine, with what was measured between so many processes. On CPUs they count as one node, wherever
         they run: the link is what all of them share."""
         node = max(ranks, self.devices_per_node) if self.device == "cpu" else self.devices_per_node
-        found: dict[str, Any] = {one.name: getattr(link, one.name) for one in fields(link)}
-        return replace(self, **{"devices_per_node": node, "pairs": None} | found)
+        measured: dict[str, Any] = {one.name: getattr(link, one.name) for one in fields(link)}
+        return replace(self, **{"devices_per_node": node, "pairs": None} | measured)
 
     def __hash__(self) -> int:
         # The generated hash would fail on the dicts. Equality still compares every field.

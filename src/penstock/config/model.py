@@ -95,7 +95,7 @@ class ModelFamily(Checked, where="model"):
 
     def short_form(self) -> str:
         """The name of the equal preset, or `custom`."""
-        return next((name for name, found in PRESETS.items() if found == self), "custom")
+        return next((name for name, preset in PRESETS.items() if preset == self), "custom")
 
 
 def _patch_problems(image_size: int, patch_size: int) -> Iterator[str]:
@@ -561,7 +561,7 @@ class UniversalConfig(_Text):
         if understands and self.head != "classes":
             masked = replace(self._words("understanding", transform=True), name="masked")
             # A task that asks for masked words alone says so itself.
-            heads.append(replace(masked, asked=0.15) if generates or heads else masked)
+            heads.append(replace(masked, target_share=0.15) if generates or heads else masked)
         if generates:
             heads.append(replace(self._words("generating"), name="next"))
         inputs = ((tokens,) * generates) + ((hidden,) * understands)
@@ -675,9 +675,9 @@ def option_words(config: ModelConfig) -> list[str]:
     """The command-line words for a model: the nearest preset of its family, and an option for each changed
     field."""
     near = (
-        [name, *changes(found, config, "model")]
-        for name, found in PRESETS.items()
-        if type(found) is type(config)
+        [name, *changes(preset, config, "model")]
+        for name, preset in PRESETS.items()
+        if type(preset) is type(config)
     )
     own = ["--model.family", config.family, *changes(type(config)(), config, "model")]
     return min(near, key=len, default=own)
@@ -688,8 +688,8 @@ def title(config: ModelConfig) -> str:
     name, *changes = option_words(config)
     name = config.family if name.startswith("--") else name
     # A list of layers is too long for a headline.
-    told = ", ".join(change.removeprefix("--model.").partition(" '[")[0] for change in changes)
-    return f"{name} ({told})" if told else name
+    changed = ", ".join(change.removeprefix("--model.").partition(" '[")[0] for change in changes)
+    return f"{name} ({changed})" if changed else name
 
 
 def changes(before: Any, after: Any, path: str) -> Iterator[str]:
@@ -803,8 +803,8 @@ def _translator(width: int, depth: int, heads: int, stack: dict[str, Any], **cha
             "positions": "sinusoidal", "dropout": 0.1, "attention_dropout": 0.0, **stack,
         }
     )  # fmt: skip
-    told = {"sequence": 512, "decoder_sequence": 512, "scale_embeddings": True, "init": "xavier", **changes}
-    return Seq2SeqConfig(encoder=both, decoder=both, **told)
+    sizes = {"sequence": 512, "decoder_sequence": 512, "scale_embeddings": True, "init": "xavier", **changes}
+    return Seq2SeqConfig(encoder=both, decoder=both, **sizes)
 
 
 def _bert(width: int, depth: int, heads: int, **changes: Any) -> EncoderConfig:

@@ -60,7 +60,7 @@ class QuantiseOptions(Checked, where="quantise"):
             )
 
     @property
-    def asked(self) -> bool:
+    def enabled(self) -> bool:
         """Whether anything is quantised."""
         return self.format is not None
 

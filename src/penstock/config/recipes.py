@@ -43,17 +43,17 @@ def load_run(
     name: Any = given.get("model", stored.get("model"))
     weights: Any = given.get("init_from", stored.get("init_from"))
     known = isinstance(name, str) and name in PRESETS
-    found = None
+    described = None
     if name is None or (
         known and not PRESETS[name].graph.inputs_of(PatchInput)
     ):  # images can be of another size
         given_weights = isinstance(weights, str) and weights.lower() not in NONE_WORDS
-        found = model_in(weights) if model_in and given_weights else None
-    if name is None and file is None and found is None:
+        described = model_in(weights) if model_in and given_weights else None
+    if name is None and file is None and described is None:
         name, known = "vit-digits", True
     base = _job(name) if known else RunConfig()
-    if found is not None:
-        base = replace(base, model=_of_weights(found, weights, base.model if known else None))
+    if described is not None:
+        base = replace(base, model=_of_weights(described, weights, base.model if known else None))
         tuning = dict(TUNING.get(given.get("task", stored.get("task", "")), {}))
         if "model.sequence" in tuning:
             tuning["model.sequence"] = min(tuning["model.sequence"], base.model.tokens)
@@ -171,24 +171,28 @@ def _differences(teacher: Graph, student: Graph) -> Iterator[str]:
     if names[0] != names[1]:
         yield f"it takes {' and '.join(names[0])}, the student {' and '.join(names[1])}; use one of the same kind."
         return
-    for ours, theirs in zip(student.inputs, teacher.inputs, strict=True):
-        if isinstance(ours, PatchInput) and isinstance(theirs, PatchInput):
+    for student_input, teacher_input in zip(student.inputs, teacher.inputs, strict=True):
+        if isinstance(student_input, PatchInput) and isinstance(teacher_input, PatchInput):
             for size in ("image_size", "channels"):
-                wanted, has = getattr(ours, size), getattr(theirs, size)
+                wanted, has = getattr(student_input, size), getattr(teacher_input, size)
                 if wanted != has:
                     yield f"its {size} is {has}, the student's {wanted}; set model.{size} to {has}."
-        elif isinstance(ours, TokenInput) and isinstance(theirs, TokenInput):
-            if ours.vocabulary != theirs.vocabulary:
+        elif isinstance(student_input, TokenInput) and isinstance(teacher_input, TokenInput):
+            if student_input.vocabulary != teacher_input.vocabulary:
                 yield (
-                    f"it has a vocabulary of {theirs.vocabulary} {ours.name}, the student one of {ours.vocabulary}; "
-                    "use the teacher's tokenizer as data.tokenizer, and no init_from with another one."
+                    f"it has a vocabulary of {teacher_input.vocabulary} {student_input.name}, the student one of "
+                    f"{student_input.vocabulary}; use the teacher's tokenizer as data.tokenizer, and no "
+                    "init_from with another one."
                 )
             rows = [
                 run.rows for run in teacher.runs
-                if run.reads == theirs.name and run.stack.positions == "learned"
+                if run.reads == teacher_input.name and run.stack.positions == "learned"
             ]  # fmt: skip
-            if rows and min(rows) < ours.length:
-                yield f"it has {min(rows)} positions, but samples have {ours.length} {ours.name}; make samples shorter."
+            if rows and min(rows) < student_input.length:
+                yield (
+                    f"it has {min(rows)} positions, but samples have {student_input.length} {student_input.name}; make "
+                    "samples shorter."
+                )
     if teacher.labelled and not student.labelled:
         yield "its router is given the label of each sample, which the student has no place for."
     if not student.classes and not student.words:
@@ -200,9 +204,9 @@ def _differences(teacher: Graph, student: Graph) -> Iterator[str]:
                 "with fewer or narrower blocks."
             )
         return
-    told, asked = _outputs(teacher), _outputs(student)
-    if told != asked:
-        yield f"it gives logits of {told}, the student of {asked}; both must give the same."
+    teacher_logits, student_logits = _outputs(teacher), _outputs(student)
+    if teacher_logits != student_logits:
+        yield f"it gives logits of {teacher_logits}, the student of {student_logits}; both must give the same."
 
 
 def _outputs(graph: Graph) -> str:
@@ -219,20 +223,20 @@ def _job(name: str) -> RunConfig:
     return from_dict(RunConfig, settings, origin=f"the job of {name}", base=RunConfig(model=PRESETS[name]))
 
 
-def _of_weights(found: ModelConfig, weights: str, preset: ModelConfig | None) -> ModelConfig:
+def _of_weights(model: ModelConfig, weights: str, preset: ModelConfig | None) -> ModelConfig:
     """The model in a folder of weights, in place of a preset of its family. Samples may be made shorter than its table
     of positions, which stays as it is.
     """
-    if not found.graph.inputs_of(PatchInput) and any(stack.positions == "learned" for stack in stacks(found)):
-        text: Any = found
-        found = replace(text, max_positions=text.max_positions or text.sequence)
+    if not model.graph.inputs_of(PatchInput) and any(stack.positions == "learned" for stack in stacks(model)):
+        text: Any = model
+        model = replace(text, max_positions=text.max_positions or text.sequence)
     if preset is None:
-        return found
-    if preset.family != found.family:
+        return model
+    if preset.family != model.family:
         raise ConfigError(
-            f"init_from is {quoted(weights)}, which holds a model of the family {found.family}, but the preset is of "
+            f"init_from is {quoted(weights)}, which holds a model of the family {model.family}, but the preset is of "
             f"the family {preset.family}; name a preset of that family, or none."
         )
-    if stacks(preset) != stacks(found):
-        _log.warning("The model has the sizes of %s: %s.", weights, title(found))
-    return found
+    if stacks(preset) != stacks(model):
+        _log.warning("The model has the sizes of %s: %s.", weights, title(model))
+    return model

@@ -41,5 +41,5 @@ class Rules(list[Rule]):
 
 def divisors(number: int) -> str:
     """The divisors of a number, in words: `1, 2 or 4`."""
-    found = [str(i) for i in range(1, number + 1) if number % i == 0]
-    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]
+    words = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return ", ".join(words[:-1]) + f" or {words[-1]}" if len(words) > 1 else words[0]

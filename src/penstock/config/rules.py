@@ -40,19 +40,21 @@ def problems(
     With `run`, rules of that kind are included. Without `degrees`, rules of that kind are skipped, for a search
     that chooses the degrees itself.
     """
-    found: list[str] = []
-    for check, takes_plan, takes_model, takes_machine in _asked(model is None, machine is None, run, degrees):
+    reasons: list[str] = []
+    for check, takes_plan, takes_model, takes_machine in _checks(
+        model is None, machine is None, run, degrees
+    ):
         arguments = (plan,) * takes_plan + (model,) * takes_model + (machine,) * takes_machine
-        found += check(*arguments)
-    return list(dict.fromkeys(found)) if found else found
+        reasons += check(*arguments)
+    return list(dict.fromkeys(reasons)) if reasons else reasons
 
 
 @cache
-def _asked(
+def _checks(
     no_model: bool, no_machine: bool, run: bool, degrees: bool
 ) -> tuple[tuple[Check, bool, bool, bool], ...]:
     """The checks to run, each with flags for whether it takes plan, model and machine."""
-    skipped = {kind for kind, asked in (("run", run), ("degrees", degrees)) if not asked}
+    skipped = {kind for kind, included in (("run", run), ("degrees", degrees)) if not included}
     return tuple(
         (rule.check, "plan" in rule.takes, "model" in rule.takes, "machine" in rule.takes)
         for rule in RULES
@@ -66,9 +68,9 @@ def require(
     plan: Plan, model: ModelConfig | None = None, machine: Machine | None = None, *, run: bool = False
 ) -> None:
     """Raise `ConfigError` with all that `problems` finds."""
-    found = problems(plan, model, machine, run=run)
-    if found:
-        raise ConfigError(found)
+    reasons = problems(plan, model, machine, run=run)
+    if reasons:
+        raise ConfigError(reasons)
 
 
 def inference_problems(
@@ -84,16 +86,16 @@ def inference_problems(
     the Plan's fields where settings have these names.
     """
     given = {"plan": plan, "model": model, "weights": weights, "shortlist": shortlist}
-    found = [
+    reasons = [
         problem.replace("plan.", prefix)
         for rule in INFER_RULES
         if model is not None or "model" not in rule.takes
         for problem in rule.check(*(given[name] for name in rule.takes))
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(reasons))
 
 
 def require_inference(plan: Plan, model: ModelConfig | None = None, **more: Any) -> None:
     """Raise `ConfigError` with all that `inference_problems` finds."""
-    if found := inference_problems(plan, model, **more):
-        raise ConfigError(found)
+    if reasons := inference_problems(plan, model, **more):
+        raise ConfigError(reasons)

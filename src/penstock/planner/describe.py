@@ -283,7 +283,7 @@ def _exit(to: Lister, graph: Graph) -> None:
         run = graph.run(head.run)
         rows = t.samples * graph.samples(run) * graph.length(run) / t.cp
         if isinstance(head, WordHead):
-            _words(to, head, run, rows * t.words * head.asked, again=head.tied in tied)
+            _words(to, head, run, rows * t.words * head.target_share, again=head.tied in tied)
             tied |= {head.tied} - {""}
             continue
         _shared_out(to, rows * run.stack.width, last=True)

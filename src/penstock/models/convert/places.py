@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
-from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, told
+from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, shown_value
 from penstock.config.stack import Rotary, Scaling
 from penstock.models.convert.libraries import Library
 
@@ -113,8 +113,8 @@ def _turning(given: _Rope, base: float, positions: int, problems: list[str]) -> 
         return Rotary(base=base)
     if kind not in ("linear", "llama3", "yarn"):
         problems.append(
-            f"config.json has rope_type {told(kind)}; Penstock's rotary positions have default, linear, llama3 and "
-            "yarn."
+            f"config.json has rope_type {shown_value(kind)}; Penstock's rotary positions have default, linear, llama3 "
+            "and yarn."
         )
         return Rotary(base=base)
     if given.factor is None:

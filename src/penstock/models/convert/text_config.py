@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 from penstock.boundary.files import quoted, shown
-from penstock.config.convert import told
+from penstock.config.convert import shown_value
 from penstock.config.graph import Init
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
@@ -31,7 +31,7 @@ def library_of(model_type: Any) -> Library:
         if library.model_type == model_type:
             return library
     known = ", ".join(repr(library.model_type) for library in LIBRARIES)
-    raise ConfigError(f"config.json is of model_type {told(model_type)}; known are 'vit', {known}.")
+    raise ConfigError(f"config.json is of model_type {shown_value(model_type)}; known are 'vit', {known}.")
 
 
 def read_text_config(values: Mapping[str, Any]) -> TextConfig:
@@ -68,7 +68,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     option, known = library.activation
     activation = getattr(given, option)
     if activation not in known:
-        problems.append(f"config.json has {option} {told(activation)}; known are {', '.join(known)}.")
+        problems.append(f"config.json has {option} {shown_value(activation)}; known are {', '.join(known)}.")
     found |= read_places(given, library, problems)
     if given.penstock.output_bias is not None and "output_bias" not in library.own:
         problems.append(
@@ -152,11 +152,11 @@ def _refused(values: Mapping[str, Any], library: Library) -> Iterator[str]:
         if option in library.must:
             allowed = library.must[option]
             if value not in allowed:
-                yield f"config.json has {option} {told(value)}, but Penstock's model has {allowed[0]!r} only."
+                yield f"config.json has {option} {shown_value(value)}, but Penstock's model has {allowed[0]!r} only."
         elif option not in known and not option.startswith("_") and not _is_off(value):
             yield (
-                f"config.json has {shown(option)} {told(value)}, of which Penstock does not know what it changes; "
-                "remove it if it changes nothing that the model computes."
+                f"config.json has {shown(option)} {shown_value(value)}, of which Penstock does not know what it "
+                "changes; remove it if it changes nothing that the model computes."
             )
 
 
@@ -179,7 +179,7 @@ def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, 
         ]:
             raise ConfigError(
                 [
-                    f"config.json has {option} {told(values[option])}, but Penstock's head of classes has "
+                    f"config.json has {option} {shown_value(values[option])}, but Penstock's head of classes has "
                     f"{library.of_classes[option][0]!r} only."
                     for option in wrong
                 ]

@@ -100,7 +100,7 @@ def quantise_folder(
         "options": to_dict(options), "kept": dict(result.kept), "before": result.before, "after": result.after,
     }  # fmt: skip
     chosen = {name: (form, work.rounded[name]) for name, form in result.formats.items()}
-    save_rounded(work.model, target, chosen, source=folder, said=account)
+    save_rounded(work.model, target, chosen, source=folder, extra=account)
     return result
 
 

@@ -27,7 +27,7 @@ from penstock.errors import ConfigError
 from penstock.infer.labels import labels_of
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.samplers import SAMPLERS, Sampler, ddim, even_times, guide
-from penstock.models.convert.files import said_in
+from penstock.models.convert.files import settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
@@ -70,7 +70,7 @@ class ImageGenerator:
             self.graph = model.graph
         else:
             assert self._folder is not None
-            self.graph, settings = read_config(self._folder).graph, said_in(self._folder)
+            self.graph, settings = read_config(self._folder).graph, settings_in(self._folder)
             parted = not rounded_weights(self._folder)  # weights in few bits are read together
         if self.graph.pixels is None or self.graph.condition is None:
             raise ConfigError(

@@ -25,7 +25,7 @@ from penstock.infer.labels import TextLabels, labels_of
 from penstock.models import create
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.files import described, first_token, read_json, said_in
+from penstock.models.convert.files import described, first_token, read_json, settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.rounded import RoundedWeight, plain_state
@@ -116,7 +116,7 @@ def loaded(
         module = model
     else:
         folder = local_weights(model)
-        settings, first = said_in(folder), _pooled_first(folder)
+        settings, first = settings_in(folder), _pooled_first(folder)
         rounded = rounded_weights(folder) if form == "auto" else {}
         numbers: list[int] = []
         if only:
@@ -231,7 +231,7 @@ def _share_out(
 
 def marks_of(folder: Path) -> tuple[int | None, tuple[int, ...]]:
     """The token that a decoder of a folder begins with, and those that end a text."""
-    return _marks(said_in(folder), found_in(folder))
+    return _marks(settings_in(folder), found_in(folder))
 
 
 def _marks(settings: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | None, tuple[int, ...]]:

@@ -97,8 +97,8 @@ class Anatomy:
         """How many blocks run up to the one that holds a parameter: 0 before the first block, i + 1 in block i, and
         one more than all blocks for what follows the last.
         """
-        found = _nearest(self._depths, parameter)
-        return 0 if found is None else found
+        depth = _nearest(self._depths, parameter)
+        return 0 if depth is None else depth
 
     @functools.cached_property
     def _owners(self) -> dict[str, Role]:
@@ -325,8 +325,8 @@ def numbered(names: Iterable[str], pattern: str) -> tuple[str, ...]:
     """The distinct beginnings of `names` that match `pattern`, a regular expression with one group, the number, by
     number.
     """
-    found = {(int(m.group(1)), m.group(0)) for name in names if (m := re.match(pattern, name))}
-    return tuple(name for _, name in sorted(found))
+    beginnings = {(int(m.group(1)), m.group(0)) for name in names if (m := re.match(pattern, name))}
+    return tuple(name for _, name in sorted(beginnings))
 
 
 def stack(

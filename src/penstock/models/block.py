@@ -163,8 +163,8 @@ def _of_its_type(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
     autocast leaves the input as it is."""
     if isinstance(norm, nn.RMSNorm):
         x = x.to(norm.weight.dtype)
-    found: Tensor = norm(x)
-    return found
+    normed: Tensor = norm(x)
+    return normed
 
 
 class Attention(_Attending):

@@ -86,21 +86,21 @@ class Shares:
         return tokens.cut.whole(x, 1, tokens.count)
 
     def words(
-        self, model: _Reading, head: WordHead, x: Tensor, asked: dict[str, Tensor | None], smoothing: float
+        self, model: _Reading, head: WordHead, x: Tensor, wanted: dict[str, Tensor | None], smoothing: float
     ) -> Tensor:
         """The output of a head for words over this rank's tokens, brought together: logits, or the sum of losses."""
-        targets, rows = asked["targets"], asked["rows"]
+        targets, rows = wanted["targets"], wanted["rows"]
         tokens = self._tokens[head.run]
-        cut, mine = tokens.cut, None
+        cut, is_local = tokens.cut, None
         if rows is not None:
-            mine, rows, targets = tokens.rows(rows, targets)
+            is_local, rows, targets = tokens.rows(rows, targets)
         elif targets is not None:
             targets = cut.take(targets, 1, filling=IGNORED)
         out = model.words(x, targets, smoothing, rows=rows, head=head)
         if targets is not None:
             return cut.summed(out)
-        if mine is not None:
-            return cut.summed(out * mine[:, None])
+        if is_local is not None:
+            return cut.summed(out * is_local[:, None])
         return cut.whole(out, 1, tokens.count)
 
 
@@ -136,8 +136,8 @@ class _Tokens:
         known = {**self._known, "biases": self._biases(stack, x.device)}
         lengths, real = self._known["lengths"], None
         if stack.padding == "remove" and lengths is not None and not stack.causal:
-            mine = self.cut.places(self.cut.rank, self.count, x.device)
-            real = Real.of(lengths, mine, sequence_first=stack.sequence_first)
+            own_places = self.cut.places(self.cut.rank, self.count, x.device)
+            real = Real.of(lengths, own_places, sequence_first=stack.sequence_first)
         turns: dict[str, Any] = rotations(sizes, self.places, sequence_first=stack.sequence_first)
         return Context(
             real=real,
@@ -154,8 +154,8 @@ class _Tokens:
 
         def between(looking: int, seen: int) -> Tensor:
             if stack.relative is not None:
-                found: Tensor = stack.relative(looking, seen)
-                return found[0]
+                biases: Tensor = stack.relative(looking, seen)
+                return biases[0]
             return alibi(sizes.heads, looking, seen, device)[0, stack.heads]
 
         if not sizes.biased:
@@ -174,12 +174,12 @@ class _Tokens:
         places = cut.places(cut.rank, count, rows.device)
         here = torch.full((cut.chunk(count) * cut.chunks,), -1, device=rows.device, dtype=torch.int64)
         here[places] = torch.arange(len(places), device=rows.device)
-        found = here[rows % count]
-        mine = found >= 0
-        local = torch.where(mine, rows // count * len(places) + found, 0)
+        indices = here[rows % count]
+        is_local = indices >= 0
+        local = torch.where(is_local, rows // count * len(places) + indices, 0)
         if targets is None:
-            return mine, local, None
-        chosen = mine.nonzero()[:, 0]
+            return is_local, local, None
+        chosen = is_local.nonzero()[:, 0]
         # One row at the least, of which no loss is asked for.
         own = torch.cat([targets[chosen], targets.new_full((1,), IGNORED)])
-        return mine, torch.cat([local[chosen], local.new_zeros(1)]), own
+        return is_local, torch.cat([local[chosen], local.new_zeros(1)]), own

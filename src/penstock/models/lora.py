@@ -123,13 +123,13 @@ def scale_of(lora: Lora) -> float:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model has its frozen linears alone, under their own names: for loading weights into them."""
-    found = {name: module for name, module in model.named_modules() if is_adapted(module)}
+    adapters = {name: module for name, module in model.named_modules() if is_adapted(module)}
     try:
-        for name, module in found.items():
+        for name, module in adapters.items():
             model.set_submodule(name, module.get_submodule(BASE))
         yield
     finally:
-        for name, module in found.items():
+        for name, module in adapters.items():
             model.set_submodule(name, module)
 
 
@@ -140,7 +140,7 @@ def merged(state: Mapping[str, Tensor], lora: Lora, model: nn.Module) -> dict[st
     if not lora.rank:
         return dict(state)
     transposed = {linear.name for linear in _linears(model) if linear.transposed}
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((_A, _B)):
             continue
@@ -150,5 +150,5 @@ def merged(state: Mapping[str, Tensor], lora: Lora, model: nn.Module) -> dict[st
             added = state[outer + _B].float() @ state[outer + _A].float() * scale_of(lora)
             added = added.T if outer in transposed else added
             tensor = (tensor.float() + added.to(tensor.device)).to(tensor.dtype)
-        found[plain] = tensor
-    return found
+        weights[plain] = tensor
+    return weights

@@ -183,12 +183,12 @@ class Model(Switched):
             runs, heads = (*self.graph.remembered, *self.graph.written), (self.graph.words,)
         for run in runs:
             self._compute(run, given, outputs, shares)
-        found = {
+        results = {
             head.name: self._read(head, outputs[head.run], given, shares)
             for head in heads
             if head.run in outputs
         }
-        return next(iter(found.values())) if len(self.graph.heads) == 1 else found
+        return next(iter(results.values())) if len(self.graph.heads) == 1 else results
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by name. Raises TypeError for those that the model does not have."""
@@ -280,16 +280,16 @@ class Model(Switched):
         if not run.causal:  # of an input whose tokens hide later ones, all
             return self.lengths_of(run, given)
         head = next((head for head in self.graph.heads_of(WordHead) if head.run == run.name), None)
-        targets = None if head is None else self._asked(head, given.get("targets"))
+        targets = None if head is None else self._for_head(head, given.get("targets"))
         if head is None or targets is None:
             return None
-        rows, asked = self._asked(head, given.get("rows")), targets.flatten() != IGNORED
+        rows, targeted = self._for_head(head, given.get("rows")), targets.flatten() != IGNORED
         if rows is not None:
             samples = len(given[self.graph.input_of(run).name])
-            every = torch.zeros(samples * length, dtype=torch.bool, device=asked.device)
-            asked = every.index_fill_(0, rows[asked], True)
-        places = torch.arange(1, length + 1, device=asked.device)
-        return (asked.view(-1, length) * places).amax(1)
+            every = torch.zeros(samples * length, dtype=torch.bool, device=targeted.device)
+            targeted = every.index_fill_(0, rows[targeted], True)
+        places = torch.arange(1, length + 1, device=targeted.device)
+        return (targeted.view(-1, length) * places).amax(1)
 
     def _beside(self, run: Run, outputs: dict[str, Tensor]) -> Tensor:
         """The tokens of all memories of a run that are there, one after the other: (B, M, D)."""
@@ -300,7 +300,7 @@ class Model(Switched):
 
     def _memory(self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         """The memory of a run: the outputs of those that it attends to, one after the other."""
-        names, asked = [name for name in run.memories if name in outputs], given.get("sees")
+        names, sees = [name for name in run.memories if name in outputs], given.get("sees")
         lengths = [self.lengths_of(self.graph.run(name), given) for name in names]
         memory = self._beside(run, outputs)
         weights = given.get("token_weights")
@@ -312,15 +312,11 @@ class Model(Switched):
         if len(run.memories) == 1:
             return {"memory": memory, "memory_lengths": lengths[0]}
         seen = None
-        if (
-            asked is not None
-            or given.get("past") is not None
-            or any(length is not None for length in lengths)
-        ):
+        if sees is not None or given.get("past") is not None or any(length is not None for length in lengths):
             each = [_seen(length, outputs[name]) for length, name in zip(lengths, names)]
-            if asked is not None:
+            if sees is not None:
                 numbers = map(run.memories.index, names)
-                each = [part & (asked == number)[:, None, None, None] for number, part in zip(numbers, each)]
+                each = [part & (sees == number)[:, None, None, None] for number, part in zip(numbers, each)]
             seen = torch.cat(each, dim=3)
         return {"memory": memory, "memory_seen": seen}
 
@@ -355,10 +351,10 @@ class Model(Switched):
         """Facts by input as one tensor over all samples of a run; `plain` makes those of inputs that have none. None
         where no input has any."""
         there = [one.name for one in self.graph.inputs_through(run) if given.get(one.name) is not None]
-        found = [every.get(name) for name in there]
-        if all(value is None for value in found):
+        values = [every.get(name) for name in there]
+        if all(value is None for value in values):
             return None
-        parts = [plain(given[name]) if value is None else value for name, value in zip(there, found)]
+        parts = [plain(given[name]) if value is None else value for name, value in zip(there, values)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _samples_of(self, run: Run, given: dict[str, Any]) -> slice:
@@ -405,13 +401,13 @@ class Model(Switched):
             x = x.view_as(x)  # of this head alone
             x.register_hook(partial(self._add_square, head.name))  # type: ignore[no-untyped-call]
         if isinstance(head, WordHead):
-            asked = {name: self._asked(head, given.get(name)) for name in ("targets", "rows")}
+            wanted = {name: self._for_head(head, given.get(name)) for name in ("targets", "rows")}
             if shares is not None:
-                return shares.words(self, head, x, asked, given.get("smoothing") or 0.0)
+                return shares.words(self, head, x, wanted, given.get("smoothing") or 0.0)
             by_sample = bool(given.get("by_sample")) and head is self.graph.words
             return self.words(
-                x, asked["targets"], given.get("smoothing") or 0.0,
-                rows=asked["rows"], head=head, by_sample=by_sample,
+                x, wanted["targets"], given.get("smoothing") or 0.0,
+                rows=wanted["rows"], head=head, by_sample=by_sample,
             )  # fmt: skip
         if shares is not None:
             x = shares.whole(x, head)
@@ -437,7 +433,7 @@ class Model(Switched):
                 self.head_squares[name] + square if name in self.head_squares else square
             )
 
-    def _asked(self, head: WordHead, value: Any) -> Tensor | None:
+    def _for_head(self, head: WordHead, value: Any) -> Tensor | None:
         if isinstance(value, Mapping):
             return value.get(head.name)
         return value if head is self.graph.words else None
@@ -495,9 +491,9 @@ class Model(Switched):
 
     def logits(self, *args: Any, **kwargs: Any) -> Tensor:
         """The output of the head for words alone; arguments as of `forward`."""
-        found = self(*args, **kwargs)
+        outputs = self(*args, **kwargs)
         assert self.graph.words is not None
-        return found[self.graph.words.name] if isinstance(found, dict) else found  # type: ignore[no-any-return]
+        return outputs[self.graph.words.name] if isinstance(outputs, dict) else outputs  # type: ignore[no-any-return]
 
     def features(
         self,
@@ -649,8 +645,8 @@ def former_name(name: str) -> str:
 
 def present_patterns(model: nn.Module, patterns: Sequence[Any]) -> list[Any]:
     """Patterns of names of parts with `present_name` in place of old names, where they are of such a model."""
-    ours = isinstance(model, Model) and model.graph.vision
-    return [present_name(p) if ours and isinstance(p, str) else p for p in patterns]
+    renamed = isinstance(model, Model) and model.graph.vision
+    return [present_name(p) if renamed and isinstance(p, str) else p for p in patterns]
 
 
 def renamed(state: Mapping[str, T], model: nn.Module) -> dict[str, T]:

@@ -64,11 +64,11 @@ def rotations(sizes: Stack, places: Tensor, *, sequence_first: bool) -> dict[str
     """The entries of a stack's `Context` for rotary positions; none for other stacks."""
     if sizes.positions != "rotary":
         return {}
-    found = {"rotation": _rotation(sizes, sizes.rotary, places, sequence_first=sequence_first)}
+    entries = {"rotation": _rotation(sizes, sizes.rotary, places, sequence_first=sequence_first)}
     if sizes.window_base is not None:
         near = replace(sizes.rotary, base=sizes.window_base)
-        found["near_rotation"] = _rotation(sizes, near, places, sequence_first=sequence_first)
-    return found
+        entries["near_rotation"] = _rotation(sizes, near, places, sequence_first=sequence_first)
+    return entries
 
 
 def _rotation(sizes: Stack, rotary: Rotary, places: Tensor, *, sequence_first: bool) -> Rotation:

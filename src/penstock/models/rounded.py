@@ -143,7 +143,7 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
 
     Raises CheckpointError where the tensors of one do not go together.
     """
-    found = {}
+    rounded = {}
     for name in (key.removesuffix(_SCALE) for key in state if key.endswith(_SCALE)):
         numbers, scales = state.get(f"{name}.weight"), state[name + _SCALE]
         offsets, one = state.get(name + _OFFSET), state.get(name + _INPUT)
@@ -165,13 +165,13 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
             raise CheckpointError(f"{name} has scales that are no floating-point numbers. {_REMEDY}")
         if offsets is not None:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(-2).to(torch.int8)
-        found[name] = RoundedWeight(
+        rounded[name] = RoundedWeight(
             numbers,
             scales.float(),
             None if offsets is None else offsets.float(),
             None if one is None else one.float(),
         )
-    return found
+    return rounded
 
 
 _REMEDY = "Fetch or write the folder again."
@@ -179,9 +179,9 @@ _REMEDY = "Fetch or write the folder again."
 
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict with values in fp32 in place of weights in few bits. Raises as `rounded_in`."""
-    found = dict(state)
+    plain = dict(state)
     for name, weight in rounded_in(state).items():
         for end in (_SCALE, _OFFSET, _INPUT):
-            found.pop(name + end, None)
-        found[f"{name}.weight"] = weight.values()
-    return found
+            plain.pop(name + end, None)
+        plain[f"{name}.weight"] = weight.values()
+    return plain

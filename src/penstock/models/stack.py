@@ -211,7 +211,7 @@ class TokenStack(nn.Module):
             if len(batches) < 2:
                 return self._sight(tokens, window, bias, documents, causal=causal, **known)
             assert not isinstance(documents, Unpadded)
-            found, first = [], 0
+            sights, first = [], 0
             for samples, hides in batches:
                 some = slice(first, first + samples)
                 first += samples
@@ -219,12 +219,12 @@ class TokenStack(nn.Module):
                 inside = None if documents is None else documents[some]
                 alone = {**known, "samples": samples, "lengths": own}
                 alone["prefixes"] = None if prefixes is None or not hides else prefixes[some]
-                found.append(
+                sights.append(
                     AlikeSamples(
                         samples, hides, self._sight(tokens, window, bias, inside, causal=hides, **alone)
                     )
                 )
-            return Batches(found)
+            return Batches(sights)
 
         return Context(
             mask=seen(None) if 0 in self.windows else None,
@@ -266,11 +266,11 @@ class TokenStack(nn.Module):
                 return self._sight(length, window, inside, causal=causal, dtype=dtype, **alone)
 
             more = window is not None or bias is not None
-            found: Documents | None = Documents.of(
+            separate: Documents | None = Documents.of(
                 documents, causal=causal, mask=within_one if more else None
             )
-            if found is not None:
-                return found
+            if separate is not None:
+                return separate
         assert not isinstance(documents, Unpadded)  # of which there are documents
         if window is not None and bias is None:
             near = Windows.of(window, causal=causal, tokens=tokens, documents=documents, dtype=dtype, **known)

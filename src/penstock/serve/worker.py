@@ -251,14 +251,14 @@ class _Classes:
     that is asked for none keeps no second copy of what a branch that writes shares with it."""
 
     def __init__(self, settings: dict[str, Any], plan: Any) -> None:
-        from penstock.models.convert.files import said_in
+        from penstock.models.convert.files import settings_in
         from penstock.models.convert.hub import local_weights
         from penstock.models.convert.pretrained import read_config
 
         self._settings, self._plan = settings, plan
         self._opened: Any = None
         folder = local_weights(settings["model"])
-        head, names = read_config(folder).graph.classes, said_in(folder).get("id2label")
+        head, names = read_config(folder).graph.classes, settings_in(folder).get("id2label")
         assert head is not None
         known = names if isinstance(names, dict) else {}
         self.names = [str(known.get(str(number), number)) for number in range(head.classes)]

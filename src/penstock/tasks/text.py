@@ -23,7 +23,7 @@ from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
-from penstock.models.convert.files import first_token, said_in
+from penstock.models.convert.files import first_token, settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.tasks.task import Fullness, Task, plain
 
@@ -87,7 +87,7 @@ class TextTask(Task):
         weights = None if self.init_from is None else str(local_weights(self.init_from))
         tokenizer = open_tokenizer(data, weights)
         if self.init_from is not None:
-            tokenizer.told_start = first_token(said_in(local_weights(self.init_from)))
+            tokenizer.told_start = first_token(settings_in(local_weights(self.init_from)))
         return tokenizer
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:

@@ -26,15 +26,15 @@ def branch_of(
     alone: Any = config.branch(name)
     whole, graph = config.graph, alone.graph
     (target,) = graph.runs
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for key, tensor in state.items():
         new = _in_body(key, _path(whole, name), target) or _in_head(key, whole, graph, name)
         if new is not None:
-            found[new] = tensor
+            weights[new] = tensor
     for one in graph.inputs:
         kept = (one.table, *(("types",) if one.segments else ()))
-        found |= {f"{table}.weight": state[f"{table}.weight"] for table in kept}
-    return alone, found
+        weights |= {f"{table}.weight": state[f"{table}.weight"] for table in kept}
+    return alone, weights
 
 
 def _path(graph: Graph, name: str) -> list[Run]:
@@ -60,8 +60,8 @@ def _in_body(key: str, path: list[Run], target: Run) -> str | None:
 
 def _in_head(key: str, whole: Graph, graph: Graph, name: str) -> str | None:
     """The name of a parameter of the branch's head; None of any other."""
-    ours = [head for head in whole.heads if head.run == name and isinstance(head, type(graph.heads[0]))]
-    for old, new in zip(ours, graph.heads):
+    heads = [head for head in whole.heads if head.run == name and isinstance(head, type(graph.heads[0]))]
+    for old, new in zip(heads, graph.heads):
         names = [(old.name, new.name), *((part_of(old, part), part_of(new, part)) for part in PARTS)]
         for before, after in names:
             if key.startswith(f"{before}."):

@@ -23,29 +23,29 @@ def translate(state: Mapping[str, Tensor], source: Anatomy, target: Anatomy) -> 
     Linears that one of them stores transposed are turned, and queries, keys and values are fused or taken apart as in
     the target. What no part of the source owns, or the target has no part for, keeps its name.
     """
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     taken: set[str] = set()
     places: dict[Role, Role] = {}
-    for theirs, ours in _corresponding(source, target):
-        if not isinstance(theirs, Attention) or not isinstance(ours, Attention):
-            places[theirs] = ours
+    for old, new in _corresponding(source, target):
+        if not isinstance(old, Attention) or not isinstance(new, Attention):
+            places[old] = new
             continue
         for kind in (".weight", ".bias"):
-            given = [part.name + kind for part in theirs.projections]
+            given = [part.name + kind for part in old.projections]
             if all(name in state for name in given):
-                rows = [_turned(state[name], part) for name, part in zip(given, theirs.projections)]
-                _require_alike(given, rows, parts=theirs.heads * (3 if len(rows) == 1 else 1))
-                for part, tensor in zip(ours.projections, _joined(ours, _separate(theirs, rows))):
-                    found[part.name + kind] = _turned(tensor, part)
+                rows = [_turned(state[name], part) for name, part in zip(given, old.projections)]
+                _require_alike(given, rows, parts=old.heads * (3 if len(rows) == 1 else 1))
+                for part, tensor in zip(new.projections, _joined(new, _separate(old, rows))):
+                    renamed[part.name + kind] = _turned(tensor, part)
                 taken |= set(given)
     for name, tensor in state.items():
         role = source.role_of(name)
         place = None if role is None else places.get(role)
         if role is not None and place is not None:
-            found[place.name + name.removeprefix(role.name)] = _turned(_turned(tensor, role), place)
+            renamed[place.name + name.removeprefix(role.name)] = _turned(_turned(tensor, role), place)
         elif name not in taken:
-            found[name] = tensor
-    return found
+            renamed[name] = tensor
+    return renamed
 
 
 def _require_alike(names: Sequence[str], rows: Sequence[Tensor], *, parts: int) -> None:
@@ -67,9 +67,9 @@ def _turned(tensor: Tensor, part: Role) -> Tensor:
 
 def _corresponding(source: Anatomy, target: Anatomy) -> Iterator[tuple[Role, Role]]:
     """Pairs of parts that have one role and the same place: before the blocks, in block i, or after the blocks."""
-    for theirs, ours in zip(source.stacks, target.stacks):
-        blocks = [(their.parts, our.parts) for their, our in zip(theirs.blocks, ours.blocks)]
-        for given, wanted in [(theirs.before, ours.before), *blocks, (theirs.after, ours.after)]:
+    for old, new in zip(source.stacks, target.stacks):
+        blocks = [(one.parts, other.parts) for one, other in zip(old.blocks, new.blocks)]
+        for given, wanted in [(old.before, new.before), *blocks, (old.after, new.after)]:
             places = _by_role(wanted)
             for role, parts in _by_role(given).items():
                 yield from zip(parts, places.get(role, []))
@@ -77,17 +77,17 @@ def _corresponding(source: Anatomy, target: Anatomy) -> Iterator[tuple[Role, Rol
 
 def _by_role(parts: tuple[Role, ...]) -> dict[Any, list[Role]]:
     """Attentions, and what parameters belong to except their projections, by role."""
-    found: dict[Any, list[Role]] = {}
+    by_role: dict[Any, list[Role]] = {}
     inside: set[Role] = set()
     for part in walk(parts):
         if isinstance(part, Attention):
-            found.setdefault(Attention, []).append(part)
-            found.setdefault("norms of heads", []).extend(part.norms)
+            by_role.setdefault(Attention, []).append(part)
+            by_role.setdefault("norms of heads", []).extend(part.norms)
             inside |= {*part.projections, *part.norms}
         elif owned(part) and part not in inside:
             role = part.kind if isinstance(part, Embedding) else type(part)
-            found.setdefault(role, []).append(part)
-    return found
+            by_role.setdefault(role, []).append(part)
+    return by_role
 
 
 def _separate(attention: Attention, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

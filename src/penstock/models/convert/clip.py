@@ -50,7 +50,7 @@ def tower_in(folder: Path, one: Input) -> Tower | None:
         return None
     side = "vision" if isinstance(one, PatchInput) else "text"
     inner = values.get(f"{side}_config") if values["model_type"] == "clip" else values
-    said = _USUAL[side] | (inner if isinstance(inner, dict) else {})
+    options = _USUAL[side] | (inner if isinstance(inner, dict) else {})
     state = read_state_dict(folder)
     prefix, whole = f"{side}_model.", values["model_type"] == "clip"
     # transformers 5 writes a tower alone without the prefix.
@@ -61,7 +61,7 @@ def tower_in(folder: Path, one: Input) -> Tower | None:
     }
     if not whole and values["model_type"] != f"clip_{side}_model":
         there = {}
-    activation = said.get("hidden_act", "quick_gelu")
+    activation = options.get("hidden_act", "quick_gelu")
     if not there or activation not in ACTIVATIONS:
         lacking = (
             f"no {side}_model"
@@ -69,39 +69,39 @@ def tower_in(folder: Path, one: Input) -> Tower | None:
             else f"the activation {str(activation)[:40]!r}, which no stack has"
         )
         raise ConfigError(f"The CLIP in {folder} has {lacking}; name another folder.")
-    heads, depth = said["num_attention_heads"], said["num_hidden_layers"]
-    found = _ends(there, side)
+    heads, depth = options["num_attention_heads"], options["num_hidden_layers"]
+    weights = _ends(there, side)
     for number in range(depth):
-        theirs, ours = f"encoder.layers.{number}.", f"blocks.{number}."
+        old, new = f"encoder.layers.{number}.", f"blocks.{number}."
         for kind in ("weight", "bias"):
-            found |= {
-                f"{ours}{name}.{kind}": there.get(f"{theirs}{place}.{kind}") for name, place in _BLOCK.items()
+            weights |= {
+                f"{new}{name}.{kind}": there.get(f"{old}{place}.{kind}") for name, place in _BLOCK.items()
             }
-            parts = [there.get(f"{theirs}self_attn.{which}_proj.{kind}") for which in "qkv"]
-            found[f"{ours}attention.qkv.{kind}"] = _by_head(
+            parts = [there.get(f"{old}self_attn.{which}_proj.{kind}") for which in "qkv"]
+            weights[f"{new}attention.qkv.{kind}"] = _by_head(
                 [part for part in parts if part is not None], heads
             )
     head = {"weight": state.get("visual_projection.weight" if side == "vision" else "text_projection.weight")}
     if head["weight"] is not None:
         head["learned"] = state.get("logit_scale", torch.tensor(math.log(1 / 0.07))).reshape(1)
-    sizes = {"heads": heads, "mlp": ACTIVATIONS[activation], "norm_eps": said.get("layer_norm_eps", 1e-5)}
+    sizes = {"heads": heads, "mlp": ACTIVATIONS[activation], "norm_eps": options.get("layer_norm_eps", 1e-5)}
     sizes |= {"norm_first": True, "norm": "layer", "positions": "learned"}
-    return Tower(_there(found), _there(head), sizes, causal=side == "text")
+    return Tower(_there(weights), _there(head), sizes, causal=side == "text")
 
 
 def _ends(there: dict[str, Tensor], side: str) -> dict[str, Tensor | None]:
     """The weights before the first block and behind the last."""
     last = "post_layernorm" if side == "vision" else "final_layer_norm"
-    found = {f"norm.{kind}": there.get(f"{last}.{kind}") for kind in ("weight", "bias")}
-    found["places.weight"] = there.get("embeddings.position_embedding.weight")
+    state = {f"norm.{kind}": there.get(f"{last}.{kind}") for kind in ("weight", "bias")}
+    state["places.weight"] = there.get("embeddings.position_embedding.weight")
     if side == "text":
-        return found | {"input.weight": there.get("embeddings.token_embedding.weight")}
-    found |= {f"embedding_norm.{kind}": there.get(f"pre_layrnorm.{kind}") for kind in ("weight", "bias")}
-    found["class_token"] = there.get("embeddings.class_embedding")
+        return state | {"input.weight": there.get("embeddings.token_embedding.weight")}
+    state |= {f"embedding_norm.{kind}": there.get(f"pre_layrnorm.{kind}") for kind in ("weight", "bias")}
+    state["class_token"] = there.get("embeddings.class_embedding")
     patches = there.get("embeddings.patch_embedding.weight")
     if patches is not None:  # a convolution without a bias
-        found |= {"input.proj.weight": patches.flatten(1), "input.proj.bias": patches.new_zeros(len(patches))}
-    return found
+        state |= {"input.proj.weight": patches.flatten(1), "input.proj.bias": patches.new_zeros(len(patches))}
+    return state
 
 
 def _by_head(parts: list[Tensor], heads: int) -> Tensor | None:
@@ -111,5 +111,5 @@ def _by_head(parts: list[Tensor], heads: int) -> Tensor | None:
     return torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
 
 
-def _there(found: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: value for name, value in found.items() if value is not None}
+def _there(weights: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: value for name, value in weights.items() if value is not None}

@@ -88,21 +88,21 @@ def _of_index(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
     return headers
 
 
-def said_in(source: Path) -> dict[str, Any]:
+def settings_in(source: Path) -> dict[str, Any]:
     """The content of config.json and generation_config.json in a folder of weights, or beside a file of them; the
     latter wins, since transformers generates by it.
     """
     folder = source if source.is_dir() else source.parent
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
-            said |= {key: value for key, value in read_json(folder / name).items() if value is not None}
-    return said
+            settings |= {key: value for key, value in read_json(folder / name).items() if value is not None}
+    return settings
 
 
-def first_token(said: dict[str, Any]) -> int | None:
-    """The first token of a decoder, by `said_in`."""
-    start = said.get("decoder_start_token_id")
+def first_token(settings: dict[str, Any]) -> int | None:
+    """The first token of a decoder, by `settings_in`."""
+    start = settings.get("decoder_start_token_id")
     return start if isinstance(start, int) else None
 
 

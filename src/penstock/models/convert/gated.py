@@ -72,7 +72,7 @@ def _dense(stack: Stack) -> Stack:
 def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict[str, Tensor]:
     """The weights of `gated(config, labels)` in a folder with those of the whole model. Of its experts, no others are
     read. Raises as `read_state_dict`."""
-    ours = create(gated(config, labels), device="meta").state_dict()
+    expected = create(gated(config, labels), device="meta").state_dict()
     rows: dict[str, list[int]] = {}
     named = [
         (name, one)
@@ -90,7 +90,7 @@ def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict
     state = read_state_dict(folder, rows)
     # A perceptron has no dimension of experts, and neither a router nor counts.
     return {
-        name: value[0] if name in rows and value.shape != ours[name].shape else value
+        name: value[0] if name in rows and value.shape != expected[name].shape else value
         for name, value in state.items()
-        if name in ours or name not in rows
+        if name in expected or name not in rows
     }

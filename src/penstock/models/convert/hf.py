@@ -49,8 +49,8 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
     return {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
-        **{theirs: getattr(config, ours) for theirs, ours in _NAMES.items()},
-        "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.mlp),
+        **{option: getattr(config, name) for option, name in _NAMES.items()},
+        "hidden_act": next(option for option, name in _ACTIVATIONS.items() if name == config.mlp),
         "attention_probs_dropout_prob": 0.0,
         "initializer_range": 0.02,
         "encoder_stride": config.patch_size,
@@ -62,7 +62,7 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Theirs:
+class _ViTOptions:
     """The entries of a config.json that decide the model, with transformers' defaults."""
 
     model_type: str = "vit"
@@ -88,31 +88,31 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
 
     Raises ConfigError for another model type, or for what Penstock's ViT does not have.
     """
-    known = {name: value for name, value in values.items() if name in field_types(_Theirs)}
-    theirs = from_dict(_Theirs, known, origin="config.json")
+    known = {name: value for name, value in values.items() if name in field_types(_ViTOptions)}
+    options = from_dict(_ViTOptions, known, origin="config.json")
     problems = []
-    if theirs.model_type != "vit":
-        problems.append(f"config.json is of model_type {quoted(theirs.model_type)}; only 'vit' can be read.")
-    if theirs.hidden_act not in _ACTIVATIONS:
+    if options.model_type != "vit":
+        problems.append(f"config.json is of model_type {quoted(options.model_type)}; only 'vit' can be read.")
+    if options.hidden_act not in _ACTIVATIONS:
         known_ones = ", ".join(_ACTIVATIONS)
-        problems.append(f"config.json has hidden_act {quoted(theirs.hidden_act)}; known are {known_ones}.")
+        problems.append(f"config.json has hidden_act {quoted(options.hidden_act)}; known are {known_ones}.")
     if problems:
         raise ConfigError(problems)
-    if theirs.attention_probs_dropout_prob:
+    if options.attention_probs_dropout_prob:
         log.warning(
             "attention_probs_dropout_prob %s is not applied: Penstock drops after the dense layers only.",
-            theirs.attention_probs_dropout_prob,
+            options.attention_probs_dropout_prob,
         )
-    found = {ours: getattr(theirs, name) for name, ours in _NAMES.items()}
-    found |= {name: _side(theirs, name) for name in ("image_size", "patch_size")}
-    found["classes"] = theirs.num_labels if theirs.id2label is None else len(theirs.id2label)
-    found |= {"mlp": _ACTIVATIONS[theirs.hidden_act], "drop_path": theirs.penstock.get("drop_path", 0.0)}
-    return from_dict(ViTConfig, found, origin="config.json")
+    settings = {setting: getattr(options, name) for name, setting in _NAMES.items()}
+    settings |= {name: _side(options, name) for name in ("image_size", "patch_size")}
+    settings["classes"] = options.num_labels if options.id2label is None else len(options.id2label)
+    settings |= {"mlp": _ACTIVATIONS[options.hidden_act], "drop_path": options.penstock.get("drop_path", 0.0)}
+    return from_dict(ViTConfig, settings, origin="config.json")
 
 
-def _side(theirs: _Theirs, key: str) -> int:
+def _side(options: _ViTOptions, key: str) -> int:
     """A size that may be given as one number or as two, which must then be equal."""
-    value: int | tuple[int, ...] = getattr(theirs, key)
+    value: int | tuple[int, ...] = getattr(options, key)
     sides = (value,) if isinstance(value, int) else value
     if len(set(sides)) != 1:
         raise ConfigError(

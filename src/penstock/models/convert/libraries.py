@@ -132,8 +132,8 @@ _CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "partial_
 _BOTH = ("encoder", "decoder")
 
 
-def _sides(ours: str) -> tuple[str, ...]:
-    return tuple(f"{side}.{ours}" for side in _BOTH)
+def _sides(name: str) -> tuple[str, ...]:
+    return tuple(f"{side}.{name}" for side in _BOTH)
 
 
 _BART: dict[str, Option] = {

@@ -17,7 +17,7 @@ from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import create
 from penstock.models.anatomy import WHOLE
-from penstock.models.convert.files import described, read_state_dict, said_in
+from penstock.models.convert.files import described, read_state_dict, settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import misfit
 from penstock.models.convert.spellings import respelled
@@ -118,7 +118,7 @@ def _fitting(
         source = local_weights(source)
         require_fitting(whole, source, new_head=new_head, upcycling=upcycling)  # before anything is read
         state: Mapping[str, Tensor] = read_state_dict(source)
-        model_type = said_in(source).get("model_type")
+        model_type = settings_in(source).get("model_type")
     else:
         state = source
     scales = {name: one.input_scale for name, one in rounded_in(state).items() if one.input_scale is not None}
@@ -136,7 +136,7 @@ def require_fitting(
 
     Raises as `load_weights`.
     """
-    fitted(model, described(source), new_head, said_in(source).get("model_type"), upcycling)
+    fitted(model, described(source), new_head, settings_in(source).get("model_type"), upcycling)
 
 
 def fitted(
@@ -235,12 +235,12 @@ def _fitted_text(
     own = any(f"{run.name}.blocks.0.norm2.weight" in state for run in model.graph.runs)
     names: Names = "penstock" if own or "tokens.weight" in state else "hf"
     if names == "hf":
-        ours, free = text_from_hf(respelled(state, model_type), model)
-        state, misfits = ours.state, ours.misfits
+        converted, free = text_from_hf(respelled(state, model_type), model)
+        state, misfits = converted.state, converted.misfits
         # What served another head is of no use to a new one.
-        other = tuple(name for name in ours.left if new_head and name.startswith(_THEIR_HEADS))
+        other = tuple(name for name in converted.left if new_head and name.startswith(_THEIR_HEADS))
         ignored = (*free, *other)
-        state |= dict.fromkeys((name for name in ours.left if name not in other), torch.empty(0))
+        state |= dict.fromkeys((name for name in converted.left if name not in other), torch.empty(0))
     else:
         state = _with_tied(state, model)
     # What turns features into outputs, and may be learned again.
@@ -321,8 +321,8 @@ def _check(
     extra = [name for name in state if name not in expected]
     if extra:
         problems.append(f"The model has no place for {_some(extra)}.")
-    found = {name: misfit(name, state[name], ours) for name, ours in expected.items() if name in state}
-    odd = {name: sentence for name, sentence in {**misfits, **found}.items() if sentence}
+    unfit = {name: misfit(name, state[name], tensor) for name, tensor in expected.items() if name in state}
+    odd = {name: sentence for name, sentence in {**misfits, **unfit}.items() if sentence}
     sentences = list(dict.fromkeys(odd.values()))  # what is tied is told once
     problems += sentences[:4]
     if len(sentences) > 4:

@@ -20,7 +20,7 @@ from penstock.dtypes import FLOATS
 
 
 @dataclass(frozen=True, slots=True)
-class Theirs:
+class WeightPlaces:
     """Where the weights of one of our modules lie in transformers' model."""
 
     names: tuple[str, ...]
@@ -34,15 +34,15 @@ class Theirs:
     """Rows of a table of positions that come before the first and are never read."""
 
 
-Names = Mapping[str, Theirs]
+Names = Mapping[str, WeightPlaces]
 
 
-def _one(name: str, **more: Any) -> Theirs:
-    return Theirs((name,), **more)
+def _one(name: str, **more: Any) -> WeightPlaces:
+    return WeightPlaces((name,), **more)
 
 
-def _heads(place: str, *names: str) -> Theirs:
-    return Theirs(tuple(place + name for name in names), "heads")
+def _heads(place: str, *names: str) -> WeightPlaces:
+    return WeightPlaces(tuple(place + name for name in names), "heads")
 
 
 def gpt2_names(config: TextConfig) -> Names:
@@ -73,7 +73,7 @@ def llama_names(config: TextConfig) -> Names:
         "decoder.blocks.{i}.attention.k_norm": _one(here + "self_attn.k_norm"),
         "decoder.blocks.{i}.attention.out": _one(here + "self_attn.o_proj"),
         "decoder.blocks.{i}.norm2": _one(here + "post_attention_layernorm"),
-        "decoder.blocks.{i}.mlp.up": Theirs((here + "mlp.gate_proj", here + "mlp.up_proj"), "rows"),
+        "decoder.blocks.{i}.mlp.up": WeightPlaces((here + "mlp.gate_proj", here + "mlp.up_proj"), "rows"),
         "decoder.blocks.{i}.mlp.down": _one(here + "mlp.down_proj"),
     }
 
@@ -91,16 +91,16 @@ def qwen_moe_names(config: TextConfig) -> Names:
 
 def _mixtures(
     config: TextConfig, side: str, place: str, router: str, expert: str, up: tuple[str, ...], down: str
-) -> dict[str, Theirs]:
+) -> dict[str, WeightPlaces]:
     """The mixtures of a stack, at `place` in blocks that have them, as they are stored."""
     table = {}
     for number, layer in enumerate(_stack_of(config, side).layers):
         if layer.mixture:
-            ours, here = f"{side}.blocks.{number}.mlp.", place.replace("{i}", str(number))
+            prefix, here = f"{side}.blocks.{number}.mlp.", place.replace("{i}", str(number))
             experts = f"{here}experts.{expert}."
-            table[ours + "router"] = _one(here + router)
-            table[ours + "up"] = Theirs(tuple(experts + name for name in up), "experts")
-            table[ours + "down"] = Theirs((experts + down,), "experts")
+            table[prefix + "router"] = _one(here + router)
+            table[prefix + "up"] = WeightPlaces(tuple(experts + name for name in up), "experts")
+            table[prefix + "down"] = WeightPlaces((experts + down,), "experts")
     return table
 
 
@@ -154,34 +154,34 @@ def modernbert_names(config: TextConfig) -> Names:
 
 def switch_names(config: TextConfig) -> Names:
     """T5's, whose perceptrons are called otherwise, with mixtures."""
-    found = dict(t5_names(config, "mlp"))
+    table = dict(t5_names(config, "mlp"))
     for side, last in (("encoder", 1), ("decoder", 2)):
         here = f"{side}.block.{{i}}.layer.{last}.mlp."
-        found |= _mixtures(config, side, here, "router.classifier", "expert_{e}", ("wi",), "wo")
-    return found
+        table |= _mixtures(config, side, here, "router.classifier", "expert_{e}", ("wi",), "wo")
+    return table
 
 
 def t5_names(config: TextConfig, perceptron: str = "DenseReluDense") -> Names:
-    found: dict[str, Theirs] = {"tokens": _one("shared"), "head": _one("lm_head")}
+    table: dict[str, WeightPlaces] = {"tokens": _one("shared"), "head": _one("lm_head")}
     for side, last, mlp in (
         ("encoder", 1, _stack_of(config, "encoder")),
         ("decoder", 2, _stack_of(config, "decoder")),
     ):
-        ours, here = f"{side}.blocks.{{i}}.", f"{side}.block.{{i}}."
+        prefix, here = f"{side}.blocks.{{i}}.", f"{side}.block.{{i}}."
         first, dense = here + "layer.0.", f"{here}layer.{last}.{perceptron}."
-        up = Theirs((dense + "wi_0", dense + "wi_1"), "rows") if mlp.gated else _one(dense + "wi")
-        found |= {
+        up = WeightPlaces((dense + "wi_0", dense + "wi_1"), "rows") if mlp.gated else _one(dense + "wi")
+        table |= {
             f"{side}.relative": _one(f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"),
             f"{side}.norm": _one(f"{side}.final_layer_norm"),
-            ours + "norm1": _one(first + "layer_norm"),
-            ours + "attention.qkv": _heads(first + "SelfAttention.", "q", "k", "v"),
-            ours + "attention.out": _one(first + "SelfAttention.o"),
-            ours + "norm2": _one(f"{here}layer.{last}.layer_norm"),
-            ours + "mlp.up": up,
-            ours + "mlp.down": _one(dense + "wo"),
+            prefix + "norm1": _one(first + "layer_norm"),
+            prefix + "attention.qkv": _heads(first + "SelfAttention.", "q", "k", "v"),
+            prefix + "attention.out": _one(first + "SelfAttention.o"),
+            prefix + "norm2": _one(f"{here}layer.{last}.layer_norm"),
+            prefix + "mlp.up": up,
+            prefix + "mlp.down": _one(dense + "wo"),
         }
     other = "decoder.block.{i}.layer.1."
-    return found | {
+    return table | {
         "decoder.blocks.{i}.cross_norm": _one(other + "layer_norm"),
         "decoder.blocks.{i}.cross.q": _one(other + "EncDecAttention.q"),
         "decoder.blocks.{i}.cross.kv": _heads(other + "EncDecAttention.", "k", "v"),
@@ -191,25 +191,25 @@ def t5_names(config: TextConfig, perceptron: str = "DenseReluDense") -> Names:
 
 def bart_names(config: TextConfig) -> Names:
     """BART and Marian, whose positions are no weights."""
-    found: dict[str, Theirs] = {
+    table: dict[str, WeightPlaces] = {
         "tokens": _one("model.shared"),
         "head": _one("lm_head"),
         "head.bias": _one("final_logits_bias"),
     }
     for side in ("encoder", "decoder"):
-        ours, here = f"{side}.blocks.{{i}}.", f"model.{side}.layers.{{i}}."
-        found |= {
+        prefix, here = f"{side}.blocks.{{i}}.", f"model.{side}.layers.{{i}}."
+        table |= {
             f"{side}.places": _one(f"model.{side}.embed_positions", unused=2),
             f"{side}.embedding_norm": _one(f"model.{side}.layernorm_embedding"),
-            ours + "attention.qkv": _heads(here + "self_attn.", "q_proj", "k_proj", "v_proj"),
-            ours + "attention.out": _one(here + "self_attn.out_proj"),
-            ours + "norm1": _one(here + "self_attn_layer_norm"),
-            ours + "mlp.up": _one(here + "fc1"),
-            ours + "mlp.down": _one(here + "fc2"),
-            ours + "norm2": _one(here + "final_layer_norm"),
+            prefix + "attention.qkv": _heads(here + "self_attn.", "q_proj", "k_proj", "v_proj"),
+            prefix + "attention.out": _one(here + "self_attn.out_proj"),
+            prefix + "norm1": _one(here + "self_attn_layer_norm"),
+            prefix + "mlp.up": _one(here + "fc1"),
+            prefix + "mlp.down": _one(here + "fc2"),
+            prefix + "norm2": _one(here + "final_layer_norm"),
         }
     here = "model.decoder.layers.{i}."
-    return found | {
+    return table | {
         "decoder.blocks.{i}.cross_norm": _one(here + "encoder_attn_layer_norm"),
         "decoder.blocks.{i}.cross.q": _one(here + "encoder_attn.q_proj"),
         "decoder.blocks.{i}.cross.kv": _heads(here + "encoder_attn.", "k_proj", "v_proj"),
@@ -219,19 +219,21 @@ def bart_names(config: TextConfig) -> Names:
 
 def nllb_moe_names(config: TextConfig) -> Names:
     """BART's, with a norm at the end of each stack, other names of perceptrons, and mixtures."""
-    found = dict(bart_names(config))
+    table = dict(bart_names(config))
     for side in ("encoder", "decoder"):
-        ours, here = f"{side}.blocks.{{i}}.", f"model.{side}.layers.{{i}}."
-        found |= {
+        prefix, here = f"{side}.blocks.{{i}}.", f"model.{side}.layers.{{i}}."
+        table |= {
             f"{side}.norm": _one(f"model.{side}.layer_norm"),
-            ours + "mlp.up": _one(here + "ffn.fc1"),
-            ours + "mlp.down": _one(here + "ffn.fc2"),
-            ours + "norm2": _one(here + "ff_layer_norm"),
+            prefix + "mlp.up": _one(here + "ffn.fc1"),
+            prefix + "mlp.down": _one(here + "ffn.fc2"),
+            prefix + "norm2": _one(here + "ff_layer_norm"),
             **_mixtures(config, side, here + "ffn.", "router.classifier", "expert_{e}", ("fc1",), "fc2"),
         }
     return {
-        name: Theirs(tuple(n.replace("encoder_attn", "cross_attention") for n in entry.names), entry.form)
-        for name, entry in found.items()
+        name: WeightPlaces(
+            tuple(n.replace("encoder_attn", "cross_attention") for n in entry.names), entry.form
+        )
+        for name, entry in table.items()
     }
 
 
@@ -240,7 +242,7 @@ def _stack_of(config: TextConfig, name: str) -> Stack:
     return stack
 
 
-def _places(name: str, table: Names) -> tuple[Theirs, tuple[str, ...]]:
+def _places(name: str, table: Names) -> tuple[WeightPlaces, tuple[str, ...]]:
     """The entry for one of our parameters, and the names of theirs."""
     number = re.search(r"\.blocks\.(\d+)\.", name)
     pattern = re.sub(r"\.blocks\.\d+\.", ".blocks.{i}.", name)
@@ -253,21 +255,21 @@ def _places(name: str, table: Names) -> tuple[Theirs, tuple[str, ...]]:
     return entry, tuple(f"{each.replace('{i}', i)}.{kind}" for each in entry.names)
 
 
-def to_theirs(state: Mapping[str, Tensor], config: TextConfig, table: Names) -> dict[str, Tensor]:
+def to_library(state: Mapping[str, Tensor], config: TextConfig, table: Names) -> dict[str, Tensor]:
     """Our state dict in transformers' names and shapes; what is tied appears once."""
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if tensor.is_floating_point() and (name != "head.weight" or not shares_head(config)):
-            found |= _as_theirs(name, tensor, config, table)
-    return found
+            converted |= _in_library(name, tensor, config, table)
+    return converted
 
 
-def _as_theirs(name: str, tensor: Tensor, config: TextConfig, table: Names) -> dict[str, Tensor]:
+def _in_library(name: str, tensor: Tensor, config: TextConfig, table: Names) -> dict[str, Tensor]:
     """One of our weights in transformers' names and shapes."""
     entry, names = _places(name, table)
     if entry.form == "experts":
         names = tuple(each.replace("{e}", str(e)) for e in range(len(tensor)) for each in names)
-    parts = _apart(tensor, name, entry, config)
+    parts = _split(tensor, name, entry, config)
     if len(names) == 1 and len(parts) > 1:
         parts = [torch.cat(parts)]
     if names == ("final_logits_bias",):
@@ -276,7 +278,7 @@ def _as_theirs(name: str, tensor: Tensor, config: TextConfig, table: Names) -> d
     return dict(zip(names, turned))
 
 
-class Ours(NamedTuple):
+class Converted(NamedTuple):
     """transformers' state dict in our names and shapes."""
 
     state: dict[str, Tensor]
@@ -287,36 +289,36 @@ class Ours(NamedTuple):
     """Which of theirs were not used."""
 
 
-def from_theirs(
+def from_library(
     state: Mapping[str, Tensor], config: TextConfig, table: Names, expected: Mapping[str, Tensor]
-) -> Ours:
+) -> Converted:
     """transformers' state dict in our names and shapes, `expected` being ours. Each weight is held to the shape and
     the type that it must have there, before anything is made of it.
     """
-    found, misfits, used = dict[str, Tensor](), dict[str, str](), set[str]()
-    for name, ours in expected.items():
+    weights, misfits, used = dict[str, Tensor](), dict[str, str](), set[str]()
+    for name, tensor in expected.items():
         if name == "head.weight" and shares_head(config):
             continue
-        if not ours.is_floating_point():
-            found[name] = torch.zeros_like(ours)  # visits of experts, of which nothing is known
+        if not tensor.is_floating_point():
+            weights[name] = torch.zeros_like(tensor)  # visits of experts, of which nothing is known
             continue
-        wanted = _as_theirs(name, ours.to("meta"), config, table)
+        wanted = _in_library(name, tensor.to("meta"), config, table)
         if not wanted.keys() <= state.keys():
             continue
         used |= wanted.keys()
-        wrong = [problem for theirs in wanted if (problem := misfit(theirs, state[theirs], wanted[theirs]))]
+        wrong = [problem for key in wanted if (problem := misfit(key, state[key], wanted[key]))]
         if wrong:
             misfits[name] = wrong[0]
             continue
         entry, _ = _places(name, table)
-        parts = [state[theirs] for theirs in wanted]
+        parts = [state[key] for key in wanted]
         parts = [part.T if entry.transposed and part.ndim == 2 else part for part in parts]
-        found[name] = _together(parts, name, entry, config)
-    if shares_head(config) and "tokens.weight" in found:
-        found["head.weight"] = found["tokens.weight"]
+        weights[name] = _joined(parts, name, entry, config)
+    if shares_head(config) and "tokens.weight" in weights:
+        weights["head.weight"] = weights["tokens.weight"]
     elif shares_head(config) and "tokens.weight" in misfits:
         misfits["head.weight"] = misfits["tokens.weight"]
-    return Ours(found, misfits, [name for name in state if name not in used])
+    return Converted(weights, misfits, [name for name in state if name not in used])
 
 
 def misfit(name: str, given: Tensor, expected: Tensor) -> str | None:
@@ -341,7 +343,7 @@ def _sizes(name: str, config: TextConfig) -> tuple[int, list[int]]:
     return stack.head_width, [1, 1] if ".cross.kv." in name else [stack.heads // stack.kv, 1, 1]
 
 
-def _apart(tensor: Tensor, name: str, entry: Theirs, config: TextConfig) -> list[Tensor]:
+def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig) -> list[Tensor]:
     if entry.unused:
         return [torch.cat([tensor.new_zeros(entry.unused, tensor.shape[1]), tensor])]
     if entry.form == "rows":
@@ -355,7 +357,7 @@ def _apart(tensor: Tensor, name: str, entry: Theirs, config: TextConfig) -> list
     return [part.flatten(0, 2).contiguous() for part in groups]
 
 
-def _together(parts: list[Tensor], name: str, entry: Theirs, config: TextConfig) -> Tensor:
+def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextConfig) -> Tensor:
     if entry.unused:
         return parts[0][entry.unused :]
     if entry.form == "rows":

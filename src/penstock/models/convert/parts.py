@@ -34,38 +34,38 @@ def load_part(model: Model, run: str, source: str | Path | Model) -> None:
     names = [one.name for one in model.graph.runs if model.graph.enters(one)]
     if run not in names:
         raise ConfigError(f"The model has no run {run} over an input; name one of {', '.join(names)}.")
-    ours, one = model.graph.run(run), model.graph.input_of(model.graph.run(run))
+    target, one = model.graph.run(run), model.graph.input_of(model.graph.run(run))
     if not isinstance(source, Model):
         source = local_weights(source)
     tower, differing, head = None if isinstance(source, Model) else tower_in(source, one), list[str](), {}
     if tower is not None:
-        places = {"input": _table(model, ours), "class_token": "class_token"}
+        places = {"input": _table(model, target), "class_token": "class_token"}
         taken = {
             ".".join([places.get(first, f"{run}.{first}"), *rest]): value
             for name, value in tower.state.items()
             for first, *rest in (name.split("."),)
         }
-        differing, head = _differing(ours, tower), _vectors(model, ours, tower)
+        differing, head = _differing(target, tower), _vectors(model, target, tower)
     else:
         other = source if isinstance(source, Model) else from_pretrained(source)
-        theirs = _like(other.graph, one)
-        if theirs is None:
+        origin = _like(other.graph, one)
+        if origin is None:
             raise ConfigError(
                 f"The weights for {run} have no run over inputs of the same kind; name another model."
             )
-        taken = _taken(model, ours, other, theirs)
-    wanted = {name: value for name, value in model.state_dict().items() if name in _places(model, ours)}
+        taken = _taken(model, target, other, origin)
+    wanted = {name: value for name, value in model.state_dict().items() if name in _places(model, target)}
     problems = [*differing, *(f"The weights for {run} lack {name}." for name in wanted if name not in taken)]
     problems += [
         f"The model has no place for {name} of the weights for {run}." for name in taken if name not in wanted
     ]
     for name, value in wanted.items():
-        tables = (f"{ours.name}.places.weight", f"{_table(model, ours)}.weight")
-        if name in taken and name in tables and not _pictured(model, ours):
+        tables = (f"{target.name}.places.weight", f"{_table(model, target)}.weight")
+        if name in taken and name in tables and not _pictured(model, target):
             rows = min(len(value), len(taken[name]))
             taken[name] = torch.cat([taken[name][:rows].to(value), value[rows:]])
-        if name in taken and (told := misfit(name, taken[name], value)):
-            problems.append(told)
+        if name in taken and (problem := misfit(name, taken[name], value)):
+            problems.append(problem)
     if problems:
         raise ConfigError([*problems, f"Give the run {run} the sizes and the norms of these weights."])
     model.load_state_dict(taken | head, strict=False)
@@ -73,18 +73,18 @@ def load_part(model: Model, run: str, source: str | Path | Model) -> None:
 
 def _differing(run: Run, tower: Tower) -> list[str]:
     """Problems of a run that computes otherwise than a tower of CLIP does, whatever the shapes of its weights."""
-    said = {name: (getattr(run.stack, name), value) for name, value in tower.sizes.items()}
-    found = [
-        f"{run.setting}.{name} is {ours}, but the weights were trained with {theirs}."
-        for name, (ours, theirs) in said.items()
-        if ours != theirs
+    sizes = {name: (getattr(run.stack, name), value) for name, value in tower.sizes.items()}
+    problems = [
+        f"{run.setting}.{name} is {size}, but the weights were trained with {trained}."
+        for name, (size, trained) in sizes.items()
+        if size != trained
     ]
     if run.causal is not tower.causal:
-        found.append(
+        problems.append(
             f"The run {run.name} is {'' if run.causal else 'not '}causal, but the weights were trained "
             f"{'with' if tower.causal else 'without'} a causal mask; set model.text_causal."
         )
-    return found
+    return problems
 
 
 def _vectors(model: Model, run: Run, tower: Tower) -> dict[str, Tensor]:
@@ -127,19 +127,19 @@ def _pictured(model: Model, run: Run) -> bool:
     return isinstance(model.graph.input_of(run), PatchInput)
 
 
-def _taken(model: Model, ours: Run, other: Model, theirs: Run) -> dict[str, Tensor]:
+def _taken(model: Model, target: Run, other: Model, origin: Run) -> dict[str, Tensor]:
     """Weights of a run of another model, by the names that they have in ours."""
-    state, table = other.state_dict(), _table(other, theirs)
+    state, table = other.state_dict(), _table(other, origin)
     taken: dict[str, Tensor] = {}
-    for name in _places(other, theirs):
-        if name.startswith(f"{theirs.name}."):
-            taken[f"{ours.name}.{name.removeprefix(f'{theirs.name}.')}"] = state[name]
+    for name in _places(other, origin):
+        if name.startswith(f"{origin.name}."):
+            taken[f"{target.name}.{name.removeprefix(f'{origin.name}.')}"] = state[name]
         else:
-            taken[name.replace(f"{table}.", f"{_table(model, ours)}.", 1)] = state[name]
-    if not theirs.last_norm and ours.last_norm:  # a head has it
+            taken[name.replace(f"{table}.", f"{_table(model, target)}.", 1)] = state[name]
+    if not origin.last_norm and target.last_norm:  # a head has it
         norms = {key: f"norm.{key}" for key in ("weight", "bias") if f"norm.{key}" in state}
-        taken |= {f"{ours.name}.norm.{key}": state[name] for key, name in norms.items()}
-    if "types.weight" in state and f"{_table(model, ours)}.weight" in taken:
-        key = f"{_table(model, ours)}.weight"
+        taken |= {f"{target.name}.norm.{key}": state[name] for key, name in norms.items()}
+    if "types.weight" in state and f"{_table(model, target)}.weight" in taken:
+        key = f"{_table(model, target)}.weight"
         taken[key] = taken[key] + state["types.weight"][0]
     return taken

@@ -76,17 +76,17 @@ def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, 
         return _alternating(given, problems)
     if not library.rotary:
         return {}
-    found: dict[str, Any] = {"rotary": _rotary(given, library, problems)}
+    settings: dict[str, Any] = {"rotary": _rotary(given, library, problems)}
     if library.window == "always":
-        found["window"] = given.sliding_window
+        settings["window"] = given.sliding_window
     elif library.window == "flagged" and given.use_sliding_window:
-        found["window"] = _window(given, problems)
+        settings["window"] = _window(given, problems)
     elif library.window == "flagged" and "sliding_attention" in (given.layer_types or ()):
         problems.append(
             "config.json has sliding_attention among layer_types, but no use_sliding_window true, without which "
             "transformers has no window; set it to true, or remove layer_types."
         )
-    return found
+    return settings
 
 
 def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:

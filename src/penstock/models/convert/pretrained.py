@@ -19,7 +19,7 @@ from penstock.config.model import FAMILIES, ModelConfig, TextConfig, ViTConfig
 from penstock.config.quantise import StoredFormat
 from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
-from penstock.models.convert.files import described, read_json, read_state_dict, said_in
+from penstock.models.convert.files import described, read_json, read_state_dict, settings_in
 from penstock.models.convert.gated import gated, read_gated
 from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.hub import local_weights
@@ -113,15 +113,15 @@ def save_rounded(
     rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
     *,
     source: Path,
-    said: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model in Penstock's own names with the weights of some linears in few bits: by the name of each, the
-    format by which it multiplies, and its weight. config.json says the formats (`quantised`), and `said` beside them.
+    format by which it multiplies, and its weight. config.json says the formats (`quantised`), and `extra` beside them.
 
     What the folder `source` says of special tokens, labels and classes, and its tokenizer, go with it.
     """
     config, more = cast(Any, model).config, _carried(source)
-    values, tensors = _in_few_bits(config, model.state_dict(), rounded, more, said)
+    values, tensors = _in_few_bits(config, model.state_dict(), rounded, more, extra)
     _write_folder(Path(folder), values, tensors, files_beside(source))
 
 
@@ -130,14 +130,14 @@ def _in_few_bits(
     weights: Mapping[str, Tensor],
     rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
     more: Mapping[str, Any],
-    said: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Pending]]:
     """The config.json, with `more` in it, and the weights of a model that has some in few bits."""
     state = {name: tensor for name, tensor in weights.items() if name not in config.graph.tied}
     for name, (_, weight) in rounded.items():
         state |= {key: part.contiguous() for key, part in weight.stored(name).items()}
     formats = {name: form for name, (form, _) in rounded.items()}
-    values = {**_own_form(config), **more, "quantised": {"formats": formats, **(said or {})}}
+    values = {**_own_form(config), **more, "quantised": {"formats": formats, **(extra or {})}}
     return values, pending(state)
 
 
@@ -149,7 +149,7 @@ def save_values(model: nn.Module, folder: str | Path, *, source: Path) -> None:
 
 
 def _carried(source: Path) -> dict[str, Any]:
-    return {key: value for key, value in said_in(source).items() if key in _CARRIED}
+    return {key: value for key, value in settings_in(source).items() if key in _CARRIED}
 
 
 def files_beside(folder: Path) -> dict[str, Path]:

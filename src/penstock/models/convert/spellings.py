@@ -58,10 +58,10 @@ def respelled(state: Mapping[str, Tensor], model_type: Any = None) -> dict[str, 
     """
     kind = model_type if isinstance(model_type, str) and model_type in _SPELLINGS else None
     if kind is None:
-        found = (
+        kinds = (
             one for one, (begin, _) in _SPELLINGS.items() if any(name.startswith(begin) for name in state)
         )
-        kind = next(found, None)
+        kind = next(kinds, None)
     if kind is None:
         return {_renamed(name, _OLD): tensor for name, tensor in state.items()}
     changes = (*_OLD, *_SPELLINGS[kind][1])

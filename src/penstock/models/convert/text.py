@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.config.model import EncoderConfig, TextConfig, stacks
 from penstock.errors import ConfigError
 from penstock.models.convert.libraries import Library
-from penstock.models.convert.names import Ours, from_theirs, left_over, to_theirs
+from penstock.models.convert.names import Converted, from_library, left_over, to_library
 from penstock.models.convert.text_config import library_of, write_text_config
 from penstock.models.model import Model
 from penstock.models.positions import Sinusoidal
@@ -22,26 +22,26 @@ from penstock.tensorfile import Pending
 def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Tensor]:
     """Our state dict as transformers' model of this configuration is stored. Raises ConfigError if there is none."""
     library = _library(config)
-    found = to_theirs(state, config, library.names(config))
-    tokens = found.get("model.shared.weight")
+    converted = to_library(state, config, library.names(config))
+    tokens = converted.get("model.shared.weight")
     if "output_bias" in library.own and not config.output_bias and tokens is not None:
         # Their model always has a bias. It goes with the table of tokens, because `state` may be one weight.
-        found["final_logits_bias"] = tokens.new_zeros(1, config.vocabulary)
+        converted["final_logits_bias"] = tokens.new_zeros(1, config.vocabulary)
     if isinstance(config, EncoderConfig) and config.head == "none":
-        return {name.removeprefix(library.prefix): tensor for name, tensor in found.items()}
-    return found
+        return {name.removeprefix(library.prefix): tensor for name, tensor in converted.items()}
+    return converted
 
 
 def text_pending(state: Mapping[str, Tensor], config: TextConfig) -> list[Pending]:
     """The result of `text_to_hf`, each weight of which is made of ours when it is fetched, and not kept."""
 
-    def made(theirs: str, ours: str) -> Tensor:
-        return text_to_hf({ours: state[ours]}, config)[theirs]
+    def made(key: str, name: str) -> Tensor:
+        return text_to_hf({name: state[name]}, config)[key]
 
     return [
-        Pending(theirs, like.dtype, like.shape, partial(made, theirs, ours))
-        for ours, tensor in state.items()
-        for theirs, like in text_to_hf({ours: tensor.to("meta")}, config).items()
+        Pending(key, like.dtype, like.shape, partial(made, key, name))
+        for name, tensor in state.items()
+        for key, like in text_to_hf({name: tensor.to("meta")}, config).items()
     ]
 
 
@@ -51,7 +51,7 @@ def _library(config: TextConfig) -> Library:
     return library_of(write_text_config(config)["model_type"])
 
 
-def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Ours, list[str]]:
+def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, list[str]]:
     """transformers' state dict in our names and shapes, whose `left` have no place in the model; and those of theirs
     that were left out because the model does not need them. With or without the prefix of the base model.
 
@@ -64,10 +64,10 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Ours, list[
         if twice := [name for name in full if full[name] != name and full[name] in state]:
             raise ConfigError(f"The weights hold both {twice[0]} and {full[twice[0]]}; keep one of the two.")
         state = {full[name]: tensor for name, tensor in state.items()}
-    ours = from_theirs(state, model.config, library.names(model.config), model.state_dict())
+    converted = from_library(state, model.config, library.names(model.config), model.state_dict())
     # transformers' state dicts hold what is tied under each of its names.
-    tokens = ours.state.get("tokens.weight")
-    left = [name for name in ours.left if tokens is None or not _equal(state[name], tokens)]
+    tokens = converted.state.get("tokens.weight")
+    left = [name for name in converted.left if tokens is None or not _equal(state[name], tokens)]
     free, others = left_over(left, library.ignored)
     bias = state.get("final_logits_bias")
     if bias is not None and "final_logits_bias" in free and not bias.is_meta and bool((bias != 0).any()):
@@ -77,7 +77,7 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Ours, list[
         )
     for name in (name for name in free if name.endswith("embed_positions.weight")):
         _require_sinusoids(name, state[name], stacks(model.config)[0].width)
-    return ours._replace(left=others), free
+    return converted._replace(left=others), free
 
 
 def _require_sinusoids(name: str, table: Tensor, width: int) -> None:

@@ -45,10 +45,10 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     options = {name: value for name, value in values.items() if name in field_types(kind)}
     given: Any = from_dict(kind, options, origin="config.json")
     problems = list(islice(_refused(values, library), MOST_PROBLEMS))
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for option in library.options:
-        for ours in library.options[option][1]:
+        for path in library.options[option][1]:
             value = _value(given, option, library)
             if option == "n_inner" and value is None:
                 value = 4 * given.n_embd
@@ -59,17 +59,17 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
                         f"config.json has a mixture in the second of every {value} blocks by {option}, but Penstock's "
                         "stacks in the last; there must be one in each block or in every second."
                     )
-            if ours in found and found[ours] != value:
+            if path in settings and settings[path] != value:
                 problems.append(
-                    f"config.json has {option} {value!r} and {origin[ours]} {found[ours]!r}, but Penstock's model has "
-                    f"one {ours.rpartition('.')[2]} for both."
+                    f"config.json has {option} {value!r} and {origin[path]} {settings[path]!r}, but Penstock's model "
+                    f"has one {path.rpartition('.')[2]} for both."
                 )
-            found[ours], origin[ours] = value, option
+            settings[path], origin[path] = value, option
     option, known = library.activation
     activation = getattr(given, option)
     if activation not in known:
         problems.append(f"config.json has {option} {shown_value(activation)}; known are {', '.join(known)}.")
-    found |= read_places(given, library, problems)
+    settings |= read_places(given, library, problems)
     if given.penstock.output_bias is not None and "output_bias" not in library.own:
         problems.append(
             f"config.json has output_bias under penstock, which no {library.model_type} reads; remove it there."
@@ -77,17 +77,17 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     if problems:
         raise ConfigError(problems)
     both = isinstance(library.base, Seq2SeqConfig)
-    found |= {f"{side}mlp": known[activation] for side in (("encoder.", "decoder.") if both else ("",))}
+    settings |= {f"{side}mlp": known[activation] for side in (("encoder.", "decoder.") if both else ("",))}
     if library.shift:
-        found["max_positions"] = max(1, found["max_positions"] - library.shift)
+        settings["max_positions"] = max(1, settings["max_positions"] - library.shift)
     if isinstance(library.base, EncoderConfig):
-        found |= _head(given, library, values)
+        settings |= _head(given, library, values)
     own = {name: getattr(given.penstock, name) for name in _own(library)}
-    found |= {name: value for name, value in own.items() if value is not None}
-    found.setdefault("sequence", found.get("max_positions", 512))
+    settings |= {name: value for name, value in own.items() if value is not None}
+    settings.setdefault("sequence", settings.get("max_positions", 512))
     if both:
-        found.setdefault("decoder_sequence", found["sequence"])
-    return settled(_with(library.base, found))
+        settings.setdefault("decoder_sequence", settings["sequence"])
+    return settled(_with(library.base, settings))
 
 
 def _own(library: Library) -> list[str]:
@@ -123,10 +123,10 @@ def _record(model_type: str) -> type:
         library.activation[0]: (str, library.default),
         **options_of(library),
     }
-    for option, (default, ours) in library.options.items():
+    for option, (default, paths) in library.options.items():
         follows = isinstance(default, str) and default.startswith("=")
         kind: Any = type(library.base)
-        for part in ours[0].split("."):
+        for part in paths[0].split("."):
             kind = field_types(kind)[part]
         # Where theirs has a default, null is no value of it, though it may be one of ours.
         wanted = (one for one in get_args(kind) if one is not NoneType)
@@ -139,10 +139,10 @@ def _record(model_type: str) -> type:
 
 def _value(given: Any, option: str, library: Library) -> Any:
     """The value of an option in config.json, or its default there."""
-    default, found = library.options[option][0], getattr(given, option)
-    if found is None and isinstance(default, str):
+    default, value = library.options[option][0], getattr(given, option)
+    if value is None and isinstance(default, str):
         return _value(given, default.removeprefix("="), library)
-    return found
+    return value
 
 
 def _refused(values: Mapping[str, Any], library: Library) -> Iterator[str]:
@@ -168,7 +168,7 @@ def _is_off(value: Any) -> bool:
 def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
     """The output of an encoder, by the class in config.json's architectures."""
     name = (given.architectures or [library.architectures["words"]])[0]
-    heads = {theirs: ours for ours, theirs in library.architectures.items()} | {"BertForPreTraining": "words"}
+    heads = {word: output for output, word in library.architectures.items()} | {"BertForPreTraining": "words"}
     if name not in heads:
         raise ConfigError(f"config.json is of {quoted(name)}; known are {', '.join(heads)}.")
     classes = len(given.id2label or ()) or given.num_labels or 2
@@ -209,10 +209,10 @@ def _problem(classes: int) -> _Problem:
     return "regression" if classes == 1 else "single_label_classification"
 
 
-def _with(config: Any, found: Mapping[str, Any]) -> Any:
+def _with(config: Any, values: Mapping[str, Any]) -> Any:
     """A configuration with other values at dotted paths."""
     changes: dict[str, Any] = {}
-    for path, value in found.items():
+    for path, value in values.items():
         name, dot, rest = path.partition(".")
         if dot:
             changes[name] = _with(changes.get(name, getattr(config, name)), {rest: value})
@@ -266,11 +266,11 @@ def write_text_config(config: TextConfig) -> dict[str, Any]:
             continue
         values = _written(config, library)
         try:
-            theirs = read_text_config(values)
-            ours: Any = settled(config)
-            if isinstance(theirs, EncoderConfig) and theirs.head != "classes":
-                ours = replace(ours, pooler=theirs.pooler)  # which it does not have
-            lacks = list(_differences(ours, theirs, "model"))
+            readable = read_text_config(values)
+            wanted: Any = settled(config)
+            if isinstance(readable, EncoderConfig) and readable.head != "classes":
+                wanted = replace(wanted, pooler=readable.pooler)  # which it does not have
+            lacks = list(_differences(wanted, readable, "model"))
         except ConfigError as error:
             lacks = [str(error)]
         if not lacks:
@@ -280,13 +280,13 @@ def write_text_config(config: TextConfig) -> dict[str, Any]:
     raise ConfigError([*(best or []), "Save such a model in Penstock's own names with save_pretrained."])
 
 
-def _differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
-    for one in fields(ours):
-        mine, other = getattr(ours, one.name), getattr(theirs, one.name)
-        if is_dataclass(mine):
-            yield from _differences(mine, other, f"{path}.{one.name}")
-        elif mine != other:
-            yield f"{path}.{one.name}={brief(mine) if isinstance(mine, tuple) else mine}"
+def _differences(config: Any, readable: Any, path: str) -> Iterator[str]:
+    for one in fields(config):
+        value, other = getattr(config, one.name), getattr(readable, one.name)
+        if is_dataclass(value):
+            yield from _differences(value, other, f"{path}.{one.name}")
+        elif value != other:
+            yield f"{path}.{one.name}={brief(value) if isinstance(value, tuple) else value}"
 
 
 def _written(config: TextConfig, library: Library) -> dict[str, Any]:
@@ -301,15 +301,15 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
             if None not in allowed  # what may be absent is left out
         },
     }
-    for option, (_, ours) in library.options.items():
-        if (value := _at(config, ours[0])) is not None:
+    for option, (_, paths) in library.options.items():
+        if (value := _at(config, paths[0])) is not None:
             values[option] = value
     for option, every in library.mixtures.items():
         values[option] = max(1, values[every] // values[option])
     values |= dict.fromkeys(library.last_token, config.vocabulary - 1)
     stack = stacks(config)[0]
     option, known = library.activation
-    values[option] = next((theirs for theirs, ours in known.items() if ours == stack.mlp), library.default)
+    values[option] = next((word for word, mlp in known.items() if mlp == stack.mlp), library.default)
     values |= written_places(stack, library)
     if isinstance(config, EncoderConfig) and config.head == "classes":
         values |= {option: allowed[0] for option, allowed in library.of_classes.items()}

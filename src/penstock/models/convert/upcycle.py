@@ -67,15 +67,15 @@ def upcycled(
     """The state dict of a model with mixtures, whose own is `expected`, made of that of its `dense_twin`: all but its
     routers, which stay as they are. Nothing is copied where there is no noise."""
     made = {}
-    for name, ours in expected.items():
+    for name, target in expected.items():
         weight = dense.get(name)
-        if weight is None or weight.shape == ours.shape:
+        if weight is None or weight.shape == target.shape:
             fresh = (
-                ours if ours.is_floating_point() else torch.zeros_like(ours)
+                target if target.is_floating_point() else torch.zeros_like(target)
             )  # a router, or counts of visits
             made[name] = fresh if weight is None else weight
             continue
-        experts = weight.expand(len(ours), *weight.shape)
+        experts = weight.expand(len(target), *weight.shape)
         if options.noise and not weight.is_meta:
             generator = torch.Generator().manual_seed(options.seed ^ zlib.crc32(name.encode()))
             drawn = torch.randn(experts.shape, generator=generator)

@@ -102,11 +102,11 @@ def from_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tenso
     it gets one of zeros, which is the same model.
     """
     source = pruned(_timm(state, config), state)
-    found = _inward(translate(state, source, ours.anatomy(config.graph)))
-    positions = found.get(POSITIONS)
-    if positions is not None and "class_token" in found and math.isqrt(len(positions)) ** 2 == len(positions):
-        found[POSITIONS] = torch.cat([torch.zeros_like(positions[:1]), positions])
-    return found
+    named = _inward(translate(state, source, ours.anatomy(config.graph)))
+    positions = named.get(POSITIONS)
+    if positions is not None and "class_token" in named and math.isqrt(len(positions)) ** 2 == len(positions):
+        named[POSITIONS] = torch.cat([torch.zeros_like(positions[:1]), positions])
+    return named
 
 
 def _timm(names: Collection[str], config: ViTConfig) -> Anatomy:

@@ -36,7 +36,7 @@ from penstock.kernels.varlen import Varlen, serves
 _AGAIN = "penstock_scores_again"
 _LENGTHS = "penstock_lengths"
 """The attention function of transformers' registry that knows which tokens belong together."""
-_FOUND = "penstock_found"
+_CONTENT = "penstock_mask"
 """Keyword argument that blocks hand on to it."""
 
 
@@ -152,13 +152,13 @@ def _with_lengths(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query (B, H, N, K) gives (B, N, H, K)."""
-    handed: tuple[_Found, Switch | None] | None = more.pop(_FOUND, None)
+    handed: tuple[_MaskContent, Switch | None] | None = more.pop(_CONTENT, None)
     if handed is None:
         return usual(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)  # type: ignore[no-any-return]
-    found, switch = handed
+    content, switch = handed
     # The kernel that knows lengths has no dropout.
     varlen = switch is not None and not dropout and serves(switch.backend, query.device, query.dtype)
-    attend = found.sight(query.dtype, varlen=varlen).attend
+    attend = content.sight(query.dtype, varlen=varlen).attend
     backend = _backend(switch, query, dropout)
     if switch is not None:
         switch.note()
@@ -175,7 +175,7 @@ def _backend(switch: Switch | None, query: Tensor, dropout: float) -> AttentionB
     return "plain" if switch.backend == "plain" else "sdpa"
 
 
-class _Found:
+class _MaskContent:
     """The content of a mask: which tokens are not padding, and how attention uses that."""
 
     def __init__(self, real: Real, lengths: Tensor, mask: Tensor) -> None:
@@ -203,23 +203,23 @@ class _Known:
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None
-        self._found: _Found | None = None
+        self._content: _MaskContent | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def of(self, mask: Tensor) -> _Found | None:
+    def of(self, mask: Tensor) -> _MaskContent | None:
         """`mask` (B, 1, N, N) says what each token may look at. None where it hides no padding, or more than that."""
         if self._mask is not mask:
-            self._mask, self._found = mask, _look(mask)
-        return self._found
+            self._mask, self._content = mask, _look(mask)
+        return self._content
 
 
-def _look(mask: Tensor) -> _Found | None:
+def _look(mask: Tensor) -> _MaskContent | None:
     if mask.stride(2) and not torch.equal(mask, mask[:, :, :1].expand_as(mask)):
         return None  # more than padding is hidden
     seen = mask[:, 0, 0]
     seen = seen if seen.dtype == torch.bool else seen >= 0
     real = Real.but(~seen)
-    return None if real is None else _Found(real, seen.sum(dim=1), mask)
+    return None if real is None else _MaskContent(real, seen.sum(dim=1), mask)
 
 
 def _unpadded(
@@ -228,15 +228,15 @@ def _unpadded(
 ) -> Any:  # fmt: skip
     """A block's forward pass of x (B, N, D) by way of (1, T, D)."""
     masked = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
-    found = known.of(attention_mask) if masked else None
-    if found is None:
+    content = known.of(attention_mask) if masked else None
+    if content is None:
         return forward(hidden_states, attention_mask, *args, **kwargs)
     out = forward(
-        found.real.take(hidden_states), None, *args, **kwargs, **{_FOUND: (found, switch_of(block))}
+        content.real.take(hidden_states), None, *args, **kwargs, **{_CONTENT: (content, switch_of(block))}
     )
     if isinstance(out, Tensor):
-        return found.real.put(out)
-    return (found.real.put(out[0]), *out[1:])
+        return content.real.put(out)
+    return (content.real.put(out[0]), *out[1:])
 
 
 def _around(block: nn.Module) -> Callable[..., Any]:
@@ -244,5 +244,5 @@ def _around(block: nn.Module) -> Callable[..., Any]:
     forward: Any = block.forward
     if switch_of(block) is not None:
         forward = forward.args[0]
-    ours = isinstance(forward, functools.partial) and forward.func is _unpadded
-    return forward.args[0] if ours else forward  # type: ignore[no-any-return]
+    unpads = isinstance(forward, functools.partial) and forward.func is _unpadded
+    return forward.args[0] if unpads else forward  # type: ignore[no-any-return]

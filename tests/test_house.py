@@ -412,7 +412,7 @@ BARE = """
     anew asked does found goes gone lasts mine ours said says stuff that theirs them these thing things those told went
     whose
 """
-STILL_BARE = {"kernels", "tasks"}
+STILL_BARE = {"kernels"}
 
 
 def _bare_names(text: str) -> list[tuple[int, str]]:

@@ -139,8 +139,8 @@ class Captioning(TextTask):
             for each, limit in zip((read, written), most)
         ]
         sized = replace(model.with_lengths(0, *sizes), max_positions=model.graph.runs[1].rows)
-        asked = written - names.beginnings[rows["written"][ids]].reshape(DRAWN, batch)
-        return Fullness(sized, real=float(read.mean()) / sizes[0], words=float(asked.mean()) / sizes[1])
+        targets = written - names.beginnings[rows["written"][ids]].reshape(DRAWN, batch)
+        return Fullness(sized, real=float(read.mean()) / sizes[0], words=float(targets.mean()) / sizes[1])
 
     # -- training
 
@@ -185,10 +185,10 @@ class Captioning(TextTask):
         names, rows = self._named, batch.rows
         source, count = names.source, len(names.source.words.languages)
         exact = np.zeros((2, count + 2))
-        for said, row in zip(written, rows):
+        for text, row in zip(written, rows):
             language, other = (int(source.words.language[row[side]]) for side in ("written", "read"))
             kind = language if row["sees"] == IMAGE else count + (not source.trained[other, language])
-            exact[:, kind] += said == source.words.texts[row["written"]], 1
+            exact[:, kind] += text == source.words.texts[row["written"]], 1
         kept = names.kept(images.shape[1])
         tables = images.new_zeros(sum(kept), images.shape[1] + 1)
         for begin, side, made, most in ((0, "image", images, kept[0]), (kept[0], "read", texts, kept[1])):
@@ -230,20 +230,20 @@ class Captioning(TextTask):
         exact = np.array(rest[: 2 * len(languages) + 4]).reshape(2, -1)
         tables = np.array(rest[exact.size :]).reshape(-1, round(width / samples))
         kept = self._named.kept(tables.shape[1] - 1)[0]
-        found = _recalls(source, tables[:kept], tables[kept:])
+        results = _recalls(source, tables[:kept], tables[kept:])
         of_kind = exact[0] / np.maximum(exact[1], 1)
         count = len(languages)
-        found["captions"] = float(exact[0, :count].sum() / max(1, exact[1, :count].sum()))
-        found |= {
+        results["captions"] = float(exact[0, :count].sum() / max(1, exact[1, :count].sum()))
+        results |= {
             f"captions_{name}": float(share) for name, share, of in zip(languages, of_kind, exact[1]) if of
         }
-        found |= {"translations": float(of_kind[count]), "unseen_pairs": float(of_kind[count + 1])}
-        weights, found["words_loss"] = self._named.weights, total / samples
-        loss = weights.contrast * found["contrast_loss"] + weights.words * found["words_loss"]
-        return {"loss": loss, **found}
+        results |= {"translations": float(of_kind[count]), "unseen_pairs": float(of_kind[count + 1])}
+        weights, results["words_loss"] = self._named.weights, total / samples
+        loss = weights.contrast * results["contrast_loss"] + weights.words * results["words_loss"]
+        return {"loss": loss, **results}
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
-        said = [
+        parts = [
             f"{words} {plain(metrics[name], '.1%')}"
             + (f" (chance {plain(metrics[f'{name}_chance'], '.1%')})" if f"{name}_chance" in metrics else "")
             for name, words in (
@@ -251,7 +251,7 @@ class Captioning(TextTask):
                 ("captions", "captions"), ("translations", "translations"), ("unseen_pairs", "unseen pairs"),
             )
         ]  # fmt: skip
-        return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
+        return "  ".join([*parts, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
         features = model.graph.heads_of(VectorHead)[0].features
@@ -264,9 +264,9 @@ class Captioning(TextTask):
         batch = self.prepare(source, config)(first_samples(source, SHOWN), device)
         texts = source.words.texts
         return "\n".join(
-            f"{'an image' if row['sees'] == IMAGE else texts[row['read']]} → {said} "
+            f"{'an image' if row['sees'] == IMAGE else texts[row['read']]} → {text} "
             f"(reference: {texts[row['written']]})"
-            for said, row in zip(self._written(model, batch), batch.rows)
+            for text, row in zip(self._written(model, batch), batch.rows)
         )
 
 
@@ -330,25 +330,25 @@ def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.fl
     right = shown[:, None] == concept
     lse = near.max(1) + np.log(np.exp(near - near.max(1, keepdims=True)).sum(1))
     own = (near * right).sum(1) / np.maximum(right.sum(1), 1)
-    found = {"contrast_loss": float((lse - own)[right.any(1)].mean())}
+    recalls = {"contrast_loss": float((lse - own)[right.any(1)].mean())}
     best = right[near.argmax(0), np.arange(len(named))]
     to_text, to_image = dict[str, float](), dict[str, float]()
     guessed: dict[str, list[float]] = {"image_to_text": [], "text_to_image": []}
     for number, name in enumerate(words.languages):
         here = np.flatnonzero(language == number)
-        asked = right[:, here].any(1) if len(here) else np.zeros(len(shown), bool)
-        if asked.any():
-            chosen = near[np.ix_(asked, here)].argmax(1)
-            to_text[name] = float(right[np.ix_(asked, here)][np.arange(len(chosen)), chosen].mean())
+        has_name = right[:, here].any(1) if len(here) else np.zeros(len(shown), bool)
+        if has_name.any():
+            chosen = near[np.ix_(has_name, here)].argmax(1)
+            to_text[name] = float(right[np.ix_(has_name, here)][np.arange(len(chosen)), chosen].mean())
             to_image[name] = float(best[here].mean())
-            guessed["image_to_text"].append(float(right[np.ix_(asked, here)].mean()))
+            guessed["image_to_text"].append(float(right[np.ix_(has_name, here)].mean()))
             guessed["text_to_image"].append(float(right[:, here].mean()))
     for key, of in (("image_to_text", to_text), ("text_to_image", to_image)):
-        found[key] = float(np.mean([*of.values()])) if of else 0.0
-        found[f"{key}_chance"] = float(np.mean(guessed[key])) if of else 0.0
-        found |= {f"{key}_{name}": share for name, share in of.items()}
-    found["unseen_words"] = float(best[held].mean()) if held.any() else 0.0
-    return found
+        recalls[key] = float(np.mean([*of.values()])) if of else 0.0
+        recalls[f"{key}_chance"] = float(np.mean(guessed[key])) if of else 0.0
+        recalls |= {f"{key}_{name}": share for name, share in of.items()}
+    recalls["unseen_words"] = float(best[held].mean()) if held.any() else 0.0
+    return recalls
 
 
 class PrepareCaptions:
@@ -381,11 +381,11 @@ class PrepareCaptions:
         target = names.written[rows["written"]][:, : rounded(int(ends.max()), self.limits[1])]
         begun = names.beginnings[rows["written"]]
         places = np.arange(target.shape[1])
-        asked = (places < ends[:, None]) & (places >= begun[:, None])
+        targeted = (places < ends[:, None]) & (places >= begun[:, None])
         inputs = (
             images, on_device(source, device), on_device(shifted(target, names.tokenizer.start), device),
-            on_device(lengths, device), on_device(np.where(asked, target, IGNORED), device), None, self.smoothing, None,
-            on_device(rows["sees"], device),
+            on_device(lengths, device), on_device(np.where(targeted, target, IGNORED), device), None, self.smoothing,
+            None, on_device(rows["sees"], device),
         )  # fmt: skip
         return CaptionBatch(
             inputs, labels, rows, on_device(begun, device), names.weights, int(lengths.sum() + ends.sum())

@@ -82,9 +82,9 @@ class Chat(ConversationTask, WordTask):
         most = max(1, min(SHOWN, len(tokens) - 1 - begin))
         ends = () if tokenizer.end is None else (tokenizer.end,)
         answer = sample(model, prompts, Decoding(max_tokens=most, temperature=0.0), ends=ends)[0]
-        asked = tokenizer.decode(tokens[max(0, begin - SHOWN) : begin].tolist())
-        said = tokenizer.decode(answer[answer != NOTHING].tolist())
-        return f"…{asked}│{said} (reference: {tokenizer.decode(tokens[begin:end].tolist())})"
+        question = tokenizer.decode(tokens[max(0, begin - SHOWN) : begin].tolist())
+        reply = tokenizer.decode(answer[answer != NOTHING].tolist())
+        return f"…{question}│{reply} (reference: {tokenizer.decode(tokens[begin:end].tolist())})"
 
 
 def prepare_chat(host: HostBatch, device: torch.device) -> TextBatch:

@@ -109,8 +109,8 @@ class PrepareNoise:
             more["routes"] = ranges_of(times, self._graph.ranges)
         weights = None
         if self._head.min_snr is not None:
-            found = self._schedule.min_snr_weight(self._head.predicts, times, self._head.min_snr)
-            weights = found.float().view(-1, 1, 1, 1)
+            ratios = self._schedule.min_snr_weight(self._head.predicts, times, self._head.min_snr)
+            weights = ratios.float().view(-1, 1, 1, 1)
         return NoisyBatch.of(
             self._graph,
             self._schedule.target(self._head.predicts, x0, noise, t),

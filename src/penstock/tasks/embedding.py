@@ -61,8 +61,8 @@ class Embedding(TextTask):
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         first, second = vectors(outputs, batch)
-        mine = first.shape[0] * self.peers.place
-        targets = torch.arange(mine, mine + len(first), device=first.device)
+        begin = first.shape[0] * self.peers.place
+        targets = torch.arange(begin, begin + len(first), device=first.device)
         there = F.cross_entropy(first @ self.peers.gathered(second).T / TEMPERATURE, targets)
         back = F.cross_entropy(second @ self.peers.gathered(first).T / TEMPERATURE, targets)
         return (there + back) / 2
@@ -79,12 +79,12 @@ class Embedding(TextTask):
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         width, kept = sums[:2]
-        asked, answers = np.array(sums[2:]).reshape(2, -1, round(width / kept))[:, : int(kept)]
-        return scores.search_scores(asked, answers, TEMPERATURE)
+        queries, answers = np.array(sums[2:]).reshape(2, -1, round(width / kept))[:, : int(kept)]
+        return scores.search_scores(queries, answers, TEMPERATURE)
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
-        said = [f"recall@{rank} {plain(metrics[f'recall_at_{rank}'], '.2%')}" for rank in scores.RANKS]
-        return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
+        parts = [f"recall@{rank} {plain(metrics[f'recall_at_{rank}'], '.2%')}" for rank in scores.RANKS]
+        return "  ".join([*parts, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
         return f"{super().describe_model(model)}, {model.graph.width} features"
@@ -94,12 +94,12 @@ class Embedding(TextTask):
         tokenizer, host = tokenizer_of(source), first_samples(source, SHOWN)
         batch = PrepareTwo(SHOWN)(host, device)
         first, second = vectors(model(*batch.inputs), batch)
-        found = int((first[:1] @ second.T).argmax())
-        said = [
+        nearest = int((first[:1] @ second.T).argmax())
+        texts = [
             tokenizer.decode(host.samples[name][place][: int(host.samples[f"{name}_length"][place])].tolist())
-            for name, place in (("first", 0), ("second", found), ("second", 0))
+            for name, place in (("first", 0), ("second", nearest), ("second", 0))
         ]
-        return f"{said[0]} → {said[1]} (belongs to {said[2]}; of {len(batch)})"
+        return f"{texts[0]} → {texts[1]} (belongs to {texts[2]}; of {len(batch)})"
 
 
 def vectors(outputs: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor]:

@@ -102,15 +102,15 @@ class ImageClassification(Task):
 def fit_classes(model: Any, source: Source) -> Any:
     """The configuration of a model with `classes`, with as many as the data; see `ImageClassification.fit`."""
     assert isinstance(source, ImageSource)
-    found = len(source.classes)
-    if found == model.classes:
+    count = len(source.classes)
+    if count == model.classes:
         return model
     if model.classes != type(model)().classes:
         raise ConfigError(
-            f"model.classes is {model.classes}, but {source.name} has {found} classes. Set model.classes to {found}."
+            f"model.classes is {model.classes}, but {source.name} has {count} classes. Set model.classes to {count}."
         )
-    _log.warning("model.classes is set to %d, the number of classes of %s.", found, source.name)
-    return replace(model, classes=found)
+    _log.warning("model.classes is set to %d, the number of classes of %s.", count, source.name)
+    return replace(model, classes=count)
 
 
 def _split(batch: Any) -> tuple[Tensor, Tensor]:

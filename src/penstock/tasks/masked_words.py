@@ -83,9 +83,9 @@ class MaskedWords(WordTask):
         tokens, lengths, _, documents, targets, rows = batch.inputs
         filled = model(tokens, lengths, None, documents, None, rows).argmax(-1).tolist()
         texts = [tokenizer.decode([number]) for number in tokens[0, : batch.tokens].tolist()]
-        for row, target, found in zip(rows.tolist(), targets.tolist(), filled, strict=True):
+        for row, target, guess in zip(rows.tolist(), targets.tolist(), filled, strict=True):
             if target != IGNORED:
-                texts[row] = f"[{tokenizer.decode([target])}→{tokenizer.decode([found])}]"
+                texts[row] = f"[{tokenizer.decode([target])}→{tokenizer.decode([guess])}]"
         return "".join(texts)
 
 

@@ -76,8 +76,8 @@ class NextToken(WordTask):
         tokens = on_device(prompt, device)
         prompts = Prompts(tokens, torch.full((1,), tokens.shape[1], device=device), even=True)
         most = min(SHOWN, host.shape[1] - prompt.shape[1])
-        found = sample(model, prompts, Decoding(max_tokens=most, temperature=WARMTH), ends=(), seeds=(0,))
-        begun, more = (tokenizer.decode(part.tolist()) for part in (prompt[0][-SHOWN:], found[0]))
+        continued = sample(model, prompts, Decoding(max_tokens=most, temperature=WARMTH), ends=(), seeds=(0,))
+        begun, more = (tokenizer.decode(part.tolist()) for part in (prompt[0][-SHOWN:], continued[0]))
         return f"…{begun}│{more}"
 
 

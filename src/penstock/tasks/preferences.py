@@ -100,12 +100,12 @@ class Preferences(ConversationTask):
         batch = prepare_pairs(host, device, arguments=model.graph.arguments)  # type: ignore[arg-type, union-attr]
         margin = float(self.margins(model(*batch.inputs), batch))
         fields: dict[str, Tensor] = host.samples
-        asked, answers = "", []
+        question, answers = "", []
         for tokens, learned in zip(fields["tokens"][0], fields["learned"][0].bool(), strict=True):
             begin = int(learned.int().argmax())
-            asked = tokenizer.decode(tokens[max(0, begin - SHOWN) : begin].tolist())
+            question = tokenizer.decode(tokens[max(0, begin - SHOWN) : begin].tolist())
             answers.append(tokenizer.decode(tokens[learned][:SHOWN].tolist()))
-        return f"…{asked}│{answers[0]} over {answers[1]} (margin {margin:+.4f})"
+        return f"…{question}│{answers[0]} over {answers[1]} (margin {margin:+.4f})"
 
 
 def prepare_pairs(host: HostBatch, device: torch.device, *, arguments: Sequence[str]) -> TextBatch:

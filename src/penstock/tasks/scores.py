@@ -18,20 +18,20 @@ Sums = NDArray[np.float64]
 # -- classes
 
 
-def class_scores(hits: Sums, told: Sums, true: Sums) -> dict[str, float]:
+def class_scores(hits: Sums, predicted: Sums, true: Sums) -> dict[str, float]:
     """Accuracy, F1 and Matthews' correlation of how often each class was right, was predicted, and was true: (C,) each.
 
     F1 is that of class 1 where there are two, else the mean over classes (Sokolova & Lapalme, 2009). Matthews'
     correlation of several classes is Gorodkin's (2004, eq. 8).
     """
     samples = true.sum()
-    each = 2 * hits / np.maximum(told + true, 1)
-    apart = (samples**2 - (told**2).sum()) * (samples**2 - (true**2).sum())
-    joint = hits.sum() * samples - (told * true).sum()
+    each = 2 * hits / np.maximum(predicted + true, 1)
+    spread = (samples**2 - (predicted**2).sum()) * (samples**2 - (true**2).sum())
+    joint = hits.sum() * samples - (predicted * true).sum()
     return {
         "accuracy": float(hits.sum() / samples),
         "f1": float(each[1] if len(each) == 2 else each.mean()),
-        "matthews": float(joint / math.sqrt(apart)) if apart > 0 else 0.0,
+        "matthews": float(joint / math.sqrt(spread)) if spread > 0 else 0.0,
     }
 
 
@@ -50,9 +50,9 @@ def chance_words(share: float, classes: int, samples: int) -> str:
 # -- numbers
 
 
-def number_scores(found: Sums, true: Sums) -> dict[str, float]:
+def number_scores(guesses: Sums, true: Sums) -> dict[str, float]:
     """Pearson's and Spearman's correlation of numbers (N,) with those that are true."""
-    return {"pearson": _correlation(found, true), "spearman": _correlation(_ranks(found), _ranks(true))}
+    return {"pearson": _correlation(guesses, true), "spearman": _correlation(_ranks(guesses), _ranks(true))}
 
 
 def _correlation(first: Sums, second: Sums) -> float:
@@ -72,12 +72,12 @@ def _ranks(values: Sums) -> Sums:
 RANKS = (1, 5, 10)
 
 
-def search_scores(asked: Sums, answers: Sums, temperature: float) -> dict[str, float]:
+def search_scores(queries: Sums, answers: Sums, temperature: float) -> dict[str, float]:
     """Scores of unit vectors (N, D), whose right answer has the same number: how often it is among the 1, 5 and 10
     nearest of all N, and the mean loss, in nats, of choosing it from all N."""
     places, losses = [], []
-    for start in range(0, len(asked), 1024):
-        near = asked[start : start + 1024] @ answers.T
+    for start in range(0, len(queries), 1024):
+        near = queries[start : start + 1024] @ answers.T
         own = np.take_along_axis(near, np.arange(start, start + len(near))[:, None], 1)
         places.append((near > own).sum(axis=1))
         scaled = (near - own) / temperature
@@ -99,23 +99,24 @@ CHRF_SUMS = 3 * ORDERS
 BLEU_SUMS = 10
 
 
-def chrf_sums(said: str, meant: str) -> list[int]:
+def chrf_sums(written: str, reference: str) -> list[int]:
     """A text's contribution to chrF (Popović, WMT 2015): for 1 to 6 characters in a row, how many both texts have, how
     many it has, and how many it should have. White space does not count."""
-    found: list[int] = []
-    said, meant = "".join(said.split()), "".join(meant.split())
+    counts: list[int] = []
+    written, reference = "".join(written.split()), "".join(reference.split())
     for order in range(1, ORDERS + 1):
-        mine, theirs = (
-            Counter(text[i : i + order] for i in range(len(text) - order + 1)) for text in (said, meant)
+        grams, expected = (
+            Counter(text[i : i + order] for i in range(len(text) - order + 1))
+            for text in (written, reference)
         )
-        found += [(mine & theirs).total(), mine.total(), theirs.total()]
-    return found
+        counts += [(grams & expected).total(), grams.total(), expected.total()]
+    return counts
 
 
 def chrf(sums: Sequence[float]) -> float:
     """chrF2 in [0, 100], as sacrebleu has it: F of the mean precision and recall over orders that both sides have."""
     orders = [sums[i : i + 3] for i in range(0, CHRF_SUMS, 3)]
-    both = [(shared / mine, shared / theirs) for shared, mine, theirs in orders if mine and theirs]
+    both = [(shared / made, shared / meant) for shared, made, meant in orders if made and meant]
     if not both:
         return 0.0
     precision, recall = (sum(values) / len(both) for values in zip(*both, strict=True))
@@ -129,10 +130,10 @@ def has_bleu() -> bool:
     return importlib.util.find_spec("sacrebleu") is not None
 
 
-def bleu_sums(said: str, meant: str) -> list[int]:
+def bleu_sums(written: str, reference: str) -> list[int]:
     """A text's contribution to BLEU (Papineni et al., ACL 2002), by sacrebleu's tokenisation: shared and generated
     n-grams of one to four words, and both lengths."""
-    score: Any = _sacrebleu().sentence_score(said, [meant])
+    score: Any = _sacrebleu().sentence_score(written, [reference])
     return [*score.counts, *score.totals, score.sys_len, score.ref_len]
 
 

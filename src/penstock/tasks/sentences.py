@@ -49,12 +49,12 @@ class Sentences(TextTask):
                 f"{source.name} has no labels, but the task needs them. Name their column in data.columns."
             )
         classes = _classes(source)
-        found = 1 if classes is None else len(classes)
+        count = 1 if classes is None else len(classes)
         head = model.graph.classes
-        if head is None or head.classes != found:
-            what = "numbers" if classes is None else f"{found} classes"
-            _log.warning("model.head is set to classes, and model.classes to %d, for %s.", found, what)
-        fitted: ModelConfig = cast(Any, model).with_classes(found)
+        if head is None or head.classes != count:
+            what = "numbers" if classes is None else f"{count} classes"
+            _log.warning("model.head is set to classes, and model.classes to %d, for %s.", count, what)
+        fitted: ModelConfig = cast(Any, model).with_classes(count)
         return self.fit_vocabulary(fitted, tokenizer_of(source))
 
     def prepare(
@@ -83,31 +83,32 @@ class Sentences(TextTask):
             table[0, batch.places], table[1, batch.places] = outputs.squeeze(1).double(), labels.double()
             return torch.cat([loss.new_tensor([len(batch)]), loss[None], table.flatten()])
         classes = outputs.shape[1]
-        told = outputs.argmax(1)
+        predicted = outputs.argmax(1)
         counts = [
-            torch.bincount(which, minlength=classes) for which in (labels[told == labels], told, labels)
+            torch.bincount(which, minlength=classes)
+            for which in (labels[predicted == labels], predicted, labels)
         ]
         return torch.cat([loss.new_zeros(1), loss[None], torch.cat(counts).double()])
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         numbers, loss, *rest = sums
         table = np.array(rest)
-        found = (
+        results = (
             scores.number_scores(*table.reshape(2, -1))
             if numbers
             else scores.class_scores(*table.reshape(3, -1))
         )
-        return {**found, "loss": loss / samples}
+        return {**results, "loss": loss / samples}
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
         forms = {"accuracy": ".2%", "f1": ".3f", "matthews": ".3f", "pearson": ".3f", "spearman": ".3f"}
         names = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
-        said = [
+        parts = [
             f"{names.get(name, name)} {plain(metrics[name], form)}"
             for name, form in forms.items()
             if name in metrics
         ]
-        return "  ".join([*said, f"loss {plain(metrics['loss'], '.4f')}"])
+        return "  ".join([*parts, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
         classes = 0 if model.graph.classes is None else model.graph.classes.classes
@@ -124,11 +125,11 @@ class Sentences(TextTask):
         lines = []
         rows = batch.inputs[0].tolist()
         splits = host.samples["segment"].tolist() if self.form == "pair" else [0] * len(rows)
-        for row, split, told, true in zip(rows, splits, outputs, batch.labels.tolist(), strict=True):
+        for row, split, output, true in zip(rows, splits, outputs, batch.labels.tolist(), strict=True):
             text = " | ".join(tokenizer.decode(part) for part in (row[:split], row[split:]) if part)
-            said = f"{told.item():.2f}" if classes is None else classes[int(told.argmax())]
+            answer = f"{output.item():.2f}" if classes is None else classes[int(output.argmax())]
             meant = f"{true:.2f}" if classes is None else classes[true]
-            lines.append(f"{text} → {said} (is {meant})")
+            lines.append(f"{text} → {answer} (is {meant})")
         return "\n".join(lines)
 
 

@@ -92,13 +92,13 @@ class SpanCorruption(WordTask):
         text, target = prepare.corrupt(host.samples.numpy(), host.positions)
         lengths = torch.full((1,), text.shape[1], device=device)
         prompts = Prompts.translating(on_device(text, device), lengths, prepare.start)
-        found = sample(model, prompts, Decoding(max_tokens=target.shape[1]), ends=())
+        filled = sample(model, prompts, Decoding(max_tokens=target.shape[1]), ends=())
         names = {number: f"<{i}>" for i, number in enumerate(tokenizer.sentinels)}
-        said = [
+        texts = [
             "".join(names.get(number) or tokenizer.decode([number]) for number in numbers)
-            for numbers in (text[0].tolist(), found[0].tolist(), target[0].tolist())
+            for numbers in (text[0].tolist(), filled[0].tolist(), target[0].tolist())
         ]
-        return f"{said[0]}\nfilled in: {said[1]}\nwas:       {said[2]}"
+        return f"{texts[0]}\nfilled in: {texts[1]}\nwas:       {texts[2]}"
 
 
 def sizes_of(model: ModelConfig, tokenizer: Tokenizer) -> Sizes:
@@ -106,8 +106,8 @@ def sizes_of(model: ModelConfig, tokenizer: Tokenizer) -> Sizes:
     most, most_target = (one.length for one in model.graph.inputs)
     ended = int(tokenizer.end is not None)
     for text in range(2 * most, 1, -1):
-        found = Sizes.of(text)
-        source, target = text - found.noise + found.spans, found.noise + found.spans
+        sizes = Sizes.of(text)
+        source, target = text - sizes.noise + sizes.spans, sizes.noise + sizes.spans
         if source + ended <= most and target + ended <= most_target:
             break
     else:
@@ -115,13 +115,13 @@ def sizes_of(model: ModelConfig, tokenizer: Tokenizer) -> Sizes:
             f"model.sequence {most} and model.decoder_sequence {most_target} have no room for a "
             "text with a gap; make them larger."
         )
-    if found.spans > len(tokenizer.sentinels):
+    if sizes.spans > len(tokenizer.sentinels):
         raise ConfigError(
-            f"Samples of model.sequence {most} have {found.spans} gaps, but the tokenizer {tokenizer.name} "
+            f"Samples of model.sequence {most} have {sizes.spans} gaps, but the tokenizer {tokenizer.name} "
             f"has {len(tokenizer.sentinels)} sentinels; choose another with data.tokenizer, a shorter sequence, or "
             "another task."
         )
-    return found
+    return sizes
 
 
 class PrepareSpans:
@@ -151,9 +151,9 @@ class PrepareSpans:
         sizes = Sizes.of(length)
         chance = uniforms(self.seed, MASK, counters=positions, columns=length)
         kept = _parts(length - sizes.noise, sizes.spans, chance[:, : length - sizes.noise])
-        gone = _parts(sizes.noise, sizes.spans, chance[:, length - sizes.noise :])
+        removed = _parts(sizes.noise, sizes.spans, chance[:, length - sizes.noise :])
         # What stays and what goes take turns; a text begins with what stays.
-        turns = np.stack([kept, gone], axis=2).reshape(samples, -1)
+        turns = np.stack([kept, removed], axis=2).reshape(samples, -1)
         begins = np.concatenate([np.zeros((samples, 1), np.int64), turns.cumsum(axis=1)[:, :-1]], axis=1)
         first = np.zeros((samples, length), bool)
         np.put_along_axis(first, begins, True, 1)
@@ -163,13 +163,13 @@ class PrepareSpans:
         return self._without(noise, first, sentinels, texts), self._without(~noise, first, sentinels, texts)
 
     def _without(
-        self, gone: NDArray[np.bool_], first: NDArray[np.bool_], sentinels: Tokens, texts: Tokens
+        self, removed: NDArray[np.bool_], first: NDArray[np.bool_], sentinels: Tokens, texts: Tokens
     ) -> Tokens:
         """Texts (B, L) with a sentinel for each stretch of what is gone, and with their end."""
-        found = np.where(gone, sentinels, texts)[~gone | first].reshape(len(texts), -1)
+        tokens = np.where(removed, sentinels, texts)[~removed | first].reshape(len(texts), -1)
         if self.end is None:
-            return found
-        return np.concatenate([found, np.full((len(texts), 1), self.end, found.dtype)], axis=1)
+            return tokens
+        return np.concatenate([tokens, np.full((len(texts), 1), self.end, tokens.dtype)], axis=1)
 
 
 def _parts(total: int, count: int, chance: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -118,8 +118,8 @@ class Task(ABC):
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Forward pass and loss in one, 0-d, of its teacher too if it has one."""
-        found = self.separate(model, batch)
-        return found.sum() if found.dim() else found
+        losses = self.separate(model, batch)
+        return losses.sum() if losses.dim() else losses
 
     def separate(self, model: nn.Module, batch: Any) -> Tensor:
         """The same with several losses one after the other, (H,), where there are `losses`."""
@@ -167,8 +167,8 @@ class Task(ABC):
 
 def mean_loss(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
     """The mean loss of one batch, whichever form the function has."""
-    found = loss(model, batch)
-    mean: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
+    value = loss(model, batch)
+    mean: Tensor = value[0] / value[1] if isinstance(value, tuple) else value
     return mean
 
 

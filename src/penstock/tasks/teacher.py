@@ -73,16 +73,16 @@ class Teacher:
         if not self.hidden and not self.attention:
             return self._outputs_loss(task, model, batch)
         inside = self.attention > 0
-        with _looking(self.model, inside) as theirs, _looking(uncompiled(model), inside) as ours:
+        with _looking(self.model, inside) as teacher, _looking(uncompiled(model), inside) as student:
             loss = self._outputs_loss(task, model, batch)
             given = dict(zip(self.student.arguments, task.inputs(batch)))
             hidden, attention = list[Tensor](), list[Tensor]()
-            for name, run in ours.items():
+            for name, run in student.items():
                 lengths = self.model.lengths_of(self.student.run(name), given)
                 if self.hidden:
-                    hidden.append(self._hidden_loss(run, theirs[name], lengths))
+                    hidden.append(self._hidden_loss(run, teacher[name], lengths))
                 if self.attention:
-                    attention.append(_relations_loss(run, theirs[name], lengths))
+                    attention.append(_relations_loss(run, teacher[name], lengths))
         for weight, parts in ((self.hidden, hidden), (self.attention, attention)):
             loss = loss + weight * torch.stack(parts).mean() if parts else loss
         return loss
@@ -98,16 +98,16 @@ class Teacher:
                 made: Tensor = self.model(**{name: self._cast(value) for name, value in given.items()})
                 return torch.cat(vectors(made, batch)) if isinstance(task, Embedding) else made
 
-            found = compute() if self.cache is None else self.cache.outputs(given, compute)
+            taught = compute() if self.cache is None else self.cache.outputs(given, compute)
         if isinstance(task, Embedding):
             outputs = model(*inputs)
-            apart = 1.0 - (torch.cat(vectors(outputs, batch)) * found).sum(1).mean()
-            return (1.0 - self.share) * task.loss(outputs, batch) + self.share * apart
+            distance = 1.0 - (torch.cat(vectors(outputs, batch)) * taught).sum(1).mean()
+            return (1.0 - self.share) * task.loss(outputs, batch) + self.share * distance
         if self.head is None:
-            return self._of_classes(task, model(*inputs), found, batch)
+            return self._of_classes(task, model(*inputs), taught, batch)
         head = model.get_submodule(self.student.words.name) if self.student.words else None
         assert isinstance(head, Vocabulary)  # `open_teacher` holds this
-        x = found.flatten(0, -2)
+        x = taught.flatten(0, -2)
         head.taught = Taught(x, self.head.weight, self.head.bias, self.share, self.temperature)
         try:
             return task.loss(model(*inputs), batch)
@@ -115,23 +115,23 @@ class Teacher:
             head.taught = None
 
     @staticmethod
-    def _hidden_loss(ours: TokenStack, theirs: TokenStack, lengths: Tensor | None) -> Tensor:
+    def _hidden_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
         """The mean over blocks and tokens of ‖student − teacher‖² / ‖teacher‖², 0-d; lengths (B,) as of a run."""
-        assert ours.outputs
-        assert theirs.outputs
-        depth, found = len(ours.outputs), []
-        for number, mine in enumerate(ours.outputs):
-            other = theirs.outputs[round((number + 1) * len(theirs.outputs) / depth) - 1]
-            mine, other = mine.float(), other.float()
+        assert student.outputs
+        assert teacher.outputs
+        depth, losses = len(student.outputs), []
+        for number, output in enumerate(student.outputs):
+            other = teacher.outputs[round((number + 1) * len(teacher.outputs) / depth) - 1]
+            output, other = output.float(), other.float()
             size = other.square().sum(-1).clamp(min=1e-12)
-            difference = (mine - other).square().sum(-1) / size
+            difference = (output - other).square().sum(-1) / size
             if lengths is None:
-                found.append(difference.mean())
+                losses.append(difference.mean())
                 continue
-            tokens = difference.t() if ours.sequence_first else difference
+            tokens = difference.t() if student.sequence_first else difference
             real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-            found.append(tokens.where(real, 0.0).sum() / real.sum().clamp(min=1))
-        return torch.stack(found).mean()
+            losses.append(tokens.where(real, 0.0).sum() / real.sum().clamp(min=1))
+        return torch.stack(losses).mean()
 
     def _of_classes(self, task: Task, outputs: Any, taught: Tensor, batch: Any) -> Tensor:
         logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
@@ -150,20 +150,20 @@ class Teacher:
         return value
 
 
-def _relations_loss(ours: TokenStack, theirs: TokenStack, lengths: Tensor | None) -> Tensor:
+def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
     """The mean divergence of the relations of queries, keys and values in the last blocks, 0-d."""
-    (mine,), (others,) = (_last_attention(run).looked or [] for run in (ours, theirs))
-    found = []
-    for own, other in zip(mine, others, strict=True):  # (·, ·, heads, K)
-        own, other = (x.transpose(0, 1) if ours.sequence_first else x for x in (own, other))
+    (looked,), (others,) = (_last_attention(run).looked or [] for run in (student, teacher))
+    losses = []
+    for own, other in zip(looked, others, strict=True):  # (·, ·, heads, K)
+        own, other = (x.transpose(0, 1) if student.sequence_first else x for x in (own, other))
         real = None
         if lengths is not None:
             real = torch.arange(own.shape[1], device=own.device) < lengths[:, None]
         heads = math.gcd(own.shape[2], other.shape[2])
-        found.append(
-            relation_divergence(own.flatten(2), other.flatten(2), heads, real=real, causal=ours.causal)
+        losses.append(
+            relation_divergence(own.flatten(2), other.flatten(2), heads, real=real, causal=student.causal)
         )
-    return torch.stack(found).mean()
+    return torch.stack(losses).mean()
 
 
 def _last_attention(run: TokenStack) -> Attention:
@@ -256,14 +256,14 @@ def open_teacher(
 
 def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
     """Raise ConfigError where the outputs of blocks cannot be compared."""
-    theirs, ours = ({run.name: run.stack for run in graph.runs} for graph in (teacher, student))
-    if theirs.keys() != ours.keys() or teacher.width != student.width:
+    teacher_runs, student_runs = ({run.name: run.stack for run in graph.runs} for graph in (teacher, student))
+    if teacher_runs.keys() != student_runs.keys() or teacher.width != student.width:
         raise ConfigError(
             f"recipe.teacher_hidden compares features of blocks, but {quoted(name)} has {teacher.width} of them in "
-            f"{', '.join(theirs)} and the student {student.width} in {', '.join(ours)}; use a student as wide, or "
-            "leave it out."
+            f"{', '.join(teacher_runs)} and the student {student.width} in {', '.join(student_runs)}; use a student "
+            "as wide, or leave it out."
         )
-    shallow = [run for run in ours if theirs[run].depth < ours[run].depth]
+    shallow = [run for run in student_runs if teacher_runs[run].depth < student_runs[run].depth]
     if shallow:
         raise ConfigError(
             f"recipe.teacher_hidden compares each block of the student with one of {quoted(name)}, which has fewer in "

@@ -68,8 +68,8 @@ class TeacherCache:
         keys, device = _keys(inputs)
         if all(key in self._places for key in keys):
             with self._path.open("rb") as file:
-                found = torch.stack([self._read(file, key) for key in keys]).to(device)
-            return found.squeeze(1) if found.shape[1] == 1 else found
+                stored = torch.stack([self._read(file, key) for key in keys]).to(device)
+            return stored.squeeze(1) if stored.shape[1] == 1 else stored
         made = compute()
         if made.ndim not in (2, 3) or len(made) != len(keys) or made.dtype not in _TYPES:
             raise ConfigError(
@@ -108,9 +108,9 @@ def _keys(inputs: Mapping[str, Any]) -> tuple[list[bytes], torch.device]:
             raise ConfigError(
                 f"recipe.teacher_cache knows samples by their inputs, and {name} is not one of each; leave it out."
             )
-        said = f"{name} {tuple(value.shape[1:])} {value.dtype}".encode()
+        header = f"{name} {tuple(value.shape[1:])} {value.dtype}".encode()
         raw = value.detach().cpu().contiguous().view(len(keys), -1).view(torch.uint8).numpy()
         for key, row in zip(keys, raw, strict=True):
-            key.update(said)
+            key.update(header)
             key.update(row.tobytes())
     return [key.digest() for key in keys], first.device

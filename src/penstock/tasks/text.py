@@ -167,22 +167,22 @@ class WordTask(TextTask):
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         total, targets, size = sums[:3]
         loss = total / max(targets, 1.0)
-        found = {"loss": loss, "perplexity": math.exp(min(loss, MOST_NATS)) if math.isfinite(loss) else loss}
+        values = {"loss": loss, "perplexity": math.exp(min(loss, MOST_NATS)) if math.isfinite(loss) else loss}
         if size:
-            found["bits_per_byte"] = total / math.log(2) / size
-        return found
+            values["bits_per_byte"] = total / math.log(2) / size
+        return values
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
-        said = [f"loss {plain(metrics['loss'], '.4f')}", f"perplexity {plain(metrics['perplexity'], '.2f')}"]
+        parts = [f"loss {plain(metrics['loss'], '.4f')}", f"perplexity {plain(metrics['perplexity'], '.2f')}"]
         if "bits_per_byte" in metrics:
-            said.append(f"{plain(metrics['bits_per_byte'], '.3f')} bits per byte")
-        return "  ".join(said)
+            parts.append(f"{plain(metrics['bits_per_byte'], '.3f')} bits per byte")
+        return "  ".join(parts)
 
 
 def tokenizer_of(source: Source) -> Tokenizer:
     """The tokenizer whose numbers a source returns."""
-    found: Tokenizer = cast(Any, source).tokenizer
-    return found
+    tokenizer: Tokenizer = cast(Any, source).tokenizer
+    return tokenizer
 
 
 def shifted(targets: Tokens, start: int) -> Tokens:

@@ -90,10 +90,10 @@ class Translation(WordTask):
     def assess(self, model: nn.Module, batch: TextBatch) -> Tensor:
         assert self._tokenizer is not None  # `prepare` made the batch
         sums = self.tally(model(*batch.inputs), batch)
-        said = self._texts(self._translated(model, batch))
-        meant = self._texts(batch.inputs[3])
+        written = self._texts(self._translated(model, batch))
+        references = self._texts(batch.inputs[3])
         more = np.zeros(len(self._more("", "")))
-        for one, other in zip(said, meant, strict=True):
+        for one, other in zip(written, references, strict=True):
             more += self._more(one, other)
         return torch.cat([sums, torch.from_numpy(more).to(sums)])
 
@@ -113,9 +113,9 @@ class Translation(WordTask):
         end = self._tokenizer.end
         routes = batch.inputs[7] if len(batch.inputs) > 7 else None
         prompts = Prompts.translating(source, lengths, self._tokenizer.start, routes=routes)
-        found = sample(model, prompts, Decoding(max_tokens=steps), ends=() if end is None else (end,))
-        within = torch.arange(steps, device=found.device) < limits[:, None]
-        return found.where((found != NOTHING) & within, IGNORED)
+        tokens = sample(model, prompts, Decoding(max_tokens=steps), ends=() if end is None else (end,))
+        within = torch.arange(steps, device=tokens.device) < limits[:, None]
+        return tokens.where((tokens != NOTHING) & within, IGNORED)
 
     def _texts(self, tokens: Tensor) -> list[str]:
         """Texts of tokens (B, N) up to their end."""
@@ -123,23 +123,23 @@ class Translation(WordTask):
         assert tokenizer is not None
         return [tokenizer.decode(_until(row, tokenizer.end)) for row in tokens.tolist()]
 
-    def _more(self, said: str, meant: str) -> list[int]:
-        found = [int(said == meant), *scores.chrf_sums(said, meant)]
-        return [*found, *scores.bleu_sums(said, meant)] if self._bleu else found
+    def _more(self, written: str, reference: str) -> list[int]:
+        counts = [int(written == reference), *scores.chrf_sums(written, reference)]
+        return [*counts, *scores.bleu_sums(written, reference)] if self._bleu else counts
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
-        found = super().metrics(samples, sums)
+        results = super().metrics(samples, sums)
         exact, *rest = sums[3:]
-        found |= {"exact_match": exact / samples, "chrf": scores.chrf(rest[: scores.CHRF_SUMS])}
+        results |= {"exact_match": exact / samples, "chrf": scores.chrf(rest[: scores.CHRF_SUMS])}
         if len(rest) > scores.CHRF_SUMS:
-            found["bleu"] = scores.bleu(rest[scores.CHRF_SUMS :])
-        return found
+            results["bleu"] = scores.bleu(rest[scores.CHRF_SUMS :])
+        return results
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
-        said = [f"exact {plain(metrics['exact_match'], '.2%')}", f"chrF {plain(metrics['chrf'], '.1f')}"]
+        parts = [f"exact {plain(metrics['exact_match'], '.2%')}", f"chrF {plain(metrics['chrf'], '.1f')}"]
         if "bleu" in metrics:
-            said.append(f"BLEU {plain(metrics['bleu'], '.1f')}")
-        return "  ".join([*said, super().describe(metrics)])
+            parts.append(f"BLEU {plain(metrics['bleu'], '.1f')}")
+        return "  ".join([*parts, super().describe(metrics)])
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first sources with their translations, each beside its reference."""

@@ -122,53 +122,53 @@ class Universal(NextToken):
 
     def _sums(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:
         """(3,), the summed loss of each head."""
-        found = {name: value if value.dim() == 0 else value.float() for name, value in outputs.items()}
-        if (kind := found.get("kind")) is not None:
+        losses = {name: value if value.dim() == 0 else value.float() for name, value in outputs.items()}
+        if (kind := losses.get("kind")) is not None:
             assert batch.labels is not None
-            found["kind"] = F.cross_entropy(kind, batch.labels, ignore_index=IGNORED, reduction="sum")
-        none = next(iter(found.values())).new_zeros(())
-        return torch.stack([found.get(name, none) for name in HEADS])
+            losses["kind"] = F.cross_entropy(kind, batch.labels, ignore_index=IGNORED, reduction="sum")
+        none = next(iter(losses.values())).new_zeros(())
+        return torch.stack([losses.get(name, none) for name in HEADS])
 
     # -- evaluation
 
     def assess(self, model: nn.Module, batch: UniversalBatch) -> Tensor:
         """Logits of masked words are made, and not their loss alone, so that hits are counted."""
         inputs = list(batch.inputs)
-        at = next(place for place, value in enumerate(inputs) if value is _asked(batch))
+        at = next(place for place, value in enumerate(inputs) if value is _word_targets(batch))
         inputs[at] = {name: value for name, value in inputs[at].items() if name != "masked"}
         return self.tally(model(*inputs), batch)
 
     def tally(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:  # type: ignore[override]
         """The summed losses, the targets, the hits of each head, the weights of losses, times samples, and bytes."""
-        found, hits = dict(outputs), batch.counts.new_zeros(3)
-        asked = _asked(batch)
-        told = {"masked": asked.get("masked"), "kind": batch.labels}
+        losses, hits = dict(outputs), batch.counts.new_zeros(3)
+        words = _word_targets(batch)
+        targets = {"masked": words.get("masked"), "kind": batch.labels}
         for place, name in enumerate(HEADS):
-            target = told.get(name)
-            if name in found and target is not None and found[name].dim() > 1:
-                hits[place] = (found[name].argmax(-1) == target).sum()
-        if "masked" in found and found["masked"].dim() > 1:
-            target = told["masked"]
+            target = targets.get(name)
+            if name in losses and target is not None and losses[name].dim() > 1:
+                hits[place] = (losses[name].argmax(-1) == target).sum()
+        if "masked" in losses and losses["masked"].dim() > 1:
+            target = targets["masked"]
             assert target is not None
-            found["masked"] = F.cross_entropy(
-                found["masked"].float(), target, ignore_index=IGNORED, reduction="sum"
+            losses["masked"] = F.cross_entropy(
+                losses["masked"].float(), target, ignore_index=IGNORED, reduction="sum"
             )
-        sums = self._sums(found, batch).double()
+        sums = self._sums(losses, batch).double()
         weights = sums.new_tensor(batch.weights) * len(batch)
         return torch.cat([sums, batch.counts, hits, weights, sums.new_tensor([batch.bytes])])
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         losses, counts, hits, weights = (sums[at : at + 3] for at in (0, 3, 6, 9))
         means = [loss / max(count, 1.0) for loss, count in zip(losses, counts)]
-        found = {"loss": sum(mean * weight / samples for mean, weight in zip(means, weights))}
+        values = {"loss": sum(mean * weight / samples for mean, weight in zip(means, weights))}
         if counts[0]:
-            found["perplexity"] = math.exp(min(means[0], MOST_NATS)) if math.isfinite(means[0]) else means[0]
+            values["perplexity"] = math.exp(min(means[0], MOST_NATS)) if math.isfinite(means[0]) else means[0]
             if sums[12]:
-                found["bits_per_byte"] = losses[0] / math.log(2) / sums[12]
+                values["bits_per_byte"] = losses[0] / math.log(2) / sums[12]
         for place, name in ((1, "masked"), (2, "order")):
             if counts[place]:
-                found[f"{name}_accuracy"] = hits[place] / counts[place]
-        return found
+                values[f"{name}_accuracy"] = hits[place] / counts[place]
+        return values
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
         forms = {"loss": ".4f", "perplexity": ".2f", "masked_accuracy": ".2%", "order_accuracy": ".2%"}
@@ -183,7 +183,7 @@ class Universal(NextToken):
         return "" if graph.writer is None else super().sample(model, source, device)
 
 
-def _asked(batch: UniversalBatch) -> dict[str, Tensor]:
+def _word_targets(batch: UniversalBatch) -> dict[str, Tensor]:
     """The targets of each head for words."""
     named = (value for value in batch.inputs if isinstance(value, dict))
     return next(value for value in named if not value.keys().isdisjoint(HEADS))
@@ -215,13 +215,13 @@ class PrepareUniversal:
         counts = [0, 0, 0]
         tokens, labels = 0, None
         if self.continues:
-            some, asked = _due(host.positions, self.continued, first=True)
+            some, counted = _due(host.positions, self.continued, first=True)
             windows = host.samples.numpy()[some]
             before, targets = (
                 windows[:, :-1],
-                windows[:, 1:] if asked else np.full_like(windows[:, 1:], IGNORED),
+                windows[:, 1:] if counted else np.full_like(windows[:, 1:], IGNORED),
             )
-            if self.prefix and asked:
+            if self.prefix and counted:
                 prefixes = draw_prefixes(self.seed, host.positions[some], self.prefix, self.tokens)
                 targets = unseen(targets, prefixes)
                 named["prefixes"] = on_device(prefixes, device)
@@ -232,19 +232,19 @@ class PrepareUniversal:
             counts[0] = int((targets != IGNORED).sum())
             tokens += before.size
         if self._hide is not None:
-            some, asked = _due(host.positions, self.masked, first=False)
+            some, counted = _due(host.positions, self.masked, first=False)
             texts, orders = self._texts(host.samples.numpy()[some], host.positions[some])
             part = HostBatch(torch.from_numpy(texts), host.ids[some], host.positions[some], ())
             made = self._hide(part, device)
             hidden, _, _, documents, targets, rows = made.inputs
             named[self.understood], named["documents"][self.understood] = hidden, documents
             named["segments"] = self._segments(hidden)
-            named["targets"]["masked"] = targets if asked else torch.full_like(targets, IGNORED)
+            named["targets"]["masked"] = targets if counted else torch.full_like(targets, IGNORED)
             named["rows"]["masked"] = rows
-            counts[1] = (made.count or 0) * asked
+            counts[1] = (made.count or 0) * counted
             tokens += made.tokens
             if self.orders:
-                orders = orders if asked else np.full_like(orders, IGNORED)
+                orders = orders if counted else np.full_like(orders, IGNORED)
                 labels, counts[2] = on_device(orders, device), int((orders != IGNORED).sum())
         if all(value is None for value in named["documents"].values()):
             named["documents"] = None
@@ -286,5 +286,5 @@ def _due(positions: NDArray[np.int64], share: float, *, first: bool) -> tuple[ND
     all, of which nothing is asked. Shares of `first` and others that add up to 1 take each sample once."""
     share = share if first else 1.0 - share
     due = np.floor((positions + 1) * share) > np.floor(positions * share)
-    found = np.flatnonzero(due if first else ~due)
-    return (found, True) if len(found) else (np.zeros(1, np.int64), False)
+    chosen = np.flatnonzero(due if first else ~due)
+    return (chosen, True) if len(chosen) else (np.zeros(1, np.int64), False)

@@ -407,12 +407,11 @@ def test_a_class_name_is_of_one_class() -> None:
     assert not gone, f"lower their counts in TWICE and THRICE to these: {gone}"
 
 
-# Words that do not say which thing is meant, whatever the room; and the rooms whose names still have some of them.
+# Words that do not say which thing is meant.
 BARE = """
     anew asked does found goes gone lasts mine ours said says stuff that theirs them these thing things those told went
     whose
 """
-STILL_BARE = {"kernels"}
 
 
 def _bare_names(text: str) -> list[tuple[int, str]]:
@@ -433,9 +432,8 @@ def _bare_names(text: str) -> list[tuple[int, str]]:
 def test_names_say_what_they_hold() -> None:
     problems = []
     for path in sorted(SOURCE.rglob("*.py")):
-        if path.relative_to(SOURCE).parts[0] not in STILL_BARE:
-            places = _bare_names(path.read_text(encoding="utf-8"))
-            problems += [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in places]
+        places = _bare_names(path.read_text(encoding="utf-8"))
+        problems += [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in places]
     assert not problems, "say what it holds or does:\n" + "\n".join(problems)
 
 

@@ -53,7 +53,9 @@ def _made(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None = None)
     if len(model.graph.heads) == 1:
         return model(*inputs, targets=targets).sum()  # type: ignore[no-any-return]
     heads = model.graph.heads_of(WordHead)
-    some = {head.name: round(head.target_share * inputs[-1].numel()) for head in heads if head.target_share < 1}
+    some = {
+        head.name: round(head.target_share * inputs[-1].numel()) for head in heads if head.target_share < 1
+    }
     rows = {name: torch.arange(count, device=inputs[-1].device) for name, count in some.items()}
     given: dict[str, Any] = {"rows": rows} if rows else {}
     if targets is not None:

@@ -36,8 +36,8 @@ class Batches:
         """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
         sizes = [batch.samples for batch in self.batches]
         pieces = zip(*(torch.split(each, sizes) for each in (q, k, v)))
-        found = []
+        outputs = []
         for batch, (one, keys, values) in zip(self.batches, pieces, strict=True):
             inside = scores._replace(mask=batch.mask, causal=batch.causal and batch.mask is None)
-            found.append(attention(one, keys, values, backend, inside))
-        return torch.cat(found)
+            outputs.append(attention(one, keys, values, backend, inside))
+        return torch.cat(outputs)

@@ -108,8 +108,8 @@ def _ended(
 ) -> Beams:
     """Take over candidates that end, among the best b, if they are better than what has ended so far."""
     size = beams.scores.shape[1]
-    told = chosen + 1 if ending is None else torch.where(ending, 0, chosen + 1)
-    codes = (told + (parents << _BEAM))[:, :size] + (step << _STEP)
+    tokens = chosen + 1 if ending is None else torch.where(ending, 0, chosen + 1)
+    codes = (tokens + (parents << _BEAM))[:, :size] + (step << _STEP)
     scores = scores[:, :size] / terms.divisors(step)[0]
     if cover is not None:
         scores = scores + cover.gather(1, parents[:, :size])
@@ -134,10 +134,10 @@ def texts_of(codes: Tensor, parents: list[Tensor], chosen: list[Tensor], steps: 
     """Tokens (B, n, steps) of the texts with these codes (B, n), −1 behind the last. `parents` and `chosen` are those
     of all steps."""
     made, beams = codes >> _STEP, (codes >> _BEAM) & (MOST_BEAMS - 1)
-    found = torch.full((*codes.shape, steps), NOTHING, device=codes.device)
-    found.scatter_(2, made[:, :, None], ((codes & ((1 << _BEAM) - 1)) - 1)[:, :, None])
+    tokens = torch.full((*codes.shape, steps), NOTHING, device=codes.device)
+    tokens.scatter_(2, made[:, :, None], ((codes & ((1 << _BEAM) - 1)) - 1)[:, :, None])
     for step in range(len(chosen) - 1, -1, -1):
         before = step < made
-        found[:, :, step] = torch.where(before, chosen[step].gather(1, beams), found[:, :, step])
+        tokens[:, :, step] = torch.where(before, chosen[step].gather(1, beams), tokens[:, :, step])
         beams = torch.where(before, parents[step].gather(1, beams), beams)
-    return found
+    return tokens

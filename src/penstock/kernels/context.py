@@ -81,18 +81,18 @@ class Shared:
         first, last, everything = slice(0, each), slice(each, n), slice(0, n)
         if not cut.causal:
             asking = everything if self.queries is None else slice(0, self.queries)
-            found = [_Piece(asking, everything, "all")]
+            parts = [_Piece(asking, everything, "all")]
         elif source == rank:
-            found = [_Piece(first, first, "causal"), _Piece(last, first, "all"), _Piece(last, last, "causal")]
+            parts = [_Piece(first, first, "causal"), _Piece(last, first, "all"), _Piece(last, last, "causal")]
         elif source < rank:
-            found = [_Piece(everything, first, "all")]
+            parts = [_Piece(everything, first, "all")]
         else:
-            found = [_Piece(last, everything, "all")]
+            parts = [_Piece(last, everything, "all")]
         padded = not cut.causal and self.lengths is None and self.reach > self.tokens
         masked = self.documents is not None or self.window is not None or self.lengths is not None
         masked = masked or self.biases is not None
         masked = masked or (padded and max(cut.held(source)) * each + each > self.tokens)
-        for piece in found:
+        for piece in parts:
             if not masked:
                 yield piece
                 continue
@@ -100,12 +100,12 @@ class Shared:
             for start in range(piece.queries.start, piece.queries.stop, QUERIES):
                 queries = slice(start, min(start + QUERIES, piece.queries.stop))
                 mask = self._mask(queries, source, piece.keys, device)
-                apart = None
+                distances = None
                 if self.biases is not None:
                     looking = cut.places(rank, self.tokens, device)[queries]
                     seen = cut.places(source, self.tokens, device)[piece.keys]
-                    apart = seen - looking[:, None] + self.reach - 1
-                yield _Piece(queries, piece.keys, "mask", mask, apart)
+                    distances = seen - looking[:, None] + self.reach - 1
+                yield _Piece(queries, piece.keys, "mask", mask, distances)
 
     def _mask(self, queries: slice, source: int, keys: slice, device: torch.device) -> Tensor:
         """Which of these queries sees which of these keys, (B or 1, 1, ·, ·)."""
@@ -158,7 +158,7 @@ class _Piece(NamedTuple):
     kind: str
     """`all` see all; `causal`: those at the same places and before; `mask`."""
     mask: Tensor | None = None
-    apart: Tensor | None = None
+    distances: Tensor | None = None
     """Which of the biases by distance are added to scores, (q, k)."""
 
 
@@ -225,14 +225,14 @@ class _Exchanged(torch.autograd.Function):
                 for_queries[:, :, rows] += dq
                 for_keys[0, :, :, columns] += dk
                 for_keys[1, :, :, columns] += dv
-            mine = for_keys.to(kv.dtype)
+            gradient = for_keys.to(kv.dtype)
             if others is not None:
-                others[source] = mine
+                others[source] = gradient
             elif source == cut.rank:
-                own = mine
+                own = gradient
             else:
                 # What the ranks before have found for these keys comes along, and goes on.
-                passed = _Hop(cut, mine if passed is None else mine + passed.received())
+                passed = _Hop(cut, gradient if passed is None else gradient + passed.received())
         if others is not None:
             own = torch.empty_like(kv)
             distributed.reduce_scatter(own, list(others.unbind()), group=cut.group)
@@ -291,12 +291,12 @@ def _forward(
     if how.fused(q, piece):
         causal = piece.kind == "causal"
         if q.is_cuda:
-            found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=how.scale)
+            pairs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=how.scale)
         else:
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            pairs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, scale=how.scale
             )
-        return found[0].to(sums), found[1].to(sums)
+        return pairs[0].to(sums), pairs[1].to(sums)
     products = _products(q, k, biases, piece, how)
     logs = torch.logsumexp(products, -1)
     weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
@@ -326,8 +326,8 @@ def _backward(
         dv = dropped.to(grad.dtype).transpose(-1, -2) @ grad
         mean = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
         of_scores = weights * (inside - mean)
-        if for_biases is not None and piece.apart is not None:
-            for_biases.index_add_(1, piece.apart.flatten(), of_scores.sum(0).flatten(1))
+        if for_biases is not None and piece.distances is not None:
+            for_biases.index_add_(1, piece.distances.flatten(), of_scores.sum(0).flatten(1))
         scores = (of_scores * how.scale).to(q.dtype)
         dq, dk = scores @ wide_k, scores.transpose(-1, -2) @ q
     # What several queries share adds up.
@@ -342,15 +342,15 @@ def _fused_backward(
     out, grad, logs = out.contiguous(), grad.contiguous(), logs.contiguous()
     if q.is_cuda:
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logs, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0],
             scale=how.scale,
         )  # fmt: skip
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, logs, 0.0, causal, scale=how.scale
         )
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def _for_each_query(x: Tensor, q: Tensor) -> Tensor:
@@ -361,8 +361,8 @@ def _products(q: Tensor, k: Tensor, biases: Tensor | None, piece: _Piece, how: _
     """Scores, in the type of sums: −∞ where a query does not see a key."""
     sums = torch.promote_types(q.dtype, torch.float32)
     products = (q @ k.transpose(-1, -2)).to(sums) * how.scale
-    if biases is not None and piece.apart is not None:
-        products = products + biases.to(sums)[:, piece.apart]
+    if biases is not None and piece.distances is not None:
+        products = products + biases.to(sums)[:, piece.distances]
     if piece.kind == "causal":
         later = torch.ones(products.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return products.masked_fill(later, -math.inf)

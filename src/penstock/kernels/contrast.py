@@ -38,10 +38,10 @@ def contrast(
     0."""
     if chunk is None:
         return plain_contrast(rows, others, groups, other_groups, form)
-    found: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+    losses: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
         rows, others, groups, other_groups, form, chunk
     )
-    return found
+    return losses
 
 
 def plain_contrast(
@@ -87,8 +87,8 @@ class _Chunked(torch.autograd.Function):
         for part, names in _parts(others, other_groups, ctx.chunk):
             logits = _logits(rows, part)
             shares = torch.exp(logits - total[:, None]) if ctx.form == "softmax" else torch.sigmoid(logits)
-            asked = (groups[:, None] == names) / count[:, None]
-            by_logits = gradient[:, None] * (shares - asked)
+            matches = (groups[:, None] == names) / count[:, None]
+            by_logits = gradient[:, None] * (shares - matches)
             with torch.autocast(rows.device.type, enabled=False):
                 by_rows += by_logits @ part
                 by_others.append(by_logits.T @ rows)

@@ -134,12 +134,12 @@ class Deferred:
     ) -> Any:
         options = dict(kwargs or {})
         if func is F.cross_entropy:
-            found = _cross_entropy(*args, **options)
-            if found is not None:
-                return found
+            loss = _cross_entropy(*args, **options)
+            if loss is not None:
+                return loss
         if getattr(func, "__name__", "") in _SUMS and len(args) == 2 and not options:  # as compiled code adds
-            ours, other = args if isinstance(args[0], Deferred) else args[::-1]
-            return ours.plus(other.whole if isinstance(other, Deferred) else other)
+            deferred, other = args if isinstance(args[0], Deferred) else args[::-1]
+            return deferred.plus(other.whole if isinstance(other, Deferred) else other)
         return func(*_made(args), **_made(options))
 
 

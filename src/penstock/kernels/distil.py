@@ -38,30 +38,30 @@ def divergences(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
 
 
 def relation_divergence(
-    ours: Tensor, theirs: Tensor, heads: int, *, real: Tensor | None = None, causal: bool = False
+    student: Tensor, teacher: Tensor, heads: int, *, real: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """The mean divergence of a student's self-attention relations from a teacher's (Wang et al., ACL 2021, "MiniLMv2",
     equations 5 to 7), 0-d: softmax(X Xᵀ / √d) over tokens, of queries, keys or values X in `heads` equal parts.
 
-    ours: (B, N, F), theirs: (B, N, F'), of which `heads` divides both. real: (B, N), which tokens are no padding; none:
-    all. With `causal` a token is compared with those before it alone.
+    student: (B, N, F), teacher: (B, N, F'), of which `heads` divides both. real: (B, N), which tokens are no
+    padding; none: all. With `causal` a token is compared with those before it alone.
     """
-    samples, tokens = ours.shape[:2]
-    seen = torch.ones(1, tokens, tokens, dtype=torch.bool, device=ours.device)
+    samples, tokens = student.shape[:2]
+    seen = torch.ones(1, tokens, tokens, dtype=torch.bool, device=student.device)
     seen = seen.tril() if causal else seen
     if real is not None:
         seen = seen & real[:, None, :]
     logs = []
-    for features in (ours, theirs):
+    for features in (student, teacher):
         parts = features.float().view(samples, tokens, heads, -1).transpose(1, 2)
         scores = parts @ parts.transpose(2, 3) * parts.shape[-1] ** -0.5
         logs.append(
             torch.log_softmax(scores.masked_fill(~seen[:, None], -torch.finfo(scores.dtype).max), dim=-1)
         )
-    apart = F.kl_div(logs[0], logs[1], reduction="none", log_target=True).sum(-1)  # (B, heads, N)
+    divergence = F.kl_div(logs[0], logs[1], reduction="none", log_target=True).sum(-1)  # (B, heads, N)
     if real is None:
-        return apart.mean()
-    return apart.where(real[:, None], 0.0).sum() / (heads * real.sum().clamp(min=1))
+        return divergence.mean()
+    return divergence.where(real[:, None], 0.0).sum() / (heads * real.sum().clamp(min=1))
 
 
 def divergences_and_gradients(

@@ -67,14 +67,14 @@ class Documents:
         lengths = self.runs[sample]
         rest = q.shape[2] - sum(lengths)
         pieces = zip(*(torch.split(t[sample : sample + 1], [*lengths, rest], dim=2) for t in (q, k, v)))
-        found = []
+        outputs = []
         for (one, keys, values), tokens in zip(pieces, lengths):
             mask = None if self.mask is None else self.mask(tokens)
             inside = scores._replace(mask=mask, causal=self.causal and mask is None)
-            found.append(attention(one, keys, values, backend, inside))
+            outputs.append(attention(one, keys, values, backend, inside))
         if rest:
-            found.append(v.new_zeros(*found[0].shape[:2], rest, found[0].shape[3]))
-        return torch.cat(found, dim=2)
+            outputs.append(v.new_zeros(*outputs[0].shape[:2], rest, outputs[0].shape[3]))
+        return torch.cat(outputs, dim=2)
 
 
 def _runs(documents: Tensor) -> list[list[int]]:

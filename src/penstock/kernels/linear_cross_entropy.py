@@ -81,11 +81,11 @@ def linear_cross_entropy(
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
         dtype = F.linear(x[:0], weight[:1]).dtype
-    wanted = torch.is_grad_enabled()
-    asked = [wanted and t is not None and t.requires_grad for t in (x, weight, bias)]
+    enabled = torch.is_grad_enabled()
+    wanted = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
     there = share or Share("", 0, len(weight))
     beside = (None, None, None, 0.0, 1.0) if taught is None else tuple(taught)
-    inputs = x, weight, bias, targets, smoothing, budget, dtype, *asked, *there, *beside
+    inputs = x, weight, bias, targets, smoothing, budget, dtype, *wanted, *there, *beside
     loss: Tensor = _chunked(*inputs, z_loss=z_loss)[0]
     return loss
 
@@ -276,12 +276,12 @@ class _Sums(NamedTuple):
         rows = F.linear(x, weight, bias)
         logits, dtype = rows[:, : self.columns], rows.dtype  # (r, V)
         counted = targets != IGNORED
-        asked = self.x.numel() or self.weight.numel() or self.bias.numel()
+        wanted = self.x.numel() or self.weight.numel() or self.bias.numel()
         if self.share is None and fuses_rows(x.device, dtype, taught=self.taught is not None):
-            p = self._fused(here, logits, targets, bool(asked))
+            p = self._fused(here, logits, targets, bool(wanted))
         else:
-            p = self._plain(here, logits, targets.where(counted, 0), counted, bool(asked))
-        if not asked:
+            p = self._plain(here, logits, targets.where(counted, 0), counted, bool(wanted))
+        if not wanted:
             return
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
         counts = counted[:, None].to(dtype)
@@ -300,7 +300,7 @@ class _Sums(NamedTuple):
         if self.weight.numel():
             self._learn(gradient, x * counts)
 
-    def _fused(self, here: slice, logits: Tensor, targets: Tensor, asked: bool) -> Tensor:
+    def _fused(self, here: slice, logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
         """The logits (r, V), which have become the gradient if it is asked for."""
         taught, w, temperature = None, 0.0, 1.0
         if self.taught is not None:
@@ -315,7 +315,7 @@ class _Sums(NamedTuple):
             share=w,
             temperature=temperature,
             scale=self.scale,
-            gradient=asked,
+            gradient=wanted,
         )
         self.loss.add_(losses.sum())
         return logits
@@ -324,13 +324,13 @@ class _Sums(NamedTuple):
         assert self.taught is not None
         return F.linear(self.taught.x[here], *self.taught[1:3])[:, : self.columns]
 
-    def _plain(self, here: slice, logits: Tensor, targets: Tensor, counted: Tensor, asked: bool) -> Tensor:
+    def _plain(self, here: slice, logits: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> Tensor:
         """The gradient (r, V), of rows that do not count too, if it is asked for."""
         if self.share is not None:
             p = logits.to(self.loss.dtype, copy=True)
             row = normalised_(p, targets, self.smoothing, self.share, self.z_loss)
             self.loss.add_(row.losses.where(counted, 0).sum())
-            if asked:
+            if wanted:
                 to_gradient_(p, row, self.smoothing, self.share, self.z_loss)
         else:
             p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
@@ -342,10 +342,10 @@ class _Sums(NamedTuple):
             if self.taught is not None:
                 w, temperature = self.taught[3:]
                 meant = self._taught_logits(here)
-                apart, pull = divergences_and_gradients(logits, meant, temperature, self.loss.dtype)
-                losses = losses * (1.0 - w) + apart * w
+                divergence, pull = divergences_and_gradients(logits, meant, temperature, self.loss.dtype)
+                losses = losses * (1.0 - w) + divergence * w
             self.loss.add_(losses.where(counted, 0).sum())
-            if not asked:
+            if not wanted:
                 return p
             p.exp_()
             if self.z_loss:
@@ -377,18 +377,18 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
     ctx.scale = FP16_SCALE if inputs[6] == torch.float16 else 1.0
-    ctx.asked, ctx.types = inputs[7:10], [None if t is None else t.dtype for t in inputs[:3]]
+    ctx.wanted, ctx.types = inputs[7:10], [None if t is None else t.dtype for t in inputs[:3]]
 
 
 def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients for the gradient of the sum. They are changed in place, so torch refuses a second backward pass."""
-    found: list[Tensor | None] = [None, None, None]
+    gradients: list[Tensor | None] = [None, None, None]
     if loss is not None:
         factor = loss / ctx.scale
-        for i, (kept, asked, dtype) in enumerate(zip(ctx.saved_tensors, ctx.asked, ctx.types, strict=True)):
-            if asked:
-                found[i] = kept.mul_(factor).to(dtype)
-    return (*found, *[None] * 17)
+        for i, (kept, wanted, dtype) in enumerate(zip(ctx.saved_tensors, ctx.wanted, ctx.types, strict=True)):
+            if wanted:
+                gradients[i] = kept.mul_(factor).to(dtype)
+    return (*gradients, *[None] * 17)
 
 
 _chunked.register_autograd(_scaled, setup_context=_remember)

@@ -96,7 +96,7 @@ class _RowLosses(torch.autograd.Function):
         x, weight, bias, targets = ctx.saved_tensors
         # Weights of at most 1 keep the products in the range of fp16, whatever the loss scale is.
         largest = gradient.abs().max().clamp(min=torch.finfo(gradient.dtype).tiny)
-        to_x, to_weight, to_bias = asked = ctx.needs_input_grad[:3]
+        to_x, to_weight, to_bias = needed = ctx.needs_input_grad[:3]
         _, *gradients = in_chunks(
             x, weight, bias, targets, ctx.smoothing, ctx.budget, ctx.dtype, to_x, to_weight, to_bias, "", 0,
             len(weight), row_weights=gradient / largest,
@@ -105,6 +105,6 @@ class _RowLosses(torch.autograd.Function):
             largest = largest / FP16_SCALE
         scaled = [
             made.mul_(largest).to(value.dtype) if wanted else None
-            for made, value, wanted in zip(gradients, (x, weight, bias), asked, strict=True)
+            for made, value, wanted in zip(gradients, (x, weight, bias), needed, strict=True)
         ]
         return (*scaled, None, None, None, None)

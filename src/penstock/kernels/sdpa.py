@@ -92,8 +92,8 @@ class Watch(TorchFunctionMode):
         switch.note()
         query = args[0] if args else options["query"]
         backend = chosen_backend(switch.backend, query.device, query.dtype, query.shape[-2])
-        ours = backend in ("plain", "native")
-        attend = functools.partial(own_sdpa, backend=backend) if ours else func
+        own = backend in ("plain", "native")
+        attend = functools.partial(own_sdpa, backend=backend) if own else func
         if switch.again and backend in PINNED:  # pinned when it is computed again, too
             attend = functools.partial(_pinned, func, backend)
         if switch.again and torch.is_grad_enabled():
@@ -137,8 +137,8 @@ def switch_of(module: nn.Module) -> Switch | None:
     """The switch that `set_sdpa` has set, if it changes anything."""
     forward: Any = module.forward
     if isinstance(forward, functools.partial) and forward.func is _switched:
-        found: Switch = forward.args[1]
-        return found
+        switch: Switch = forward.args[1]
+        return switch
     return None
 
 

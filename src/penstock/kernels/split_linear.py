@@ -66,10 +66,10 @@ class _Split(torch.autograd.Function):
         bias = rows.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[1]:
             return into, None, bias, None
-        later, found = _present[0], partial(_of_weight, rows, x.flatten(0, -2), weight.dtype)
+        later, compute = _present[0], partial(_of_weight, rows, x.flatten(0, -2), weight.dtype)
         if later is None or ctx.owner is None:
-            return into, found(), bias, None
-        later.append(partial(_add, ctx.owner, found))
+            return into, compute(), bias, None
+        later.append(partial(_add, ctx.owner, compute))
         return into, None, bias, None
 
 
@@ -78,7 +78,7 @@ def _of_weight(rows: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def _add(weight: Tensor, found: Callable[[], Tensor]) -> None:
+def _add(weight: Tensor, compute: Callable[[], Tensor]) -> None:
     """Add to a parameter's gradient, as a backward pass does."""
-    gradient = found()
+    gradient = compute()
     weight.grad = gradient if weight.grad is None else weight.grad + gradient

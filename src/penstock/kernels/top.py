@@ -29,11 +29,9 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return x.topk(k)
     whole = spans * SPAN
     parts = x[:, :whole].view(rows, spans, SPAN)
-    found = (
-        parts.amax(-1).topk(k).indices
-    )  # a span's largest is below those of k others, or it is among these
-    values = parts.gather(1, found.unsqueeze(-1).expand(-1, -1, SPAN)).flatten(1)
-    places = (found.unsqueeze(-1) * SPAN + torch.arange(SPAN)).flatten(1)
+    best = parts.amax(-1).topk(k).indices  # a span's largest is below those of k others, or it is among these
+    values = parts.gather(1, best.unsqueeze(-1).expand(-1, -1, SPAN)).flatten(1)
+    places = (best.unsqueeze(-1) * SPAN + torch.arange(SPAN)).flatten(1)
     if whole < size:
         values = torch.cat([values, x[:, whole:]], dim=1)
         places = torch.cat([places, torch.arange(whole, size).expand(rows, -1)], dim=1)
@@ -59,5 +57,5 @@ def likeliest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if rows >= len(x):
         return torch.log_softmax(x, dim=-1, dtype=wide).gather(1, places), places
     pieces = zip(torch.split(x, rows), torch.split(places, rows))
-    found = [torch.log_softmax(piece, dim=-1, dtype=wide).gather(1, at) for piece, at in pieces]
-    return torch.cat(found), places
+    logs = [torch.log_softmax(piece, dim=-1, dtype=wide).gather(1, at) for piece, at in pieces]
+    return torch.cat(logs), places

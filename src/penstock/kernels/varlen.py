@@ -97,6 +97,6 @@ def _kernel(
     """torch's: q (T, H, K), k and v (T', H, K)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    found = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, scale=scale, window_size=reach)
-    assert isinstance(found, Tensor)
-    return found
+    out = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, scale=scale, window_size=reach)
+    assert isinstance(out, Tensor)
+    return out

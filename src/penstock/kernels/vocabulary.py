@@ -48,11 +48,11 @@ def normalised_(z: Tensor, targets: Tensor, smoothing: float, share: Share, z_lo
     parts = [z.gather(1, index).where(here, 0).squeeze(1), z.exp().sum(1)]
     if smoothing:
         parts.append(z.sum(1))
-    told = _over(torch.stack(parts), "sum", share)
-    total = told[1].log()
-    losses = total - told[0] * (1.0 - smoothing)
+    summed = _over(torch.stack(parts), "sum", share)
+    total = summed[1].log()
+    losses = total - summed[0] * (1.0 - smoothing)
     if smoothing:
-        losses -= told[2] * (smoothing / share.whole)
+        losses -= summed[2] * (smoothing / share.whole)
     sums = most + total
     if z_loss:
         losses += z_loss * sums.square()
@@ -70,8 +70,8 @@ def to_gradient_(p: Tensor, row: Row, smoothing: float, share: Share, z_loss: fl
 
 
 def _over(x: Tensor, how: str, share: Share) -> Tensor:
-    found: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x, how, share.group))
-    return found
+    reduced: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x, how, share.group))
+    return reduced
 
 
 class _Loss(torch.autograd.Function):

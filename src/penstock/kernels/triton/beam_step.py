@@ -119,13 +119,13 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     parent = tl.zeros([KEPT_WIDE], tl.int64)
     token = tl.zeros([KEPT_WIDE], tl.int64)
     for i in range(KEPT):
-        found, where = tl.max(left, 0, return_indices=True)
+        highest, where = tl.max(left, 0, return_indices=True)
         left = tl.where(place == where, _NONE, left)
         line = where // EACH_WIDE
-        said = tl.load(tokens + (text * BEAMS + line) * each + where % EACH_WIDE)
-        best = tl.where(lane == i, found, best)
+        picked = tl.load(tokens + (text * BEAMS + line) * each + where % EACH_WIDE)
+        best = tl.where(lane == i, highest, best)
         parent = tl.where(lane == i, line.to(tl.int64), parent)
-        token = tl.where(lane == i, said.to(tl.int64), token)
+        token = tl.where(lane == i, picked.to(tl.int64), token)
     ending = lane < 0
     for i in range(ENDS):
         ending = ending | (token == tl.load(stops + i))
@@ -150,12 +150,12 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     for i in range(BEAMS):
         first, at = tl.max(there, 0, return_indices=True)
         other, at_other = tl.max(new, 0, return_indices=True)
-        goes = first < other  # equal ones stay
-        taken = lane == tl.where(goes, at_other, at)
-        code = tl.sum(tl.where(taken, tl.where(goes, new_code, there_code), 0), 0)
-        is_real = tl.sum(tl.where(taken, tl.where(goes, new_real, there_real), 0), 0)
-        there = tl.where(lane == at, tl.where(goes, there, _NONE), there)
-        new = tl.where(lane == at_other, tl.where(goes, _NONE, new), new)
+        newer = first < other  # equal ones stay
+        taken = lane == tl.where(newer, at_other, at)
+        code = tl.sum(tl.where(taken, tl.where(newer, new_code, there_code), 0), 0)
+        is_real = tl.sum(tl.where(taken, tl.where(newer, new_real, there_real), 0), 0)
+        there = tl.where(lane == at, tl.where(newer, there, _NONE), there)
+        new = tl.where(lane == at_other, tl.where(newer, _NONE, new), new)
         better = tl.maximum(first, other)
         tl.store(new_done_scores + text * BEAMS + i, better)
         tl.store(new_done + text * BEAMS + i, code)
@@ -167,9 +167,9 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     on = tl.where(lane < KEPT, tl.where(ending, best + _OUT, best), _NONE)
     hoped = tl.max(on, 0) / ahead
     for i in range(BEAMS):
-        found, at = tl.max(on, 0, return_indices=True)
+        highest, at = tl.max(on, 0, return_indices=True)
         taken = lane == at
-        tl.store(new_scores + text * BEAMS + i, found)
+        tl.store(new_scores + text * BEAMS + i, highest)
         tl.store(parents + text * BEAMS + i, tl.sum(tl.where(taken, parent, 0), 0))
         tl.store(chosen + text * BEAMS + i, tl.sum(tl.where(taken, token, 0), 0))
         on = tl.where(taken, _NONE, on)

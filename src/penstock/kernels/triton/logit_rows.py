@@ -68,8 +68,8 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
         most, most_cool, most_taught = float("-inf"), float("-inf"), float("-inf")
         total = tl.zeros([BLOCK], tl.float32)
         cool = tl.zeros([BLOCK], tl.float32)  # at the temperature
-        told = tl.zeros([BLOCK], tl.float32)  # of the teacher
-        apart = tl.zeros([BLOCK], tl.float32)
+        warm = tl.zeros([BLOCK], tl.float32)  # of the teacher
+        drift = tl.zeros([BLOCK], tl.float32)
         added = tl.zeros([BLOCK], tl.float32)
         of_target = tl.load(line + target).to(tl.float32)
         for first in range(0, columns, BLOCK):
@@ -89,8 +89,8 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                 new = tl.maximum(most_taught, tl.max(meant, 0))
                 weight = tl.exp(meant - _finite(new))
                 fading = tl.exp(_finite(most_taught) - _finite(new))
-                told = told * fading + weight
-                apart = apart * fading + tl.where(weight > 0.0, weight * (meant - value), 0.0)
+                warm = warm * fading + weight
+                drift = drift * fading + tl.where(weight > 0.0, weight * (meant - value), 0.0)
                 most_taught = new
         log_sum = _finite(most) + tl.log(tl.sum(total, 0))
         loss = log_sum - (1.0 - smoothing) * of_target
@@ -99,9 +99,9 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
         loss += z_loss * log_sum * log_sum
         if TAUGHT:
             cool_sum = _finite(most_cool) + tl.log(tl.sum(cool, 0))
-            taught_total = tl.sum(told, 0)
+            taught_total = tl.sum(warm, 0)
             taught_sum = _finite(most_taught) + tl.log(taught_total)
-            divergence = tl.sum(apart, 0) / taught_total - taught_sum + cool_sum
+            divergence = tl.sum(drift, 0) / taught_total - taught_sum + cool_sum
             loss = (1.0 - share) * loss + share * temperature * temperature * divergence
         tl.store(losses + row, loss)
         tl.store(sums + row, log_sum)

@@ -409,8 +409,8 @@ def test_a_class_name_is_of_one_class() -> None:
 
 # Words that do not say which thing is meant.
 BARE = """
-    anew asked does found goes gone lasts mine ours said says stuff that theirs them these thing things those told went
-    whose
+    anew apart asked does everyones found goes gone lasts mine ours said says stuff that theirs them these thing things
+    those told went whose
 """
 
 

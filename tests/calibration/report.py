@@ -107,7 +107,7 @@ def intervals(own: dict[str, Any]) -> dict[str, dict[str, Any]]:
         ]
         found[kind] = {
             "low": round(tenths[0], 3), "high": round(tenths[8], 3),
-            "apart": round(quantiles(apart, n=5, method="inclusive")[3], 3), "rows": len(given), "words": words,
+            "spread": round(quantiles(apart, n=5, method="inclusive")[3], 3), "rows": len(given), "words": words,
         }  # fmt: skip
     return found
 
@@ -472,7 +472,7 @@ def page(
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {one['words']} | {one['rows']} | {one['low']:.2f} | {one['high']:.2f} | {one['apart']:.1%} |"
+        f"| {one['words']} | {one['rows']} | {one['low']:.2f} | {one['high']:.2f} | {one['spread']:.1%} |"
         for one in (intervals(own) if own else {}).values()
     ]
     lines.append(NOTES)

@@ -92,7 +92,7 @@ def test_predictions_carry_the_interval_of_their_kind() -> None:
     assert stored == intervals(own_runs(ROOT)), "run python tools/planner_accuracy.py"
     for name, one in stored.items():
         assert 0.3 < one["low"] < one["high"] < 2.0, name
-        assert 0 < one["apart"] < one["high"] - one["low"] + 0.1, name
+        assert 0 < one["spread"] < one["high"] - one["low"] + 0.1, name
     h100, cpu = load_machine("h100"), replace(load_machine("h100"), device="cpu", name="cpu")
     plan = Plan(precision="O1", micro_batch=4)
     seen = [

@@ -235,7 +235,7 @@ def test_every_layout_found_is_legal_and_fits() -> None:
     best, odd = found.predictions[:2]
     assert (best.plan.micro_batch % 2, odd.plan.micro_batch) == (0, 3)
     assert best.interval is not None
-    assert times[1] < times[0] <= times[1] * (1 + best.interval.apart)
+    assert times[1] < times[0] <= times[1] * (1 + best.interval.spread)
     for one in found.predictions:
         assert not rules.problems(one.plan, model)
         assert one.plan.gpus == 512

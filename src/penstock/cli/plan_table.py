@@ -95,7 +95,7 @@ def _error_words(result: SearchResult) -> str:
     best = result.predictions[0]
     if best.interval is None:
         return ""
-    error = best.interval.apart
+    error = best.interval.spread
     equal = sum(one.iteration_seconds <= (1 + error) * best.iteration_seconds for one in result.predictions)
     words = f"The best takes {best.interval.seconds(best.iteration_seconds)}. "
     if equal == 1:

@@ -141,8 +141,8 @@ def plain_student_loss(
     logits, meant = _wide_logits(F.linear(x, weight, bias)), _wide_logits(F.linear(*taught[:3]))
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
     loss = loss + z_loss * _squared_sums(logits, targets) if z_loss else loss
-    apart = divergences(logits, meant, taught.temperature).where(targets != IGNORED, 0.0).sum()
-    return (1.0 - taught.share) * loss + taught.share * apart
+    divergence = divergences(logits, meant, taught.temperature).where(targets != IGNORED, 0.0).sum()
+    return (1.0 - taught.share) * loss + taught.share * divergence
 
 
 def padded_entries(entries: Tensor) -> Tensor:

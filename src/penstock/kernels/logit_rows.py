@@ -127,8 +127,8 @@ def _plain(
     p.exp_().mul_(1.0 + 2.0 * z_loss * sums[:, None])
     take_target_(p, index, smoothing)
     if taught is not None:
-        apart, pull = divergences_and_gradients(logits, taught, temperature, dtype)
-        losses = (1.0 - share) * losses + share * apart
+        divergence, pull = divergences_and_gradients(logits, taught, temperature, dtype)
+        losses = (1.0 - share) * losses + share * divergence
         p.mul_(1.0 - share).add_(pull, alpha=share)
     if gradient:
         factor = counted * scale if row_weights is None else counted * scale * row_weights

@@ -127,7 +127,7 @@ def _make_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, branch, weight and bias; empty where it is the gradient of x too, or where there is none."""
     n = s.shape[-1]
-    apart = kept is not None or branch_type != s.dtype
+    own_gradient = kept is not None or branch_type != s.dtype
     kernels = library() if _fits(s, normed_gradient, weight, branch_type) else None
     if kernels is None:
         return _plain_gradient(
@@ -138,13 +138,13 @@ def _make_gradient(
     kept = None if kept is None else kept.contiguous()
     vector = _vector(weight)
     into_x = torch.empty_like(s)
-    into_branch = torch.empty_like(s, dtype=branch_type) if apart else s.new_empty(0)
+    into_branch = torch.empty_like(s, dtype=branch_type) if own_gradient else s.new_empty(0)
     # Outputs of an operator may not share memory, not even of no elements.
     into_weight, into_bias = (s.new_empty(0) if one is None else _zeros(one) for one in (weight, bias))
     if s.numel():
         kernels.penstock_add_norm_gradient(
             address(given), address(more), address(s), address(means), address(inverses), address(kept), c_float(scale),
-            address(vector), int(rms), address(into_x), address(into_branch if apart else None),
+            address(vector), int(rms), address(into_x), address(into_branch if own_gradient else None),
             address(None if weight is None else into_weight), address(None if bias is None else into_bias),
             *sizes(s.numel() // n, n), TYPES[s.dtype], TYPES[branch_type],
             0 if vector is None else TYPES[vector.dtype], TYPES[given.dtype], threads_for(s.numel()),
@@ -160,9 +160,9 @@ def _gradient_shapes(
     normed_gradient: Tensor, sum_gradient: Any, s: Tensor, means: Tensor, inverses: Tensor, kept: Any, scale: float,
     weight: Any, bias: Any, rms: bool, branch_type: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    apart = kept is not None or branch_type != s.dtype
+    own_gradient = kept is not None or branch_type != s.dtype
     empty = torch.empty_like(s, memory_format=torch.contiguous_format)
-    into_branch = torch.empty_like(empty, dtype=branch_type) if apart else s.new_empty(0)
+    into_branch = torch.empty_like(empty, dtype=branch_type) if own_gradient else s.new_empty(0)
     into_weight, into_bias = (s.new_empty(0) if one is None else _zeros(one) for one in (weight, bias))
     return empty, into_branch, into_weight, into_bias
 
@@ -183,10 +183,10 @@ def _plain_gradient(
     if sum_gradient is not None:
         into_x = into_x + sum_gradient.to(wide)
     into_branch = into_x if kept is None else torch.where(kept, into_x, 0.0) * scale
-    apart = kept is not None or branch_type != s.dtype
+    own_gradient = kept is not None or branch_type != s.dtype
     return (
         into_x.to(s.dtype),
-        into_branch.to(branch_type) if apart else s.new_empty(0),
+        into_branch.to(branch_type) if own_gradient else s.new_empty(0),
         s.new_empty(0) if weight is None else (given * unit).reshape(-1, n).sum(0).to(weight.dtype),
         s.new_empty(0) if bias is None else given.reshape(-1, n).sum(0).to(bias.dtype),
     )
@@ -210,9 +210,9 @@ def _backward_by(make: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         x, branch, by_weight, by_bias = make(
             into_normed, into_sum, s, means, inverses, kept, ctx.scale, weight, bias, ctx.rms, ctx.branch_type
         )
-        apart = kept is not None or ctx.branch_type != s.dtype
+        own_gradient = kept is not None or ctx.branch_type != s.dtype
         return (
-            x, branch if apart else x, None, None, None if weight is None else by_weight,
+            x, branch if own_gradient else x, None, None, None if weight is None else by_weight,
             None if bias is None else by_bias, None, None, None,
         )  # fmt: skip
 

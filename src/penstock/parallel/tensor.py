@@ -174,11 +174,11 @@ class _Splitter:
         for number, stack in enumerate(self.anatomy.stacks):
             line = self.line.sibling()
             memories = self.anatomy.read_by(number)[1]
-            apart = any(not self._memory_alone(memory) for memory in memories)
+            read_widely = any(not self._memory_alone(memory) for memory in memories)
             for role in walk(tuple(part for block in stack.blocks for part in block.parts)):
                 if isinstance(role, Attention):
                     self._attention(role, line)
-                    if apart and role.cross:
+                    if read_widely and role.cross:
                         self._enters(role.projections[1].name, self._outside(line))
                 elif isinstance(role, Perceptron):
                     self._perceptron(role, line)

@@ -106,8 +106,8 @@ def turning_copies(to: Lister, moved: float, *, forward: bool = True) -> tuple[O
     """The copy beside a gathering or scattering of `moved` bytes. Devices send what lies in a row, and of each of
     several samples have a part of the tokens. Published runs on GPUs keep tokens first, and so do predictions there.
     """
-    apart = to.terms.host and to.terms.copies and to.terms.samples > 1
-    return (Op("turn", "copy", forward, read=moved, written=moved),) * apart
+    copied = to.terms.host and to.terms.copies and to.terms.samples > 1
+    return (Op("turn", "copy", forward, read=moved, written=moved),) * copied
 
 
 def _after_split(to: Lister, rows: float, width: int) -> None:
@@ -298,11 +298,11 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
         )
         to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group, scores=True)
         return
-    apart = not t.fused and not t.host
-    if core.causal and apart:
+    unfused = not t.fused and not t.host
+    if core.causal and unfused:
         # The mask is read again for each head.
         to.move(f"{name}.mask", scores, (2 * each, each), (0, 0), scores=True)
-    read = (2 if apart and core.n > WARP_SOFTMAX else 1) * each
+    read = (2 if unfused and core.n > WARP_SOFTMAX else 1) * each
     to.move(
         softmax, scores, (read, each), (2 * read, each), kind="softmax", kept=scores * each, group=group, row=core.n,
         scores=True,

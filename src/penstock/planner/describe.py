@@ -358,9 +358,9 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     learned = weights * learns + biases
     cast = 2.0 * weights if t.casts else 0.0
     # Products of several chunks are added up in fp32; a half product is made first.
-    apart = c < 4 and chunks > 1
-    added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if apart else 0.0)
-    held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if apart else 0.0) + cast
+    summed = c < 4 and chunks > 1
+    added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if summed else 0.0)
+    held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if summed else 0.0) + cast
 
     # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
     moved = size * (2.0 * c if fused else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))

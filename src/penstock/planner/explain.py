@@ -118,7 +118,7 @@ def why_others_lose(
             differing = [name for name in AXES if getattr(other.plan, name) != getattr(best.plan, name)]
             besides = [f"{name}={getattr(other.plan, name)}" for name in differing if name != axis]
             at = f" (at best with {', '.join(besides)})" if besides else ""
-            equal = best.interval is not None and slower <= best.interval.apart
+            equal = best.interval is not None and slower <= best.interval.spread
             words = "slower, which is equal within the error: " if equal else "slower, "
             yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{_difference(best, other)}."
     yield from _too_large(model, machine, best, uneven)

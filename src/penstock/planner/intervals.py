@@ -23,7 +23,7 @@ class Interval:
 
     low: float
     high: float
-    apart: float
+    spread: float
     """How much two rows of one model may differ by error alone: four of five errors are so near to their model's
     mean. Layouts that are not further apart than this are called equal."""
     rows: int
@@ -50,7 +50,7 @@ def interval_of(*, vision: bool, machine: Machine) -> Interval:
     measured = (table["vision"], table["hopper"], table["ampere"])
     return Interval(
         low=min(one.low for one in measured), high=max(one.high for one in measured),
-        apart=max(one.apart for one in measured), rows=0,
+        spread=max(one.spread for one in measured), rows=0,
         words=f"rows of other chips, for none was made on {machine.name}: a guess",
     )  # fmt: skip
 

@@ -337,9 +337,9 @@ class Lister:
         out, each = (t.product if both else e), 1 + (stack.norm_bias and not rms)
         if dropout and t.host:
             self.move(f"{name}.mask", size, (0.0, 1.0), (0.0, 0.0), kind="dropout", kept=size, group="masks")
-        mask, apart = float(dropout and t.host), dropout or branch != e
+        mask, own_gradient = float(dropout and t.host), dropout or branch != e
         with self.inside("norm"):
-            behind = out + e * (1 + both) + mask, e + branch * apart
+            behind = out + e * (1 + both) + mask, e + branch * own_gradient
             self.move(
                 name, size, (e + branch + mask, e + out), behind, kind="norm", group="norms", tensors=each,
                 kept=size * e + 8.0 * rows, weights=each * stack.width,

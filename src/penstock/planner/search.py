@@ -200,7 +200,7 @@ def _even_first(ranked: list[Prediction]) -> list[Prediction]:
     are made for even ones, and what an odd one loses in them is not predicted."""
     if not ranked or ranked[0].interval is None or not _odd(ranked[0]):
         return ranked
-    equal = ranked[0].iteration_seconds * (1 + ranked[0].interval.apart)
+    equal = ranked[0].iteration_seconds * (1 + ranked[0].interval.spread)
     even = next((i for i, prediction in enumerate(ranked) if not _odd(prediction)), 0)
     if ranked[even].iteration_seconds > equal:
         return ranked

@@ -57,8 +57,8 @@ def number_scores(guesses: Sums, true: Sums) -> dict[str, float]:
 
 def _correlation(first: Sums, second: Sums) -> float:
     first, second = first - first.mean(), second - second.mean()
-    apart = math.sqrt(float((first**2).sum() * (second**2).sum()))
-    return float((first * second).sum()) / apart if apart > 0 else 0.0
+    spread = math.sqrt(float((first**2).sum() * (second**2).sum()))
+    return float((first * second).sum()) / spread if spread > 0 else 0.0
 
 
 def _ranks(values: Sums) -> Sums:

@@ -135,12 +135,12 @@ class Teacher:
 
     def _of_classes(self, task: Task, outputs: Any, taught: Tensor, batch: Any) -> Tensor:
         logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
-        apart = divergences(logits, taught.float(), self.temperature)
+        divergence = divergences(logits, taught.float(), self.temperature)
         counted = task.counted(batch)
         if counted is None:
-            mean = apart.mean()
+            mean = divergence.mean()
         else:
-            mean = apart.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
+            mean = divergence.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
         return (1.0 - self.share) * task.loss(outputs, batch) + self.share * mean
 
     def _cast(self, value: Any) -> Any:

@@ -467,7 +467,7 @@ LINES = {
     "checkpoint": 1990,
     "cli": 4230,
     "compress": 2740,
-    "config": 5980,
+    "config": 6100,
     "data": 7120,
     "decode": 2650,
     "doctor": 450,
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 88_900
+    assert sum(LINES.values()) <= 89_000
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

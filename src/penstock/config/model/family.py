@@ -1,0 +1,105 @@
+"""The base of the configurations of all families, and what several of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
+
+from penstock.boundary.files import quoted
+from penstock.config.convert import Checked, Range, nearest
+from penstock.config.graph import Graph
+from penstock.config.kinds import family_of
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
+
+Classifier = Literal["token", "pooled"]
+PoolNorm = Literal["before", "after"]
+Pooler = Literal["tanh", "norm"]
+EncoderHead = Literal["words", "classes", "none"]
+Branch = Literal["understanding", "generating"]
+Pixels = Annotated[int, Range(1, 1 << 16)]
+Words = Annotated[int, Range(1, 1 << 24)]
+Tokens = Annotated[int, Range(1, 1 << 28)]
+
+NAMED: dict[str, Any] = {}
+"""Presets by name, all of which `penstock.config.model.presets` puts here."""
+
+
+class ModelFamily(Checked, where="model"):
+    """The base of the configurations of all families: frozen dataclasses with a field `family` and a `graph`."""
+
+    @classmethod
+    def parse(cls, name: str) -> Any:
+        """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
+        return named(name)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The parts of the model."""
+        raise NotImplementedError
+
+    def _problems(self) -> Iterator[str]:
+        yield from self.graph.problems()
+
+    def with_lengths(self, *lengths: int) -> Any:
+        """The same model for samples of so many tokens in each of its inputs. Images have the tokens that they have."""
+        return self
+
+    def with_labels(self, count: int) -> Any:
+        """The same model for samples of so many labels, by which mixtures count visits; without mixtures, itself."""
+        return self
+
+    def with_classes(self, count: int) -> Any:
+        """The same model with a head for so many classes of texts. Raises ConfigError where it cannot have one."""
+        raise ConfigError(
+            f"model.family {family_of(type(self))} has no head for classes of texts; choose another model."
+        )
+
+    def telling(self) -> Any:
+        """The same model without what its head for classes does not need."""
+        return self
+
+    def branch(self, name: str) -> Any:
+        """The model of one of its branches alone, in a family that has no others. Raises ConfigError for a name that is
+        none of them, and where no such family has its form. Of two heads it keeps that for words."""
+        raise ConfigError(f"model.family {family_of(type(self))} has no branches; leave {quoted(name)} out.")
+
+    def short_form(self) -> str:
+        """The name of the equal preset, or `custom`."""
+        return next((name for name, preset in NAMED.items() if preset == self), "custom")
+
+
+AnyConfig = TypeVar("AnyConfig", bound=ModelFamily)
+
+
+def with_stacks(config: AnyConfig, change: Callable[[Stack], Any]) -> AnyConfig:
+    """The same model with what `change` makes of each of its settings that is a stack."""
+    outer: Any = config
+    values = {one.name: getattr(outer, one.name) for one in fields(outer)}
+    inner = {name: change(value) for name, value in values.items() if isinstance(value, Stack)}
+    if isinstance(outer, Stack):
+        # Its own sizes must suit those of stacks inside it, which are left out meanwhile.
+        without: dict[str, Any] = dict.fromkeys(inner)
+        outer = change(replace(outer, **without) if inner else outer)
+    return replace(outer, **inner) if inner else outer  # type: ignore[no-any-return]
+
+
+def named(name: str) -> Any:
+    """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
+    if name not in NAMED:
+        raise ConfigError(
+            f"There is no model preset {quoted(name)}.{nearest(name, NAMED)} Presets are {', '.join(NAMED)}."
+        )
+    return NAMED[name]
+
+
+def patch_problems(image_size: int, patch_size: int) -> Iterator[str]:
+    if image_size % patch_size:
+        down = image_size // patch_size * patch_size
+        near = f"{down} or {down + patch_size}" if down else f"{patch_size}"
+        yield (
+            f"model.image_size {image_size} is not a multiple of model.patch_size {patch_size}; "
+            f"the nearest multiples are {near}."
+        )

@@ -1,0 +1,77 @@
+"""Vision Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
+
+from penstock.config.convert import Positive, Probability, Range
+from penstock.config.graph import ClassHead, Graph, PatchInput, Run, Stem
+from penstock.config.model.family import Classifier, ModelFamily, Pixels, PoolNorm, Words, patch_problems
+from penstock.config.stack import Stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig(Stack, ModelFamily):
+    """A Vision Transformer (Dosovitskiy et al., ICLR 2021, "An Image is Worth 16x16 Words", Table 1).
+
+    Image and patch sizes count pixels.
+    """
+
+    RENAMED: ClassVar[dict[str, str]] = {"activation": "mlp"}
+    """Old names of settings, mapped to their present names."""
+
+    family: Literal["vit"] = "vit"
+    image_size: Pixels = 224
+    patch_size: Pixels = 16
+    channels: Annotated[int, Range(1, 1 << 12)] = 3
+    classes: Words = 1000
+    classifier: Classifier = "token"
+    """Input of the head: a learned class token (`token`), or the mean over patches (`pooled`), which means 196 tokens
+    instead of 197."""
+    stem: Stem = "patchify"
+    """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
+    pool_norm: PoolNorm = "before"
+    """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's
+    `fc_norm`)."""
+    norm_eps: Positive = 1e-6
+    attention_dropout: Probability | None = 0.0
+    mlp_dropout: Probability | None = None
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from patch_problems(self.image_size, self.patch_size)
+        if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
+            yield (
+                f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
+                f"of at least 2, not {self.patch_size}; use stem 'patchify'."
+            )
+
+    @property
+    def patches(self) -> int:
+        """Patches in an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the blocks process: the patches, and the class token if there is one."""
+        return self.patches + (self.classifier == "token")
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Patches, one run, classes."""
+        token = self.classifier == "token"
+        images = PatchInput(
+            image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, stem=self.stem,
+            class_token=token,
+        )  # fmt: skip
+        run = Run(
+            name="encoder", stack=self, reads="images", rows=self.tokens, most=self.tokens, last_norm=False
+        )
+        head = ClassHead(
+            run="encoder", classes=self.classes, pool="first" if token else "mean",
+            norm_first=not token and self.pool_norm == "before",
+        )  # fmt: skip
+        return Graph(inputs=(images,), runs=(run,), heads=(head,))

@@ -70,7 +70,10 @@ def test_the_ladder_of_a_tiny_vision_transformer(
         assert rungs[name]["memory_bytes"] > 100_000
     steps = [rungs[name]["to_previous"]["value"] for name in found["same"]["rungs"]]
     assert math.prod(steps) == pytest.approx(found["speedup"])
-    assert found["control"]["ratio"]["value"] == pytest.approx(1.0, abs=0.5)
+    # The baseline against itself: noise may move the figure, but then it widens the interval too.
+    control = found["control"]["ratio"]
+    assert control["low"] < 1.5
+    assert control["high"] > 1 / 1.5
     assert found["candidates"] > 100
     assert found["noise"]["deviation"] > 0
     assert len(found["noise"]["seeds"]) == 3

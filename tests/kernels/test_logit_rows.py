@@ -24,7 +24,7 @@ MUTANTS = [
     (KERNEL, "share * temperature * pull", "share * pull"),
     (KERNEL, "share * temperature * temperature * divergence", "share * temperature * divergence"),
     (KERNEL, "total = total * tl.exp(_finite(most) - _finite(new)) +", "total = total +"),
-    (KERNEL, "apart = apart * fading", "apart = apart"),
+    (KERNEL, "drift = drift * fading", "drift = drift"),
     (KERNEL, "factor = factor * tl.load", "factor = tl.load"),
     (KERNEL, "narrow(tl.zeros([BLOCK]", "narrow(1.0 + tl.zeros([BLOCK]"),
 ]

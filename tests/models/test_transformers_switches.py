@@ -111,14 +111,14 @@ def _sights(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     from penstock.models.families import transformers_switches as switches
 
     seen: set[str] = set()
-    made: Callable[..., Any] = switches._Found._made
+    made: Callable[..., Any] = switches._MaskContent._made
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         found = made(*args, **kwargs)
         seen.add(type(found).__name__)
         return found
 
-    monkeypatch.setattr(switches._Found, "_made", watched)
+    monkeypatch.setattr(switches._MaskContent, "_made", watched)
     return seen
 
 

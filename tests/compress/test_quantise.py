@@ -31,6 +31,7 @@ from penstock.models.convert import from_pretrained, save_pretrained
 from penstock.models.convert.load import load_weights
 from penstock.models.convert.pretrained import rounded_weights
 from penstock.models.model import Model
+from penstock.models.rounded import zero_points
 from penstock.products.rounded import RoundedInt8
 from penstock.products.stored import Stored, StoredExperts
 from penstock.tasks import classification_loss
@@ -154,6 +155,25 @@ def test_least_error_is_less_than_that_of_the_largest() -> None:
         assert bool((errors[1] <= errors[0] + 1e-6).all())
         # Of 256 inputs to a scale, cutting one off costs more than 8 bits gain.
         assert float(errors[1].sum()) < (1.001 if form == "int8" else 0.97) * float(errors[0].sum())
+
+
+def test_zero_is_one_of_the_sixteen_numbers() -> None:
+    """Also of groups that all lie to one side of it; and what is zero stays zero."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64) + torch.linspace(-3, 3, 64)[:, None]
+    weight[:, ::5] = 0.0
+    weight[3] = 0.0
+    for least in (False, True):
+        rounded = round_weight(weight, "int4", least=least)
+        zeros = zero_points("linear", rounded)
+        assert int(zeros.min()) >= 0
+        assert int(zeros.max()) <= 15
+        values = rounded.values()
+        assert not values[weight == 0].any()
+        assert len(zeros.unique()) > 8
+        error = (values - weight).square().mean(1).sqrt() / rounded.scales.mean(1)
+        # Half a step at most but at the ends: 0.29 of one, and where `least` cuts ends off, more there.
+        assert float(error[torch.arange(64) != 3].max()) < (1.0 if least else 0.4)
 
 
 def test_wrong_folders_and_options_are_refused_by_name(tmp_path: Path) -> None:

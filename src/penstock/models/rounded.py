@@ -7,6 +7,7 @@ Shapes: N outputs, K inputs, G groups of inputs that share a scale; weights of e
 A linear NAME is stored as `NAME.weight`, int8 (N, K), or of 4 bits uint8 (N, K/2), the first of two numbers in the low
 half of a byte; `NAME.weight_scale` and of 4 bits `NAME.weight_offset`, fp32 (N, G); and, where one scale for all of its
 inputs was measured, `NAME.input_scale`, fp32. Without offsets numbers are from −127 to 127, else from 0 to 15.
+An offset is a whole number of scales, so that one of the numbers is zero.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.formats import FORMATS
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ConfigError
 
 MOST = 127
 """The largest number of int8 that is used; −128 would have no opposite."""
@@ -133,9 +134,25 @@ def round_groups(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
     """A weight (…, N, K) in 4 bits with a scale and an offset for each group of inputs; `clip`, (…, N, G) or one for
     all, is the share of a group's range that the 16 numbers cover."""
     groups = weight.detach().float().unflatten(-1, (-1, FORMATS["int4"].group))  # type: ignore[no-untyped-call]
-    low, high = groups.amin(-1), groups.amax(-1)
+    # Zero is among the numbers, as other programs want it; of the ends one is then off by half a scale at most.
+    low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
     scales = ((high - low) * clip / 15).clamp(min=1e-6)
-    return nearest(weight, scales, (low + high - 15 * scales) / 2)
+    zeros = (7.5 - (low + high) / (2 * scales)).round().clamp(0, 15)
+    return nearest(weight, scales, -zeros * scales)
+
+
+def zero_points(name: str, weight: RoundedWeight) -> Tensor:
+    """The numbers of a weight in 4 bits that stand for zero, int8 (…, N, G). Raises ConfigError where there are none,
+    as in folders that older versions wrote."""
+    assert weight.offsets is not None
+    exact = -weight.offsets / weight.scales
+    zeros = exact.round()
+    if bool(((exact - zeros).abs() > 1e-3).any()) or bool((zeros.clamp(0, 15) != zeros).any()):
+        raise ConfigError(
+            f"{name} is in 4 bits of which none stands for zero, as an older version of Penstock rounded; quantise the "
+            "original model again."
+        )
+    return zeros.to(torch.int8)
 
 
 def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:

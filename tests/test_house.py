@@ -471,12 +471,12 @@ LINES = {
     "data": 7120,
     "decode": 2650,
     "doctor": 450,
-    "export": 880,
+    "export": 900,
     "infer": 1790,
     "kernels": 6450,
     "ladder": 5420,
     "launch": 1550,
-    "models": 8460,
+    "models": 8740,
     "optim": 1780,
     "parallel": 4120,
     "planner": 6530,
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 89_000
+    assert sum(LINES.values()) <= 89_300
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

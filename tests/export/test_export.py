@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 
 import penstock
+from helpers.small_folders import folder, quantised
 from penstock.cli import main
-from penstock.compress.data import QuantiseData
 from penstock.compress.pad import write_transformers
-from penstock.compress.quantise import quantise_folder
-from penstock.config.quantise import QuantiseOptions
 from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
@@ -27,31 +23,8 @@ from penstock.export import export as module
 from penstock.export.export import export, export_program, inputs_of, load_package
 from penstock.models.anatomy import set_switch
 from penstock.models.convert.pretrained import rounded_weights
-from penstock.train.prepare import write_beside
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
-
-
-def folder(name: str, where: Path, rows: int = Bytes.size, **changes: Any) -> Path:
-    """A small model of a family with random weights, and beside it a tokenizer, as a run leaves them."""
-    torch.manual_seed(0)
-    model = penstock.PRESETS[name]
-    if isinstance(model, penstock.ViTConfig):
-        config = dataclasses.replace(model, **SMALL, image_size=32, patch_size=8, classes=5)
-    elif isinstance(model, penstock.Seq2SeqConfig):
-        sides = {
-            side: dataclasses.replace(getattr(model, side), **SMALL | changes)
-            for side in ("encoder", "decoder")
-        }
-        config = dataclasses.replace(model, vocabulary=rows, sequence=48, decoder_sequence=48, **sides)
-    else:
-        sizes = SMALL | {"kv_heads": None} | changes
-        config = dataclasses.replace(model, **sizes, vocabulary=rows, sequence=48)
-    if not isinstance(config, penstock.ViTConfig):
-        write_beside(config, cast(Any, SimpleNamespace(tokenizer=Bytes())), where / "words")
-    penstock.save_pretrained(penstock.create(config), where / name, beside=where / "words")
-    return where / name
 
 
 @pytest.mark.slow
@@ -279,17 +252,6 @@ def test_the_page_has_a_row_for_each_form() -> None:
         *get_args(ExportForm),
         "transformers",
     }
-
-
-def quantised(name: str, where: Path, **options: Any) -> Path:
-    """A small quantised model of a family, calibrated with drawn inputs."""
-    whole = folder(name, where)
-    model = penstock.from_pretrained(whole)
-    given = [tuple(inputs_of(model, *sizes).values()) for sizes in ((4, 20, 12), (3, 30, 7))]
-    quantise_folder(
-        whole, where / "few bits", QuantiseOptions(format="int8", **options), QuantiseData(lambda: given)
-    )
-    return where / "few bits"
 
 
 @pytest.mark.slow

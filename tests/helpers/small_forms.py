@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from helpers.images import encoded, photo, write_folder
+from penstock.compress.quantise import quantise_folder
 from penstock.config.model import PRESETS, ModelConfig, MultimodalConfig, Seq2SeqConfig, UniversalConfig
+from penstock.config.quantise import QuantiseOptions
 from penstock.config.stack import Stack
 from penstock.data.text.tokenizers import Bytes
 from penstock.models import create
@@ -63,6 +65,8 @@ _TRAINED = {
     "export": "vit-digits", "compress": "vit-digits", "sample": "ddigits-tiny",
 }  # fmt: skip
 """By verb, what a model is in place of the one that it names: untrained, in a folder of this name."""
+_FEW_BITS = "few-bits"
+"""The folder of a quantised model."""
 
 _FILES = {
     "train.py": """
@@ -133,6 +137,7 @@ def lay_out(folder: Path) -> None:
         save_pretrained(create(replace(PRESETS[name], **sizes)), folder / name)
         if text:
             Bytes().save(folder / name)
+    quantise_folder(folder / _TRAINED["embed"], folder / _FEW_BITS, QuantiseOptions(format="int8"))
     (folder / "photo.png").write_bytes(encoded(photo(8, 8), "PNG"))
     (folder / "digits").mkdir()
     (folder / "digits" / "7-15.png").write_bytes(encoded(photo(8, 8, 7), "PNG"))
@@ -177,6 +182,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
         text = not {"ctranslate2", "transformers"}.isdisjoint(words)
         name = "gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny")
+        name = _FEW_BITS if "compressed-tensors" in words else name
         kept.append(str(folder / ("multimodal-tiny" if "multimodal" in words[1] else name)))
         next(passed)
     if verb == "probe":

@@ -32,7 +32,8 @@ def export(
         `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest, and
         weights of a quantised one are the values that they stand for.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
-        `ctranslate2`: a folder of CTranslate2.
+        `ctranslate2`: a folder of CTranslate2. `compressed-tensors`: a folder of transformers with the numbers of a
+        quantised model.
     type
         Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
     """

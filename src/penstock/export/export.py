@@ -1,7 +1,9 @@
 """A trained model in forms that other programs run: torch's exported program, that compiled by AOTInductor, ONNX with
-or without a cache, and CTranslate2's folder. Each is run once after it is written, and must have the model's outputs.
+or without a cache, and folders of CTranslate2 and compressed-tensors. Each is run once after it is written, and must
+have the model's outputs.
 
-Of a quantised model ONNX has the same numbers and scales, the other forms the values that these stand for.
+Of a quantised model ONNX and compressed-tensors have the same numbers and scales, the other forms the values that these
+stand for.
 
 Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. Without a
 cache a decoder returns logits of all its tokens.
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from penstock.boundary.files import printable, shown
 from penstock.config.graph import Graph, PatchInput, TokenInput
 from penstock.config.model import stacks
+from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate
@@ -30,7 +34,9 @@ from penstock.export.onnx_quantised import quantise_graph
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained, model_in
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.pretrained import rounded_weights, save_values
+from penstock.models.convert.pretrained import rounded_weights, save_compressed, save_values
+from penstock.models.model import Model
+from penstock.models.rounded import RoundedWeight
 from penstock.products.rounded import store_rounded
 
 CLOSE: dict[ExportType, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
@@ -77,6 +83,8 @@ def export(
             )
         return target, _difference(outputs, expected, target, kind)
     module = from_pretrained(folder).eval()
+    if form == "compressed-tensors":
+        return target, _write_compressed(folder, module, target, rounded)
     set_switch(module, "attention", "sdpa")
     if form == "onnx-cache":
         packages()
@@ -92,6 +100,21 @@ def export(
         quantise_graph(module, rounded)
     path, outputs = _write_form(module, target, form, inputs)
     return path, _difference(outputs.detach(), expected, path, "int8" if rounds else kind)
+
+
+def _write_compressed(
+    folder: Path, module: Model, target: Path, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]]
+) -> float:
+    """Write a quantised model for compressed-tensors, and compare the values of its weights as they are read again."""
+    if not rounded:
+        raise ConfigError(
+            f"{shown(folder)} has no weights in few bits, as --to compressed-tensors writes; quantise it first with "
+            "penstock compress --quantise, or choose --to transformers."
+        )
+    save_compressed(module, target, rounded, source=folder)
+    inputs = inputs_of(module, *CHECKED).values()
+    with torch.inference_mode():
+        return _difference(from_pretrained(target).eval()(*inputs), module(*inputs), target)
 
 
 def load_package(path: str | Path) -> Any:

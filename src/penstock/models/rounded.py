@@ -8,6 +8,9 @@ A linear NAME is stored as `NAME.weight`, int8 (N, K), or of 4 bits uint8 (N, K/
 half of a byte; `NAME.weight_scale` and of 4 bits `NAME.weight_offset`, fp32 (N, G); and, where one scale for all of its
 inputs was measured, `NAME.input_scale`, fp32. Without offsets numbers are from −127 to 127, else from 0 to 15.
 An offset is a whole number of scales, so that one of the numbers is zero.
+
+The layout of compressed-tensors (`penstock.models.convert.compressed_tensors`) is read as well: there `input_scale` is
+(1,), and `NAME.weight_packed` holds numbers in int32.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.formats import FORMATS
@@ -28,6 +32,7 @@ CLIP = "log_clip"
 inputs: so a step changes small and large clips by the same share (Jain et al., "Trained Quantization Thresholds",
 MLSys 2020, section 3.3)."""
 _SCALE, _OFFSET, _INPUT = ".weight_scale", ".weight_offset", ".input_scale"
+_PACKED, _ZERO, _SHAPE = ".weight_packed", ".weight_zero_point", ".weight_shape"
 LEAST = 2.0**-100
 """The largest magnitude that a scale is made for is at least this, so that scales and their inverses are normal fp32
 numbers."""
@@ -155,6 +160,20 @@ def zero_points(name: str, weight: RoundedWeight) -> Tensor:
     return zeros.to(torch.int8)
 
 
+def packed_words(numbers: Tensor, bits: int) -> Tensor:
+    """Whole numbers from 0 (…, K), of 4 or 8 bits each, as int32 (…, ⌈K · bits / 32⌉), the first in the lowest bits."""
+    each = 32 // bits
+    words: Tensor = F.pad(numbers.to(torch.int64), (0, -numbers.shape[-1] % each)).unflatten(-1, (-1, each))  # type: ignore[no-untyped-call]
+    return (words << torch.arange(0, 32, bits)).sum(-1).to(torch.int32)
+
+
+def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """The `count` numbers (…, K), int16, that `packed_words` made words (…, W) of."""
+    shifts = torch.arange(0, 32, bits, device=words.device)
+    numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
+    return numbers.flatten(-2)[..., :count].to(torch.int16)
+
+
 def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
     """The weights in few bits that a state dict holds, by the names of their linears; meta tensors do as well.
 
@@ -162,8 +181,12 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
     """
     rounded = {}
     for name in (key.removesuffix(_SCALE) for key in state if key.endswith(_SCALE)):
+        if name + _PACKED in state:
+            rounded[name] = _unpacked(state, name)
+            continue
         numbers, scales = state.get(f"{name}.weight"), state[name + _SCALE]
         offsets, one = state.get(name + _OFFSET), state.get(name + _INPUT)
+        one = one[0] if one is not None and one.shape == (1,) else one
         whole = torch.int8 if offsets is None else torch.uint8
         if numbers is None or numbers.dtype != whole or numbers.ndim < 2:
             raise CheckpointError(f"{name}.weight is no {whole} matrix, as its scales want. {_REMEDY}")
@@ -194,11 +217,35 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
 _REMEDY = "Fetch or write the folder again."
 
 
+def _unpacked(state: Mapping[str, Tensor], name: str) -> RoundedWeight:
+    """A weight that compressed-tensors packs: of 4 bits where there are zero points, else of 8."""
+    words, scales = state[name + _PACKED], state[name + _SCALE]
+    zeros, shape = state.get(name + _ZERO), state.get(name + _SHAPE)
+    bits = 8 if zeros is None else 4
+    fits = words.ndim == scales.ndim == 2 and scales.is_floating_point() and words.dtype == torch.int32
+    outputs, inputs = (words.shape[0], words.shape[1] * 32 // bits) if fits else (0, 0)
+    fits = fits and scales.shape[0] == outputs and scales.shape[1] > 0 and inputs % scales.shape[1] == 0
+    if zeros is not None:
+        fits = fits and (zeros.dtype, *zeros.shape) == (torch.int32, -(-outputs // 8), scales.shape[1])
+    if not fits:
+        raise CheckpointError(f"{name}{_PACKED} does not go with its scales and zero points. {_REMEDY}")
+    if shape is not None and not shape.is_meta and shape.tolist() != [outputs, inputs]:
+        raise CheckpointError(
+            f"{name}{_PACKED} holds {outputs} × {inputs} numbers of {bits} bits, but {name}{_SHAPE} says "
+            f"{shape.tolist()}. {_REMEDY}"
+        )
+    numbers, scales = unpacked_words(words, bits, inputs), scales.float()
+    if zeros is None:
+        return RoundedWeight((numbers - 128).to(torch.int8), scales)
+    offsets = -unpacked_words(zeros.t(), 4, outputs).t().float() * scales
+    return RoundedWeight(numbers.to(torch.int8), scales, offsets)
+
+
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict with values in fp32 in place of weights in few bits. Raises as `rounded_in`."""
     plain = dict(state)
     for name, weight in rounded_in(state).items():
-        for end in (_SCALE, _OFFSET, _INPUT):
+        for end in (_SCALE, _OFFSET, _INPUT, _PACKED, _ZERO, _SHAPE):
             plain.pop(name + end, None)
         plain[f"{name}.weight"] = weight.values()
     return plain

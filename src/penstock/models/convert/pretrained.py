@@ -19,6 +19,7 @@ from penstock.config.model import FAMILIES, ModelConfig, TextConfig, ViTConfig
 from penstock.config.quantise import StoredFormat
 from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
+from penstock.models.convert.compressed_tensors import compressed_tensors, require_readable
 from penstock.models.convert.files import described, read_json, read_state_dict, settings_in
 from penstock.models.convert.gated import gated, read_gated
 from penstock.models.convert.hf import config_from_hf, hf_config
@@ -146,6 +147,31 @@ def save_values(model: nn.Module, folder: str | Path, *, source: Path) -> None:
     its weights, as `save_rounded` does."""
     values, tensors = _in_their_form(cast(Any, model).config, model.state_dict(), _carried(source))
     _write_folder(Path(folder), values, tensors, files_beside(source))
+
+
+def save_compressed(
+    model: nn.Module,
+    folder: str | Path,
+    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
+    *,
+    source: Path,
+) -> None:
+    """Write a model with the weights of some linears in few bits, by the name of each, as `save_rounded` does, but as
+    transformers reads it through the package compressed-tensors.
+
+    Raises ConfigError for a model that transformers, or that layout, does not have.
+    """
+    config = cast(Any, model).config
+    require_theirs(config)
+    quantisation, tensors = compressed_tensors(config, rounded)
+    plain = {
+        name: value
+        for name, value in model.state_dict().items()
+        if name.removesuffix(".weight") not in rounded
+    }
+    values, others = _in_their_form(config, plain, _carried(source))
+    values |= {"dtype": "float32", "quantization_config": quantisation}
+    _write_folder(Path(folder), values, [*others, *pending(tensors)], files_beside(source))
 
 
 def _carried(source: Path) -> dict[str, Any]:
@@ -276,6 +302,8 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder} holds timm's {shown(str(values['architecture']))}, whose config.json does not give its shape; "
             f"create the model from a preset and call load_weights(model, {str(folder)!r})."
         )
+    if (quantisation := values.pop("quantization_config", None)) is not None:
+        require_readable(quantisation)
     kind = values.get("model_type", "vit")
     if isinstance(kind, str) and kind.removeprefix(_OWN) in FAMILIES and kind.startswith(_OWN):
         origin = f"{folder / 'config.json'}, which another version of Penstock may have written"

@@ -21,7 +21,7 @@ from penstock.tensorfile import Pending
 
 def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Tensor]:
     """Our state dict as transformers' model of this configuration is stored. Raises ConfigError if there is none."""
-    library = _library(config)
+    library = text_library(config)
     converted = to_library(state, config, library.names(config))
     tokens = converted.get("model.shared.weight")
     if "output_bias" in library.own and not config.output_bias and tokens is not None:
@@ -46,8 +46,8 @@ def text_pending(state: Mapping[str, Tensor], config: TextConfig) -> list[Pendin
 
 
 @cache
-def _library(config: TextConfig) -> Library:
-    """Whose model it is. Raises ConfigError if there is none."""
+def text_library(config: TextConfig) -> Library:
+    """The library of transformers whose model it is. Raises ConfigError if there is none."""
     return library_of(write_text_config(config)["model_type"])
 
 
@@ -57,7 +57,7 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, 
 
     Meta tensors do as well as real ones: what only values can tell is then taken to be right.
     """
-    library = _library(model.config)
+    library = text_library(model.config)
     heads = "|".join(map(re.escape, (library.prefix or "\0", *library.heads)))
     if library.prefix:
         full = {name: re.sub(rf"^(?!{heads})", library.prefix, name) for name in state}

@@ -59,12 +59,12 @@ def require_representable(config: ViTConfig) -> None:
         raise ConfigError([*problems, "Save such a model in Penstock's own names with save_pretrained."])
 
 
-def to_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Penstock's state dict as transformers' ViTForImageClassification is stored. Raises ConfigError if it
-    has no such model.
+def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = False) -> dict[str, Tensor]:
+    """Penstock's state dict as transformers' ViTForImageClassification is stored, or with the names of its `modules` in
+    version 5. Raises ConfigError if it has no such model.
     """
     require_representable(config)
-    names = [f"vit.encoder.layer.{i}." for i in range(config.depth)]
+    names = [f"vit.{'layers' if modules else 'encoder.layer'}.{i}." for i in range(config.depth)]
     return translate(_outward(state, config), ours.anatomy(config.graph), _hf(names, config))
 
 

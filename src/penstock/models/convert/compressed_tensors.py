@@ -1,0 +1,187 @@
+"""Quantised models in the layout of the package compressed-tensors, with which transformers opens them.
+
+A linear NAME of transformers' model, with N outputs, K inputs and G groups of inputs, is stored as
+
+    int8          NAME.weight         int8 (N, K)               numbers from −127 to 127
+                  NAME.weight_scale   fp32 (N, 1)
+                  NAME.input_scale    fp32 (1,)                 unless each token has a scale of its own
+    int8_weights  NAME.weight_packed  int32 (N, ⌈K/4⌉)          number + 128, the first in the lowest byte
+                  NAME.weight_scale   fp32 (N, 1)
+                  NAME.weight_shape   int64 (2,)                N and K
+    int4          NAME.weight_packed  int32 (N, ⌈K/8⌉)          number, the first in the lowest four bits
+                  NAME.weight_scale   fp32 (N, G)
+                  NAME.weight_zero_point  int32 (⌈N/8⌉, G)      the number that is 0, packed along N
+                  NAME.weight_shape   int64 (2,)
+
+and config.json says under `quantization_config` which linears these are, by patterns of their names. `models.rounded`
+reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from penstock.config.formats import FORMATS
+from penstock.config.model import ModelConfig, TextConfig, ViTConfig
+from penstock.config.quantise import StoredFormat
+from penstock.errors import ConfigError
+from penstock.models.convert.text import text_library, text_to_hf
+from penstock.models.convert.vit import to_hf
+from penstock.models.rounded import RoundedWeight, packed_words, zero_points
+
+METHOD = "compressed-tensors"
+_NUMBER = re.compile(r"\.(\d+)\.")
+"""The number of a block in the name of a linear."""
+Rounded = Mapping[str, tuple[StoredFormat, RoundedWeight]]
+_CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_GROUPS = {
+    "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": FORMATS["int4"].group,
+    "dynamic": False,
+}  # fmt: skip
+_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_ONE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+_PACKED = "pack-quantized"
+_SCHEMES: dict[tuple[StoredFormat, bool], dict[str, Any]] = {
+    ("int8", False): {"weights": _CHANNELS, "input_activations": _TOKENS, "format": "int-quantized"},
+    ("int8", True): {"weights": _CHANNELS, "input_activations": _ONE, "format": "int-quantized"},
+    ("int8_weights", False): {"weights": _CHANNELS, "input_activations": None, "format": _PACKED},
+    ("int4", False): {"weights": _GROUPS, "input_activations": None, "format": _PACKED},
+}
+"""The package's words for a format, with one scale for all inputs or not."""
+
+
+def compressed_tensors(config: ModelConfig, rounded: Rounded) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The `quantization_config` of a model's config.json, and the tensors of its quantised linears, by the names of
+    transformers.
+
+    Raises ConfigError for a linear that the layout does not have: of experts, of a model whose linears transformers
+    stores transposed, or in 4 bits of which none stands for zero.
+    """
+    tensors: dict[str, Tensor] = {}
+    names: dict[tuple[StoredFormat, bool], list[tuple[str, ...]]] = defaultdict(list)
+    _require_linears(config, rounded)
+    for linear, (form, weight) in rounded.items():
+        parts = {"numbers": weight.numbers, "scales": weight.scales}
+        if form == "int4":
+            parts["zeros"] = zero_points(linear, weight)
+        # What is one linear of ours may be several of theirs, which have some of the rows each.
+        rows = {part: _in_library(config, linear, tensor) for part, tensor in parts.items()}
+        for name in rows["numbers"]:
+            tensors |= _stored(
+                name, form, {part: own[name] for part, own in rows.items()}, weight.input_scale
+            )
+        names[form, weight.input_scale is not None] += _modules(config, linear, weight.numbers)
+    groups = {
+        f"group_{number}": {"targets": _patterns(config, modules)} | _SCHEMES[scheme]
+        for number, (scheme, modules) in enumerate(names.items())
+    }
+    layouts = {group["format"] for group in groups.values()}
+    # compressed-tensors 0.20 does not load zero points of weights that it is to decompress later.
+    at_once = {"dequantize": True} if ("int4", False) in names else {}
+    return {
+        "quant_method": METHOD,
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [],
+        **at_once,
+    }, tensors
+
+
+def _require_linears(config: ModelConfig, rounded: Rounded) -> None:
+    problem = ""
+    if isinstance(config, TextConfig) and any(
+        entry.transposed for entry in text_library(config).names(config).values()
+    ):
+        model_type = text_library(config).model_type
+        problem = f"transformers' {model_type} stores linears transposed, in a class that is not compressed"
+    for name, (form, weight) in rounded.items():
+        if weight.numbers.ndim > 2:
+            problem = f"{name} is of several experts, which the layout does not have"
+        elif form == "int8_weights" and weight.numbers.shape[1] % 4:
+            problem = f"{name} has {weight.numbers.shape[1]} inputs, which do not fill words of four numbers"
+    if problem:
+        raise ConfigError(
+            f"{METHOD} cannot hold the model: {problem}. Write its values with --to transformers."
+        )
+
+
+def require_readable(quantisation: Any) -> None:
+    """Refuse a `quantization_config` whose weights `models.rounded` does not read. Raises ConfigError."""
+    known_method = isinstance(quantisation, dict) and quantisation.get("quant_method") == METHOD
+    groups = quantisation.get("config_groups") if known_method else None
+    for group in groups.values() if isinstance(groups, dict) else [None]:
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or not any(
+            all(weights.get(name) == value for name, value in known.items() if name != "group_size")
+            for known in (_CHANNELS, _GROUPS)
+        ):
+            raise ConfigError(
+                "config.json has a quantization_config of another kind than Penstock reads: int8 with a scale for each "
+                f"output, or int4 with zero points in groups, of {METHOD}. Use the model before it was quantised, or "
+                "let transformers dequantise it first."
+            )
+
+
+def _in_library(config: ModelConfig, linear: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A matrix of rows for each output of one of our linears, as transformers has them, by its names of linears."""
+    state = {f"{linear}.weight": tensor.float()}
+    converted = (
+        text_to_hf(state, config) if isinstance(config, TextConfig) else to_hf(state, cast(ViTConfig, config))
+    )
+    return {
+        name.removesuffix(".weight"): rows.to(tensor.dtype)
+        for name, rows in converted.items()
+        if name.endswith(".weight")
+    }
+
+
+def _stored(
+    name: str, form: StoredFormat, parts: Mapping[str, Tensor], input_scale: Tensor | None
+) -> dict[str, Tensor]:
+    numbers, tensors = parts["numbers"], {f"{name}.weight_scale": parts["scales"].contiguous()}
+    if form == "int8":
+        tensors[f"{name}.weight"] = numbers.contiguous()
+        return tensors if input_scale is None else tensors | {f"{name}.input_scale": input_scale.reshape(1)}
+    tensors[f"{name}.weight_shape"] = numbers.new_tensor(numbers.shape, dtype=torch.int64)
+    if form == "int8_weights":
+        return tensors | {f"{name}.weight_packed": packed_words(numbers.to(torch.int16) + 128, 8)}
+    zeros = packed_words(parts["zeros"].t(), 4).t().contiguous()
+    return tensors | {f"{name}.weight_packed": packed_words(numbers, 4), f"{name}.weight_zero_point": zeros}
+
+
+def _modules(config: ModelConfig, linear: str, numbers: Tensor) -> list[tuple[str, ...]]:
+    """The linears of transformers' model that one of our linears is, each by its name in the file, and where it is
+    another by that in the model too."""
+    like = torch.empty(numbers.shape, device="meta")
+    stored = _in_library(config, linear, like)
+    if isinstance(config, ViTConfig):
+        others = [
+            name.removesuffix(".weight") for name in to_hf({f"{linear}.weight": like}, config, modules=True)
+        ]
+        return [*zip(stored, others, strict=True)]
+    return [(name,) for name in stored]
+
+
+def _patterns(config: ModelConfig, names: Iterable[tuple[str, ...]]) -> list[str]:
+    """Regular expressions of linears, with the beginning that a model with a head has or without it: one for those of
+    all blocks that differ in the block's number alone."""
+    prefix = text_library(config).prefix if isinstance(config, TextConfig) else "vit."
+    blocks: dict[tuple[tuple[str, str], ...], list[str]] = defaultdict(list)
+    for spellings in names:
+        parts = [_NUMBER.split(name.removeprefix(prefix), maxsplit=1) for name in spellings]
+        blocks[tuple((before, after) for before, _, after in parts)].append(parts[0][1])
+    return [
+        rf"re:(.*\.)?({'|'.join(_pattern(*ends, numbers) for ends in spellings)})$"
+        for spellings, numbers in blocks.items()
+    ]
+
+
+def _pattern(before: str, after: str, numbers: list[str]) -> str:
+    return rf"{re.escape(before)}\.({'|'.join(numbers)})\.{re.escape(after)}"

@@ -1,0 +1,52 @@
+"""Folders of small models with random weights, as a run leaves them, and quantised."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+import penstock
+from penstock.compress.data import QuantiseData
+from penstock.compress.quantise import quantise_folder
+from penstock.config.quantise import QuantiseOptions
+from penstock.data.text.tokenizers import Bytes
+from penstock.export.export import inputs_of
+from penstock.train.prepare import write_beside
+
+SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
+
+
+def folder(name: str, where: Path, rows: int = Bytes.size, **changes: Any) -> Path:
+    """A small model of a family with random weights, and beside it a tokenizer, as a run leaves them."""
+    torch.manual_seed(0)
+    model: Any = penstock.PRESETS[name]
+    config: Any
+    if isinstance(model, penstock.ViTConfig):
+        config = dataclasses.replace(model, **SMALL, image_size=32, patch_size=8, classes=5)
+    elif isinstance(model, penstock.Seq2SeqConfig):
+        sides = {
+            side: dataclasses.replace(getattr(model, side), **SMALL | changes)
+            for side in ("encoder", "decoder")
+        }
+        config = dataclasses.replace(model, vocabulary=rows, sequence=48, decoder_sequence=48, **sides)
+    else:
+        sizes = SMALL | {"kv_heads": None} | changes
+        config = dataclasses.replace(model, **sizes, vocabulary=rows, sequence=48)
+    if not isinstance(config, penstock.ViTConfig):
+        write_beside(config, cast(Any, SimpleNamespace(tokenizer=Bytes())), where / "words")
+    penstock.save_pretrained(penstock.create(config), where / name, beside=where / "words")
+    return where / name
+
+
+def quantised(name: str, where: Path, **options: Any) -> Path:
+    """A small quantised model of a family, in int8 unless `options` say otherwise, calibrated with drawn inputs."""
+    whole = folder(name, where)
+    model = penstock.from_pretrained(whole)
+    given = [tuple(inputs_of(model, *sizes).values()) for sizes in ((4, 20, 12), (3, 30, 7))]
+    wanted = QuantiseOptions(**{"format": "int8"} | options)
+    quantise_folder(whole, where / "few bits", wanted, QuantiseData(lambda: given))
+    return where / "few bits"

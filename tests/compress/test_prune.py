@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from helpers.families import ENROLLED, batches, flat, small
 from penstock.compress.prune import keep_experts, keep_heads, keep_hidden, keep_layers, keep_words
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, with_stacks
 from penstock.config.stack import Layer
 from penstock.errors import ConfigError
 from penstock.models import create
@@ -204,29 +205,35 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
+def _unequal(generator: random.Random, stack: Any) -> Any:
+    """The stack with other layers, of sizes by chance."""
+    layers = list[Layer]()
+    for _ in range(generator.randint(1, 4)):
+        layer = stack.layers[generator.randrange(len(stack.layers))]
+        if not stack.biased:  # a bias by distance is one of as many heads in every layer
+            kv = generator.randint(1, 3)
+            layer = replace(layer, kv=kv, heads=kv * generator.randint(1, 2))
+        layers.append(replace(layer, hidden=generator.randint(1, 20)))
+    return replace(stack, depth=len(layers), unequal=tuple(layers))
+
+
 @pytest.mark.slow
 def test_random_unequal_models_are_opened_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
-    generator, configs = random.Random(5), []
-    while len(configs) < 50:
-        config: Any = FORMS[generator.choice(["vit", "gpt", "llama", "bert", "qwen moe", "modernbert"])]
-        depth = generator.randint(1, 4)
-        layers = []
-        for _ in range(depth):
-            kv = generator.randint(1, 3)
-            first = config.layers[generator.randrange(len(config.layers))]
-            layers.append(
-                replace(first, kv=kv, heads=kv * generator.randint(1, 2), hidden=generator.randint(1, 20))
-            )
-        configs.append(replace(config, depth=depth, unequal=tuple(layers)))
-    for number, config in enumerate(configs):
-        save_pretrained(create(config), tmp_path / f"{number:02}")
+    generator = random.Random(5)
+    forms = ["vit", "gpt", "llama", "bert", "qwen moe", "modernbert", "marian", "t5"]
+    models: dict[Path, Model] = {}
+    for number in range(200):
+        config = with_stacks(FORMS[generator.choice(forms)], partial(_unequal, generator))
+        models[tmp_path / f"{number:03}"] = model = create(config)
+        save_pretrained(model, tmp_path / f"{number:03}")
+    assert sum(run.stack.unequal != () for model in models.values() for run in model.graph.runs) > 100
     subprocess.run([sys.executable, "-c", _OPENED, str(tmp_path)], check=True)
-    for number, config in enumerate(configs):
-        folder = tmp_path / f"{number:02}"
+    for folder, model in models.items():
         here, there = from_pretrained(folder), torch.load(folder / "again.pt", weights_only=True)
-        assert here.config.layers == config.layers
-        for name, value in here.state_dict().items():
-            assert torch.equal(there[name], value), (number, name)
+        assert here.config == model.config
+        for name, value in model.state_dict().items():
+            assert torch.equal(here.state_dict()[name], value), (folder, name)
+            assert torch.equal(there[name], value), (folder, name)
 
 
 def test_layers_that_are_alike_need_no_list() -> None:

@@ -103,6 +103,16 @@ def check(device: str) -> None:
             torch.testing.assert_close(y.double(), right, rtol=1e-5, atol=1e-5)
         half = rounded_product(a, a_scales, b, b_scales)
         torch.testing.assert_close(half, product.to(torch.bfloat16), rtol=2.0**-7, atol=1e-5)
+    # Sums of whole numbers are exact, and rounded once, to fp32, where they are above 2²⁴.
+    m, n, k = 5, 18, 1111
+    drawn_whole = [
+        torch.randint(-127, 128, sides, generator=generator, dtype=torch.int8) for sides in ((m, k), (n, k))
+    ]
+    ends = [torch.full(sides, 127, dtype=torch.int8) for sides in ((m, k), (n, k))]
+    for a, b in (drawn_whole, ends, (ends[0], -ends[1])):
+        ones = torch.ones(m, 1, device=device), torch.ones(n, 1, device=device)
+        y = rounded_product(a.to(device), ones[0], b.to(device), ones[1], dtype=torch.float32)
+        assert torch.equal(y.cpu(), (a.long() @ b.long().t()).float())
 
 
 def test_the_plain_form_rounds_as_products_do() -> None:

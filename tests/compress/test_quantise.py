@@ -13,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from helpers.families import ENROLLED, batches, flat
+from helpers.small_folders import learn_digits
 from penstock.compress.data import QuantiseData, points, task_data
 from penstock.compress.quantise import candidates, quantise_folder, round_weight
 from penstock.config.model import PRESETS, ModelConfig, with_stacks
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig
-from penstock.data import Loader
-from penstock.data.open import open_source
 from penstock.errors import CheckpointError, ConfigError
 from penstock.infer.load import loaded
 from penstock.models import create
@@ -34,7 +32,6 @@ from penstock.models.model import Model
 from penstock.models.rounded import zero_points
 from penstock.products.rounded import RoundedInt8
 from penstock.products.stored import Stored, StoredExperts
-from penstock.tasks import classification_loss
 
 RELOAD = """
 import sys, torch
@@ -217,16 +214,7 @@ def test_wrong_folders_and_options_are_refused_by_name(tmp_path: Path) -> None:
 
 def learned(folder: Path) -> Callable[[nn.Module], float]:
     """A small ViT that tells digits, in a folder; and its score in points on images that it has not seen."""
-    config = replace(PRESETS["vit-digits"], width=48, depth=2, heads=2, mlp_width=96)
-    torch.manual_seed(0)
-    model, source = create(config), open_source(DataConfig(), split="train", channels=1)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with Loader(source, classification_loss.prepare(source, config), batch=96) as loader:
-        for _, batch in zip(range(180), loader):
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch.images), batch.targets).backward()
-            optimizer.step()
-    save_pretrained(model.eval(), folder)
+    learn_digits(folder)
     score = task_data(folder, DataConfig()).score
     assert score is not None
     return score

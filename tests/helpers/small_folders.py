@@ -1,4 +1,4 @@
-"""Folders of small models with random weights, as a run leaves them, and quantised."""
+"""Folders of small models, with random weights or trained on digits, as a run leaves them, and quantised."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import penstock
 from penstock.compress.data import QuantiseData
 from penstock.compress.quantise import quantise_folder
 from penstock.config.quantise import QuantiseOptions
+from penstock.config.run import DataConfig
+from penstock.data import Loader
+from penstock.data.open import open_source
 from penstock.data.text.tokenizers import Bytes
 from penstock.export.export import inputs_of
+from penstock.tasks import classification_loss
 from penstock.train.prepare import write_beside
 
 SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
@@ -50,3 +56,33 @@ def quantised(name: str, where: Path, **options: Any) -> Path:
     wanted = QuantiseOptions(**{"format": "int8"} | options)
     quantise_folder(whole, where / "few bits", wanted, QuantiseData(lambda: given))
     return where / "few bits"
+
+
+def learn_digits(folder: Path) -> None:
+    """Leave a small ViT that was trained on digits in a folder."""
+    preset: Any = penstock.PRESETS["vit-digits"]
+    config = dataclasses.replace(preset, width=48, depth=2, heads=2, mlp_width=96)
+    torch.manual_seed(0)
+    model, source = penstock.create(config), open_source(DataConfig(), split="train", channels=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    with Loader(source, classification_loss.prepare(source, config), batch=96) as loader:
+        for _, batch in zip(range(180), loader):
+            optimizer.zero_grad()
+            torch.autograd.backward(cross_entropy(model(batch.images), batch.targets))
+            optimizer.step()
+    penstock.save_pretrained(model.eval(), folder)
+
+
+def every_digit() -> tuple[Tensor, Tensor]:
+    """The 1,797 images (N, 1, H, W) of both splits, and their classes (N,)."""
+    images, classes = list[Tensor](), list[Tensor]()
+    data = DataConfig()
+    for source in (
+        open_source(data, split="train", channels=1), open_source(data, split="val", channels=1),
+    ):  # fmt: skip
+        prepare = classification_loss.prepare(source, penstock.PRESETS["vit-digits"])
+        with Loader(source, prepare, batch=64, endless=False) as loader:
+            for batch in loader:
+                images.append(batch.images)
+                classes.append(batch.targets)
+    return torch.cat(images), torch.cat(classes)

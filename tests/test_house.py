@@ -462,21 +462,21 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1680,
+    "(modules)": 1690,
     "boundary": 1650,
-    "checkpoint": 1990,
+    "checkpoint": 2000,
     "cli": 4230,
     "compress": 2740,
-    "config": 6100,
+    "config": 6140,
     "data": 7120,
     "decode": 2650,
     "doctor": 450,
     "export": 900,
-    "infer": 1790,
-    "kernels": 6450,
+    "infer": 1800,
+    "kernels": 6510,
     "ladder": 5420,
     "launch": 1550,
-    "models": 8740,
+    "models": 8910,
     "optim": 1780,
     "parallel": 4120,
     "planner": 6530,
@@ -487,7 +487,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3470,
     "step": 710,
-    "tasks": 3480,
+    "tasks": 3490,
     "train": 3260,
     "tune": 1620,
 }
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 89_300
+    assert sum(LINES.values()) <= 89_600
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -19,7 +19,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.config.recipes import require_comparable, require_teachable
+from penstock.config.recipes import require_adaptable, require_comparable, require_teachable
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
@@ -27,7 +27,7 @@ from penstock.models import create
 from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
 from penstock.models.convert import load_weights
 from penstock.models.fuse import fuse
-from penstock.models.lora import add_adapters
+from penstock.models.lora import add_adapters, base_outputs, gives_classes, store_base
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.optim.groups import freeze
@@ -123,6 +123,7 @@ def build(
     require(plan, run=True)
     require_teachable(recipe, plan)
     require_comparable(recipe, plan, preferences=isinstance(loss, Preferences))
+    require_adaptable(recipe, plan, preferences=isinstance(loss, Preferences))
     if config is not None and machine is not None:
         require(plan, config, machine, run=True)
     if dims is None:
@@ -166,6 +167,8 @@ def build(
             add_adapters(module, recipe.lora)
 
     parameters = sum(parameter.numel() for parameter in module.parameters())
+    # While names are the whole model's, and before the device gets any weight. What is loaded later is rounded as well.
+    store_base(module, recipe.lora)
     # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
     # weights are halved once the optimizer holds the fp32 ones.
     precision = precision_of(plan, recipe.lists, device)
@@ -216,7 +219,14 @@ def build(
         loss = loss.taught_by(teacher)
     # So is the reference of preferences, which must round as the model does: before the first step they are equal.
     if isinstance(loss, Preferences) and loss.reference is None:
-        loss = loss.beside(_reference(loss, config, plan, precision, device, seed), recipe.preference_beta)
+        # With adapters they are the weights beside these.
+        alone = recipe.lora.rank and not recipe.lora.also and not gives_classes(module)
+        reference = (
+            partial(base_outputs, module)
+            if alone
+            else _reference(loss, config, plan, precision, device, seed)
+        )
+        loss = loss.beside(reference, recipe.preference_beta)
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
     replicas: DataParallel | None = None

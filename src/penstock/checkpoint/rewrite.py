@@ -139,13 +139,19 @@ def weight_sets(checkpoint: Checkpoint) -> list[str]:
 
 def read_weights(checkpoint: Checkpoint, which: str) -> dict[str, Tensor]:
     """One set of weights, whole and on the CPU, by parameter name. Averages have no whole numbers, as the biases of
-    routers: these are those of the weights."""
+    routers and weights in few bits: these are those of the weights."""
+    places = _places(checkpoint, which)
+    read = checkpoint.read(dict.fromkeys(places.values()))
+    return {name: read[place] for name, place in places.items()}
+
+
+def _places(checkpoint: Checkpoint, which: str) -> dict[str, str]:
+    """Where the tensors of one set of weights are in the index, by parameter name: see `read_weights`."""
     places = {name: f"{which}/{name}" for name in _names(checkpoint, which)}
     for name in checkpoint.document["weights"].get("weights", ()):
         if not checkpoint.index[f"weights/{name}"].torch_dtype.is_floating_point:
             places.setdefault(name, f"weights/{name}")
-    read = checkpoint.read(dict.fromkeys(places.values()))
-    return {name: read[place] for name, place in places.items()}
+    return places
 
 
 def export_plain(
@@ -183,7 +189,11 @@ def export_model(
     from penstock.models.rounded import without_clips
 
     config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
-    elements = sum(math.prod(checkpoint.index[f"{which}/{name}"].shape) for name in _names(checkpoint, which))
+    places = _places(checkpoint, which)
+    elements = sum(  # of 4 bits two in each byte
+        math.prod(checkpoint.index[place].shape) * (1 + (f"{name}_offset" in places))
+        for name, place in places.items()
+    )
     where, remedy = f"config.json of {checkpoint.path}", "Export them with --names plain."
     require_as_large(config.model, elements, where, error=CheckpointError, remedy=remedy)
     with torch.device("meta"):

@@ -70,6 +70,7 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
     require(config.plan, None if elastic else config.model, run=True)
     require_teachable(config.recipe, config.plan)
     require_comparable(config.recipe, config.plan, preferences=config.task == "preferences")
+    require_adaptable(config.recipe, config.plan, preferences=config.task == "preferences")
     if config.task == "preferences" and config.init_from is None:
         raise ConfigError(
             "task=preferences compares the model with the weights that it starts from; name them with --from "
@@ -149,6 +150,37 @@ def require_comparable(recipe: Recipe, plan: Plan, *, preferences: bool) -> None
             problems.append(
                 "task=preferences has a reference in place of a recipe.teacher; leave the teacher out."
             )
+    if problems:
+        raise ConfigError(problems)
+
+
+def require_adaptable(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
+    """Raise ConfigError where weights that do not learn cannot be stored as `recipe.lora.base` says."""
+    lora = recipe.lora
+    if lora.base == "plain":
+        return
+    problems = []
+    if not lora.rank:
+        problems.append(
+            f"recipe.lora.base={lora.base} stores weights that do not learn, but without adapters all of them do; set "
+            "recipe.lora.rank, such as 16, or leave base out."
+        )
+    if plan.products != "plain":
+        problems.append(
+            f"recipe.lora.base={lora.base} makes weights of few bits for products in the compute type, which "
+            f"plan.products={plan.products} would round again; use products=plain, or leave base out."
+        )
+    problems += [
+        f"plan.{name}={degree} splits weights, which recipe.lora.base={lora.base} stores as a whole; use {name}=1, or "
+        "sharding=fsdp."
+        for name in ("tp", "pp", "ep")
+        if (degree := getattr(plan, name)) > 1
+    ]
+    if preferences and lora.also:
+        problems.append(
+            "task=preferences compares with the weights beside the adapters, which "
+            f"recipe.lora.base={lora.base} rounds and recipe.lora.also changes; leave one of them out."
+        )
     if problems:
         raise ConfigError(problems)
 

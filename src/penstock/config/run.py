@@ -225,6 +225,9 @@ class Lists(Checked, where="recipe.lists"):
     """Modules in fp32, with all that is in them."""
 
 
+BaseWeights = Literal["plain", "int8_weights", "int4"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora(Checked, where="recipe.lora"):
     """Low-rank adapters that learn in place of the weights (Hu et al., ICLR 2022)."""
@@ -239,6 +242,9 @@ class Lora(Checked, where="recipe.lora"):
     """Which parts of the blocks have adapters beside their linears."""
     also: tuple[str, ...] = ()
     """Other parts that learn, by name or pattern; the head of a model that gives classes does in any case."""
+    base: BaseWeights = "plain"
+    """How weights of attentions and perceptrons that do not learn are stored: as the Plan says (`plain`), or in 8 or 4
+    bits, of which each product makes them (Dettmers et al., NeurIPS 2023, "QLoRA"): `int8_weights`, `int4`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.config.convert import nearest
@@ -18,6 +20,7 @@ from penstock.config.graph import ClassHead
 from penstock.config.run import Lora
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of
+from penstock.models.frozen import freeze_linears, with_plain_weights
 from penstock.models.roles import Attention, Embedding, Head, Linear, Perceptron, Pooler, Role, walk
 
 BASE, FIRST, SECOND = "base_layer", "lora_A.default", "lora_B.default"
@@ -61,6 +64,12 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         for pattern in (*learning, *lora.also):
             if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
                 parameter.requires_grad_(True)
+
+
+def store_base(model: nn.Module, lora: Lora) -> None:
+    """Store what does not learn as `lora.base` says, in place. Raises ConfigError where nothing can be stored so."""
+    if lora.base != "plain":
+        freeze_linears(model, lora.base, BASE)
 
 
 def gives_classes(model: nn.Module) -> bool:
@@ -133,13 +142,32 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             model.set_submodule(name, module)
 
 
+def base_outputs(model: nn.Module, *inputs: Any) -> Any:
+    """Outputs of the model as it is without its adapters, in evaluation mode, without gradients."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with without_adapters(model), torch.no_grad():
+            return model(*inputs)
+    finally:
+        for module in training:
+            module.training = True
+
+
 def merged(state: Mapping[str, Tensor], lora: Lora, model: nn.Module) -> dict[str, Tensor]:
     """A state dict with each adapter added to its weight, in fp32, under the names of the model without adapters.
-    `model` is what the state is of, with adapters or without: it tells which weights are stored as (in, out).
+    `model` is what the state is of, with adapters or without: it tells which weights are stored as (in, out). Weights
+    in few bits become what their numbers stand for.
     """
     if not lora.rank:
         return dict(state)
     transposed = {linear.name for linear in _linears(model) if linear.transposed}
+    if lora.base != "plain":
+        dtype = next(tensor.dtype for name, tensor in state.items() if name.endswith(_B))
+        frozen = {name.removesuffix("_scale") for name in state if name.endswith(".weight_scale")}
+        turned = {f"{name}{end}" for name in transposed for end in (".weight", f"{_BASE}weight")} & frozen
+        state = with_plain_weights(state, dtype)
+        state = {name: tensor.T if name in turned else tensor for name, tensor in state.items()}
     weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((_A, _B)):

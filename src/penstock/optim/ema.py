@@ -21,10 +21,10 @@ class EMA:
     """shadow ← decay · shadow + (1 − decay) · weight, after every optimizer step (Polyak and Juditsky, 1992).
 
     Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
-    averaged; buffers are the model's own. With RemainderAdamW as `optimizer` the exact fp32 weights are averaged, not
-    the bf16 ones; if `update` follows `every_step`, its steps on a GPU move the averages themselves, in their one
-    launch, and `update` does the rest. With master weights, give them by name as `weights`, and as `publish` what
-    rounds them into the model.
+    averaged, but for whole numbers, which do not learn; buffers are the model's own. With RemainderAdamW as `optimizer`
+    the exact fp32 weights are averaged, not the bf16 ones; if `update` follows `every_step`, its steps on a GPU move
+    the averages themselves, in their one launch, and `update` does the rest. With master weights, give them by name as
+    `weights`, and as `publish` what rounds them into the model.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class EMA:
     ) -> None:
         require("recipe.ema_decay", decay, Probability)
         self.decay = decay
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters() if weights is None else weights)
+        named = dict(model.named_parameters() if weights is None else weights)
+        self._parameters: dict[str, Tensor] = {n: p for n, p in named.items() if p.is_floating_point()}
         self._publish = publish
         self._remainders = optimizer if isinstance(optimizer, RemainderAdamW) else None
         self._scratch: Tensor | None = None
@@ -94,7 +95,7 @@ class EMA:
             into.lerp_(cast, 1.0 - self.decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages under the names of `model.named_parameters()`."""
+        """The averages under the names of `model.named_parameters()`, without whole numbers."""
         return dict(self._shadows)
 
     @torch.no_grad()

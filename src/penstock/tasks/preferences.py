@@ -12,7 +12,7 @@ Shapes: B pairs, whose texts are the rows 2i (chosen) and 2i + 1 (rejected) of a
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,19 +38,21 @@ if TYPE_CHECKING:
 class Preferences(ConversationTask):
     """Mean loss of pairs. Metrics: `loss`; `accuracy`, the share of pairs whose margin is above 0; `margin`, its mean.
 
-    `beside` gives the reference, which `build` does where a run starts from weights. It is whole on each rank and no
-    part of the model, so that neither checkpoints nor exports hold it.
+    `beside` gives the reference, which `build` does where a run starts from weights: the model without its adapters, or
+    a whole copy on each rank, which neither checkpoints nor exports hold.
     """
 
     unit = "pairs"
-    reference: nn.Module | None = None
-    """The model that gives π_ref, in evaluation mode; it computes as the model does."""
+    reference: Callable[..., Tensor] | None = None
+    """A function of inputs that returns −log π_ref of each text, in evaluation mode; it computes as the model does."""
     beta = 0.1
 
-    def beside(self, reference: nn.Module, beta: float = 0.1) -> Self:
-        """The same task with a reference, which is changed in place, and β."""
+    def beside(self, reference: Callable[..., Tensor], beta: float = 0.1) -> Self:
+        """The same task with a reference, which if it is a module is changed in place, and β."""
         made = copy.copy(self)
-        made.reference, made.beta = reference.eval().requires_grad_(False), beta
+        made.reference, made.beta = reference, beta
+        if isinstance(reference, nn.Module):
+            reference.eval().requires_grad_(False)
         return made
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:

@@ -132,7 +132,8 @@ class RunState:
                 "weights add up to one with router_normalised of several, without expert_dropout or sample_capacity."
             )
         if self.built.ema:
-            self.built.ema.load_state_dict(dict(self.built.model.named_parameters()))
+            weights = self.built.model.named_parameters()
+            self.built.ema.load_state_dict({name: w for name, w in weights if w.is_floating_point()})
         _log.warning("Starting from %s: %s", path, loaded)
 
 

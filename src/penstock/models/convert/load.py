@@ -24,6 +24,7 @@ from penstock.models.convert.spellings import respelled
 from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copies, upcycled
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
+from penstock.models.frozen import plain_places
 from penstock.models.lora import without_adapters
 from penstock.models.model import Model, part_of, renamed
 from penstock.models.rounded import CLIP, clip_of, plain_state, rounded_in
@@ -65,7 +66,8 @@ def load_weights(
     For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
     size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
     size: for fine-tuning. Text models take their own names or transformers', with or without a head. Any other model
-    takes its own names only. Adapters stay as they are. With `upcycling`, dense weights fill a model with mixtures.
+    takes its own names only. Adapters stay as they are; linears in few bits round what they get. With `upcycling`,
+    dense weights fill a model with mixtures.
 
     Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
     CheckpointError for a file that cannot be read.
@@ -76,7 +78,7 @@ def load_weights(
             "model.init_weights() first."
         )
     with without_adapters(model):
-        with _without_clips(model) as clips:
+        with _without_clips(model) as clips, plain_places(model):
             state, loaded, scales = _fitting(model, source, new_head, upcycling)
         if clips:
             held = model.state_dict()  # of a stage of a pipeline its own

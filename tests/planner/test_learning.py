@@ -23,6 +23,7 @@ from penstock.train.prepare import learning_of
 MODEL = DecoderConfig(width=128, depth=4, heads=2, mlp_width=512, vocabulary=512, sequence=32)
 CPU = replace(load_machine("a100-80g"), device="cpu", kernels=(), gemm=())
 LORA = Recipe(lora=Lora(rank=8))
+INT4 = Recipe(lora=Lora(rank=8, base="int4"))
 
 
 def _measured(plan: Plan, recipe: Recipe) -> int:
@@ -44,6 +45,11 @@ def _measured(plan: Plan, recipe: Recipe) -> int:
         (LORA, "micro_batch=4", 0.05),
         (Recipe(lora=Lora(rank=4, parts="attention")), "micro_batch=4 optimizer=fused", 0.05),
         (Recipe(freeze=("decoder.blocks.0", "decoder.blocks.1")), "micro_batch=4 optimizer=fused", 0.1),
+        (INT4, "micro_batch=4 optimizer=fused", 0.03),
+        (INT4, "micro_batch=2 accumulate=2 optimizer=contiguous", 0.03),
+        (INT4, "micro_batch=4 optimizer=fused precision=O2", 0.03),
+        (INT4, "micro_batch=4 precision=O3", 0.03),
+        (Recipe(lora=Lora(rank=8, base="int8_weights")), "micro_batch=4 optimizer=fused", 0.03),
     ],
 )
 def test_the_memory_of_what_learns_is_that_of_a_step(recipe: Recipe, line: str, within: float) -> None:
@@ -63,6 +69,23 @@ def test_frozen_weights_have_no_gradients_masters_or_moments() -> None:
         assert part.memory[name] == pytest.approx(learns.parameters * whole.memory[name], rel=0.1)
     assert part.memory["weights"] == pytest.approx(whole.memory["weights"], rel=0.1)
     assert part.iteration_seconds < whole.iteration_seconds
+
+
+def test_frozen_weights_in_few_bits_take_them_alone() -> None:
+    """They take 5 bits, with their scales and offsets, and autocast casts no copy of them."""
+    inside = 4 * (4 * 128 * 128 + 2 * 128 * 512)
+    for line in ("micro_batch=4", "micro_batch=4 precision=O1"):
+        plan = Plan.parse(line)
+        plain, few = (
+            predict(MODEL, CPU, plan, learns=learning_of(RunConfig(model=MODEL, recipe=recipe, plan=plan)))
+            for recipe in (LORA, INT4)
+        )
+        assert plain.memory["weights"] - few.memory["weights"] == pytest.approx(
+            inside * (4 - 5 / 8), rel=1e-3
+        )
+        assert few.memory["optimizer"] == plain.memory["optimizer"]
+        cast = plain.memory["activations"] - few.memory["activations"]
+        assert cast == pytest.approx(2 * inside if "O1" in line else 0, rel=1e-2)
 
 
 def test_the_operators_of_adapters_are_those_of_their_matrices() -> None:

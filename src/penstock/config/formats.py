@@ -21,11 +21,13 @@ class Format:
     group: int = 0
     """Numbers that share a scale of 16 bits. 0: as many as a row has at least, so that scales take next to nothing, or
     there are no scales."""
+    offsets: bool = False
+    """Whether they share an offset of 16 bits, too."""
 
     @property
     def bytes(self) -> float:
-        """Bytes of one number, with its share of a scale."""
-        return self.bits / 8 + (2 / self.group if self.group else 0.0)
+        """Bytes of one number, with its share of a scale and an offset."""
+        return self.bits / 8 + (2 * (1 + self.offsets) / self.group if self.group else 0.0)
 
 
 FORMATS: dict[Dtype, Format] = {
@@ -37,7 +39,7 @@ FORMATS: dict[Dtype, Format] = {
     "fp8": Format(dtype="float8_e4m3fn", bits=8),
     "fp8_e5m2": Format(dtype="float8_e5m2", bits=8),
     "int8": Format(dtype="int8", bits=8),
-    "int4": Format(dtype="uint8", bits=4, group=32),
+    "int4": Format(dtype="uint8", bits=4, group=32, offsets=True),
 }
 BYTES: dict[Dtype, float] = {name: format.bytes for name, format in FORMATS.items()}
 """Bytes of one number of each format."""

@@ -1,4 +1,5 @@
-"""Training a part of a model: frozen weights have no gradients, masters or moments, and adapters (LoRA) are added.
+"""Training a part of a model: frozen weights have no gradients, masters or moments, may be stored in few bits, and
+adapters (LoRA) are added.
 
 `learning_part` rewrites the operators of a model that learns as a whole. Shares of parameters and tensors are
 arguments, because only the built model knows which names a pattern fits.
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from penstock.config.formats import BYTES, PRODUCTS
 from penstock.config.run import Lora
 from penstock.planner.operators import Op, Part, Workload
 
@@ -19,6 +21,10 @@ _PARTS = {
     "all": ("attention.", "cross.", "mlp."),
 }
 """Beginnings of the names of linears that have adapters, by `Lora.parts`."""
+
+
+UNPACKING = 6
+"""Operators that make a weight of its numbers in few bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +53,47 @@ def learning_part(work: Workload, how: Learning) -> Workload:
     parts = work.parts
     if how.lora.rank:
         parts = tuple(_adapted(part, how, work) for part in parts)
+    form, stored = PRODUCTS[how.lora.base].weights, 0.0
+    if form is not None:
+        stored = sum(p.count * op.n * op.k for p in parts for op in p.forward if _is_stored(op, how.lora))
+        parts = tuple(_stored(part, how.lora, BYTES[form]) for part in parts)
     even = work.even and learning_part(work.even, how)
-    return replace(work, parts=parts, even=even, learned=how.parameters, learned_tensors=how.tensors)
+    work = replace(work, parts=parts, even=even, learned=how.parameters, learned_tensors=how.tensors)
+    return work if form is None else replace(work, stored=stored / work.parameters, stored_bytes=BYTES[form])
+
+
+def _is_stored(op: Op, lora: Lora) -> bool:
+    """Whether the weight of a forward product is stored in few bits."""
+    linear = op.kind == "gemm" and op.weights > 0 and op.batch == 1 and op.name.startswith(_PARTS["all"])
+    own = not op.name.endswith((".lora_A", ".lora_B"))
+    return linear and own and op.k % PRODUCTS[lora.base].multiple[0] == 0
+
+
+def _stored(part: Part, lora: Lora, stored_bytes: float) -> Part:
+    """A part whose frozen products make their weights of few bits, forward and for the gradients of inputs, in place
+    of what autocast casts."""
+    stored = {op.name: op for op in part.forward if _is_stored(op, lora)}
+
+    def unpack(op: Op, forward: bool) -> Op:
+        weights = op.n * op.k
+        return Op(
+            f"{op.name}.unpack", "pointwise", forward, read=weights * stored_bytes, written=weights * _bytes(op),
+            elements=weights, launches=UNPACKING, scratch=True, module=op.module,
+        )  # fmt: skip
+
+    forward: list[Op] = []
+    for op in part.forward:
+        if op.name in stored:
+            if forward and forward[-1].name == "cast.weights":
+                del forward[-1]
+            forward.append(unpack(op, True))
+        forward.append(op)
+    backward: list[Op] = []
+    for op in part.backward:
+        if (product := stored.get(op.name.removesuffix(".input"))) and op.form == "input":
+            backward.append(unpack(product, False))
+        backward.append(op)
+    return replace(part, forward=tuple(forward), backward=tuple(backward))
 
 
 def _adapted(part: Part, how: Learning, work: Workload) -> Part:

@@ -101,15 +101,17 @@ def live_bytes(part: Part, gradient: float, fresh: float) -> tuple[float, float]
     end: the gradients of its weights, at `gradient` bytes each (0 where they have their place already). One that is
     being made takes `fresh` bytes for each (0 where it is counted elsewhere)."""
     stream = part.entering if part.block else 0.0  # the residual stream's gradient waits beside each branch
-    alive, most, current = stream, stream, 0.0
+    alive, most, current, beside = stream, stream, 0.0, 0.0
     for op in part.backward:
         if op.kind in COLLECTIVE or op.module == "shared_table":  # the latter has a moment of its own
             continue
-        if op.weights:
+        if op.scratch:
+            beside = op.written
+        elif op.weights:
             most = max(most, alive + op.weights * fresh)
             alive += op.weights * gradient
         else:
-            most = max(most, alive + op.written)
+            most, beside = max(most, alive + op.written + beside), 0.0
             alive, current = alive + op.written - current, op.written
         alive -= op.kept
     learned = sum(op.weights for op in part.backward) * gradient
@@ -127,7 +129,7 @@ def memory(
     share, numerics = device_share(work, plan), numerics_of(plan)
     weights = share.sharded if share.gathers else share.parameters
     parts = {
-        "weights": BYTES[numerics.weights] * weights,
+        "weights": work.weight_bytes(BYTES[numerics.weights]) * weights,
         "optimizer": share.updated * numerics.moments_per_weight * BYTES[numerics.moments],
         "master_weights": share.updated * numerics.master_bytes,
     }
@@ -173,11 +175,12 @@ def _moments(work: Workload, plan: Plan, share: DeviceShare, *, cpu: bool) -> di
     gathered = at_hand = 0.0
     if share.gathers and plan.pp > 1:
         # A stage's whole weights stay from its first micro-batch to its last.
-        gathered = share.parameters * BYTES[numerics.gathered]
+        gathered = share.parameters * work.weight_bytes(BYTES[numerics.gathered])
     elif share.gathers:
         block = (share.block_dense + share.block_experts) / work.pieces
         # The whole weights of the block at hand and of the next one, and of the ends.
-        gathered = (2 * block + share.ends) * BYTES[numerics.gathered]
+        each = BYTES[numerics.gathered]
+        gathered = 2 * block * work.weight_bytes(each) + share.ends * each
         # The whole gradients of one block, and beside them those of the block before, which are being reduced.
         at_hand = block * (gradient + reduced_gradient)
     gradients, buckets, at_hand = (share.learned * size for size in (gradients, buckets, at_hand))

@@ -87,6 +87,8 @@ class Op(NamedTuple):
     the `shared_table` whose gradients are added up because it is used more than once. Collectives belong to none."""
     in_place: bool = False
     """Whether it writes where it reads, and so allocates nothing."""
+    scratch: bool = False
+    """Whether what it writes is freed behind the operator that follows."""
     scores: bool = False
     """Whether it makes the scores of attention, what follows from them, or values: no fused kernel does it."""
     pieces: tuple[int, ...] = ()
@@ -177,6 +179,9 @@ class Workload:
     """Share of the parameters that learn; the others have no gradients, masters or moments."""
     learned_tensors: float = 1.0
     """Share of the tensors that they are in."""
+    stored: float = 0.0
+    """Share of the parameters that are stored in few bits, in `stored_bytes` each."""
+    stored_bytes: float = 0.0
 
     @cached_property
     def blocks(self) -> tuple[Part, ...]:
@@ -211,6 +216,10 @@ class Workload:
     def parameters(self) -> int:
         """Parameters on this device, with all stages and before data parallel sharding."""
         return sum(part.count * part.learned for part in self.parts)
+
+    def weight_bytes(self, plain: float) -> float:
+        """Bytes of a parameter on average, of which one takes `plain` bytes that is not stored in few bits."""
+        return plain + self.stored * (self.stored_bytes - plain)
 
     @cached_property
     def tensors(self) -> int:

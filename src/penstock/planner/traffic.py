@@ -45,6 +45,7 @@ def data_seconds(
     that takes `forward` and `backward` seconds for a micro-batch."""
     numerics, total = numerics_of(plan), 0.0
     whole, size = BYTES[numerics.gathered], BYTES[numerics.reduction]
+    block_whole = work.weight_bytes(whole)
     if plan.pp > 1 and work.tied:
         pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
         total = reduce_seconds(pair, work.tied * size)
@@ -55,7 +56,7 @@ def data_seconds(
     # One block on average: its weights for the forward pass, again for the backward pass, and its gradients.
     gather = scatter = 0.0
     for members, moved in ((group, share.block_dense), (alike, share.block_experts)):
-        gather += gather_seconds(members, moved * whole, work.pieces)
+        gather += gather_seconds(members, moved * block_whole, work.pieces)
         scatter += gather_seconds(members, share.learned * moved * size, work.pieces, scatters=True)
     again = 0.0 if plan.pp > 1 else gather
     block = gather + again + scatter
@@ -70,7 +71,7 @@ def data_seconds(
     # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and of
     # its division by the number of replicas.
     passes = 1 if plan.pp > 1 else 2
-    block += (share.block_dense + share.block_experts) * (2 * passes * whole + 4 * size) / rates.memory
+    block += (share.block_dense + share.block_experts) * (2 * passes * block_whole + 4 * size) / rates.memory
     ends += share.ends * (2 * whole + 4 * size) / rates.memory
     # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
     times = 1 if plan.pp > 1 else plan.accumulate

@@ -464,8 +464,8 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 LINES = {
     "(modules)": 1690,
     "boundary": 1650,
-    "checkpoint": 2000,
-    "cli": 4230,
+    "checkpoint": 2040,
+    "cli": 4240,
     "compress": 2740,
     "config": 6140,
     "data": 7120,
@@ -476,10 +476,10 @@ LINES = {
     "kernels": 6510,
     "ladder": 5420,
     "launch": 1550,
-    "models": 8910,
+    "models": 8970,
     "optim": 1780,
     "parallel": 4120,
-    "planner": 6530,
+    "planner": 6590,
     "precision": 5520,
     "probe": 1240,
     "products": 1590,
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 89_600
+    assert sum(LINES.values()) <= 89_800
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from helpers import foreign
+from helpers.families import ENROLLED, batches, loss
+from penstock import checkpoint
 from penstock.build import Built, build
+from penstock.cli import main
+from penstock.config.load import to_dict
 from penstock.config.plan import Plan
-from penstock.config.run import Lora, Recipe
-from penstock.models.lora import gives_classes, merged
+from penstock.config.run import Lora, Recipe, RunConfig
+from penstock.models.convert import save_pretrained
+from penstock.models.lora import gives_classes, merged, without_adapters
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -76,3 +82,47 @@ def test_what_also_names_learns_in_a_foreign_model_too() -> None:
     assert not torch.equal(
         built.model.state_dict()["transformer.wpe.weight"], start["transformer.wpe.weight"]
     )
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's own
+@pytest.mark.parametrize("name", ["gpt", "llama", "bart"])
+def test_adapters_alone_are_read_by_peft_beside_the_weights(name: str, tmp_path: Path) -> None:
+    """Beside fused projections, and weights that transformers stores as (in, out)."""
+    import transformers
+
+    enrolled = ENROLLED[name]
+    recipe = replace(RECIPE, lora=Lora(rank=2, alpha=3.0))
+    built = build(enrolled.config, Plan(micro_batch=4), recipe=recipe, loss=loss)
+    config = RunConfig(model=enrolled.config, recipe=recipe, init_from="start")
+    with without_adapters(built.model):
+        save_pretrained(built.model, tmp_path / "start")
+    for _ in range(3):
+        built.step([batches(enrolled.config, 0, 4)])
+    weights = {"weights": built.model.state_dict()}
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(3, weights, {}, to_dict(config)))
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "whole")]) == 0
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "adapter"), "--adapter"]) == 0
+    auto = getattr(transformers, str(enrolled.reader))
+    merged_model, start = (auto.from_pretrained(tmp_path / each).eval() for each in ("whole", "start"))
+    words = {"input_ids": torch.arange(1, 9)[None]}
+    words |= {"decoder_input_ids": torch.arange(2, 8)[None]} if name == "bart" else {}
+    with torch.no_grad():
+        before = start(**words).logits
+        both = peft.PeftModel.from_pretrained(start, tmp_path / "adapter").eval()(**words).logits
+        torch.testing.assert_close(both, merged_model(**words).logits, rtol=1e-4, atol=1e-5)
+    assert (both - before).abs().max() > 1e-3
+
+
+def test_adapters_that_do_not_stand_alone_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ENROLLED["gpt"].config
+    for number, lora in enumerate((Lora(), Lora(rank=2, also=("tokens",)))):
+        run = tmp_path / str(number)
+        settings = to_dict(RunConfig(model=config, recipe=Recipe(lora=lora)))
+        held = {"weights": {"tokens.weight": torch.ones(2)}}
+        checkpoint.save(run / "checkpoints", checkpoint.Snapshot(1, held, {}, settings))
+        assert main(["checkpoint", "export", str(run), str(tmp_path / "x"), "--adapter"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "recipe.lora.rank was 0" in said
+    assert "learned more than its adapters: tokens" in said

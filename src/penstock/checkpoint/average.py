@@ -34,7 +34,7 @@ def newest(path: Path, count: int) -> list[Checkpoint]:
 
 def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[str, Tensor]:
     """The mean of each weight in fp32: summed and divided in fp64, and rounded once. One set is in memory beside the
-    sums, which take 8 bytes per weight.
+    sums, which take 8 bytes per weight. Whole numbers, such as frozen weights in few bits, are those of the last.
 
     (Izmailov et al., "Averaging Weights Leads to Wider Optima", UAI 2018; Vaswani et al., NeurIPS 2017, section 6.1.)
 
@@ -52,11 +52,16 @@ def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[s
                 f"{checkpoint.path} holds another model than {checkpoints[0].path}, so they have no mean."
             )
         for name, tensor in weights.items():
-            if first:
+            if not tensor.is_floating_point():
+                sums[name] = tensor
+            elif first:
                 sums[name] = tensor.to(torch.float64, copy=True)
             else:
                 sums[name] += tensor
-    return {name: total.div_(len(checkpoints)).float() for name, total in sums.items()}
+    return {
+        name: total.div_(len(checkpoints)).float() if total.is_floating_point() else total
+        for name, total in sums.items()
+    }
 
 
 def export_average(path: Path, folder: Path, *, count: int, which: str = "weights") -> list[Checkpoint]:

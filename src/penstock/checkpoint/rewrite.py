@@ -22,7 +22,7 @@ from penstock.config.convert import Ranks, require
 from penstock.disk import Written
 from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
 from penstock.report.record import versions
-from penstock.tensorfile import SHARD_BYTES, Pending, write_model
+from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model, write_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -214,6 +214,38 @@ def export_model(
         require_theirs(alone)
         model = create(alone, device="meta")
     save_pretrained(model, folder, weights=weights, beside=tokenizer, shard_bytes=shard_bytes)
+
+
+def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:
+    """Write the adapters of one set of weights alone, as peft reads them (`PeftModel.from_pretrained`).
+
+    Raises ConfigError where the run has no adapters, or more than they learned, and where there is no such set.
+    """
+    from penstock.config.load import from_dict
+    from penstock.config.run import RunConfig
+    from penstock.models import create
+    from penstock.models.convert.adapter import adapter_files
+    from penstock.models.lora import gives_classes
+
+    config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
+    lora = config.recipe.lora
+    if not lora.rank:
+        raise ConfigError(
+            f"{checkpoint.path} has no adapters, because recipe.lora.rank was 0; export it without --adapter."
+        )
+    if lora.also or gives_classes(create(config.model, device="meta")):
+        raise ConfigError(
+            f"{checkpoint.path} has learned more than its adapters: {', '.join(lora.also) or 'its head'}; export the "
+            "whole model, without --adapter."
+        )
+    places = {name: f"{which}/{name}" for name in _names(checkpoint, which) if ".lora_" in name}
+    read = checkpoint.read(dict.fromkeys(places.values()))
+    tensors, values = adapter_files(
+        {name: read[place] for name, place in places.items()}, config.model, lora, config.init_from
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "adapter_model.safetensors", pending(tensors), {"format": "pt"})
+    write_json(folder / "adapter_config.json", values)
 
 
 def _names(checkpoint: Checkpoint, which: str) -> list[str]:

@@ -114,6 +114,7 @@ def export_(
     names: Literal["hf", "plain"] = "hf",
     shard_gb: float = 5.0,
     branch: str | None = None,
+    adapter: bool = False,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder: safetensors and config.json.
 
@@ -135,6 +136,8 @@ def export_(
     branch
         The branch of a model with several, `understanding` or `generating`, that is written alone, as an encoder or a
         decoder of transformers; of two heads it keeps that for words.
+    adapter
+        Write the adapters of a run with `recipe.lora` alone, as peft reads them, and not merged into the weights.
     """
     from penstock.checkpoint import rewrite
 
@@ -143,7 +146,13 @@ def export_(
     checkpoint = rewrite.open_newest(path, step=step)
     sets = rewrite.weight_sets(checkpoint)
     chosen = weights or ("ema" if "ema" in sets else "weights")
-    if names == "hf":
+    if adapter:
+        if branch is not None or names != "hf":
+            raise ConfigError(
+                "--adapter writes adapters in transformers' names; leave --names and --branch out."
+            )
+        rewrite.export_adapter(checkpoint, target, chosen)
+    elif names == "hf":
         rewrite.export_model(checkpoint, target, chosen, shard_bytes=shard_bytes, branch=branch)
     elif branch is not None:
         raise ConfigError(

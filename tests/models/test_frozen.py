@@ -20,6 +20,7 @@ from helpers.rank_pool import pool
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.checkpoint import rewrite
+from penstock.checkpoint.average import average
 from penstock.compress.quantise import quantise_folder
 from penstock.config.load import to_dict
 from penstock.config.model import DecoderConfig
@@ -207,6 +208,7 @@ def test_weights_come_from_plain_and_rounded_folders_and_checkpoints(
     snapshot = checkpoint.Snapshot(1, sets, {}, to_dict(RunConfig(model=GPT, recipe=recipe)))
     checkpoint.save(tmp_path / "checkpoints", snapshot)
     newest = rewrite.open_newest(tmp_path)
+    frozen_numbers = [f"{name}.weight" for name in frozen]
     read = rewrite.read_weights(newest, "weights")
     assert all(torch.equal(read[name], value) for name, value in state.items())
     other.model.load_state_dict(read)
@@ -223,8 +225,11 @@ def test_weights_come_from_plain_and_rounded_folders_and_checkpoints(
         with torch.no_grad():
             given = batch.inputs[0]
             torch.testing.assert_close(exported(given), one.model.eval()(given), rtol=1e-4, atol=1e-4)
-        # The merged values are no numbers of few bits.
+        # The merged values are no numbers of few bits, and means of checkpoints keep the numbers.
         assert not rounded_weights(tmp_path / which)
+    mean = average([newest, rewrite.open_newest(tmp_path)])
+    assert [n for n, value in state.items() if not torch.equal(mean[n], value.to(mean[n].dtype))] == []
+    assert {mean[name].dtype for name in frozen_numbers} == {torch.int8}
 
 
 def test_preferences_are_compared_with_the_weights_beside_the_adapters(tmp_path: Path) -> None:

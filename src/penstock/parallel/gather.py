@@ -93,8 +93,10 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
         kinds = set()
         for entry in group.fsdp_params:
             holders = owners[id(entry.sharded_param)]
-            half = all(in_half(module, name) for module, name in holders)
-            kinds.add(half)
+            # Numbers of weights in few bits, which older versions of torch would cast too, have no gradients.
+            whole = not entry.sharded_param.is_floating_point()
+            half = not whole and all(in_half(module, name) for module, name in holders)
+            kinds |= set() if whole else {half}
             if not half:
                 entry.init_dtype_attrs = functools.partial(_in_fp32, weakref.ref(entry))
         if len(kinds) == 2:

@@ -467,16 +467,16 @@ LINES = {
     "checkpoint": 2040,
     "cli": 4240,
     "compress": 2740,
-    "config": 6140,
+    "config": 6180,
     "data": 7120,
     "decode": 2650,
     "doctor": 450,
     "export": 900,
     "infer": 1800,
     "kernels": 6510,
-    "ladder": 5420,
+    "ladder": 5430,
     "launch": 1550,
-    "models": 8970,
+    "models": 8990,
     "optim": 1780,
     "parallel": 4120,
     "planner": 6590,
@@ -487,7 +487,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3470,
     "step": 710,
-    "tasks": 3490,
+    "tasks": 3520,
     "train": 3260,
     "tune": 1620,
 }
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 89_800
+    assert sum(LINES.values()) <= 90_000
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -105,7 +105,10 @@ ENROLLED = {
         ),
         None,
     ),
-    "vit moe": Enrolled(replace(_VIT, experts=4, experts_per_token=2, router="expert_choice"), None),
+    # Distilled too, so that a second token and a second head meet every layout.
+    "vit moe": Enrolled(
+        replace(_VIT, experts=4, experts_per_token=2, router="expert_choice", distilled=True), None
+    ),
 }  # fmt: skip
 
 

@@ -136,6 +136,8 @@ def test_obstacles_of_the_situation() -> None:
     assert "asks for TF32" in str(_named("matmul").refusal(FIRST, _situation(load_machine("v100"))))
     pooled = replace(FIRST, model=PRESETS["vit-digits"])
     assert "already" in str(_named("classifier").refusal(pooled, cpu))
+    distilled = replace(FIRST, model=replace(PRESETS["vit-digits"], classifier="token", distilled=True))
+    assert "needs a class token" in str(_named("classifier").refusal(distilled, cpu))
     narrow = replace(CPU, peak_flops={"fp32": 1e11})
     assert "dtype=bf16 cannot be computed" in str(_named("half-bf16").refusal(FIRST, _situation(narrow)))
     assert "dtype=fp16 cannot be computed" in str(_named("whole-half").refusal(FIRST, _situation(narrow)))

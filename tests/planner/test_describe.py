@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pooled": {"classifier": "pooled"},
     "pooled_norm_after": {"classifier": "pooled", "pool_norm": "after"},
     "conv_stem": {"stem": "conv"},
+    "distilled": {"distilled": True},
     "qk_norm": {"qk_norm": True, "qkv_bias": False},
     "layer_scale": {"layer_scale": 0.1},
     "drop_path": {"drop_path": 0.2},

@@ -340,6 +340,54 @@ def test_shares_of_classes_are_taught_too(tmp_path: Path) -> None:
     torch.testing.assert_close(built.loss(built.model, (images, shares)), expected)
 
 
+@pytest.mark.parametrize("distilled", [False, True])
+@pytest.mark.parametrize("targets", ["soft", "hard"])
+def test_a_second_head_learns_from_the_teacher(targets: Any, distilled: bool, tmp_path: Path) -> None:
+    """With a second token its head alone does; the other learns from the labels. Outputs are the mean of both."""
+    model = replace(VIT, distilled=distilled)
+    recipe = _teacher(VIT, tmp_path / "teacher")
+    if targets == "hard":
+        recipe = replace(recipe, temperature=Recipe().temperature, teacher_targets=targets)
+    built, batch = build(model, Plan(), recipe=recipe), _batch("images", samples=6)
+    weights: dict[str, nn.Parameter] = dict(built.model.named_parameters())
+    images, labels = batch
+    counted = labels != -100
+    student: Any = built.model
+    mean, student.both_logits = student(images), True
+    outputs = student(images)
+    student.both_logits = False
+    z, taught = outputs.unbind(1) if distilled else (outputs, outputs)
+    torch.testing.assert_close(mean, (z + taught) / 2)
+    u = from_pretrained(tmp_path / "teacher").eval()(images).detach()
+    if targets == "hard":
+        apart = F.cross_entropy(taught[counted], u[counted].argmax(1))
+    else:
+        p, q = (taught[counted] / WARMTH).log_softmax(1), (u[counted] / WARMTH).softmax(1)
+        apart = WARMTH**2 * (q * (q.log() - p)).sum(1).mean()
+    expected = (1 - SHARE) * F.cross_entropy(z[counted], labels[counted]) + SHARE * apart
+    gradients = torch.autograd.grad(expected, list(weights.values()))
+    loss = built.loss(built.model, batch)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected)
+    for (name, parameter), gradient in zip(weights.items(), gradients, strict=True):
+        assert gradient.any(), name
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    assert student(images).shape == (6, 5)
+    with pytest.raises(ConfigError, match="takes the likeliest class"):
+        build(GPT, Plan(), recipe=replace(_teacher(GPT, tmp_path / "words"), **_HARD))
+    with pytest.raises(ConfigError, match="the same at any"):
+        build(model, Plan(), recipe=replace(recipe, teacher_targets="hard", temperature=3.0))
+    with pytest.raises(ConfigError, match=r"targets is hard, but there is no recipe\.teacher"):
+        build(model, Plan(), recipe=Recipe(**_HARD))
+    if distilled:
+        with pytest.raises(ConfigError, match="and 6 for the student"):
+            build(model, Plan(), recipe=replace(recipe, teacher_attention=1.0))
+
+
+_HARD: dict[str, Any] = {"teacher_targets": "hard", "temperature": Recipe().temperature}
+
+
 def _steps(kind: str, folder: str, line: str) -> list[float]:
     """Losses of two steps and sums over the weights after them, of this rank's batches among four a step."""
     plan, (model, task) = Plan.parse(line), KINDS[kind]

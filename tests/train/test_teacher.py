@@ -7,14 +7,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from safetensors import safe_open
 
 from helpers.cut import cut_in_step
 from helpers.jobs import texts_in
 from penstock.cli import main
 from penstock.config.machine import Machine, save_machine
-from penstock.models.convert import model_in
+from penstock.infer.encode import Classifier, read_images
+from penstock.models.convert import from_pretrained, model_in
 from penstock.train.metrics import read_metrics
 
 pytest.importorskip("tokenizers")
@@ -25,6 +29,14 @@ MORE = (
 )
 
 
+def _machine(folder: Path) -> None:
+    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
+    save_machine(
+        Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6),
+        folder / "machine.json",
+    )
+
+
 def _train(output: str, *words: str, code: int = 0) -> list[float]:
     given = [*WORDS.split(), *MORE.split(), "--output", output, *words]
     assert main(["train", "gpt-tiny", *given]) == code
@@ -32,12 +44,46 @@ def _train(output: str, *words: str, code: int = 0) -> list[float]:
     return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
 
 
-def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    save_machine(
-        Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6),
-        tmp_path / "machine.json",
+def test_a_distilled_image_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hard targets for a token of its own: learned from, resumed exactly, and served as the mean of both heads."""
+    monkeypatch.chdir(tmp_path)
+    _machine(tmp_path)
+    sizes = (
+        "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.classifier token "
+        "--recipe.steps 4 --recipe.warmup_steps 0"
     )
+
+    def train(output: str, *words: str, code: int = 0) -> list[float]:
+        given = [*sizes.split(), *MORE.split(), "--output", output, *words]
+        assert main(["train", "vit-digits", *given]) == code
+        records: list[dict[str, Any]] = read_metrics(Path(output) / "metrics.jsonl")
+        return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+
+    train("teacher")
+    beside = ("--model.distilled", "true", "--recipe.teacher", "teacher", "--recipe.teacher_targets", "hard")
+    whole = train("whole", *beside)
+    assert whole != train("alone", *beside[:2])
+    with cut_in_step(monkeypatch, 4):
+        train("parts", *beside, code=130)
+    assert train("parts", *beside) == whole
+    one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+    model: Any = from_pretrained("whole").eval()
+    images = [Path("zero.png"), Path("noise.png")]
+    rng = np.random.default_rng(0)
+    for path, scale in zip(images, (0, 255)):
+        Image.fromarray((rng.random((8, 8)) * scale).astype(np.uint8)).save(path)
+    model.both_logits = True
+    both = model(read_images(model, images, crop_share=0.875))
+    shares = [row.probabilities for row in Classifier("whole").classify(images)]
+    assert both.shape == (2, 2, 10)
+    assert not torch.allclose(both[:, 0], both[:, 1])
+    torch.testing.assert_close(torch.tensor(shares), both.mean(1).softmax(1))
+
+
+def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    _machine(tmp_path)
     texts_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     _train("teacher", "--model.width", "48")

@@ -58,6 +58,8 @@ class PatchInput:
     """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
     class_token: bool = False
     """Whether a learned vector comes before the patches."""
+    distil_token: bool = False
+    """Whether another one comes behind it, of which a head learns from a teacher."""
 
     @property
     def patches(self) -> int:
@@ -65,9 +67,14 @@ class PatchInput:
         return (self.image_size // self.patch_size) ** 2
 
     @property
+    def learned_tokens(self) -> int:
+        """Tokens of a sample that come before its patches."""
+        return self.class_token + self.distil_token
+
+    @property
     def length(self) -> int:
         """Tokens of a sample."""
-        return self.patches + self.class_token
+        return self.patches + self.learned_tokens
 
     def stem_widths(self, width: int) -> tuple[int, ...]:
         """Output channels of each stride-2 convolution of the `conv` stem. They double up to the model's width."""
@@ -160,6 +167,15 @@ class ClassHead:
     norm_first: bool = False
     """Whether the norm acts on all tokens before the mean is taken."""
     dropout: float = 0.0
+    distilled: bool = False
+    """Whether a second linear reads the second token: logits are the mean of both, and a teacher is compared with the
+    second's alone (Touvron et al., ICML 2021, "DeiT", section 4)."""
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The modules that hold its last linears: that of the vector, then the distilled one."""
+        second = "distil_head" if self.name == "head" else f"{self.name}_distil_head"
+        return (self.name, second) if self.distilled else (self.name,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,10 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
             for name in idle
             if getattr(recipe, name) != getattr(usual, name)
         ]
+        if recipe.teacher_targets != usual.teacher_targets:
+            problems.append(
+                f"recipe.teacher_targets is {recipe.teacher_targets}, but there is no recipe.teacher; name one."
+            )
         if recipe.teacher_cache is not None:
             problems.append(
                 "recipe.teacher_cache keeps a teacher's outputs, but there is no recipe.teacher; name one."
@@ -104,6 +108,11 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
             for name in ("pp", "tp", "cp")
             if (degree := getattr(plan, name)) > 1
         ]
+        if recipe.teacher_targets == "hard" and recipe.temperature != Recipe().temperature:
+            problems.append(
+                f"recipe.temperature is {recipe.temperature:g}, but the likeliest class is the same at any; leave it "
+                "out, or use recipe.teacher_targets soft."
+            )
         inside = [name for name in ("teacher_hidden", "teacher_attention") if getattr(recipe, name)]
         if recipe.teacher_cache is not None and inside:
             problems.append(

@@ -288,6 +288,9 @@ class Recipe(Checked, where="recipe"):
     `docs/how-to/distil.md`)."""
     teacher_weight: Share = 0.5
     """Share of the divergence from the teacher in the loss; the task's own loss is the rest."""
+    teacher_targets: Literal["soft", "hard"] = "soft"
+    """Target that is made of a teacher's logits: their softmax at a temperature (`soft`), or of classes the likeliest,
+    as a second label (`hard`; Touvron et al., ICML 2021, "DeiT", section 4)."""
     teacher_hidden: NotNegative = 0.0
     """Weight of the squared difference between the outputs of the student's blocks and of the teacher's at the same
     share of the depth, relative to the teacher's squares (Jiao et al., EMNLP 2020, "TinyBERT", equation 8); 0: none."""

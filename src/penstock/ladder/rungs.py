@@ -49,8 +49,11 @@ def _pooled(setting: Setting, situation: Situation) -> Setting:
 
 def _has_class_token(setting: Setting, situation: Situation) -> str | None:
     obstacle = vision_only(setting)
-    pooled = not obstacle and getattr(setting.model, "classifier", "") == "pooled"
-    return "the model has a pooled classifier already" if pooled else obstacle
+    if obstacle or getattr(setting.model, "classifier", "") == "pooled":
+        return obstacle or "the model has a pooled classifier already"
+    return (
+        "its distillation token needs a class token" if getattr(setting.model, "distilled", False) else None
+    )
 
 
 def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:

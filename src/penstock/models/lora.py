@@ -85,7 +85,7 @@ def _of_classes(model: nn.Module) -> list[Role]:
     heads = [role for role in every if isinstance(role, Head)]
     graph = getattr(model, "graph", None)
     if graph is not None:  # ours, whose classes may be as many as words
-        classes = {head.name for head in graph.heads_of(ClassHead)}
+        classes = {name for head in graph.heads_of(ClassHead) for name in head.linears}
         heads = [role for role in heads if role.name in classes]
     else:
         tables = (role for role in every if isinstance(role, Embedding) and role.kind == "token")

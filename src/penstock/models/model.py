@@ -106,6 +106,8 @@ class Model(Switched):
         """How each sample's tokens are cut over the ranks of a context parallel group."""
         self.head_squares: dict[str, Tensor] | None = None
         """The sum of the squares of the gradients that each head sends back, by its name; None: it is not kept."""
+        self.both_logits = False
+        """Whether a distilled head gives the logits of both its linears, (B, 2, classes), in place of their mean."""
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
         with Undrawn():
             self._build(device=device, dtype=dtype)
@@ -121,6 +123,7 @@ class Model(Switched):
                 stem = PatchStem if one.stem == "patchify" else ConvStem
                 self.stem = stem(one, width, **where)
                 self.class_token = nn.Parameter(torch.empty(width, **where)) if one.class_token else None
+                self.distil_token = nn.Parameter(torch.empty(width, **where)) if one.distil_token else None
                 continue
             if not hasattr(self, one.table):
                 setattr(self, one.table, nn.Embedding(one.vocabulary, width, **where))
@@ -151,7 +154,8 @@ class Model(Switched):
                 setattr(self, part_of(head, "pooler"), pooler(sizes, **where))
             if head.dropout:
                 setattr(self, part_of(head, "dropout"), Dropout(head.dropout))
-            setattr(self, head.name, nn.Linear(sizes.width, head.classes, **where))
+            for name in head.linears:
+                setattr(self, name, nn.Linear(sizes.width, head.classes, **where))
         elif isinstance(head, PixelHead):
             plain, one = self.graph.condition is None, self.graph.input_of(self.graph.run(head.run))
             assert isinstance(one, PatchInput)
@@ -392,9 +396,10 @@ class Model(Switched):
                 f"{tuple(images.shape)}; resize the images, or build the model with another model.image_size."
             )
         x: Tensor = self.stem(images)
-        if self.class_token is None:
-            return x
-        return torch.cat([self.class_token.expand_as(x[:, :1]), x], dim=1)
+        learned = [
+            token.expand_as(x[:, :1]) for token in (self.class_token, self.distil_token) if token is not None
+        ]
+        return torch.cat([*learned, x], dim=1) if learned else x
 
     def _read(self, head: Head, x: Tensor, given: dict[str, Any], shares: Shares | None) -> Tensor:
         if self.head_squares is not None and x.requires_grad and not torch.compiler.is_compiling():
@@ -464,18 +469,22 @@ class Model(Switched):
         return linear(x, targets, smoothing, **more)  # type: ignore[no-any-return]
 
     def classes(self, x: Tensor, head: ClassHead, lengths: Tensor | None = None) -> Tensor:
-        """Features (B, N, D), of which padding is no part of a mean, to logits of each sample (B, classes)."""
+        """Features (B, N, D), of which padding is no part of a mean, to logits of each sample (B, classes); see
+        `both_logits`."""
         norm = self._part(head, "norm")
         if head.pool == "first":
-            # Only the first token is read; a copy, so that the rest can be freed.
-            x = x[:, 0].clone()
+            # Only the first token is read, or the first two; a copy, so that the rest can be freed.
+            x = x[:, :2].clone() if head.distilled else x[:, 0].clone()
         elif head.norm_first and norm is not None:
             x, norm = _mean(norm(x), lengths), None
         else:
             x = _mean(x, lengths)
         for part in (norm, self._part(head, "pooler"), self._part(head, "dropout")):
             x = x if part is None else part(x)
-        return getattr(self, head.name)(x)  # type: ignore[no-any-return]
+        if not head.distilled:
+            return getattr(self, head.name)(x)  # type: ignore[no-any-return]
+        logits = [getattr(self, name)(token) for name, token in zip(head.linears, x.unbind(1), strict=True)]
+        return torch.stack(logits, dim=1) if self.both_logits else (logits[0] + logits[1]) / 2
 
     def pixels(self, x: Tensor, head: PixelHead, condition: Tensor | None = None) -> Tensor:
         """Features of patches (B, N, D), and the condition of each sample (B, D), to images (B, C, S, S)."""
@@ -588,9 +597,10 @@ class Model(Switched):
                 module.init_weights()
             if isinstance(module, UnitVectors):
                 module.init_weights()
-        token: nn.Parameter | None = getattr(self, "class_token", None)
-        if token is not None:
-            nn.init.normal_(token, std=0.02)
+        for name in ("class_token", "distil_token"):
+            token: nn.Parameter | None = getattr(self, name, None)
+            if token is not None:
+                nn.init.normal_(token, std=0.02)
 
     def _deviation(self, of_tokens: bool, width: int) -> float:
         """The standard deviation of a table's rows."""

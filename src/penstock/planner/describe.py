@@ -240,8 +240,8 @@ def _stem(to: Lister, images: PatchInput, run: Run) -> None:
         )  # fmt: skip
     tokens = t.samples * images.length * d
     _shared_out(to, tokens)
-    if images.class_token:
-        to.move("class_token", tokens, (e, e), kind="copy", weights=d, tensors=1)
+    if learned := images.learned_tokens:
+        to.move("class_token", tokens, (e, e), kind="copy", weights=learned * d, tensors=learned)
     if run.embedding_norm:
         to.norm("embedding_norm", t.samples * images.length, stack, cast=not stack.norm_first)
     if stack.dropout:
@@ -504,13 +504,18 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
 def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     """The last norm and the head, of the first token or of the mean over tokens."""
     t, e, d = to.terms, to.terms.stream, run.stack.width
+    read = 1 + head.distilled
     if head.pool == "first":
         # The first token is a view; its gradient is zero everywhere else.
-        to.move("class_row", t.samples * d, (0, 0), (e, tokens * e), kind="copy", launches=0)
+        to.move("class_row", t.samples * d, (0, 0), (read * e, tokens * e), kind="copy", launches=0)
     elif not head.norm_first:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
-    to.norm("norm", t.samples * (tokens if head.norm_first else 1), run.stack, cast=not head.norm_first)
+    to.norm("norm", t.samples * (tokens if head.norm_first else read), run.stack, cast=not head.norm_first)
     if head.norm_first:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
     with to.inside("head"):
-        to.gemm("head", t.samples, head.classes, d, bias=True, group="output", narrow=False)
+        for name in ("head", "distil_head")[:read]:
+            to.gemm(name, t.samples, head.classes, d, bias=True, group="output", narrow=False)
+        if head.distilled:
+            c = t.product
+            to.move("head.mean", t.samples * head.classes, (2 * c, c), (c, 2 * c), group="output")

@@ -3,9 +3,11 @@ in a neural network", 2015).
 
 With w the share and T the temperature, the loss of a batch is (1 − w) · loss of the task + w · T² · KL(teacher ‖
 student), both as means over the task's targets, so that it is the same however a step is cut into micro-batches and
-over ranks. Of embeddings the mean of 1 − cos between the vectors of a text takes the place of T² · KL. With `hidden`
-above 0, hidden times the mean difference between the outputs of blocks is added, a mean over the tokens of a
-micro-batch. Evaluations are of the task alone.
+over ranks. Of embeddings the mean of 1 − cos between the vectors of a text takes the place of T² · KL, of `hard`
+targets the cross entropy against the teacher's likeliest class. A distilled head (Touvron et al., ICML 2021, "DeiT",
+section 4) learns the first term by one linear and the second by the other. With `hidden` above 0, hidden times the mean
+difference between the outputs of blocks is added, a mean over the tokens of a micro-batch. Evaluations are of the task
+alone.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.boundary.files import quoted
-from penstock.config.graph import Graph
+from penstock.config.graph import Graph, PatchInput
 from penstock.config.model import ModelConfig
 from penstock.config.recipes import require_alike
 from penstock.config.run import Recipe
@@ -56,9 +59,10 @@ class Teacher:
         temperature: float,
         hidden: float = 0.0,
         attention: float = 0.0,
+        hard: bool = False,
     ) -> None:
         """`model` is changed in place."""
-        self.model, self.hidden, self.attention = model, hidden, attention
+        self.model, self.hidden, self.attention, self.hard = model, hidden, attention, hard
         self.share, self.temperature = share, temperature
         self.student = student.graph
         self.cache: TeacherCache | None = None
@@ -104,7 +108,7 @@ class Teacher:
             distance = 1.0 - (torch.cat(vectors(outputs, batch)) * taught).sum(1).mean()
             return (1.0 - self.share) * task.loss(outputs, batch) + self.share * distance
         if self.head is None:
-            return self._of_classes(task, model(*inputs), taught, batch)
+            return self._classes_loss(task, model, inputs, taught, batch)
         head = model.get_submodule(self.student.words.name) if self.student.words else None
         assert isinstance(head, Vocabulary)  # `open_teacher` holds this
         x = taught.flatten(0, -2)
@@ -133,9 +137,22 @@ class Teacher:
             losses.append(tokens.where(real, 0.0).sum() / real.sum().clamp(min=1))
         return torch.stack(losses).mean()
 
-    def _of_classes(self, task: Task, outputs: Any, taught: Tensor, batch: Any) -> Tensor:
-        logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
-        divergence = divergences(logits, taught.float(), self.temperature)
+    def _classes_loss(
+        self, task: Task, model: nn.Module, inputs: tuple[Any, ...], taught: Tensor, batch: Any
+    ) -> Tensor:
+        """The loss of a batch whose teacher gives the logits `taught`, (B, classes)."""
+        student = uncompiled(model)
+        assert isinstance(student, Model)  # `open_teacher` holds this
+        student.both_logits = self.student.classes is not None and self.student.classes.distilled
+        try:
+            outputs = model(*inputs)
+        finally:
+            both, student.both_logits = student.both_logits, False
+        outputs, logits = outputs.unbind(1) if both else (outputs, outputs)
+        if self.hard:
+            divergence = F.cross_entropy(logits.float(), taught.argmax(1), reduction="none")
+        else:
+            divergence = divergences(logits.float(), taught.float(), self.temperature)
         counted = task.counted(batch)
         if counted is None:
             mean = divergence.mean()
@@ -217,6 +234,11 @@ def open_teacher(
         )
     model = from_pretrained(recipe.teacher)
     require_alike(model.config, student, recipe.teacher)
+    if recipe.teacher_targets == "hard" and student.graph.classes is None:
+        raise ConfigError(
+            "recipe.teacher_targets hard takes the likeliest class of a teacher, but this student has no classes; use "
+            "soft."
+        )
     if student.graph.words is not None:
         head = module.get_submodule(student.graph.words.name)
         if not (isinstance(task, WordTask) and isinstance(head, Vocabulary)):
@@ -237,6 +259,8 @@ def open_teacher(
             f"recipe.teacher_attention compares runs of one name, but {quoted(recipe.teacher)} has "
             f"{', '.join(sorted(runs[0]))} and the student {', '.join(sorted(runs[1]))}; leave it out."
         )
+    if recipe.teacher_hidden or recipe.teacher_attention:
+        _require_alike_tokens(model.graph, student.graph, recipe.teacher)
     if recipe.teacher_hidden:
         _require_alike_hidden(model.graph, student.graph, recipe.teacher)
     model = model.to(device=device, dtype=dtype)
@@ -247,11 +271,23 @@ def open_teacher(
         temperature=recipe.temperature,
         hidden=recipe.teacher_hidden,
         attention=recipe.teacher_attention,
+        hard=recipe.teacher_targets == "hard",
     )
     if recipe.teacher_cache is not None:
         weights = local_weights(recipe.teacher)
         teacher.cache = TeacherCache(Path(recipe.teacher_cache), recipe.teacher, weights, dtype, rank)
     return teacher
+
+
+def _require_alike_tokens(teacher: Graph, student: Graph, name: str) -> None:
+    """Raise ConfigError where an image is other tokens for the teacher than for the student."""
+    for seen, own in zip(teacher.inputs_of(PatchInput), student.inputs_of(PatchInput), strict=True):
+        if (seen.length, seen.learned_tokens) != (own.length, own.learned_tokens):
+            raise ConfigError(
+                "recipe.teacher_hidden and recipe.teacher_attention compare tokens, but an image is "
+                f"{seen.length} of them for {quoted(name)} and {own.length} for the student; use the same "
+                "model.patch_size, model.classifier and model.distilled, or leave them out."
+            )
 
 
 def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:

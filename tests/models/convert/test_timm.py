@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
@@ -32,7 +33,7 @@ def _shapes(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 
 
 def test_every_shape_family_is_recorded() -> None:
-    assert len(MANIFESTS) == 13
+    assert len(MANIFESTS) == 14
 
 
 @pytest.mark.parametrize("name", sorted(MANIFESTS))
@@ -59,6 +60,7 @@ def test_written_names_and_shapes_are_timms(name: str) -> None:
         {"classifier": "pooled"},
         {"classifier": "pooled", "pool_norm": "after"},
         {"qk_norm": True, "layer_scale": 0.1, "qkv_bias": False},
+        {"distilled": True},
     ],
 )
 def test_there_and_back_is_exact(changes: dict[str, Any]) -> None:
@@ -68,6 +70,44 @@ def test_there_and_back_is_exact(changes: dict[str, Any]) -> None:
     assert loaded.names == "timm"
     for name, tensor in first.state_dict().items():
         assert torch.equal(second.state_dict()[name], tensor), name
+
+
+def test_a_distilled_model_computes_what_timm_makes_of_its_weights() -> None:
+    """VisionTransformerDistilled as timm computes it in evaluation, written out on the names that it stores."""
+    config = replace(TINY, depth=1, distilled=True)
+    ours = Model(config).eval()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    w = to_timm(ours.state_dict(), config)
+    images = torch.randn(3, 3, 32, 32)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, (48,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
+
+    patches = F.conv2d(images, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=8)
+    learned = (w[name].expand(3, 1, 48) for name in ("cls_token", "dist_token"))
+    x = torch.cat([*learned, patches.flatten(2).transpose(1, 2)], dim=1) + w["pos_embed"]
+    qkv = (
+        linear(norm(x, "blocks.0.norm1"), "blocks.0.attn.qkv").unflatten(2, (3, 4, 12)).permute(2, 0, 3, 1, 4)
+    )
+    seen = F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
+    x = x + linear(seen, "blocks.0.attn.proj")
+    x = x + linear(F.gelu(linear(norm(x, "blocks.0.norm2"), "blocks.0.mlp.fc1")), "blocks.0.mlp.fc2")
+    x = norm(x, "norm")
+    with torch.no_grad():
+        got = ours(images)
+    torch.testing.assert_close(got, (linear(x[:, 0], "head") + linear(x[:, 1], "head_dist")) / 2)
+    with pytest.raises(
+        ConfigError, match=r"a distillation token, but model\.distilled is false; set it to true"
+    ):
+        load_weights(Model(replace(config, distilled=False)), w)
+    other = Model(replace(config, classes=3))
+    names = {f"{head}.{kind}" for head in ("head", "distil_head") for kind in ("weight", "bias")}
+    assert set(load_weights(other, w, new_head=True).drawn) == names
 
 
 def test_qkv_rows_go_where_timm_reads_them() -> None:

@@ -36,6 +36,9 @@ class ViTConfig(Stack, ModelFamily):
     pool_norm: PoolNorm = "before"
     """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's
     `fc_norm`)."""
+    distilled: bool = False
+    """Whether a second token and a second head learn from `recipe.teacher`, and logits are the mean of both heads'
+    (Touvron et al., ICML 2021, "DeiT", section 4)."""
     norm_eps: Positive = 1e-6
     attention_dropout: Probability | None = 0.0
     mlp_dropout: Probability | None = None
@@ -48,6 +51,11 @@ class ViTConfig(Stack, ModelFamily):
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
                 f"of at least 2, not {self.patch_size}; use stem 'patchify'."
             )
+        if self.distilled and self.classifier != "token":
+            yield (
+                f"model.distilled puts a second token behind the class token, but model.classifier is "
+                f"{self.classifier!r}; use classifier 'token', or set model.distilled to false."
+            )
 
     @property
     def patches(self) -> int:
@@ -56,8 +64,8 @@ class ViTConfig(Stack, ModelFamily):
 
     @property
     def tokens(self) -> int:
-        """Tokens that the blocks process: the patches, and the class token if there is one."""
-        return self.patches + (self.classifier == "token")
+        """Tokens that the blocks process: the patches, and the learned tokens before them."""
+        return self.patches + (self.classifier == "token") + self.distilled
 
     @cached_property
     def graph(self) -> Graph:
@@ -65,13 +73,13 @@ class ViTConfig(Stack, ModelFamily):
         token = self.classifier == "token"
         images = PatchInput(
             image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, stem=self.stem,
-            class_token=token,
+            class_token=token, distil_token=self.distilled,
         )  # fmt: skip
         run = Run(
             name="encoder", stack=self, reads="images", rows=self.tokens, most=self.tokens, last_norm=False
         )
         head = ClassHead(
             run="encoder", classes=self.classes, pool="first" if token else "mean",
-            norm_first=not token and self.pool_norm == "before",
+            norm_first=not token and self.pool_norm == "before", distilled=self.distilled,
         )  # fmt: skip
         return Graph(inputs=(images,), runs=(run,), heads=(head,))

@@ -190,12 +190,12 @@ def _fitted(
     state = {name: tensor for name, tensor in state.items() if name not in ignored}
     state, resized_from = _resized(state, names, model.config)
     drawn: tuple[str, ...] = ()
+    head = tuple(name for name in expected if name.startswith(("head.", "distil_head.")))
     if new_head:
-        head = ("head.weight", "head.bias")
         fits = all(name in state and not misfit(name, state[name], expected[name]) for name in head)
         drawn = () if fits else head
         state |= {name: expected[name] for name in drawn}
-    _check(expected, state, ("head.weight", "head.bias"))
+    _check(expected, state, head)
     return state, Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
 
 
@@ -299,13 +299,21 @@ def _resized(
             f"The weights have {has}, but a model with model.classifier {config.classifier!r} {lacks}; "
             f"set model.classifier to {other!r}."
         )
+    if bool(state.keys() & {"distil_token", "dist_token"}) != config.distilled:
+        has, other = ("no", "false") if config.distilled else ("a", "true")
+        raise ConfigError(
+            f"The weights have {has} distillation token, but model.distilled is {str(config.distilled).lower()}; set "
+            f"it to {other}."
+        )
     positions = state.get(POSITIONS)
     if positions is None or positions.ndim != 2 or positions.shape[1] != config.width:
         return state, None  # `_check` says so
     if positions.shape[0] == config.tokens:
         return state, None
     # Each library's own interpolation, so that its weights mean here what they mean there.
-    resized = resize_positions(positions, config.tokens, class_token=token, antialias=names != "hf")
+    resized = resize_positions(
+        positions, config.tokens, learned=token + config.distilled, antialias=names != "hf"
+    )
     return state | {POSITIONS: resized}, positions.shape[0]
 
 

@@ -26,7 +26,7 @@ from penstock.models.roles import Head, placed
 _TABLE = "encoder.places"
 POSITIONS = f"{_TABLE}.weight"
 """The name of the weight of the table of positions."""
-
+_TOKENS = ("class_token", "distil_token")
 
 _PLAIN = (
     "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
@@ -38,6 +38,7 @@ def unrepresentable(config: ViTConfig) -> list[str]:
     """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
     checks = {
         "model.classifier 'pooled'": config.classifier == "pooled",
+        "model.distilled": config.distilled,
         "model.stem 'conv'": config.stem == "conv",
         "model.qk_norm": config.qk_norm,
         "model.layer_scale": config.layer_scale is not None,
@@ -98,14 +99,14 @@ def to_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
 def from_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """timm's state dict in Penstock's names and shapes; names that the model lacks are kept.
 
-    Positions keep the grid they were learned on. Where timm's class token has no position (`no_embed_class`),
-    it gets one of zeros, which is the same model.
+    Positions keep the grid they were learned on. Where timm's learned tokens have no positions (`no_embed_class`),
+    they get such of zeros, which is the same model.
     """
     source = pruned(_timm(state, config), state)
     named = _inward(translate(state, source, ours.anatomy(config.graph)))
     positions = named.get(POSITIONS)
     if positions is not None and "class_token" in named and math.isqrt(len(positions)) ** 2 == len(positions):
-        named[POSITIONS] = torch.cat([torch.zeros_like(positions[:1]), positions])
+        named[POSITIONS] = torch.cat([positions.new_zeros(1 + config.distilled, config.width), positions])
     return named
 
 
@@ -126,7 +127,11 @@ def _timm(names: Collection[str], config: ViTConfig) -> Anatomy:
 def _outward(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """Tensors in the shapes of both libraries: a stem that convolves, and tokens and positions of one sample."""
     kernel = (config.width, config.channels, config.patch_size, config.patch_size)
-    shapes = {"stem.proj.weight": kernel, "class_token": (1, 1, -1), POSITIONS: (1, -1, config.width)}
+    shapes = {
+        "stem.proj.weight": kernel,
+        POSITIONS: (1, -1, config.width),
+        **dict.fromkeys(_TOKENS, (1, 1, -1)),
+    }
     # Theirs are a parameter and not a table: the name of the table takes the place of its weight's.
     return {
         _TABLE if name == POSITIONS else name: tensor.reshape(shapes.get(name, tensor.shape))
@@ -136,7 +141,7 @@ def _outward(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor
 
 def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `_outward`."""
-    ends = {"stem.proj.weight": (4, (1, -1)), "class_token": (3, (0, -1)), _TABLE: (3, (0, 1))}
+    ends = {"stem.proj.weight": (4, (1, -1)), _TABLE: (3, (0, 1)), **dict.fromkeys(_TOKENS, (3, (0, -1)))}
     for name, (dimensions, _) in ends.items():
         if name in state and state[name].ndim != dimensions:
             raise ConfigError(
@@ -149,25 +154,24 @@ def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def resize_positions(positions: Tensor, tokens: int, *, class_token: bool, antialias: bool = True) -> Tensor:
+def resize_positions(positions: Tensor, tokens: int, *, learned: int, antialias: bool = True) -> Tensor:
     """Bicubic interpolation of (tokens', D) on its square grid to (tokens, D), in fp32.
 
-    The class token's row, where there is one, comes first and is kept. `antialias` is what timm does;
+    The rows of `learned` tokens, such as the class token, come first and are kept. `antialias` is what timm does;
     transformers interpolates without, and so does Penstock for weights that come from there.
 
     Raises ConfigError when either number of tokens is no square grid.
     """
     if positions.shape[0] == tokens:
         return positions
-    extra = int(class_token)
-    old, new = (math.isqrt(max(n - extra, 0)) for n in (positions.shape[0], tokens))
-    if not old or old * old + extra != positions.shape[0] or new * new + extra != tokens:
+    old, new = (math.isqrt(max(n - learned, 0)) for n in (positions.shape[0], tokens))
+    if not old or old * old + learned != positions.shape[0] or new * new + learned != tokens:
         raise ConfigError(
-            f"Position embeddings of {positions.shape[0]} tokens cannot become {tokens}: less the class "
-            f"token, both must be squares. Check that model.classifier is the one the weights were trained "
-            f"with."
+            f"Position embeddings of {positions.shape[0]} tokens cannot become {tokens}: less {learned} for learned "
+            "tokens, both must be squares. Check that model.classifier and model.distilled are those the weights were "
+            "trained with."
         )
-    grid = positions[extra:].float().T.reshape(1, -1, old, old)
+    grid = positions[learned:].float().T.reshape(1, -1, old, old)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False, antialias=antialias)
     patches = grid.reshape(-1, new * new).T.to(positions.dtype)
-    return torch.cat([positions[:extra], patches])
+    return torch.cat([positions[:learned], patches])

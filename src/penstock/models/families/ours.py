@@ -76,8 +76,9 @@ def _condition(graph: Graph) -> tuple[Role, ...]:
 def _input(one: Input) -> tuple[Role, ...]:
     """The parts that make an input vectors."""
     if isinstance(one, PatchInput):
-        token = (Embedding("class_token", "class"),) if one.class_token else ()
-        return (Stem("stem.proj" if one.stem == "patchify" else "stem"), *token)
+        names = ("class_token", "distil_token")[: one.learned_tokens]
+        tokens = (Embedding(name, "class") for name in names)
+        return (Stem("stem.proj" if one.stem == "patchify" else "stem"), *tokens)
     return (
         Embedding(one.table, "token"),
         *((Embedding("types", "segment"),) if one.segments else ()),
@@ -119,7 +120,7 @@ def _head(head: GraphHead, graph: Graph) -> tuple[Role, ...]:
         "transform": (Pooler(f"{pooler}.dense"), Norm(f"{pooler}.norm")),
     }
     dropout = (Dropout(part_of(head, "dropout")),) if head.dropout else ()
-    return (*kinds[head.before], *dropout, Head(head.name))
+    return (*kinds[head.before], *dropout, *map(Head, head.linears))
 
 
 def _blocks(run: Run) -> tuple[Block, ...]:

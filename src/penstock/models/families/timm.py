@@ -1,4 +1,4 @@
-"""timm's VisionTransformer."""
+"""timm's VisionTransformer, and its VisionTransformerDistilled."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def vit_stack(names: Collection[str], heads: int, *, gated: bool = False) -> Sta
         ),
         before=(
             Stem("patch_embed.proj"), Norm("patch_embed.norm"), Embedding("cls_token", "class"),
-            Embedding("reg_token", "register"), Embedding("pos_embed", "position"), Norm("norm_pre"),
+            Embedding("dist_token", "class"), Embedding("reg_token", "register"), Embedding("pos_embed", "position"),
+            Norm("norm_pre"),
         ),
-        after=(Norm("norm"), Pooler("attn_pool"), Norm("fc_norm"), Head("head")),
+        after=(Norm("norm"), Pooler("attn_pool"), Norm("fc_norm"), Head("head"), Head("head_dist")),
     )  # fmt: skip
 
 

@@ -462,7 +462,7 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1690,
+    "(modules)": 1710,
     "boundary": 1650,
     "checkpoint": 2040,
     "cli": 4240,
@@ -473,12 +473,12 @@ LINES = {
     "doctor": 450,
     "export": 900,
     "infer": 1800,
-    "kernels": 6510,
+    "kernels": 6540,
     "ladder": 5430,
     "launch": 1550,
-    "models": 8990,
+    "models": 9000,
     "optim": 1780,
-    "parallel": 4120,
+    "parallel": 4140,
     "planner": 6590,
     "precision": 5520,
     "probe": 1240,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,10 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
-from penstock.models.convert import load_weights
+from penstock.models.convert import from_pretrained, load_weights
 from penstock.models.fuse import fuse
 from penstock.models.lora import add_adapters, base_outputs, gives_classes, store_base
+from penstock.models.model import Model
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
 from penstock.optim.groups import freeze
@@ -35,6 +36,7 @@ from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recomp
 from penstock.parallel.context import split_tokens
 from penstock.parallel.data import running_statistics
 from penstock.parallel.dims import DATA, LOSS
+from penstock.parallel.fsdp import shard_frozen
 from penstock.parallel.offload import offload_blocks
 from penstock.parallel.pipeline import Stages, cut_stages, split_backwards
 from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
@@ -209,12 +211,17 @@ def build(
     if recipe.teacher is not None and (
         recipe.teacher_weight or recipe.teacher_hidden or recipe.teacher_attention
     ):
-        teacher = open_teacher(
-            recipe, loss, config, module, device=device, dtype=precision.dtype, rank=dims.rank
-        )
+        # What is cached each rank computes when it needs it, so that ranks cannot gather weights together.
+        divides = plan.sharding in ("fsdp", "hsdp") and not dims.alone and recipe.teacher_cache is None
+        teacher_rows: dict[str, Tensor] = {}
+        load = partial(_rows_of_weights, dims, teacher_rows) if divides else from_pretrained
+        teacher = open_teacher(recipe, loss, config, module, dtype=precision.dtype, rank=dims.rank, load=load)
+        _what_is_there(teacher.model, device) if divides else teacher.model.to(device)
         set_switches(teacher.model, plan)
         _fuse(teacher.model, plan, precision, device)
         compile_model(teacher.model, plan)
+        if divides:
+            teacher.release = shard_frozen(teacher.model, plan, dims, device, teacher_rows)
         assert isinstance(loss, Task)  # others were refused
         loss = loss.taught_by(teacher)
     # So is the reference of preferences, which must round as the model does: before the first step they are equal.
@@ -362,6 +369,14 @@ def _created(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return factory() if drawing is None else make(factory, drawing)
+
+
+def _rows_of_weights(dims: ParallelDims, rows: dict[str, Tensor], name: str) -> Model:
+    """A trained model of which this rank reads its `rows` alone, by the names of their parameters."""
+    drawing = drawing_of(dims)
+    model = make(partial(from_pretrained, name), drawing)
+    rows.update(shares(model, drawing))
+    return cast(Model, model)
 
 
 def _what_is_there(module: nn.Module, device: torch.device) -> nn.Module:

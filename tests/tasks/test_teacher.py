@@ -21,7 +21,9 @@ from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert import from_pretrained, save_pretrained
+from penstock.optim.tensors import local
 from penstock.parallel import ALONE, dims_of
+from penstock.shards import whole_of
 from penstock.tasks import (
     Embedding,
     MaskedWords,
@@ -388,13 +390,17 @@ def test_a_second_head_learns_from_the_teacher(targets: Any, distilled: bool, tm
 _HARD: dict[str, Any] = {"teacher_targets": "hard", "temperature": Recipe().temperature}
 
 
-def _steps(kind: str, folder: str, line: str) -> list[float]:
-    """Losses of two steps and sums over the weights after them, of this rank's batches among four a step."""
+def _steps(kind: str, folder: str, line: str) -> tuple[list[float], dict[str, Tensor], float]:
+    """Losses of two steps, the weights after them, and the share of the teacher's that this rank holds; of this rank's
+    batches among four a step. Each gradient is taken off its weight as it is."""
     plan, (model, task) = Plan.parse(line), KINDS[kind]
-    dims = dims_of(plan, "cpu") if plan.dp > 1 else ALONE
+    if isinstance(model, ViTConfig):
+        model = replace(model, distilled=True)
+    dims = dims_of(plan, "cpu") if plan.gpus > 1 else ALONE
     recipe = Recipe(
-        teacher=folder, teacher_weight=SHARE, temperature=WARMTH, clip_norm=None, eps=1e-3, lr=1e-2
-    )
+        teacher=folder, teacher_weight=SHARE, temperature=WARMTH, clip_norm=None, lr=1.0, beta1=0.0,
+        weight_decay=0.0,
+    )  # fmt: skip
     built = build(model, plan, recipe=recipe, loss=task, dims=dims)
     losses = []
     for step in range(2):
@@ -403,24 +409,39 @@ def _steps(kind: str, folder: str, line: str) -> list[float]:
         if plan.dp > 1:
             torch.distributed.all_reduce(loss)
         losses.append(float(loss) / plan.dp)
-    state = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
-             for name, value in built.model.state_dict().items()}  # fmt: skip
-    return [*losses, *(float(value.double().norm()) for value in state.values())]
+    state = {name: whole_of(value).clone() for name, value in built.model.state_dict().items()}
+    assert isinstance(built.loss, Task)
+    teacher: Any = built.loss.teacher
+    parameters = list(teacher.model.parameters())
+    held = sum(local(parameter).numel() for parameter in parameters)
+    return losses, state, held / sum(parameter.numel() for parameter in parameters)
 
 
-def _all_kinds(folder: str, dp: int, sharding: str) -> dict[str, list[float]]:
-    line = f"dp={dp} accumulate={4 // dp} sharding={sharding}"
-    return {kind: _steps(kind, f"{folder}/{kind}", line) for kind in ("images", "next token", "translation")}
+LAYOUTS = (
+    "dp=2 accumulate=2",
+    "dp=2 accumulate=2 sharding=fsdp",
+    "tp=2 accumulate=4",
+    "tp=2 sp=true accumulate=4",
+)
+TAUGHT = ("images", "next token", "translation")
+
+
+def _every_layout(folder: str) -> dict[tuple[str, str], Any]:
+    plans = [f"{line} algorithm=sgd" for line in LAYOUTS]
+    return {(line, kind): _steps(kind, f"{folder}/{kind}", line) for line in plans for kind in TAUGHT}
 
 
 def test_steps_are_the_same_over_ranks(tmp_path: Path) -> None:
-    for kind in ("images", "next token", "translation"):
+    """Ranks that shard the student's weights shard the teacher's too."""
+    for kind in TAUGHT:
         _teacher(KINDS[kind][0], tmp_path / kind)
-    alone = _all_kinds(str(tmp_path), 1, "ddp")
-    for sharding in ("ddp", "fsdp"):
-        for rank in spawn(_all_kinds, 2, str(tmp_path), 2, sharding):
-            for kind, values in rank.items():
-                assert values == pytest.approx(alone[kind], rel=1e-4), (sharding, kind)
+    alone = {kind: _steps(kind, str(tmp_path / kind), "accumulate=4 algorithm=sgd") for kind in TAUGHT}
+    for rank in spawn(_every_layout, 2, str(tmp_path)):
+        for (line, kind), (losses, weights, held) in rank.items():
+            assert losses == pytest.approx(alone[kind][0], rel=1e-6), (line, kind)
+            for name, expected in alone[kind][1].items():
+                torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-6)
+            assert held == pytest.approx(0.5 if "fsdp" in line else 1.0, abs=0.01), (line, kind)
 
 
 @pytest.mark.parametrize(
@@ -462,10 +483,11 @@ def test_a_teacher_of_something_else_is_refused(what: str, tmp_path: Path) -> No
         build(student, Plan(), recipe=Recipe(teacher=str(tmp_path / "teacher")), loss=NextToken())
 
 
-@pytest.mark.parametrize("line", ["pp=2", "tp=2", "cp=2", "compile=whole"])
+@pytest.mark.parametrize("line", ["pp=2", "cp=2", "compile=whole", "tp=2"])
 def test_plans_that_split_outputs_are_refused(line: str) -> None:
+    inside = 1.0 if "tp" in line else 0.0
     with pytest.raises(ConfigError, match=r"recipe\.teacher"):
-        build(GPT, Plan.parse(line), recipe=Recipe(teacher="anywhere"))
+        build(GPT, Plan.parse(line), recipe=Recipe(teacher="anywhere", teacher_hidden=inside))
 
 
 def test_other_losses_and_models_are_refused(tmp_path: Path) -> None:

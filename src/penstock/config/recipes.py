@@ -105,7 +105,7 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
         problems = [
             f"plan.{name}={degree} splits the student's outputs, which recipe.teacher is compared with as a whole; use "
             f"{name}=1."
-            for name in ("pp", "tp", "cp")
+            for name in ("pp", "cp")
             if (degree := getattr(plan, name)) > 1
         ]
         if recipe.teacher_targets == "hard" and recipe.temperature != Recipe().temperature:
@@ -118,6 +118,10 @@ def require_teachable(recipe: Recipe, plan: Plan) -> None:
             problems.append(
                 f"recipe.teacher_cache keeps outputs, and recipe.{inside[0]} looks into the teacher's blocks each "
                 "time; leave one of them out."
+            )
+        if inside and plan.tp > 1:
+            problems.append(
+                f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
             )
         if recipe.teacher_attention and plan.compile == "blocks":
             problems.append(

@@ -31,7 +31,13 @@ from penstock.config.plan import LOGIT_BYTES
 from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
 from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
 from penstock.kernels.logit_rows import fuses_rows, logit_rows_
-from penstock.kernels.vocabulary import Share, normalised_, to_gradient_, vocabulary_cross_entropy
+from penstock.kernels.vocabulary import (
+    Share,
+    divergence_and_gradient,
+    normalised_,
+    to_gradient_,
+    vocabulary_cross_entropy,
+)
 
 _PADDED_ON = {"cuda"}
 """Devices on which rows of logits are padded to a multiple of `_PADDED_TO`, unless 8 divides them: units for matrices
@@ -70,8 +76,8 @@ def linear_cross_entropy(
     form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can be
     differentiated once. With a `share`, weight and bias are those of this rank's entries of the vocabulary, targets
     are numbers in all of it, and the gradient of x is what these entries add to it. `linear` makes the logits of the
-    plain form. With `taught`, of as many rows and entries, the loss is that of a student; it has no share. `z_loss` is
-    the factor ζ of the z-loss.
+    plain form. With `taught`, of as many rows and entries, the loss is that of a student; with a share, too, it has
+    this rank's entries and needs a budget. `z_loss` is the factor ζ of the z-loss.
     """
     x, targets = x.flatten(0, -2), targets.flatten()
     if budget is None:
@@ -328,10 +334,18 @@ class _Sums(NamedTuple):
         """The gradient (r, V), of rows that do not count too, if it is asked for."""
         if self.share is not None:
             p = logits.to(self.loss.dtype, copy=True)
+            to_teacher: Tensor | None = None
+            w = 0.0
+            if self.taught is not None:
+                w, temperature = self.taught[3:]
+                meant = self._taught_logits(here).to(p.dtype, copy=True)
+                divergence, to_teacher = divergence_and_gradient(p.clone(), meant, temperature, self.share)
             row = normalised_(p, targets, self.smoothing, self.share, self.z_loss)
-            self.loss.add_(row.losses.where(counted, 0).sum())
+            losses = row.losses if to_teacher is None else row.losses * (1.0 - w) + divergence * w
+            self.loss.add_(losses.where(counted, 0).sum())
             if wanted:
                 to_gradient_(p, row, self.smoothing, self.share, self.z_loss)
+                p = p if to_teacher is None else p.mul_(1.0 - w).add_(to_teacher, alpha=w)
         else:
             p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
             index = targets[:, None]

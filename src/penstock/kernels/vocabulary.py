@@ -2,7 +2,7 @@
 
 Shapes: R rows, C entries of the vocabulary on this rank, V in all. Each rank makes the logits of its own entries, and
 ranks exchange three numbers of a row: the largest logit, then the sum of exponentials and the logit of the target. With
-label smoothing they exchange the sum of logits too.
+label smoothing they exchange the sum of logits too; with a teacher's logits, whose entries lie alike, five more.
 """
 
 from __future__ import annotations
@@ -72,6 +72,24 @@ def to_gradient_(p: Tensor, row: Row, smoothing: float, share: Share, z_loss: fl
 def _over(x: Tensor, how: str, share: Share) -> Tensor:
     reduced: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x, how, share.group))
     return reduced
+
+
+def divergence_and_gradient(
+    logits: Tensor, taught: Tensor, temperature: float, share: Share
+) -> tuple[Tensor, Tensor]:
+    """The divergence of each row (R,) of a student's logits from a teacher's, both of this rank's entries (R, C), and
+    the gradient (R, C) of its sum by the student's, as `kernels.distil.divergences_and_gradients` makes them of all
+    entries. Both logits are changed in place."""
+    p, q = logits.div_(temperature), taught.div_(temperature)
+    p_most, q_most = _over(torch.stack([p.amax(1), q.amax(1)]), "max", share)
+    p.sub_(p_most[:, None])
+    q.sub_(q_most[:, None])
+    p_sum, q_sum = _over(torch.stack([p.exp().sum(1), q.exp().sum(1)]), "sum", share)
+    p.sub_(p_sum.log()[:, None])
+    q.sub_(q_sum.log()[:, None])
+    shares = q.exp()
+    losses = _over(q.sub_(p).mul_(shares).sum(1), "sum", share).mul_(temperature**2)
+    return losses, p.exp_().sub_(shares).mul_(temperature)
 
 
 class _Loss(torch.autograd.Function):

@@ -42,10 +42,14 @@ class Vocabulary(nn.Linear):
     taught: Taught | None = None
     """A teacher's side of the loss of the next targets. It is made in chunks whatever `chunked` is, so that the logits
     of both are never held."""
+    passes = False
+    """Whether it gives back the features that it gets: a teacher's, whose logits its student's head makes."""
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0, by_sample: bool = False
     ) -> Tensor:
+        if self.passes:
+            return x
         # Of a table that embeds tokens too, two gradients are added.
         added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         linear = linear_apart if added and not autocasts(x) else F.linear
@@ -56,7 +60,11 @@ class Vocabulary(nn.Linear):
             assert self.share is None
             assert self.taught is None
             return sample_losses(x, self.weight, self.bias, targets, smoothing=smoothing, budget=most)
-        budget = most if self.chunked or self.taught else None
+        budget, taught = most if self.chunked or self.taught else None, self.taught
+        if taught is not None and self.share is not None:
+            here = slice(self.share.start, self.share.start + len(self.weight))
+            bias = None if taught.bias is None else taught.bias[here]
+            taught = taught._replace(weight=taught.weight[here], bias=bias)
         return linear_cross_entropy(
             x,
             self.weight,
@@ -66,7 +74,7 @@ class Vocabulary(nn.Linear):
             budget=budget,
             share=self.share,
             linear=linear,
-            taught=self.taught,
+            taught=taught,
         )
 
 

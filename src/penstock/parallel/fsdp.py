@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -142,6 +142,27 @@ def shard(
     for optimizer in optimizers:
         _rebind(optimizer, before, model)
     return Sharded(model=model, dims=dims, plan=plan, units=units, buffers=running_statistics(model))
+
+
+def shard_frozen(
+    model: nn.Module, plan: Plan, dims: ParallelDims, device: torch.device, shares: Mapping[str, Tensor]
+) -> Callable[[], None]:
+    """Shard a model that does not learn, in place, as `shard` does one that does. Weights of a block are whole during
+    its forward pass, those outside the blocks until the function that is returned is called.
+
+    Raises ConfigError as `shard` does.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    options = {**_options(replace(plan, offload="none"), dims, device), "reshard_after_forward": True}
+    blocks = anatomy_of(model).block_modules(model)
+    for block in blocks:
+        fully_shard(block, **options)
+    root: Any = fully_shard(model, **{**options, "reshard_after_forward": False})
+    _prefetch(model, blocks)
+    _materialise(model, [*blocks, model], device, shares)
+    release: Callable[[], None] = root.reshard
+    return release
 
 
 def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, Any]:

@@ -13,7 +13,7 @@ alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ from penstock.tasks.text import WordTask
 
 
 class Teacher:
-    """A model in evaluation mode beside a student, whole on each rank. It is no part of the student, so that neither
-    checkpoints nor exports hold it; and it draws nothing by chance.
+    """A model in evaluation mode beside a student. It is no part of the student, so that neither checkpoints nor
+    exports hold it; and it draws nothing by chance. Ranks that shard the student's weights may shard its own; those
+    that split layers each have the whole of them.
 
     Of a head for words the features alone are computed: the logits of both models are made together, a few rows at a
     time, by the student's head.
@@ -69,11 +70,20 @@ class Teacher:
         self.head: Vocabulary | None = None
         if model.graph.words is not None and self.student.words is not None:
             self.head = getattr(model, model.graph.words.name)
-            setattr(model, model.graph.words.name, _Features())
+            self.head.passes = True
+        self.release: Callable[[], None] | None = None
+        """Frees what its passes have gathered of its weights, where these are sharded."""
         model.eval().requires_grad_(False)
 
     def __call__(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
         """The student's loss of a batch, 0-d; differentiable by the student."""
+        try:
+            return self._loss(task, model, batch)
+        finally:
+            if self.release is not None:
+                self.release()
+
+    def _loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
         if not self.hidden and not self.attention:
             return self._outputs_loss(task, model, batch)
         inside = self.attention > 0
@@ -206,18 +216,11 @@ def _looking(model: nn.Module, attention: bool) -> Iterator[dict[str, TokenStack
             _last_attention(run).looked = None
 
 
-class _Features(nn.Module):
-    """In place of a head for words: its inputs."""
-
-    def forward(self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
-        return x
-
-
 def open_teacher(
-    recipe: Recipe, task: Any, student: ModelConfig | None, module: nn.Module, *, device: torch.device | str,
-    dtype: torch.dtype | None, rank: int = 0,
+    recipe: Recipe, task: Any, student: ModelConfig | None, module: nn.Module, *, dtype: torch.dtype | None,
+    rank: int = 0, load: Callable[[str], Model] = from_pretrained,
 ) -> Teacher:  # fmt: skip
-    """The teacher of a recipe for `module`, the model of `student`, in `dtype`.
+    """The teacher of a recipe for `module`, the model of `student`, in `dtype` and where `load` puts it.
 
     Raises ConfigError where it cannot teach this student by this task, and what `from_pretrained` raises.
     """
@@ -232,7 +235,7 @@ def open_teacher(
             "recipe.teacher is added to the loss of a Task, but the loss is a function of your own; give a Task, or "
             "add the divergence in your function."
         )
-    model = from_pretrained(recipe.teacher)
+    model = load(recipe.teacher)
     require_alike(model.config, student, recipe.teacher)
     if recipe.teacher_targets == "hard" and student.graph.classes is None:
         raise ConfigError(
@@ -263,7 +266,7 @@ def open_teacher(
         _require_alike_tokens(model.graph, student.graph, recipe.teacher)
     if recipe.teacher_hidden:
         _require_alike_hidden(model.graph, student.graph, recipe.teacher)
-    model = model.to(device=device, dtype=dtype)
+    model = model.to(dtype=dtype)
     teacher = Teacher(
         model,
         student,

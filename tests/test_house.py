@@ -474,7 +474,7 @@ LINES = {
     "export": 900,
     "infer": 1800,
     "kernels": 6540,
-    "ladder": 5430,
+    "ladder": 5480,
     "launch": 1550,
     "models": 9000,
     "optim": 1780,

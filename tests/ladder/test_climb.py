@@ -480,6 +480,28 @@ def test_the_larger_image_is_compared_in_flops_and_never_carried(clock: Clock) -
     assert report.plan == "baseline"
 
 
+def test_smaller_models_are_reported_with_their_loss_and_never_carried(clock: Clock) -> None:
+    def cost(setting: Setting) -> float:
+        model: Any = setting.model
+        return 0.5 * model.depth + model.mlp_width / 64
+
+    def loss(setting: Setting, seed: int) -> float:
+        model: Any = setting.model
+        return 4.0 / model.depth + 0.1 * seed
+
+    report, rungs, _ = _climb(clock, cost, loss, rungs=("compress",))
+    for name, model, speed, change in (
+        ("compress-depth", {"depth": 1}, 2 / 1.5, 2.0), ("compress-width", {"mlp_width": 32}, 2 / 1.5, 0.0),
+    ):  # fmt: skip
+        rung = rungs[name]
+        assert (rung.status, rung.model) == ("reported", model)
+        assert rung.to_baseline is not None
+        assert rung.to_baseline.value == pytest.approx(speed, rel=1e-3)
+        assert rung.loss_difference == pytest.approx(change)
+    assert report.plan == "baseline"
+    assert report.fastest is None
+
+
 def test_the_command_makes_the_report_again() -> None:
     config = LadderConfig(
         model=replace(MODEL, classifier="pooled"),

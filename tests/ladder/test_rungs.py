@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -14,8 +14,10 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import AttentionBackend, Plan
 from penstock.config.rules import require
 from penstock.errors import ConfigError
+from penstock.ladder.account import changes
 from penstock.ladder.rung import Rung, Setting, Situation, register
 from penstock.ladder.rungs import all_rungs, choose
+from penstock.planner.describe import totals
 
 CPU = Machine(
     name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11, "fp32_medium": 2e11, "bf16": 4e11}
@@ -42,9 +44,8 @@ def test_a_rung_changes_something_and_says_why(rung: Rung) -> None:
     situation = _situation(load_machine("h100"))
     changed = rung.apply(FIRST, situation)
     assert changed != FIRST
-    assert (
-        rung.apply(changed, situation) == changed or rung.name == "image"
-    )  # climbing twice is climbing once
+    # Climbing twice is climbing once, of what others build on.
+    assert rung.apply(changed, situation) == changed or not rung.carried
     assert Plan.parse(changed.plan.line()) == changed.plan
     assert rung.why.endswith(".")
     assert rung.title == rung.title.strip()
@@ -92,7 +93,7 @@ def test_the_order_is_that_of_the_ladder() -> None:
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
         "masters-remainder", "classifier", "token-order",
         "attention-plain", "compile-blocks", "compile-whole", "fp8", "int8", "batch-x2", "parallel-context",
-        "parallel-ddp", "parallel-fsdp", "parallel-hsdp", "image", "whole-half",
+        "parallel-ddp", "parallel-fsdp", "parallel-hsdp", "image", "compress-depth", "compress-width", "whole-half",
     ]  # fmt: skip
     assert [name for name in order if name in told] == told
 
@@ -117,7 +118,7 @@ def test_masters_and_fp8_build_upon_what_they_need() -> None:
     assert "cannot skip an overflowed step" in str(masters.refusal(FIRST, _situation(load_machine("v100"))))
 
 
-@pytest.mark.parametrize("name", ["classifier", "image"])
+@pytest.mark.parametrize("name", ["classifier", "image", "compress-depth"])
 def test_rungs_that_rebuild_the_model_do_not_apply_to_a_model_of_ones_own(name: str) -> None:
     reason = _named(name).refusal(OWN, _situation(CPU))
     assert reason is not None
@@ -171,6 +172,30 @@ def test_the_larger_image_of_the_usual_size_is_256() -> None:
     h14 = image.apply(replace(FIRST, model=PRESETS["vit-h14"]), situation).model
     assert h14 is not None
     assert h14.image_size == 252  # 14-pixel patches do not divide 256
+
+
+@pytest.mark.parametrize("name", ["compress-depth", "compress-width"])
+def test_every_preset_can_be_compressed_and_computes_less(name: str) -> None:
+    rung, situation = _named(name), _situation(CPU)
+    for model in PRESETS.values():
+        setting = replace(FIRST, model=model)
+        assert rung.hindrance(setting, situation) is None
+        changed = rung.apply(setting, situation).model
+        assert changed is not None
+        assert 0.3 < totals(changed).model_flops / totals(model).model_flops < 0.99, model
+    once = replace(FIRST, model=replace(PRESETS["vit-digits"], depth=1))
+    assert (rung.hindrance(once, situation) is None) == (name == "compress-width")
+    pruned: Any = PRESETS["vit-digits"]
+    pruned = replace(pruned, unequal=tuple(replace(layer, hidden=8) for layer in pruned.layers))
+    assert (rung.hindrance(replace(FIRST, model=pruned), situation) is None) == (name == "compress-depth")
+    if name == "compress-depth":
+        shallow: Any = rung.apply(replace(FIRST, model=pruned), situation)
+        assert shallow.model.layers == pruned.layers[::2]
+        translator = replace(FIRST, model=PRESETS["marian-tiny"])
+        depth: Any = PRESETS["marian-tiny"]
+        assert changes(translator, rung.apply(translator, situation)) == {
+            "encoder.depth": (depth.encoder.depth + 1) // 2, "decoder.depth": (depth.decoder.depth + 1) // 2,
+        }  # fmt: skip
 
 
 def test_names_and_groups_choose() -> None:

@@ -24,7 +24,7 @@ from penstock.report.demo_figure import Rise, demo_figure
 MODEL, BATCH = "vit-digits", 64
 FEW = "matmul,memory,half-bf16,optimizer-contiguous,masters,attention-plain"
 """Rungs for the images on a CPU: few, and none that compiles, so that the time is for rounds and intervals narrow."""
-SKIPPED = "batch,image,whole-half"
+SKIPPED = "batch,image,compress,whole-half"
 """Rungs left out on a GPU, where rounds are short: they change results, and the demo's promise is the same loss."""
 PADDED, PADDED_RUNGS = "penstock.ladder.padded:bert", "padding,optimizer-contiguous,masters"
 PADDED_SHARE = 0.45

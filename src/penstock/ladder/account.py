@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from penstock.config.convert import plain
 from penstock.config.machine import Machine
+from penstock.config.stack import Stack
 from penstock.ladder.arena import Arena
 from penstock.ladder.forecast import rank_machine
 from penstock.ladder.judge import tail_mean
@@ -163,15 +165,22 @@ class Account:
         return tuple(rows)
 
 
+def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a model, those of its stacks by names with dots."""
+    for one in fields(config):
+        name, value = prefix + one.name, getattr(config, one.name)
+        if isinstance(value, Stack):
+            yield from _values(value, f"{name}.")
+        else:
+            yield name, plain(value)
+
+
 def changes(first: Setting, setting: Setting) -> dict[str, Any]:
     """Changes of a setting besides the Plan: fields of the model, and of the data."""
     changed: dict[str, Any] = {}
     if first.model is not None and setting.model is not None:
-        changed = {
-            f.name: getattr(setting.model, f.name)
-            for f in fields(setting.model)
-            if getattr(setting.model, f.name) != getattr(first.model, f.name)
-        }
+        before = dict(_values(first.model))
+        changed = {name: value for name, value in _values(setting.model) if value != before.get(name)}
     if setting.by_length != first.by_length:
         changed["group_by_length"] = setting.by_length
     if setting.packed != first.packed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ from penstock.boundary.files import quoted
 from penstock.config.convert import nearest
 from penstock.config.formats import HalfDtype
 from penstock.config.fused import FUSED, FusedName
+from penstock.config.model import stacks, with_stacks
 from penstock.config.plan import AttentionBackend, Sharding
+from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
 from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only
@@ -207,6 +210,45 @@ def _larger(size: int, patch: int) -> int:
 def _larger_image(setting: Setting, situation: Situation) -> Setting:
     vit: Any = setting.model  # `vision_only` holds this
     return replace(setting, model=replace(vit, image_size=_larger(vit.image_size, vit.patch_size)))
+
+
+def _half_depth(stack: Stack) -> Any:
+    kept = (stack.depth + 1) // 2
+    return replace(stack, depth=kept, unequal=stack.unequal[::2])
+
+
+def _half_width(stack: Stack) -> Any:
+    experts = None if stack.expert_width is None else stack.expert_width // 2
+    return replace(stack, mlp_width=stack.mlp_width // 2, expert_width=experts)
+
+
+def _compressed(part: str, place: int, title: str, why: str, change: Callable[[Stack], Any]) -> Rung:
+    """A rung of a smaller model, as pruning leaves one, which is reported alone: it is always quicker."""
+
+    def smaller(setting: Setting, situation: Situation) -> Setting:
+        assert setting.model is not None  # `obstacle` holds this
+        return replace(setting, model=with_stacks(setting.model, change))
+
+    def obstacle(setting: Setting, situation: Situation) -> str | None:
+        if setting.model is None:
+            return "it changes a model of Penstock's, and this model is your own"
+        every = stacks(setting.model)
+        if part == "depth" and all(stack.depth < 2 for stack in every):
+            return "its stacks have one layer each"
+        if part == "width" and any(stack.unequal for stack in every):
+            return "its layers have been pruned already"
+        return None
+
+    return Rung(
+        name=f"compress-{part}",
+        place=place,
+        title=title,
+        why=f"{why} It starts untrained like the baseline, so that its loss is the most that it costs: `penstock "
+        "compress` keeps what a trained model knows, and a teacher helps. Reported rather than carried.",
+        apply=smaller,
+        obstacle=obstacle,
+        carried=False,
+    )
 
 
 for _rung in (
@@ -422,6 +464,10 @@ for _rung in (
         obstacle=lambda setting, situation: vision_only(setting),
         compared_by="flops",
         carried=False,
+    ),
+    _compressed("depth", 910, "half the layers", "Every second layer is left out.", _half_depth),
+    _compressed(
+        "width", 920, "half perceptrons", "Perceptrons have half as many hidden features.", _half_width
     ),
     Rung(
         name="whole-half",

@@ -22,9 +22,9 @@ def verify_(path: Path, *, step: int | None = None) -> None:
     Parameters
     ----------
     path
-        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is taken.
+        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is used.
     step
-        Take this step instead of the newest.
+        Use this step instead of the newest.
     """
     from penstock.checkpoint.reader import open_verified
     from penstock.checkpoint.rewrite import candidates
@@ -121,11 +121,11 @@ def export_(
     Parameters
     ----------
     path
-        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is taken.
+        A directory `step-N`, or a folder of them, or the output folder of a run. The newest is used.
     target
         The folder to write to.
     step
-        Take this step instead of the newest.
+        Use this step instead of the newest.
     weights
         Which set: `weights`, or `ema` for the moving average. By default the average, if there is one.
     names
@@ -175,7 +175,7 @@ def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: 
     target
         The folder to write to; `average` in the output folder by default.
     last
-        How many checkpoints, from the newest back.
+        Number of checkpoints, from the newest back.
     weights
         Which set: `weights`, or `ema` for the moving average.
     """

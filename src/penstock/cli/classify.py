@@ -18,15 +18,15 @@ def classify(
     config: EncodeConfig,
     *inputs: Annotated[str, Parameter(allow_leading_hyphen=False)],
     file: Annotated[
-        Path | None, Parameter(help="Read texts, or paths of images, from this file, one a line.")
+        Path | None, Parameter(help="Read texts, or paths of images, from this file, one per line.")
     ] = None,
     as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="Print one JSON object a line.")
+        bool, Parameter(name="--json", negative="", help="Print one JSON object per line.")
     ] = False,
 ) -> None:
-    """Tell the classes of texts, or of images for a ViT: the likeliest and its probability, a line for each.
+    """Classify texts, or images with a ViT: the likeliest class and its probability, one line per input.
 
-    INPUTS come from the command line, from --file, or from what is piped in, one a line.
+    INPUTS come from the command line, from --file, or from a pipe, one per line.
     """
     model, sources = config.named("classify"), words(inputs, file)
     from penstock.infer.encode import Classifier

@@ -6,11 +6,11 @@ from typing import Literal
 
 
 def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
-    """Print the script by which SHELL completes verbs and options. Nothing is installed.
+    """Print the script with which SHELL completes verbs and options. Nothing is installed.
 
     bash: `source <(penstock completion bash)` in ~/.bashrc. zsh: `penstock completion zsh > DIR/_penstock`, where DIR
     is in $fpath. fish: `penstock completion fish > ~/.config/fish/completions/penstock.fish`. `penstock
-    --install-completion` does this for the shell that runs.
+    --install-completion` does this for the running shell.
 
     Parameters
     ----------

@@ -19,10 +19,10 @@ from penstock.errors import ExitCode
     loader=load_compression,
 )
 def compress(config: CompressConfig) -> int:
-    """Prune MODEL and train it again beside the original, in the steps that the settings ask for.
+    """Prune, distil and quantise MODEL, in the steps that have settings.
 
-    The file given with --recipe holds the settings of all steps. The same command goes on where it was stopped.
-    Written are each step's model, compress.html, compress.json, and the compressed model in OUTPUT/export.
+    The file given with --recipe holds the settings of all steps. The same command resumes where it was stopped.
+    OUTPUT gets each step's model, compress.html, compress.json, and the compressed model in `export`.
     """
     from penstock.compress.page import cuts_table, table
     from penstock.compress.run import PAGE, RECORD

@@ -53,15 +53,14 @@ class Tuned:
 
 def demo(
     *,
-    output: Annotated[Path, Parameter(help="Folder of everything that is written.")] = Path("runs/demo"),
+    output: Annotated[Path, Parameter(help="Folder for all files.")] = Path("runs/demo"),
     budget: Annotated[float, Parameter(help="Seconds for both ladders.")] = 120.0,
-    epochs: Annotated[float, Parameter(help="How often training sees each image.")] = 50.0,
+    epochs: Annotated[float, Parameter(help="Passes over the images in training.")] = 50.0,
 ) -> int:
-    """Tune two small Transformers, train one on real images, and say what to type next: about four minutes.
+    """Tune two small Transformers, train one on real images, and suggest what to type next: about four minutes.
 
-    The images are handwritten digits, which come with Penstock. The other is BERT as transformers has it, untrained, on
-    texts that are padded. Nothing is downloaded. A demo that is complete only shows its end again; remove its folder to
-    run it again.
+    The images are handwritten digits, which come with Penstock. The other model is transformers' BERT, untrained, on
+    padded texts. Nothing is downloaded. A complete demo only shows its end again; remove its folder to run it again.
     """
     path = output / "demo.json"
     if path.exists():

@@ -33,10 +33,10 @@ def load_or_folder(cls: type[Any], *, file: Path | None, overrides: Mapping[str,
 
 @configured(DeployConfig, positional="model", flags=("json", "measure"), loader=load_or_folder)
 def deploy(config: DeployConfig) -> int:
-    """Find how to serve MODEL in time on the fewest devices: type of weights, degrees, replicas, slots and cache.
+    """Find the fewest devices that serve MODEL in time: type of weights, degrees, replicas, slots and cache.
 
-    Requests are simulated one by one, through the queue and the turns of the engine. Ends with code 7 if no layout is
-    in time.
+    Requests are simulated one by one, through the queue and the steps of the engine. Ends with code 7 if no layout
+    answers in time.
     """
     if config.model is None:
         raise ConfigError(

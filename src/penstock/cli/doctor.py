@@ -22,7 +22,7 @@ def doctor(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     thorough: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say what works here, and how to fix what does not.
+    """Check what works on this machine, and how to fix what does not.
 
     Ends with code 3 if something that Penstock requires is broken.
 

@@ -19,14 +19,14 @@ from penstock.errors import ConfigError
 def embed(
     config: EncodeConfig,
     *texts: Annotated[str, Parameter(allow_leading_hyphen=False)],
-    file: Annotated[Path | None, Parameter(help="Read texts from this file, one a line.")] = None,
+    file: Annotated[Path | None, Parameter(help="Read texts from this file, one per line.")] = None,
     image: Annotated[
         tuple[Path, ...], Parameter(help="An image in place of texts; may be repeated.", negative="")
     ] = (),
 ) -> None:
     """Turn texts, or images for a model of both, into vectors of length 1, each a JSON list on a line of its own.
 
-    TEXTS come from the command line, from --file, or from what is piped in, one a line. With --plan, each of several
+    TEXTS come from the command line, from --file, or from a pipe, one per line. With --plan, each of several
     processes does its part, and one prints.
     """
     from penstock.infer.encode import Embedder

@@ -23,7 +23,7 @@ def experts(
     moves: int | None = None,
     target: float | None = None,
 ) -> None:
-    """Show how often tokens visited each expert of a run's mixtures, or where to place these.
+    """Show how often tokens visited each expert of a run's mixtures, or place the experts on devices.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def experts(
     uneven
         Replicas of an expert may take uneven shares of its tokens.
     before
-        An earlier placement, as --json printed it, of which few slots change.
+        An earlier placement, as --json printed it, to change in few slots.
     moves
         How many slots of a layer may change; by default one in twenty.
     target

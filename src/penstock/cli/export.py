@@ -19,7 +19,7 @@ def export(
     to: Annotated[Literal[ExportForm, "transformers"], Parameter(name="--to")] = "onnx",
     type: ExportType = "fp32",
 ) -> None:
-    """Write MODEL into the folder TARGET in a form that other programs run, and check what these make of it.
+    """Write MODEL into the folder TARGET in a form that other programs run, and check their outputs.
 
     Parameters
     ----------

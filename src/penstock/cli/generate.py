@@ -29,9 +29,9 @@ ALIASES = {f"decoding.{name}": name for name in Decoding.__dataclass_fields__}
 def generate(
     config: GenerateConfig,
     *prompts: Annotated[str, Parameter(allow_leading_hyphen=False)],
-    file: Annotated[Path | None, Parameter(help="Read prompts from this file, one a line.")] = None,
+    file: Annotated[Path | None, Parameter(help="Read prompts from this file, one per line.")] = None,
     as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="Print one JSON object a line.")
+        bool, Parameter(name="--json", negative="", help="Print one JSON object per line.")
     ] = False,
     image: Annotated[
         tuple[Path, ...],
@@ -39,15 +39,15 @@ def generate(
     ] = (),
     chat: Annotated[
         bool,
-        Parameter(negative="", help="Answer by the model's chat template, also line by line in a terminal."),
+        Parameter(negative="", help="Use the model's chat template; without prompts, converse here."),
     ] = False,
     system: Annotated[str | None, Parameter(help="System message at the beginning of a chat.")] = None,
 ) -> None:
     """Continue or translate texts, or write captions of images with a model of both.
 
-    PROMPTS come from the command line, from --file, or from what is piped in, one a line. One prompt's text is printed
-    as it comes. With --plan, each of several processes does its part, and one prints. With --chat each prompt is the
-    user's message of a conversation of its own; typed into a terminal, lines are one conversation, until Ctrl-D.
+    PROMPTS come from the command line, from --file, or from a pipe, one per line. The answer to a single prompt is
+    printed as it is generated. With --plan, each of several processes does its part, and one prints. With --chat each
+    prompt begins a conversation of its own; lines typed into a terminal are one conversation, until Ctrl-D.
     """
     from penstock.infer.captions import writes_of_either
     from penstock.infer.generator import Generator
@@ -185,11 +185,11 @@ def words(prompts: tuple[str, ...], file: Path | None) -> list[str]:
         content = read_text(file, "The file of texts", limit=MOST)
     elif sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(
-            "There is no text: give one behind the model, or a --file with one a line, or pipe them in."
+            "There is no text: give one after the model, or a --file with one per line, or pipe them in."
         )
     else:
         content = sys.stdin.read(MOST)
     lines = [line for line in content.splitlines() if line.strip()]
     if not lines:
-        raise ConfigError("There is no text in what was given; write one a line.")
+        raise ConfigError("The input has no text; write one per line.")
     return lines

@@ -29,7 +29,7 @@ def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str
 def ladder(
     config: LadderConfig, *, all_: Annotated[bool, Parameter(name="--all", negative="")] = False
 ) -> int:  # fmt: skip
-    """Find the fastest Plan on this machine, and what each optimisation on the way to it gains in speed and memory.
+    """Find the fastest Plan on this machine, and what each of its optimisations gains in speed and memory.
 
     MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
     and a function loss(model, batch).
@@ -37,7 +37,7 @@ def ladder(
     Parameters
     ----------
     all_
-        List every rung, also those that do not pay or do not apply here, with the reason.
+        List every rung, also those that do not pay or apply on this machine, with the reason.
     """
     # Memory is measured with torch's profiler, which would warn in every step that it started in the middle of a run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

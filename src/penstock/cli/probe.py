@@ -31,7 +31,7 @@ def probe(
     device
         auto, cpu, cuda or cuda:N.
     quick
-        Take seconds instead of a minute or two: fewer shapes, and of a GPU no rate under a minute of load.
+        Take seconds instead of a minute or two: fewer shapes, and on a GPU no rate under sustained load.
     output
         Also write the machine to this .toml or .json file, for --machine.
     as_json

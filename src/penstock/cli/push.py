@@ -24,7 +24,7 @@ def push(
 ) -> None:
     """Upload MODEL to the Hugging Face hub as NAME: weights, configuration, tokenizer and model card.
 
-    Log in first, with `hf auth login` or HF_TOKEN. A model that is there already gets one more commit.
+    Log in first, with `hf auth login` or HF_TOKEN. A model that exists already gets one more commit.
 
     Parameters
     ----------
@@ -33,11 +33,11 @@ def push(
     name
         OWNER/NAME on the hub.
     private
-        A model that is made is visible to its owner alone.
+        Make a new model visible to its owner alone.
     message
         Message of the commit.
     endpoint
-        Address of another hub; HF_ENDPOINT says the same.
+        Address of another hub, in place of HF_ENDPOINT.
     """
     folder = model / "export" if (model / "export" / "config.json").is_file() else model
     address, left_out = push_folder(folder, name, private=private, message=message, endpoint=endpoint)

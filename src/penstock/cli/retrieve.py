@@ -25,14 +25,14 @@ def retrieve(
     *,
     text: Annotated[tuple[str, ...], Parameter(help="A text to find images for; may be repeated.")] = (),
     image: Annotated[tuple[Path, ...], Parameter(help="An image to find texts for; may be repeated.")] = (),
-    images: Annotated[Path | None, Parameter(help="The folder of images that are searched.")] = None,
-    texts: Annotated[Path | None, Parameter(help="A file of texts that are searched, one a line.")] = None,
+    images: Annotated[Path | None, Parameter(help="Folder of images to search.")] = None,
+    texts: Annotated[Path | None, Parameter(help="File of texts to search, one per line.")] = None,
     best: Annotated[int, Parameter(help="How many answers to show of each.")] = 5,
     grid: Annotated[
         Path | None, Parameter(help="Draw the images that were found here (PNG), a row a text.")
     ] = None,
 ) -> None:
-    """Find the images that a text fits best, or the texts that an image does, with a model of both.
+    """Find the images that fit a text best, or the texts that fit an image best, with a model of both.
 
     Each line is the question, the cosine of the two vectors, and an answer, the best first.
     """

@@ -25,8 +25,8 @@ def run(
 ) -> int:
     """Run a training script in mixed precision, or under a whole Plan, without changing it.
 
-    SCRIPT and all that follows it are what you would give to python; options of this command come before it. A summary
-    on stderr says what was done.
+    Type SCRIPT and all that follows it as after `python`; options of this command come before it. A summary on stderr
+    lists what was applied.
 
     Parameters
     ----------
@@ -39,11 +39,11 @@ def run(
         where neither this nor a plan is given.
     plan
         Settings of a Plan, such as "precision=O1 optimizer=fused compile=blocks": those that are named are applied,
-        and everything else stays as the script has it. `penstock tune` finds the fastest.
+        and everything else stays as in the script. `penstock tune` finds the fastest.
     dtype
         The half type; auto chooses by the hardware.
     option
-        A property of the level, as loss_scale=1024; may be repeated. docs/how-to/run.md lists them.
+        A property of the level, such as loss_scale=1024; may be repeated. docs/how-to/run.md lists them.
     module
         SCRIPT is the name of a module.
     watch

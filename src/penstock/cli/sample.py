@@ -28,11 +28,11 @@ def sample(
     out: Annotated[
         Path | None,
         Parameter(
-            help="Write each image into this folder, a folder for each class, as data source imagefolder reads."
+            help="Write each image into a folder of its class inside this one, which `--data imagefolder:PATH` reads."
         ),
     ] = None,
 ) -> None:
-    """Make images of noise with a trained model that denoises.
+    """Make images from noise with a trained diffusion model.
 
     If a model has other experts for each range of time, those of one range are loaded at a time.
     """

@@ -13,9 +13,9 @@ from penstock.serve.settings import ServeConfig
 
 @configured(ServeConfig, positional="model")
 def serve(config: ServeConfig) -> int:
-    """Serve MODEL over HTTP as OpenAI does: completions, chat, embeddings; and translations.
+    """Serve MODEL over HTTP with OpenAI's routes (completions, chat, embeddings), classes and translations.
 
-    Requests join each other in one batch as they come. SIGTERM and Ctrl-C end it once the requests under way are done.
+    Requests join the running batch as they arrive. SIGTERM and Ctrl-C stop the server once running requests have ended.
     """
     from penstock.serve.serve import key_of
     from penstock.serve.serve import serve as run

@@ -14,10 +14,10 @@ from penstock.config.model import ModelConfig
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 
-_TRACK = "Pass the run's numbers on to tensorboard, wandb or mlflow, or to several with commas between them."
+_TRACK = "Send the run's figures to tensorboard, wandb or mlflow; separate several by commas."
 _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
 
-_TRACE = "Draw what the ranks of a pipeline did in one step beside what was predicted, in OUTPUT/trace/pipeline.html."
+_TRACE = "Draw what a pipeline's ranks did in one step, and the prediction, in OUTPUT/trace/pipeline.html."
 
 
 def _model_in(weights: str) -> ModelConfig | None:

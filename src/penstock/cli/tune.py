@@ -31,9 +31,9 @@ def tune(
 ) -> int:
     """Find the fastest Plan for a training script, without changing it.
 
-    SCRIPT and all that follows it are what you would give to python; options of this command come before it. The script
-    is started several times, each time under other settings, and makes some optimizer steps of each in turn. At the
-    end is the command that runs it under the fastest settings.
+    Type SCRIPT and all that follows it as after `python`; options of this command come before it. The script is started
+    several times with different settings, which take turns of some optimizer steps each. The last line is the command
+    that runs it with the fastest settings.
 
     Parameters
     ----------
@@ -44,15 +44,15 @@ def tune(
     budget
         Seconds for everything, compiling included.
     rounds
-        The least rounds of turns before a difference under 5 % is believed.
+        Rounds of turns, at least, before a difference under 5 % counts.
     rungs
-        Rungs or groups of rungs to try, with commas, such as half,compile; all by default.
+        Rungs or groups of rungs to try, separated by commas, such as half,compile; all by default.
     skip
         Rungs or groups of rungs to leave out.
     procs
-        Ranks that the script is started with, as by torchrun.
+        Number of ranks to start the script with, as torchrun does.
     timeout
-        Seconds for the longest silence of the script, such as up to its first step.
+        Seconds that the script may be silent, for example before its first step.
     output
         Folder of tune.json, and of what the script writes to its terminal.
     module

@@ -19,8 +19,8 @@ def tune_kernels(
 ) -> None:
     """Measure the fused operators beside torch's own, eager and compiled, and store which pay for plan.fuse=auto.
 
-    Takes a minute or two. Times are of the processor, on one thread. The table is stored in the cache folder
-    ($PENSTOCK_CACHE or ~/.cache/penstock) and goes before the one that ships with Penstock.
+    Takes a minute or two. Times are processor time on one thread. The table is stored in the cache folder
+    ($PENSTOCK_CACHE or ~/.cache/penstock) and replaces the one that ships with Penstock.
 
     Parameters
     ----------

@@ -16,12 +16,12 @@ Bias = Annotated[str, Text(r"\d{1,9}=[+-]?\d{1,9}(\.\d{1,9})?", "a token's numbe
 
 
 USUAL_TOKENS = 128
-"""Most new tokens where nobody says, if the model has positions for them."""
+"""Default of `max_tokens`, if the model has positions for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(Checked, where="decoding"):
-    """How a text is continued. The defaults take the likeliest token of each step (greedy).
+    """How a text is continued. By default each step takes the likeliest token (greedy).
 
     The order is that of transformers: bias, penalties, blocked n-grams, least tokens, then temperature, `top_k`,
     `top_p` and `min_p` where tokens are drawn.
@@ -34,34 +34,34 @@ class Decoding(Checked, where="decoding"):
     temperature: Annotated[float, Range(0, 100)] = 0.0
     """0 takes the likeliest token; above, tokens are drawn with logits divided by it."""
     top_k: Natural = 0
-    """Only so many of the likeliest tokens may be drawn (Fan et al., ACL 2018); 0: all."""
+    """Draw among this many of the likeliest tokens (Fan et al., ACL 2018); 0: among all."""
     top_p: PositiveShare = 1.0
-    """Only the likeliest tokens that together have this probability may be drawn (Holtzman et al., ICLR 2020)."""
+    """Draw among the likeliest tokens that together have this probability (Holtzman et al., ICLR 2020)."""
     min_p: Probability = 0.0
-    """Only tokens at least this many times as likely as the likeliest may be drawn (Nguyen et al., ICLR 2025)."""
+    """Draw among tokens at least this many times as likely as the likeliest (Nguyen et al., ICLR 2025)."""
     repetition_penalty: Positive = 1.0
-    """Divisor of the logits of tokens that are already there, prompt included, where these are above 0; else their
-    factor (Keskar et al., 2019, "CTRL", section 4.1)."""
+    """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the text already has (Keskar
+    et al., 2019, "CTRL", section 4.1)."""
     frequency_penalty: Penalty = 0.0
-    """Taken from a token's logit for each time that it has been generated."""
+    """Subtracted from a token's logit for each time that it has been generated."""
     presence_penalty: Penalty = 0.0
-    """Taken from the logit of each token that has been generated."""
+    """Subtracted from the logit of each token that has been generated."""
     no_repeat_ngram: Natural = 0
-    """No sequence of so many tokens comes twice, the prompt included; 0: any may."""
+    """No sequence of this many tokens occurs twice, the prompt included; 0: any may."""
     bias: tuple[Bias, ...] = ()
-    """Biases added to logits: a token's number and an amount each, as `42=-1.5`."""
+    """Added to logits: a token's number and an amount each, such as `42=-1.5`."""
     stop: tuple[str, ...] = ()
-    """Texts before which generation ends."""
+    """Generation ends before any of these texts."""
     ignore_end: bool = False
-    """Whether the model's end of text is a token like any other."""
+    """Whether generation continues after the model's end of text."""
     seed: Natural | None = None
-    """Makes drawing repeatable, whatever else runs beside it; none: drawn again each time."""
+    """Makes drawing repeatable, whatever else is generated with it; none: other draws each time."""
     beams: Annotated[int, Range(1, 256)] = 1
     """Texts that beam search keeps at each step."""
     beam_groups: Annotated[int, Range(1, 256)] = 1
     """Groups of beams that differ from each other (Vijayakumar et al., AAAI 2018)."""
     diversity_penalty: Annotated[float, Range(0, 1000)] = 0.0
-    """Taken from a token's logit for each beam of an earlier group that chose it in the same step."""
+    """Subtracted from a token's logit for each beam of an earlier group that chose it in the same step."""
     length_penalty: Annotated[float, Range(-100, 100)] = 1.0
     """A finished beam's score is divided by its number of tokens to this power."""
     coverage_penalty: Annotated[float, Range(0, 100)] = 0.0
@@ -70,13 +70,13 @@ class Decoding(Checked, where="decoding"):
     """When beam search ends, as transformers defines it: once no beam can become better (`never`), once the best beam
     of this length cannot (`heuristic`), or once as many have finished as there are beams (`full`)."""
     best: Annotated[int, Range(1, 256)] = 1
-    """Texts that are returned for each prompt: the best of beam search, or so many drawn apart."""
+    """Texts that are returned for each prompt: the best of beam search, or independent draws."""
     contrastive: Share = 0.0
-    """Share of the penalty for being alike to what is there, in contrastive search among `top_k` tokens (Su et al.,
+    """Weight of the penalty for similarity to the text so far, in contrastive search among `top_k` tokens (Su et al.,
     NeurIPS 2022); 0: no such search."""
     speculate: Annotated[int, Range(0, 64)] = 0
-    """Tokens that are guessed ahead and checked in one pass, which changes no result: by a draft model, or without one
-    from an earlier place of the text that goes on alike. 0: none."""
+    """Tokens that are drafted and checked in one pass, which changes no result: by a draft model, or without one from
+    an earlier place in the text that begins alike. 0: none."""
 
     def _problems(self) -> Iterator[str]:
         if self.beams % self.beam_groups:
@@ -134,7 +134,7 @@ class InferConfig(Checked, where=""):
     model: str = ""
     """A run's export, a folder of transformers, or a name on the Hugging Face hub."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The type that it computes in."""
+    """Type of computation."""
     weights: Weights = "auto"
     """How the weights of linear layers are kept: `packed` in the processor's own layout, which `auto` takes on a CPU;
     `int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller; `fp8` multiplies in fp8, on GPUs that do
@@ -150,7 +150,7 @@ class InferConfig(Checked, where=""):
 
     @property
     def as_plan(self) -> Plan:
-        """The Plan that these settings say."""
+        """The Plan of these settings."""
         plan = Plan.parse(self.plan)
         return plan if self.dtype == "fp32" else replace(plan, precision="O3", dtype=self.dtype)
 
@@ -180,12 +180,11 @@ class GenerateConfig(InferConfig, where=""):
     decoding: Decoding = field(default_factory=Decoding)
     label: str | None = None
     """Label of the texts, such as their language, which chooses experts of a model whose router is `given`. None: each
-    prompt begins with its own, where those of training did."""
+    prompt begins with its label, if it did in training."""
     draft: str | None = None
     """A smaller model that drafts for `speculate`."""
     shortlist: str | None = None
-    """A file of token numbers: nothing else is generated but what ends a text, and the output is computed for these
-    alone."""
+    """A file of token numbers: only these, and the end of a text, are computed and generated."""
 
 
 @dataclass(frozen=True, kw_only=True)

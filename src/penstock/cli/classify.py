@@ -16,7 +16,7 @@ from penstock.config.decoding import EncodeConfig
 @configured(EncodeConfig, positional="model")
 def classify(
     config: EncodeConfig,
-    *inputs: Annotated[str, Parameter(allow_leading_hyphen=False)],
+    *inputs: Annotated[str, Parameter(allow_leading_hyphen=False, help="Texts, or paths of images.")],
     file: Annotated[
         Path | None, Parameter(help="Read texts, or paths of images, from this file, one per line.")
     ] = None,

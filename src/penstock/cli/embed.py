@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 @configured(EncodeConfig, positional="model")
 def embed(
     config: EncodeConfig,
-    *texts: Annotated[str, Parameter(allow_leading_hyphen=False)],
+    *texts: Annotated[str, Parameter(allow_leading_hyphen=False, help="Or use --file, or a pipe.")],
     file: Annotated[Path | None, Parameter(help="Read texts from this file, one per line.")] = None,
     image: Annotated[
         tuple[Path, ...], Parameter(help="An image in place of texts; may be repeated.", negative="")

@@ -28,7 +28,7 @@ ALIASES = {f"decoding.{name}": name for name in Decoding.__dataclass_fields__}
 @configured(GenerateConfig, positional="model", aliases=ALIASES)
 def generate(
     config: GenerateConfig,
-    *prompts: Annotated[str, Parameter(allow_leading_hyphen=False)],
+    *prompts: Annotated[str, Parameter(allow_leading_hyphen=False, help="Or use --file, or a pipe.")],
     file: Annotated[Path | None, Parameter(help="Read prompts from this file, one per line.")] = None,
     as_json: Annotated[
         bool, Parameter(name="--json", negative="", help="Print one JSON object per line.")

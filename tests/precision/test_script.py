@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import penstock
 from helpers.op_dtypes import ProductDtypes
 from penstock.cli import main
+from penstock.errors import ConfigError
+from penstock.precision.script import Interception
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,6 +97,62 @@ def test_closure_in_fp16(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused.code == 2
     assert "LBFGS may call its closure several times" in refused.told
     assert "closure.py:29" in refused.told
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("kind", ["automatic", "manual"])
+def test_trainers_that_give_steps_a_closure(
+    capsys: pytest.CaptureFixture[str], kind: str, level: str, dtype: str
+) -> None:
+    """The first forward pass is inside the first step, or every closure does nothing."""
+    plain = _run(capsys, "trainer.py", kind, "1", "30")
+    half = _run(capsys, "trainer.py", kind, "1", "30", level=level, dtype=dtype)
+    assert (plain.code, half.code) == (0, 0)
+    _mostly_half(half, dtype)
+    assert len(half.found["losses"]) == 30, "each closure is called once"
+    # From 0.76 to 0.01: a step that is lost shows at once.
+    assert half.found["losses"][:5] == pytest.approx(plain.found["losses"][:5], rel=0.02)
+    assert half.found["losses"][-1] < 0.05
+    if dtype == "fp16":
+        large = _run(capsys, "trainer.py", kind, "1e4", "2", level=level, dtype=dtype)
+        assert large.found["finite"], "the very first step overflows, and must be skipped"
+        assert large.found["losses"][0] == large.found["losses"][1]
+
+
+@pytest.mark.parametrize("inside", ["model", "layers"])
+def test_a_call_that_lightning_redirects_is_taken_inside(inside: str) -> None:
+    """Under DDP Lightning replaces `forward` on the instance until its training step is reached."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layers(x)
+
+        def training_step(self, x: Tensor) -> Any:
+            return (self if inside == "model" else self.layers)(x)
+
+    def redirected(x: Tensor) -> Any:
+        model.forward = before
+        return model.training_step(x)
+
+    redirected.__module__ = "pytorch_lightning.strategies.strategy"
+    model: Any = Net()
+    told: list[str] = []
+    with Interception(precision="O1", dtype="bf16", say=told.append):
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            before, model.forward = model.forward, redirected
+            with ProductDtypes() as products:
+                model(torch.ones(2, 4)).sum().backward()
+            assert set(products.counts) == {torch.bfloat16}
+            optimizer.step()
+    assert f"accelerated {'Net' if inside == 'model' else 'Linear'} (5 weights)" in told[0]
+    model.forward = lambda x: x  # what replaces it for good is refused as ever
+    with pytest.raises(ConfigError, match="was replaced on the instance"):
+        penstock.accelerate(model, precision="O1", dtype="bf16")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -30,7 +30,8 @@ from penstock.precision.settings import Precision
 M = TypeVar("M", bound=nn.Module)
 _KEY = "_penstock_precision"
 _INSIDE = "_penstock_inside"
-_FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_FRAMEWORKS = ("torch", *_LIGHTNING)
 _OF_TYPES = re.compile(r"same dtype|expected .*(type|dtype)|should be the same", re.IGNORECASE)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -74,16 +75,29 @@ def living(kind: type[M]) -> Iterator[M]:
             yield alive
 
 
+def replaced_forward(model: nn.Module) -> Callable[..., Any] | None:
+    """The function that replaces a model's forward on the instance; None where the class's own is called."""
+    forward = model.__dict__.get("forward")
+    return None if getattr(forward, "__func__", None) is type(model).forward else forward
+
+
+def redirected(model: nn.Module) -> bool:
+    """Whether Lightning lets this call of a model lead to a step of its module, such as `training_step`."""
+    module = getattr(replaced_forward(model), "__module__", None) or ""
+    return module.partition(".")[0] in _LIGHTNING
+
+
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
     """From now on `model(…)` computes as `precision` says, in place, and so do the methods of its class."""
     before: Precision | None = model.__dict__.get(_KEY)
     if before is not None and "half" in (before.weights, precision.weights):
         raise ConfigError(already(model))
-    if "forward" in model.__dict__:
+    if replaced_forward(model) is not None:
         raise ConfigError(
             f"The forward of this {type(model).__name__} was replaced on the instance, which hides the class's; "
             "accelerate the model before whatever replaces it."
         )
+    model.__dict__.pop("forward", None)  # the class's own, which would hide that of its stand-in
     _STAND_INS.take_off(model)  # of an earlier optimizer, or made by `type(accelerated)(…)`
     model.__dict__[_KEY] = precision
     model.__dict__[_INSIDE] = _Inside()

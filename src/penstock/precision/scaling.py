@@ -6,7 +6,6 @@ fused kernel divides them on their way into the update, so that unscaling costs 
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -133,7 +132,7 @@ class Gradients:
                 loss = self._loss_of(closure)
             result = self._scaled_step(update)
         elif closure is not None:
-            result = update(functools.partial(self._evaluated, closure))
+            result = update(self._evaluating(closure))
         else:
             self.collect()
             with folded(self.optimizer, grad_scale=self.scale):
@@ -144,17 +143,28 @@ class Gradients:
         self.forget()
         return result if loss is None else loss
 
-    def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        """The loss by a closure that an optimizer calls when, and as often as, it likes, with the gradients."""
+    def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that an optimizer calls when, and as often as, it likes: returns the loss, and leaves the gradients
+        at the masters. Gradients from before the step stay until the closure clears them, as the closures of trainers
+        that have called `backward` before do not.
+        """
         masters = self.session.masters
-        if masters is not None:
-            masters.publish(self.optimizer)  # a line search moves the masters between evaluations
-            masters.zero_grad(self.optimizer)
-            masters.used_up(self.optimizer)
-        with torch.enable_grad():
-            loss = closure()
-        self.collect()
-        return loss
+        again = False
+
+        def evaluate() -> Any:
+            nonlocal again
+            if masters is not None:
+                masters.publish(self.optimizer)  # a line search moves the masters between evaluations
+                if again:
+                    masters.zero_grad(self.optimizer)
+                    masters.used_up(self.optimizer)
+            again = True
+            with torch.enable_grad():
+                loss = closure()
+            self.collect()
+            return loss
+
+        return evaluate
 
     def _loss_of(self, closure: Callable[[], Any]) -> Any:
         """The loss by a closure whose gradients are scaled: it is called once, before the step."""

@@ -35,6 +35,7 @@ from penstock.models.anatomy import anatomy_of, set_switch
 from penstock.optim.groups import parameters_of
 from penstock.planner.operators import Workload
 from penstock.planner.prediction import predict_workload
+from penstock.precision.forward import replaced_forward
 from penstock.precision.state_hooks import is_half
 from penstock.probe import machine_for
 from penstock.products.convert import device_problem
@@ -215,7 +216,7 @@ class ScriptWatch:
         """Why the precision of a model is the script's own business, or nothing."""
         if torch.is_autocast_enabled(self._device.type):
             return "it runs under torch.autocast by itself"
-        if "forward" in model.__dict__:
+        if replaced_forward(model) is not None:
             return "its forward pass was replaced, as Accelerate does for mixed precision"
         if any(map(is_half, model.parameters())):
             return "it has half weights"

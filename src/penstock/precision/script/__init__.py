@@ -5,6 +5,8 @@ While `Interception` is installed, torch is changed in few places, each of which
 
 - `Optimizer.__init__` tells which weights are to be trained; `Optimizer.add_param_group` refuses what master weights
   cannot follow.
+- The step of a class of optimizers calls a closure ahead, only while the optimizer waits for its model: Lightning's
+  Trainer makes the first forward pass in there, and the step is then that of an accelerated optimizer.
 - `nn.Module.__call__`, only while an optimizer waits for its model, tells which module is called from outside any
   other: that one is accelerated, right before its first forward pass with gradients.
 - `torch.autograd.backward`, to which `Tensor.backward` leads, multiplies what it starts from by the loss scale and

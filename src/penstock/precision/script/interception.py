@@ -64,6 +64,8 @@ class Interception:
         self._watches = False
         self._in_backward = False
         self._step_hook: RemovableHandle | None = None
+        self._stepping: set[type] = set()
+        """Classes of optimizers whose step is patched."""
 
     def install(self) -> Interception:
         """Begin; O0 changes nothing at all. Raises ConfigError while another is installed."""
@@ -117,7 +119,28 @@ class Interception:
         if self._switches is not None:
             self._switches.prepare(optimizer)
         self._pairing.note_optimizer(optimizer)
+        owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+        if owner not in self._stepping:
+            self._stepping.add(owner)
+            _patch(self._patches, owner, "step", self._closing(vars(owner)["step"]))
         self._update_hooks()
+
+    def _closing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The step of a class of optimizers. A closure that may make the first forward pass, as Lightning's does, is
+        called before the step, so that the step is already that of an accelerated optimizer.
+        """
+
+        @functools.wraps(original)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            closure = args[0] if args else kwargs.get("closure")
+            if closure is None or not self._pairing.waits_for(optimizer):
+                return original(optimizer, *args, **kwargs)
+            kwargs.pop("closure", None)
+            called = _Called(closure)
+            now = type(optimizer).step if "_penstock" in optimizer.__dict__ else original
+            return now(optimizer, called, *args[1:], **kwargs)
+
+        return step
 
     def _compiles(self, *_: Any, **__: Any) -> None:
         self._pairing.compiles = True
@@ -212,6 +235,18 @@ def _after(original: Callable[..., Any], hook: Callable[[Any], None]) -> Callabl
         return result
 
     return both
+
+
+class _Called:
+    """A closure that was called already: the first call returns that loss."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        with torch.enable_grad():
+            self._losses = [closure()]
+
+    def __call__(self) -> Any:
+        return self._losses.pop() if self._losses else self._closure()
 
 
 def _attended(optimizer: Optimizer) -> bool:

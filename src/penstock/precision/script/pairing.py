@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.groups import parameters_of
 from penstock.precision.accelerate import accelerate
-from penstock.precision.forward import living, precision_on, unwrap_forward, unwrapped
+from penstock.precision.forward import (
+    living,
+    precision_on,
+    redirected,
+    replaced_forward,
+    unwrap_forward,
+    unwrapped,
+)
 from penstock.precision.script.account import Account
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.state_hooks import is_half
@@ -76,6 +83,10 @@ class Pairing:
         """Whether calls of modules have to be watched."""
         return bool(self._waiting or self._partly)
 
+    def waits_for(self, optimizer: Optimizer) -> bool:
+        """Whether no model of an optimizer has been called yet."""
+        return optimizer in self._waiting
+
     @property
     def accelerated(self) -> list[Optimizer]:
         """Optimizers, still alive, whose backward passes have to be attended."""
@@ -122,7 +133,7 @@ class Pairing:
             for model in gradients_beside(own).session.models:
                 self._leave(type(model).__name__, [own], "the script accelerates it itself")
                 self._seen.update(model.modules())
-        if root in self._seen:
+        if root in self._seen or redirected(root):
             return
         owned = self._owned(root)
         takers = [o for o in self._waiting if not owned.isdisjoint(_ids(o))]
@@ -317,7 +328,7 @@ class Pairing:
                 f"{name} is run by {engine}, which has mixed precision of its own; turn it on in {engine}'s "
                 "configuration and run the script with plain python."
             )
-        if "forward" in root.__dict__:
+        if replaced_forward(root) is not None:
             raise ConfigError(
                 f"The forward of {name} was replaced on the instance, as Hugging Face Accelerate does for "
                 "Trainer(bf16=True or fp16=True) and Accelerator(mixed_precision=…), which is mixed precision already. "
@@ -325,8 +336,10 @@ class Pairing:
             )
         if precision.weights == "fp32":
             return
-        for wrapper in (module, *root.modules()):
-            if isinstance(wrapper, nn.parallel.DistributedDataParallel) or _sharded(wrapper):
+        parts = set(root.modules())
+        for wrapper in living(nn.Module):
+            holds = isinstance(wrapper, nn.parallel.DistributedDataParallel) or _sharded(wrapper)
+            if holds and not parts.isdisjoint(wrapper.modules()):
                 raise ConfigError(
                     f"{precision.level} replaces the weights of {name}, and {type(wrapper).__name__} holds on to those "
                     "that the script gave it; use --precision O1, or call penstock.accelerate before wrapping."

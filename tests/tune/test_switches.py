@@ -58,12 +58,20 @@ def _loss(out: str) -> float:
         ("optimizer=foreach", "mnist.py --epochs 1", "optimizer=foreach to Net"),
         ("optimizer=fused", "seq2seq.py 3", "optimizer=fused to Seq2Seq"),
         ("optimizer=fused precision=O1", "amp.py 3", "optimizer=fused to Sequential"),
+        (
+            "optimizer=fused attention=plain",
+            "lightning_fit.py 3",
+            "optimizer=fused attention=plain to Classifier",
+        ),
+        ("optimizer=fused", "lightning_fit.py 3 manual", "optimizer=fused to Classifier"),
     ],
 )
 def test_settings_are_applied_and_losses_stay(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, plan: str, words: str, applied: str
 ) -> None:
     name, *arguments = words.split()
+    if name == "lightning_fit.py":
+        pytest.importorskip("pytorch_lightning")
     if name == "run_glue.py":
         pytest.importorskip("transformers")
         arguments += ["--output_dir", str(tmp_path)]

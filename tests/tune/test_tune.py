@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shlex
@@ -15,7 +14,7 @@ import pytest
 from helpers import forked
 from penstock.cli import main
 from penstock.errors import ConfigError
-from penstock.tune.process import ScriptCommand
+from penstock.tune.process import ScriptCommand, ScriptProcess
 from penstock.tune.result import TuneReport
 from penstock.tune.search import TuneConfig, tune
 
@@ -59,6 +58,31 @@ def test_a_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_scripts")
+@pytest.mark.parametrize("kind", ["automatic", "manual"])
+def test_steps_of_a_trainer_are_counted_once_though_it_gives_them_a_closure(
+    kind: str, tmp_path: Path
+) -> None:
+    """As Lightning's Trainer does; its wrapped optimizer is none of its own."""
+    script = Path(__file__).parents[1] / "precision" / "scripts" / "trainer.py"
+    code, out, error = forked.run_python([str(script), kind, "1", "5"], tmp_path)
+    assert code == 0, error
+    plain = json.loads(out)["losses"]
+    command = ScriptCommand(str(script), (kind, "1", ENDLESS))
+    for line, tolerance in (("", 1e-6), ("precision=O1 dtype=bf16 optimizer=fused", 0.02)):
+        process = ScriptProcess(command, line, 0, tmp_path / "log", 300.0)
+        try:
+            process.first_step()
+            process.turn(4)
+            assert process.steps == 5
+            assert process.losses == pytest.approx(plain, rel=tolerance)
+            if not line:
+                facts, _ = process.facts()
+                assert (facts.model, facts.optimizer, facts.mixed) == ("Net", "AdamW", "")
+        finally:
+            process.close()
+
+
+@pytest.mark.usefixtures("forked_scripts")
 @pytest.mark.parametrize(("what", "why"), [("none", "without a step"), ("several", "several optimizers")])
 def test_scripts_that_cannot_be_timed_are_refused(what: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -95,7 +119,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     },
     f"accelerated.py {ENDLESS}": {"optimizer": "AdamW"},
     f"no_trainer.py {ENDLESS}": {"eager": True},
-    f"lightning_fit.py {ENDLESS}": {"optimizer": "AdamW"},
+    f"lightning_fit.py {ENDLESS}": {"optimizer": "AdamW", "model": "Classifier"},
+    f"lightning_fit.py {ENDLESS} manual": {"optimizer": "AdamW", "model": "Classifier"},
     f"timm_train.py {ENDLESS}": {"blocks": 2},
     f"imagenet.py --epochs {ENDLESS}": {"optimizer": "SGD", "attention": []},
     f"mnist.py --epochs {ENDLESS}": {"optimizer": "Adadelta"},
@@ -110,8 +135,8 @@ KNOWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("words", KNOWN)
 def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     name = words.split()[0]
-    if name == "lightning_fit.py" and importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed")
+    if name == "lightning_fit.py":
+        pytest.importorskip("pytorch_lightning")
     words = words.replace("OUT", str(tmp_path / "out"))
     rungs = ["optimizer", "padding", "attention-plain", "matmul"]
     rungs += ["compile-blocks"] * (name == "nanogpt.py")  # which takes long

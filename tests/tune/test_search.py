@@ -30,6 +30,7 @@ FACTS = Facts(
     optimizer="AdamW",
     blocks=2,
     switches={"attention": ["plain"], "padding": ["remove"]},
+    fused={"residual_norm": 4, "bias_activation": 2},
     forms={"foreach": "", "fused": ""},
     products={"int8_all": "", "fp8_tensorwise": "fp8 needs a GPU"},
 )
@@ -152,7 +153,9 @@ def test_what_pays_is_kept_and_nothing_else(tuned: Callable[..., TuneReport], tm
     assert statuses["padding"] == statuses["half-fp16"] == statuses["fp8"] == "unsupported"
     assert statuses["attention-flash"] == "unsupported"
     predicted = {step.name: step.predicted for step in report.steps if step.ratio is not None}
-    assert predicted == dict.fromkeys(predicted, 1.25) | {"attention-plain": None}
+    assert predicted == dict.fromkeys(predicted, 1.25) | dict.fromkeys(
+        ("attention-plain", "fuse-residual_norm", "fuse-bias_activation", "fuse-all")
+    )
     assert report.losses == pytest.approx([report.losses[0] + 0.01 * seed for seed in range(3)])
     assert write(report, tmp_path).read_text().count('"kept"') == 2
     console = plain_console()
@@ -205,6 +208,29 @@ def test_a_loss_beyond_seeds_and_rounding_is_not_kept(tuned: Callable[..., TuneR
         return float("nan") if "fused" in line else 1.0
 
     assert "fused" not in tuned(World(gains=gains, loss=broken)).line
+
+
+def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[..., TuneReport]) -> None:
+    gains = {
+        "fuse=residual_norm": 1.2,
+        "fuse=bias_activation": 1.1,
+        "fuse=residual_norm,bias_activation": 1.3,
+    }
+    report = tuned(World(gains=gains), rungs=("fuse",))
+    assert report.line == "fuse=residual_norm,bias_activation"
+    steps = {step.name: step for step in report.steps}
+    assert (steps["fuse-all"].status, steps["fuse-bias_activation"].status) == ("kept", "not kept")
+    assert steps["fuse-all"].before == "fuse=residual_norm"
+    one = World(gains=gains, facts=replace(FACTS, fused={"residual_norm": 0, "bias_activation": 2}))
+    report = tuned(one, rungs=("fuse",))
+    assert report.line == "fuse=bias_activation"
+    reasons = {step.name: step.reason for step in report.steps}
+    assert reasons["fuse-residual_norm"] == "no place of the model is known for residual + norm"
+    assert reasons["fuse-all"] == "one alone fits the model, and has a rung of its own"
+    report = tuned(
+        World(facts=replace(FACTS, fused={}, no_blocks="No repeated blocks. Enrol it.")), rungs=("fuse",)
+    )
+    assert {step.reason for step in report.steps} == {"No repeated blocks"}
 
 
 def test_casts_that_pay_once_compiled_are_tried_again(tuned: Callable[..., TuneReport]) -> None:

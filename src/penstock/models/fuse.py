@@ -108,6 +108,19 @@ def fuse(
     return counts
 
 
+def places_for(model: nn.Module, device: str) -> dict[FusedName, int]:
+    """How many places of `model` each operator fits in on a kind of device, torch's name of which is `device`; 0 of a
+    model without known parts.
+    """
+    model = uncompiled(model)
+    try:
+        anatomy = anatomy_of(model)
+    except ConfigError:
+        return dict.fromkeys(FUSED, 0)
+    fusions = {name: _FUSIONS.get((name, device)) for name in FUSED}
+    return {name: len([*fusion.places(model, anatomy)]) if fusion else 0 for name, fusion in fusions.items()}
+
+
 def unfuse(model: nn.Module) -> None:
     """Let `model` compute by torch's own operators again, in place."""
     for module in list(uncompiled(model).modules()):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.config.formats import Products
+from penstock.config.fused import FusedName
 from penstock.config.plan import OptimizerForm
 
 FORMS: tuple[OptimizerForm, ...] = ("foreach", "fused")
@@ -44,6 +45,8 @@ class Facts:
     """Why no repeated blocks were found."""
     switches: dict[str, list[str]] = field(default_factory=dict)
     """Values that the model takes, by setting of the Plan."""
+    fused: Mapping[FusedName, int] = field(default_factory=dict)
+    """How many places of the model each fused operator fits in."""
     forms: Mapping[OptimizerForm, str] = field(default_factory=dict)
     """Why the optimizer has no such form, by form; empty where it has."""
     products: Mapping[Products, str] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config import rules
+from penstock.config.fused import FUSED, FusedName
 from penstock.config.load import from_dict
 from penstock.config.machine import Machine
 from penstock.config.numerics import numerics_of
@@ -31,8 +32,8 @@ from penstock.tune.result import TuneReport, TuneStep
 
 TUNED = (
     "padding", "optimizer-fused", "optimizer-foreach", "matmul", "half-bf16", "half-fp16", "attention-plain",
-    "attention-flash", "attention-efficient", "attention-cudnn", "compile-blocks", "compile-whole", "loss-chunked",
-    "experts-loop", "memory", "int8", "fp8",
+    "attention-flash", "attention-efficient", "attention-cudnn", "compile-blocks", "compile-whole",
+    "fuse-residual_norm", "fuse-bias_activation", "fuse-all", "loss-chunked", "experts-loop", "memory", "int8", "fp8",
 )  # fmt: skip
 """Rungs of the ladder that can be put on a script from outside, in the order in which they are tried: what leaves work
 out comes first, what changes results last."""
@@ -67,7 +68,7 @@ LOSS_SHARE = 0.05
 """Share of the time that a seed of the script as it is may take for that."""
 SEEDS = (1, 2)
 """Numbers added to the seeds of the script as it is, to see how much chance changes its loss."""
-UNPREDICTED = ("padding", "attention", "loss", "experts")
+UNPREDICTED = ("padding", "attention", "fuse", "loss", "experts")
 """Groups of rungs that compute other operators than were recorded of the script as it is."""
 LAST_RACE = 0.15
 """Share of the time that is kept for the last race."""
@@ -316,7 +317,11 @@ class _Tuning:
         """Why a rung cannot be put on a line, or nothing; and the line with it."""
         facts, plan = self.facts, Plan.parse(line)
         assert isinstance(rung.apply, PlanChange)
-        values = {n: v for n, v in rung.apply.values(self.situation).items() if n not in _SCRIPT_OWN}
+        values = {
+            name: ",".join(value) if isinstance(value, tuple) else value
+            for name, value in rung.apply.values(self.situation).items()
+            if name not in _SCRIPT_OWN
+        }
         named = {word.partition("=")[0]: word for word in line.split()}
         if "compile" in values and "offload" in named:  # which eager blocks alone do
             del named["offload"]
@@ -645,11 +650,24 @@ def _unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
             return "the script calls torch.compile itself"
         if (form == "blocks" or rung is _OFFLOAD) and not facts.blocks:
             return facts.no_blocks.partition(". ")[0]
+    if group == "fuse":
+        return _unfit_fused(rung, facts)
     if group in CHANGES_RESULTS:
         if facts.mixed:
             return f"its precision is the script's own business: {facts.mixed}"
         return facts.products.get("int8_all" if group == "int8" else "fp8_tensorwise", "")
     return ""
+
+
+def _unfit_fused(rung: Rung, facts: Facts) -> str:
+    """Why fused operators cannot be put on the model, or need not be tried together."""
+    assert isinstance(rung.apply, PlanChange)
+    names: tuple[FusedName, ...] = rung.apply.fields["fuse"]
+    absent = [FUSED[name].title for name in names if not facts.fused.get(name)]
+    if not absent:
+        return ""
+    where = facts.no_blocks.partition(". ")[0] or f"no place of the model is known for {' or '.join(absent)}"
+    return where if len(absent) == len(names) else "one alone fits the model, and has a rung of its own"
 
 
 def _unfit_form(form: str, facts: Facts) -> str:

@@ -32,6 +32,7 @@ from penstock.kernels.sdpa import Switch
 from penstock.kernels.sdpa import Watch as AttentionWatch
 from penstock.ladder.trace import trace
 from penstock.models.anatomy import anatomy_of, set_switch
+from penstock.models.fuse import places_for
 from penstock.optim.groups import parameters_of
 from penstock.planner.operators import Workload
 from penstock.planner.prediction import predict_workload
@@ -277,6 +278,7 @@ class ScriptWatch:
             blocks=blocks,
             no_blocks=no_blocks,
             switches=switches,
+            fused=places_for(model, self._device.type),
             forms=forms,
             products=products,
             **known,

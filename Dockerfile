@@ -20,13 +20,16 @@ ENV PATH=/opt/penstock/bin:$PATH
 
 # First torch, which changes rarely and is by far the largest.
 COPY constraints.txt /src/
-RUN pip install --constraint /src/constraints.txt --index-url "https://download.pytorch.org/whl/${TORCH}" torch
+# Its index has few versions of what torch needs; a build of torch with a suffix, which it alone has, goes before others.
+RUN pip install --constraint /src/constraints.txt --index-url "https://download.pytorch.org/whl/${TORCH}" \
+      --extra-index-url https://pypi.org/simple torch
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 RUN pip install --constraint /src/constraints.txt "/src[images]"
 
-RUN useradd --create-home --uid 1000 penstock && mkdir /work && chown penstock /work
+# Ubuntu's images have a user of this number already.
+RUN useradd --create-home --non-unique --uid 1000 penstock && mkdir /work && chown penstock /work
 USER penstock
 WORKDIR /work
 ENTRYPOINT ["penstock"]

@@ -7,8 +7,10 @@ copies and installs is there. The wheel is built of the files that it copies, an
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import pytest
 import yaml
 
 import penstock
+from penstock.cli import app
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -56,6 +59,17 @@ def test_the_dockerfile_names_only_what_is_there() -> None:
         assert set(re.findall(r"\$\{?(\w+)", rest)) <= arguments | set_here | {"PATH"}, f"{word} {rest}"
         if word == "RUN":
             subprocess.run(["sh", "-n", "-c", rest], check=True)
+    verbs = {*app}
+    for command in re.findall(
+        r"^# *(docker .*)", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE
+    ):
+        words = shlex.split(command, comments=True)
+        for name in (words[at + 1] for at, word in enumerate(words) if word == "--build-arg"):
+            assert name.partition("=")[0] in arguments, command
+        image = next(
+            (at for at, word in enumerate(words) if word == "penstock" and words[1] == "run"), len(words)
+        )
+        assert {*words[image + 1 : image + 2]} <= verbs, command
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     for rest in (rest for word, rest in found if word == "COPY"):
         for source in rest.split()[:-1]:
@@ -69,6 +83,36 @@ def test_the_dockerfile_copies_what_a_wheel_needs() -> None:
     extras = re.search(r"/src\[(\w+)\]", " ".join(rest for _, rest in _instructions()))
     assert extras is not None
     assert extras[1] in PROJECT["optional-dependencies"]
+
+
+def test_the_dockerfile_uses_only_what_stands_before() -> None:
+    """What a step reads under /src was copied, who runs it was made, and what it starts is installed."""
+    there: set[str] = set()
+    users: set[str] = set()
+    for word, rest in _instructions():
+        if word == "COPY":
+            *sources, target = rest.split()
+            # A folder is copied as what is in it, into the target.
+            there |= {target} if (ROOT / sources[0]).is_dir() else {target + source for source in sources}
+        for path in re.findall(r"/src/?[\w./]*", rest) if word == "RUN" else ():
+            assert path in there or any(one.startswith(f"{path}/") for one in there), f"{path} in {rest}"
+        if made := re.search(r"useradd (.*?) (\w+) &&", rest):
+            # The images of Ubuntu, unlike Debian's, have a user 1000.
+            assert {"--create-home", "--non-unique"} <= {*made[1].split()}
+            users.add(made[2])
+        if word == "USER":
+            assert rest in users
+        if word == "WORKDIR":
+            assert any(f"chown penstock {rest}" in step for name, step in _instructions() if name == "RUN")
+        if word == "ENTRYPOINT":
+            assert {*json.loads(rest)} <= PROJECT["scripts"].keys()
+    assert {"USER", "WORKDIR", "ENTRYPOINT"} <= {word for word, _ in _instructions()}
+    (needed,) = (rest for word, rest in _instructions() if word == "RUN" and "index-url" in rest)
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert "pypi.org" in needed, "the index of torch's builds has not every version that is pinned"
+    assert re.search(r"^torch==[\d.]+$", pinned, re.MULTILINE), (
+        "a suffix would name one build for all machines"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from helpers import forked
 from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.kernels.sdpa import switch_of
+from penstock.models.anatomy import inner_model
+from penstock.models.fuse import places_for
 from penstock.precision.script import Interception
 from penstock.tune.switches import ScriptSwitches
 
@@ -58,20 +61,12 @@ def _loss(out: str) -> float:
         ("optimizer=foreach", "mnist.py --epochs 1", "optimizer=foreach to Net"),
         ("optimizer=fused", "seq2seq.py 3", "optimizer=fused to Seq2Seq"),
         ("optimizer=fused precision=O1", "amp.py 3", "optimizer=fused to Sequential"),
-        (
-            "optimizer=fused attention=plain",
-            "lightning_fit.py 3",
-            "optimizer=fused attention=plain to Classifier",
-        ),
-        ("optimizer=fused", "lightning_fit.py 3 manual", "optimizer=fused to Classifier"),
     ],
 )
 def test_settings_are_applied_and_losses_stay(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, plan: str, words: str, applied: str
 ) -> None:
     name, *arguments = words.split()
-    if name == "lightning_fit.py":
-        pytest.importorskip("pytorch_lightning")
     if name == "run_glue.py":
         pytest.importorskip("transformers")
         arguments += ["--output_dir", str(tmp_path)]
@@ -85,6 +80,21 @@ def test_settings_are_applied_and_losses_stay(
     tolerance = 2e-2 if "padding" in plan else 1e-3
     if "loss" in plain:
         assert _loss(out) == pytest.approx(_loss(plain), rel=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["automatic", "manual"])
+def test_lightning(kind: str, tmp_path: Path) -> None:
+    """In processes of their own, because Lightning warns of what these few steps leave out."""
+    pytest.importorskip("pytorch_lightning")
+    losses = []
+    for line in ("baseline", "optimizer=fused precision=O1 dtype=bf16"):
+        words = ["-m", "penstock", "run", "--plan", line, str(SCRIPTS / "lightning_fit.py"), "3", kind]
+        code, out, told = forked.run_python(words, tmp_path)
+        assert code == 0, told
+        losses.append(_loss(out))
+    assert "accelerated Classifier (1,218 weights), trained by AdamW" in told
+    assert "applied optimizer=fused to Classifier" in told
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +149,54 @@ def _compile_and_step() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     torch.compile(model, backend="eager")(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+
+
+def test_a_model_that_a_module_only_holds_is_switched() -> None:
+    """As a LightningModule holds one of transformers: what needs known parts is applied to that."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50, num_labels=2,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.BertForSequenceClassification(config)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            loss: Tensor = self.model(**batch).loss
+            return loss * self.scale
+
+    mask = torch.tensor([[1] * 8, [1] * 3 + [0] * 5])
+    batch = {"input_ids": torch.arange(16).view(2, 8), "attention_mask": mask, "labels": torch.tensor([0, 1])}
+
+    def train(line: str) -> tuple[list[float], str, nn.Module]:
+        switches = ScriptSwitches(line)
+        told: list[str] = []
+        torch.manual_seed(0)
+        with Interception(say=told.append, switches=switches, **switches.precision):
+            holder = Holder()
+            optimizer = torch.optim.SGD(holder.parameters(), lr=0.1)
+            losses = []
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = holder(batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+        return losses, "".join(told), holder
+
+    plain, _, holder = train("matmul=highest")
+    assert inner_model(holder) is holder.model
+    assert places_for(inner_model(holder), "cpu") == {"residual_norm": 4, "bias_activation": 2}
+    line = "padding=remove fuse=residual_norm,bias_activation recompute=early"
+    losses, told, changed = train(line)
+    assert f"applied {line} to Holder" in told
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert sum(type(module).__mro__[1].__name__ == "_AddedOutput" for module in changed.modules()) == 4
+    assert inner_model(nn.Linear(2, 2)).__class__ is nn.Linear
 
 
 def test_a_script_that_compiles_is_not_compiled_twice() -> None:

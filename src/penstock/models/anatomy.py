@@ -162,6 +162,16 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     return _search(model) if family is None else family.anatomy(model)
 
 
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model of an enrolled family in a module that only holds it, as a LightningModule does: the outermost that has
+    most of the parameters. The module itself where there is none.
+    """
+    model = uncompiled(model)
+    most = sum(p.numel() for p in model.parameters()) / 2
+    enrolled = (module for module in model.modules() if _family_of(module) is not None)
+    return next((m for m in enrolled if sum(p.numel() for p in m.parameters()) > most), model)
+
+
 def switch_for(model: nn.Module, name: str) -> Callable[[Any], None] | None:
     """The function that lets a model compute by a value of a Plan field (see `Family.switches`), or None without one.
 

@@ -23,7 +23,7 @@ from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
 from penstock.matmul import matmul_precision
-from penstock.models.anatomy import set_switch, uncompiled
+from penstock.models.anatomy import inner_model, set_switch
 from penstock.models.fuse import fuse
 from penstock.optim.forms import form_flags, keep_form
 from penstock.parallel.offload import offload_blocks
@@ -101,7 +101,7 @@ class ScriptSwitches:
 
         Raises ConfigError where the model cannot be changed so.
         """
-        plan, named = self.plan, self.named
+        plan, named, inner = self.plan, self.named, inner_model(model)
         if "matmul" in named:  # now, because a script may set it while it begins
             self._held.enter_context(matmul_precision(plan.matmul))
         if "products" in named and plan.precision == "O0":
@@ -109,24 +109,24 @@ class ScriptSwitches:
             convert_linears(model, products)
         for name in SWITCHES:
             if name in named:
-                set_switch(model, name, getattr(plan, name))
+                set_switch(inner, name, getattr(plan, name))
         if plan.fuse:
             dtype = DTYPES[plan.dtype] if plan.precision != "O0" else None
-            fuse(model, plan.fuse, dtype=dtype, compiled=compiled or plan.compile != "none")
+            fuse(inner, plan.fuse, dtype=dtype, compiled=compiled or plan.compile != "none")
         if "recompute" in named and plan.recompute != "none":
-            if getattr(uncompiled(model), "is_gradient_checkpointing", False):
+            if any(getattr(module, "gradient_checkpointing", False) for module in inner.modules()):
                 raise ConfigError(
                     f"plan.recompute={plan.recompute} cannot be applied: the script has turned on gradient "
-                    f"checkpointing of {type(model).__name__}; leave plan.recompute out."
+                    f"checkpointing of {type(inner).__name__}; leave plan.recompute out."
                 )
-            recompute_blocks(model, plan)
+            recompute_blocks(inner, plan)
         if plan.offload == "activations":
             if compiled:
                 raise ConfigError(
                     "plan.offload=activations cannot be applied: it takes what eager blocks keep, and the script calls "
                     "torch.compile itself; leave plan.offload out."
                 )
-            offload_blocks(model, next(model.parameters()).device)
+            offload_blocks(inner, next(model.parameters()).device)
         if "compile" in named and plan.compile != "none":
             if compiled:
                 raise ConfigError(

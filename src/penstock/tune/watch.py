@@ -31,7 +31,7 @@ from penstock.errors import ConfigError, PenstockError, ran_out_of_memory
 from penstock.kernels.sdpa import Switch
 from penstock.kernels.sdpa import Watch as AttentionWatch
 from penstock.ladder.trace import trace
-from penstock.models.anatomy import anatomy_of, set_switch
+from penstock.models.anatomy import anatomy_of, inner_model, set_switch
 from penstock.models.fuse import places_for
 from penstock.optim.groups import parameters_of
 from penstock.planner.operators import Workload
@@ -60,7 +60,7 @@ class ScriptWatch:
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._call: tuple[Any, Any] | None = None
-        """Arguments of the model's first forward pass."""
+        """Arguments of the first forward pass of the model, or of what it only holds."""
         self._work: Workload | None = None
         self._facts: dict[str, Any] = {"compiled": False, "mixed": "", "padding": 0.0, "attention": False}
         self._count, self._start = 0, time.perf_counter()
@@ -92,7 +92,7 @@ class ScriptWatch:
         self._facts["mixed"] = self._facts["mixed"] or self._mixed(model)
         changes = self._switches.apply(model, compiled=compiled)
         if self._switches.named <= {"recompute"}:
-            self._look_once(model)
+            self._look_once(inner_model(model))
         return changes
 
     def remove(self) -> None:
@@ -253,17 +253,18 @@ class ScriptWatch:
         attention = known.pop("attention")
         if model is None:
             return Facts(device=self._device.type, optimizer=type(optimizer).__name__, **known)
-        eager = getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
+        inner = inner_model(model)
+        eager = getattr(getattr(inner, "config", None), "_attn_implementation", "") == "eager"
         try:
-            blocks, no_blocks = len(anatomy_of(model).blocks), ""
+            blocks, no_blocks = len(anatomy_of(inner).blocks), ""
         except ConfigError as error:
             blocks, no_blocks = 0, str(error)
         if self._call is not None:
-            self._work = _traced(model, self._call, max(1, blocks))
+            self._work = _traced(inner, self._call, max(1, blocks))
         switches = {
             name: [
                 value for value in values
-                if (name != "attention" or attention or eager) and _accepts(model, name, value)
+                if (name != "attention" or attention or eager) and _accepts(inner, name, value)
             ]
             for name, values in SWITCHED.items()
         }  # fmt: skip
@@ -278,7 +279,7 @@ class ScriptWatch:
             blocks=blocks,
             no_blocks=no_blocks,
             switches=switches,
-            fused=places_for(model, self._device.type),
+            fused=places_for(inner, self._device.type),
             forms=forms,
             products=products,
             **known,

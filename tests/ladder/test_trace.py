@@ -16,6 +16,7 @@ from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
 from penstock.planner.prediction import predict, predict_workload
+from penstock.planner.traced import as_planned
 
 CPU = Machine(
     name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11}, memory_bytes_per_second=1e10,
@@ -92,6 +93,47 @@ def test_a_traced_model_is_predicted_like_a_counted_one() -> None:
     assert traced.kept_bytes == pytest.approx(counted, rel=0.05)
     seconds = predict_workload(traced, CPU, plan).iteration_seconds
     assert seconds == pytest.approx(predict(config, CPU, plan).iteration_seconds, rel=0.15)
+
+
+def test_lookups_read_rows_and_what_allocates_moves_nothing() -> None:
+    table = nn.Embedding(1000, 8)
+    ids = torch.tensor([1, 2, 3])
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        found: Tensor = model(ids)
+        return (found * torch.empty_like(found).fill_(2.0)).sum()
+
+    operators = [op for _, op in trace(table, ids, loss, 1).operators()]
+    lookup = next(op for op in operators if op.name == "embedding")
+    assert (lookup.read, lookup.written) == (4.0 * 24, 4.0 * 24)
+    assert not any("empty" in op.name for op in operators)
+    # The gradient is a whole table.
+    assert next(op for op in operators if op.name == "embedding_dense_backward").written == 4.0 * 8000
+
+
+def test_the_loss_of_half_logits_is_fp32() -> None:
+    """Casts to it and back, and its own traffic, are those of fp32; compiled they are part of one kernel."""
+    labels = torch.arange(4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), labels)
+
+    work = trace(nn.Linear(16, 500), torch.randn(4, 16), loss, 4)
+    size = 4 * 500
+    half = as_planned(work, Plan(precision="O1", dtype="bf16"))
+    moved = {(op.name, op.forward): (op.read, op.written) for _, op in half.operators()}
+    assert moved["cast.logits", True] == (2.0 * size, 4.0 * size)
+    assert moved["_log_softmax", True] == (4.0 * size, 4.0 * size)
+    assert moved["_log_softmax_backward_data", False][1] == 4.0 * size
+    assert moved["cast.logits", False] == (4.0 * size, 2.0 * size)
+    assert half.kept_bytes is not None
+    assert work.kept_bytes is not None
+    assert half.kept_bytes == (work.kept_bytes + 4.0 * size) / 2
+    names = {
+        op.name for _, op in as_planned(work, Plan(precision="O1", dtype="bf16", compile="whole")).operators()
+    }
+    assert "cast.logits" not in " ".join(names)
+    assert not any(op.name == "cast.logits" for _, op in as_planned(work, Plan()).operators())
 
 
 def test_a_convolution_is_the_product_it_equals() -> None:

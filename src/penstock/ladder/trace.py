@@ -31,6 +31,10 @@ _KINDS: tuple[tuple[str, OpKind], ...] = (
 )  # fmt: skip
 
 
+_ALLOCATING = ("empty", "new_empty")
+_LOOKING_UP = ("embedding", "index_select", "gather", "index")
+
+
 def trace(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], samples: int, *, units: int = 1
 ) -> Workload:
@@ -107,6 +111,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = list(tensors((args, kwargs)))
         written = list(tensors(out))
         computes = any(tensor.numel() for tensor in written)  # a product of no rows shows its type alone
+        if func.overloadpacket.__name__.startswith(_ALLOCATING):
+            return out
         if read and computes and not (_is_view(read, written) and not _in_place(func, kwargs)):
             self.operators.append(self._op(func, args, kwargs or {}, out, (read, written)))
         return out
@@ -123,13 +129,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
         count = sum(tensor.numel() for tensor in written)
+        # Of a table only the rows that are looked up are read.
+        reads = count if name in _LOOKING_UP else sum(tensor.numel() for tensor in read)
         # Backward, a product that reads no weight makes the gradient of one.
         learns = kind == "gemm" and not self.forward
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)
         sides = (m, n) if learns else (n, k)
         return Op(
             name, kind, self.forward, batch, m, n, k,
-            4.0 * sum(tensor.numel() for tensor in read), 4.0 * count, batch * m * k if kind == "attention" else count,
+            4.0 * reads, 4.0 * count, batch * m * k if kind == "attention" else count,
             weights=m * n if learns else 0, narrow=kind == "gemm" and frozenset(sides) in self._linears,
             module="attention" if kind in ("bmm", "attention") else "", in_place=_in_place(func, kwargs),
         )  # fmt: skip

@@ -11,6 +11,8 @@ from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import MATRIX, Op, Part, Workload
 
+_LOSSES = ("log_softmax", "nll_loss")
+"""Parts of the names of operators that make a loss of logits: op lists and libraries compute it in fp32."""
 _ALONE = MATRIX | {"attention"}
 """Kinds of operators that no compiler merges with their neighbours."""
 
@@ -39,7 +41,11 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
     for part in work.parts:
         passes = []
         for run in (part.forward, part.backward):
-            ops = [_retyped(op, stream, product) for op in run]
+            # Compiled, a loss reads half logits where it computes.
+            exact = product == 2 and not compiled
+            ops = [op if exact and _of_loss(op) else _retyped(op, stream, product) for op in run]
+            if exact:
+                ops = [each for op in ops for each in _with_cast(op)]
             if numerics.gathered == "fp32" and product == 2:
                 ops = [*_casts(ops, part), *ops]
             if compiled:
@@ -50,7 +56,12 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
                 ops = [*_quantized(ops), *ops]
             passes.append(tuple(ops))
         parts.append(replace(part, forward=passes[0], backward=passes[1]))
-    kept_bytes = None if work.kept_bytes is None else work.kept_bytes * product / 4
+    kept_bytes = None
+    if work.kept_bytes is not None:
+        exact_bytes = 0.0
+        if product == 2 and not compiled:
+            exact_bytes = sum(op.written for part in work.parts for op in part.forward if _kept_by_loss(op))
+        kept_bytes = exact_bytes + (work.kept_bytes - exact_bytes) * product / 4
     return replace(work, parts=tuple(parts), kept_bytes=kept_bytes)
 
 
@@ -64,6 +75,25 @@ def _retyped(op: Op, stream: float, product: float) -> Op:
     else:
         size = product
     return op._replace(read=op.read * size / 4, written=op.written * size / 4) if size != 4 else op
+
+
+def _of_loss(op: Op) -> bool:
+    return any(part in op.name for part in _LOSSES)
+
+
+def _kept_by_loss(op: Op) -> bool:
+    """Whether its output, the logarithms of probabilities, is kept for the backward pass of a loss."""
+    return op.forward and "log_softmax" in op.name
+
+
+def _with_cast(op: Op) -> list[Op]:
+    """An operator with the cast of half logits to fp32 before a loss, or of their gradient back after it."""
+    if "log_softmax" not in op.name:
+        return [op]
+    size = op.elements
+    if op.forward:
+        return [Op("cast.logits", "copy", read=2 * size, written=4 * size, elements=size), op]
+    return [op, Op("cast.logits", "copy", False, read=4 * size, written=2 * size, elements=size)]
 
 
 def _casts(operators: Iterable[Op], part: Part) -> list[Op]:

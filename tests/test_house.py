@@ -473,12 +473,12 @@ LINES = {
     "doctor": 450,
     "export": 900,
     "infer": 1800,
-    "kernels": 6540,
+    "kernels": 6660,
     "ladder": 5487,
     "launch": 1550,
-    "models": 9023,
+    "models": 9040,
     "optim": 1780,
-    "parallel": 4140,
+    "parallel": 4150,
     "planner": 6622,
     "precision": 5592,
     "probe": 1240,
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_150
+    assert sum(LINES.values()) <= 90_300
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

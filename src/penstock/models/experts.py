@@ -35,6 +35,7 @@ from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.grouped import gathered_product, scattered_product
+from penstock.kernels.native_grouped import grouped_outer, grouped_product, takes_grouped
 from penstock.kernels.padding import put_rows
 from penstock.models.perceptron import MLP, activate
 
@@ -71,7 +72,10 @@ class _Grouped(torch.autograd.Function):
 
 def _times(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """x (V, K) times weight (E, K, R)."""
-    if not plain:
+    way = _way(x, *weight.shape[1:], plain)
+    if way == "native":
+        return grouped_product(x, weight.transpose(1, 2), ends)
+    if way == "torch":
         return F.grouped_mm(x, weight, offs=ends)
     parts = zip(torch.split(x, _counts(ends)), weight.unbind(0))
     return torch.cat([rows @ one for rows, one in parts])
@@ -79,7 +83,10 @@ def _times(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
 
 def _outer(grad: Tensor, x: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """Each expert's part of grad (V, R) transposed times that of x (V, D): (E, R, D)."""
-    if not plain:
+    way = _way(x, x.shape[1], grad.shape[1], plain)
+    if way == "native":
+        return grouped_outer(grad, x, ends)
+    if way == "torch":
         return F.grouped_mm(grad.t(), x, offs=ends)
     counts = _counts(ends)
     return torch.stack(
@@ -95,17 +102,22 @@ _GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torc
 """Types that torch has a grouped product of."""
 
 
-def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether products go through one expert after the other: torch's grouped product takes some types, and rows of a
-    multiple of 16 bytes."""
-    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    return x.dtype not in _GROUPED.get(x.device.type, ()) or not aligned or not len(x)
+def _way(x: Tensor, inputs: int, outputs: int, plain: bool) -> str:
+    """How rows like x are multiplied by weights of these sizes, and their gradients: in Penstock's kernels for CPUs
+    ("native"), in torch's grouped product, which takes some types, and rows of a multiple of 16 bytes ("torch"), or one
+    expert after the other ("loop")."""
+    if plain or not len(x):
+        return "loop"
+    if takes_grouped(x, inputs, outputs):
+        return "native"
+    aligned = all(size * x.element_size() % 16 == 0 for size in (inputs, outputs))
+    return "torch" if aligned and x.dtype in _GROUPED.get(x.device.type, ()) else "loop"
 
 
 @torch.library.custom_op("penstock::grouped", mutates_args=())
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """`_Grouped` as one operation of compiled code, which cannot know how many rows an expert has."""
-    return _times(x, weight.transpose(1, 2), ends, plain or _is_plain(x, weight))
+    return _times(x, weight.transpose(1, 2), ends, plain)
 
 
 @_grouped.register_fake
@@ -116,7 +128,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
 @torch.library.custom_op("penstock::grouped_outer", mutates_args=())
 def _grouped_outer(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """The gradient of the weight of `_grouped`."""
-    return _outer(grad, x, ends, plain or _is_plain(x, weight))
+    return _outer(grad, x, ends, plain)
 
 
 @_grouped_outer.register_fake
@@ -190,7 +202,7 @@ class ExpertLinear(nn.Module):
         elif torch.compiler.is_compiling():
             x = _grouped(x, weight, ends, self.plain)
         else:
-            x = _Grouped.apply(x, weight, ends, self.plain or _is_plain(x, weight))  # type: ignore[no-untyped-call]
+            x = _Grouped.apply(x, weight, ends, self.plain)  # type: ignore[no-untyped-call]
         return x if self.bias is None else x + self.bias.to(x.dtype)[experts]
 
     def _scattered_bias(self, x: Tensor, experts: Tensor, visits: SortedVisits) -> Tensor:

@@ -32,8 +32,9 @@ from penstock.planner.recompute import allowed_bytes, block_kinds, every_nth
 
 _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_grouped_mm"}
-)
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_grouped_mm",
+     "penstock::native_grouped"}
+)  # fmt: skip
 _ATTENTION = "scaled_dot_product"
 _MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp": (Perceptron, Experts)}
 

@@ -29,7 +29,7 @@ from penstock.cpu import this_cpu
 __all__ = ["TYPES", "address", "direct", "library", "sizes", "threads_for"]
 
 _log = logging.getLogger(__name__)
-Kernels = Literal["fused", "losses", "attention"]
+Kernels = Literal["fused", "losses", "attention", "grouped"]
 """Source files, one library each."""
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
@@ -40,8 +40,8 @@ _ISA_FLAGS = {
     "AVX2": ("-mavx2", "-mfma"),
 }  # fmt: skip
 """Flags by torch's name of the instruction set; others compile for the machine's least common denominator."""
-_PAIRS_FLAG = "-mavx512bf16"
-"""The flag of kernels that multiply pairs of bf16 numbers."""
+_OWN_FLAGS: dict[Kernels, tuple[str, ...]] = {"attention": ("-mavx512bf16",), "grouped": ("-mavx512bf16",)}
+"""Flags of one file: attention and grouped products multiply pairs of bf16 numbers."""
 _LONGEST_BUILD = 300
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Codes of the types that the kernels read and write."""
@@ -70,12 +70,10 @@ class _CannotBuild(Exception):
 def _built(kernels: Kernels) -> Path:
     """The path of the library, compiled if it is not in the cache; one process at a time does so."""
     compiler = _compiler()
-    command = (*_FLAGS, *_ISA_FLAGS.get(this_cpu().isa, ()))
+    command = (*_FLAGS, *_ISA_FLAGS.get(this_cpu().isa, ()), *_OWN_FLAGS.get(kernels, ()))
     about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    if kernels == "attention":
-        command += (_PAIRS_FLAG,)
     source = Path(__file__).parent / f"{kernels}.cpp"
-    texts = source.read_bytes() + source.with_name("numbers.h").read_bytes()
+    texts = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
     key = hashlib.sha256("\0".join((about, *command)).encode() + texts).hexdigest()[:16]
     folder = cache_folder() / "native"
     path = folder / f"{kernels}-{key}.so"

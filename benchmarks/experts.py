@@ -4,7 +4,8 @@
 
 | contestant | what it is |
 |---|---|
-| ours | the mixture as it is built, with grouped products |
+| ours | the mixture as it is built, with grouped products, in Penstock's kernels where the CPU has AVX-512 |
+| torch | the same with torch's grouped products |
 | loop | the same with one product for each expert (`Plan.experts`) |
 | transformers | `MixtralSparseMoeBlock` with the same weights, eager |
 | dense | a perceptron with as many FLOPs for each token: `CHOSEN` times as wide as an expert |
@@ -34,6 +35,8 @@ from torch import nn
 
 from penstock.config.model import PRESETS, stacks
 from penstock.host_memory import set_host_memory
+from penstock.kernels.native_grouped import takes_grouped
+from penstock.models import experts as products
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.perceptron import MLP
 from penstock.report.record import environment
@@ -99,6 +102,7 @@ def contestants(experts: int, tokens: int, dtype: torch.dtype, kind: str) -> dic
     def work(module: nn.Module, way: str = "") -> Work:
         def run() -> None:
             if way:
+                products.takes_grouped = takes_grouped if way == "ours" else lambda *_: False
                 for linear in mixture.linears:
                     linear.plain = way == "loop"
             if kind == "forward":
@@ -112,7 +116,7 @@ def contestants(experts: int, tokens: int, dtype: torch.dtype, kind: str) -> dic
 
         return run
 
-    ways = {"ours": work(mixture, "grouped"), "loop": work(mixture, "loop")}
+    ways = {way: work(mixture, way) for way in ("ours", "torch", "loop")}
     return {**ways, "transformers": work(theirs), "dense": work(dense)}
 
 
@@ -175,6 +179,7 @@ def main() -> None:
         print(f"{dtype} {kind} {experts} experts, {tokens} tokens: {ratios}", flush=True)
         if options.output:
             data = {
+                "processor": "shared with other work", "native": takes_grouped(torch.empty(0), WIDTH, HIDDEN),
                 "width": WIDTH, "hidden": HIDDEN, "experts_per_token": CHOSEN, "threads": torch.get_num_threads(),
                 "cells": cells, "environment": environment(),
             }  # fmt: skip

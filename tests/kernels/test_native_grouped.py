@@ -172,7 +172,7 @@ MUTANTS = (
     ("grouped.cpp", "].expert * strides[0]", "].expert * 0"),
     ("grouped.cpp", "memset(to, 0, here", "memset(to, 63, here"),
     ("grouped.cpp", "(out) + done, 0, rows", "(out) + done, 63, rows"),
-    ("grouped.cpp", "(rows.first + row) * x_row", "rows.first * x_row"),
+    ("grouped.cpp", "x + rows.first * x_row", "x"),
     ("grouped.cpp", "task % spans * span * strides[1]", "0"),
 )
 """Changes of one term of the kernels, each of which `_hold` sees."""

@@ -16,7 +16,6 @@ namespace {
 constexpr i64 ROWS = 240;   // of an expert at once: a multiple of the six of a tile
 constexpr i64 DEPTH = 256;  // rows whose outer products are summed before the sums leave registers: even
 constexpr i64 WIDEST = 192;  // rows of a gradient at once
-constexpr i64 STEP = 12;     // rows that are multiplied by all panels of a task before the next ones: two tiles
 constexpr i64 SPAN = 8;      // panels of a task at most
 constexpr i64 PACKED = 1 << 18;  // bytes of them, of which a second cache holds two and more
 
@@ -70,24 +69,21 @@ void multiply(const typename Kind::Element* x, i64 x_row, const typename Kind::E
           pack_rows<Kind>(from, strides[2], depth, width, PANEL, to);
       }
       // While this task multiplies, the weights of one that is soon this thread's come near.
-      i64 next = task + threads, ahead = 0, part = 0;
+      i64 next = task + threads, part = 0;
       Lines lines{nullptr, 0, 1, 0};
       if (next < tasks && blocks[next / spans].expert != rows.expert) {
         i64 width = std::min(span, columns - next % spans * span);
         i64 each = ((turned ? depth : width) * SIZE + 63) / 64;
         lines = {reinterpret_cast<const char*>(weights_of(next)), strides[turned ? 1 : 2] * SIZE, each,
                  each * (turned ? width : depth)};
-        part = lines.count / ((rows.count + STEP - 1) / STEP * ((until - first + PANEL - 1) / PANEL)) + 1;
+        part = lines.count / ((until - first + PANEL - 1) / PANEL) + 1;
       }
-      for (i64 row = 0; row < rows.count; row += STEP) {
-        const auto* from = reinterpret_cast<const Word*>(x + (rows.first + row) * x_row);
-        for (i64 column = first; column < until; column += PANEL) {
-          lines.fetch(ahead, ahead + part);
-          ahead += part;
-          product<Kind>(std::min(STEP, rows.count - row), std::min(PANEL, until - column), words,
-                        Left<Word>{from, x_row / Kind::EACH, 1}, Right<Word>{packed + (column - first) * words, PANEL},
-                        nullptr, 0, out + (rows.first + row) * columns + column, columns);
-        }
+      const auto* left = reinterpret_cast<const Word*>(x + rows.first * x_row);
+      for (i64 column = first; column < until; column += PANEL) {
+        lines.fetch((column - first) / PANEL * part, ((column - first) / PANEL + 1) * part);
+        product<Kind>(rows.count, std::min(PANEL, until - column), words, Left<Word>{left, x_row / Kind::EACH, 1},
+                      Right<Word>{packed + (column - first) * words, PANEL}, nullptr, 0,
+                      out + rows.first * columns + column, columns);
       }
     }
   }

@@ -12,84 +12,16 @@
 // the backward pass all query heads of a KV head, so that sums for keys have one owner. The file needs no header of
 // torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 
-#include <immintrin.h>
 #include <omp.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
-namespace {
-using i64 = int64_t;
-using u16 = uint16_t;
-using u32 = uint32_t;
-using V = __m512;
-constexpr i64 LANES = 16;
-inline __m512bh pairs(__m512i x) { return (__m512bh)x; }
 
-// C (rows x 16*W lanes) = or += sum over pairs p of A[row][p] * B[p][lane]; A and B hold two bf16 numbers in 32 bits.
-template <int R, int W>
-inline void tile(i64 depth, const u32* a, i64 a_row, i64 a_step, const u32* b, i64 b_step, float* c, i64 c_row,
-                 bool add) {
-  V sums[R][W];
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sums[r][w] = add ? _mm512_loadu_ps(c + r * c_row + w * LANES) : _mm512_setzero_ps();
-  for (i64 p = 0; p < depth; ++p) {
-    __m512bh right[W];
-    for (int w = 0; w < W; ++w) right[w] = pairs(_mm512_loadu_si512(b + p * b_step + w * LANES));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      __m512bh left = pairs(_mm512_set1_epi32(int(a[r * a_row + p * a_step])));
-#pragma GCC unroll 4
-      for (int w = 0; w < W; ++w) sums[r][w] = _mm512_dpbf16_ps(sums[r][w], left, right[w]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) _mm512_storeu_ps(c + r * c_row + w * LANES, sums[r][w]);
-}
-template <int W>
-void stripe(i64 rows, i64 depth, const u32* a, i64 a_row, i64 a_step, const u32* b, i64 b_step, float* c, i64 c_row,
-            bool add) {
-  i64 r = 0;
-  for (; r + 6 <= rows; r += 6) tile<6, W>(depth, a + r * a_row, a_row, a_step, b, b_step, c + r * c_row, c_row, add);
-  const u32* left = a + r * a_row;
-  float* out = c + r * c_row;
-  switch (rows - r) {
-    case 5:
-      tile<5, W>(depth, left, a_row, a_step, b, b_step, out, c_row, add);
-      break;
-    case 4:
-      tile<4, W>(depth, left, a_row, a_step, b, b_step, out, c_row, add);
-      break;
-    case 3:
-      tile<3, W>(depth, left, a_row, a_step, b, b_step, out, c_row, add);
-      break;
-    case 2:
-      tile<2, W>(depth, left, a_row, a_step, b, b_step, out, c_row, add);
-      break;
-    case 1:
-      tile<1, W>(depth, left, a_row, a_step, b, b_step, out, c_row, add);
-      break;
-  }
-}
-// lanes: a multiple of 16
+#include "products.h"
+namespace {
 void product(i64 rows, i64 lanes, i64 depth, const u32* a, i64 a_row, i64 a_step, const u32* b, i64 b_step, float* c,
              i64 c_row, bool add) {
-  i64 first = 0;
-  for (; first + 64 <= lanes; first += 64)
-    stripe<4>(rows, depth, a, a_row, a_step, b + first, b_step, c + first, c_row, add);
-  switch ((lanes - first) / LANES) {
-    case 3:
-      stripe<3>(rows, depth, a, a_row, a_step, b + first, b_step, c + first, c_row, add);
-      break;
-    case 2:
-      stripe<2>(rows, depth, a, a_row, a_step, b + first, b_step, c + first, c_row, add);
-      break;
-    case 1:
-      stripe<1>(rows, depth, a, a_row, a_step, b + first, b_step, c + first, c_row, add);
-      break;
-  }
+  product<Pairs>(rows, lanes, depth, {a, a_row, a_step}, {b, b_step}, add ? c : nullptr, c_row, c, c_row);
 }
 inline V exponential(V x) {
   x = _mm512_max_ps(x, _mm512_set1_ps(-87.3f));
@@ -112,30 +44,14 @@ inline void gather_rows(const u16* x, i64 row, i64 rows, i64 features, u16* out)
   for (i64 r = 0; r < rows; ++r) std::memcpy(out + r * features, x + r * row, features * 2);
 }
 // [rows][pairs] -> [pairs][rows padded]
-void transpose(const u16* x, i64 row, i64 rows, i64 padded, i64 features, u32* out) {
-  i64 n = features / 2;
-  for (i64 r = 0; r < rows; ++r) {
-    const u32* from = reinterpret_cast<const u32*>(x + r * row);
-    for (i64 p = 0; p < n; ++p) out[p * padded + r] = from[p];
-  }
-  for (i64 p = 0; p < n; ++p)
-    for (i64 r = rows; r < padded; ++r) out[p * padded + r] = 0;
+inline void transpose(const u16* x, i64 row, i64 rows, i64 padded, i64 features, u32* out) {
+  pack_columns<Pairs>(x, row, rows, features / 2, padded, out);
 }
 // rows two by two: [rows/2][features] of (row 2i, row 2i+1)
-void interleave(const u16* x, i64 row, i64 rows, i64 pairs_of_rows, i64 features, u32* out) {
-  for (i64 i = 0; i < pairs_of_rows; ++i) {
-    const u16 *a = x + 2 * i * row, *b = a + row;
-    bool one = 2 * i < rows, two = 2 * i + 1 < rows;
-    u32* to = out + i * features;
-    if (two) {
-      for (i64 f = 0; f < features; f += LANES) {
-        __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + f))),
-                high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + f)));
-        _mm512_storeu_si512(to + f, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-      }
-    } else
-      for (i64 f = 0; f < features; ++f) to[f] = one ? a[f] : 0;
-  }
+inline void interleave(const u16* x, i64 row, i64 rows, i64 pairs_of_rows, i64 features, u32* out) {
+  i64 filled = (rows + 1) / 2;
+  pack_rows<Pairs>(x, row, rows, features, features, out);
+  std::memset(out + filled * features, 0, (pairs_of_rows - filled) * features * 4);
 }
 inline __m256i halves(V x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline V wide(const u16* x) {

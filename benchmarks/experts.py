@@ -179,7 +179,7 @@ def main() -> None:
         print(f"{dtype} {kind} {experts} experts, {tokens} tokens: {ratios}", flush=True)
         if options.output:
             data = {
-                "processor": "shared with other work", "native": takes_grouped(torch.empty(0), WIDTH, HIDDEN),
+                "processor": "shared with other work", "native": takes_grouped(torch.empty(0), 1, WIDTH, HIDDEN),
                 "width": WIDTH, "hidden": HIDDEN, "experts_per_token": CHOSEN, "threads": torch.get_num_threads(),
                 "cells": cells, "environment": environment(),
             }  # fmt: skip

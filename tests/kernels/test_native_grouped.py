@@ -19,7 +19,7 @@ from penstock.kernels.native_grouped import grouped_outer, grouped_product, take
 from penstock.models.experts import ExpertLinear
 
 TYPES = [
-    dtype for dtype in (torch.float32, torch.bfloat16) if takes_grouped(torch.empty(0, dtype=dtype), 8, 8)
+    dtype for dtype in (torch.float32, torch.bfloat16) if takes_grouped(torch.empty(0, dtype=dtype), 1, 8, 8)
 ]
 needs_kernels = pytest.mark.skipif(
     not TYPES, reason="the kernels are made of AVX-512 instructions, by a C++ compiler"
@@ -141,24 +141,27 @@ def test_ends_out_of_order_or_past_the_rows_are_refused() -> None:
 
 def test_other_types_and_cpus_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {dtype: torch.empty(1, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-    assert not takes_grouped(rows[torch.float16], 8, 8)
-    assert not takes_grouped(rows[torch.bfloat16], 7, 8)
-    assert not takes_grouped(rows[torch.float32].to("meta"), 8, 8)
+    assert not takes_grouped(rows[torch.float16], 1, 8, 8)
+    assert not takes_grouped(rows[torch.bfloat16], 1, 7, 8)
+    assert not takes_grouped(rows[torch.float32].to("meta"), 1, 8, 8)
     pairs = replace(this_cpu(), isa="AVX512", bf16=True, amx=False)
-    kinds = {
+    expected = {
         pairs: [True, True],
         replace(pairs, bf16=False): [True, False],
         replace(pairs, amx=True): [True, False],
         replace(pairs, isa="AVX2"): [False, False],
     }
     monkeypatch.setattr(native_grouped, "library", lambda name: object())
-    for cpu, takes in kinds.items():
+    for cpu, takes in expected.items():
         monkeypatch.setattr(native_grouped, "this_cpu", lambda cpu=cpu: cpu)
-        found = [takes_grouped(rows[dtype], 8, 8) for dtype in (torch.float32, torch.bfloat16)]
-        assert found == takes, cpu
+        taken = [takes_grouped(rows[dtype], 1, 8, 8) for dtype in (torch.float32, torch.bfloat16)]
+        assert taken == takes, cpu
     monkeypatch.setattr(native_grouped, "this_cpu", lambda: pairs)
+    for dtype, takes in ((torch.float32, [True, True]), (torch.bfloat16, [False, True])):
+        many = torch.empty(2048, 8, dtype=dtype)
+        assert [takes_grouped(many, experts, 8, 8) for experts in (2, 3)] == takes
     monkeypatch.setattr(native_grouped, "library", lambda name: None)
-    assert not takes_grouped(rows[torch.float32], 8, 8)
+    assert not takes_grouped(rows[torch.float32], 1, 8, 8)
 
 
 MUTANTS = (

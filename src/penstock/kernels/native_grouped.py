@@ -22,14 +22,20 @@ _PRODUCTS_PER_ELEMENT = 128
 """As many products of two numbers take as long as a pass over one element."""
 
 
-def takes_grouped(x: Tensor, inputs: int, outputs: int) -> bool:
-    """Whether the kernels multiply rows of the type and device of x by weights (·, outputs, inputs), and their
-    gradients. Where CPUs have matrix units for bf16 (AMX) those are faster. Compiles the kernels where nobody has."""
+_MANY_ROWS = 1024
+"""With as many rows of bf16 for each expert on average, torch's product of one after the other is 5 to 8 % faster."""
+
+
+def takes_grouped(x: Tensor, experts: int, inputs: int, outputs: int) -> bool:
+    """Whether the kernels multiply rows like x by weights (experts, outputs, inputs), and their gradients: where they
+    can, and are faster than torch. Matrix units for bf16 (AMX) are faster. Compiles the kernels where nobody has."""
     cpu = this_cpu()
     if x.device.type != "cpu" or cpu.isa != "AVX512" or x.dtype not in TYPES or not inputs or not outputs:
         return False
-    if x.dtype == torch.bfloat16 and (not cpu.bf16_pairs or cpu.amx or inputs % 2 or outputs % 2):
-        return False
+    if x.dtype == torch.bfloat16:
+        slower = not cpu.bf16_pairs or cpu.amx or len(x) >= _MANY_ROWS * experts
+        if slower or inputs % 2 or outputs % 2:
+            return False
     return library("grouped") is not None
 
 

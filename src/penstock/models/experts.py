@@ -72,7 +72,7 @@ class _Grouped(torch.autograd.Function):
 
 def _times(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """x (V, K) times weight (E, K, R)."""
-    way = _way(x, *weight.shape[1:], plain)
+    way = _way(x, weight.shape, plain)
     if way == "native":
         return grouped_product(x, weight.transpose(1, 2), ends)
     if way == "torch":
@@ -83,7 +83,7 @@ def _times(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
 
 def _outer(grad: Tensor, x: Tensor, ends: Tensor, plain: bool) -> Tensor:
     """Each expert's part of grad (V, R) transposed times that of x (V, D): (E, R, D)."""
-    way = _way(x, x.shape[1], grad.shape[1], plain)
+    way = _way(x, (len(ends), x.shape[1], grad.shape[1]), plain)
     if way == "native":
         return grouped_outer(grad, x, ends)
     if way == "torch":
@@ -102,15 +102,15 @@ _GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torc
 """Types that torch has a grouped product of."""
 
 
-def _way(x: Tensor, inputs: int, outputs: int, plain: bool) -> str:
-    """How rows like x are multiplied by weights of these sizes, and their gradients: in Penstock's kernels for CPUs
-    ("native"), in torch's grouped product, which takes some types, and rows of a multiple of 16 bytes ("torch"), or one
-    expert after the other ("loop")."""
+def _way(x: Tensor, shape: Sequence[int], plain: bool) -> str:
+    """How rows like x are multiplied by weights of a shape (E, K, R), and their gradients: in Penstock's kernels for
+    CPUs ("native"), in torch's grouped product, which takes some types, and rows of a multiple of 16 bytes ("torch"),
+    or one expert after the other ("loop")."""
     if plain or not len(x):
         return "loop"
-    if takes_grouped(x, inputs, outputs):
+    if takes_grouped(x, *shape):
         return "native"
-    aligned = all(size * x.element_size() % 16 == 0 for size in (inputs, outputs))
+    aligned = all(size * x.element_size() % 16 == 0 for size in shape[1:])
     return "torch" if aligned and x.dtype in _GROUPED.get(x.device.type, ()) else "loop"
 
 

@@ -493,6 +493,14 @@ class Graph:
                 f"The stacks with experts have {' and '.join(map(str, sorted(labels)))} labels, but all see the same "
                 "samples; give all the same number."
             )
+        for one in self.inputs_of(PatchInput):
+            if one.image_size % one.patch_size:
+                down = one.image_size // one.patch_size * one.patch_size
+                near = f"{down} or {down + one.patch_size}" if down else f"{one.patch_size}"
+                yield (
+                    f"model.image_size {one.image_size} is not a multiple of model.patch_size {one.patch_size}; "
+                    f"the nearest multiples are {near}."
+                )
         known = [one.name for one in self.inputs]
         names = [run.name for run in self.runs]
         for run in self.runs:

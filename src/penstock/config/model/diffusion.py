@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
 from penstock.config.convert import Positive, Probability, Range
 from penstock.config.graph import Condition, Graph, NoiseKind, PatchInput, PixelHead, Run, Target, TokenInput
-from penstock.config.model.family import ModelFamily, Pixels, Tokens, Words, patch_problems
+from penstock.config.model.family import ModelFamily, Pixels, Tokens, Words
 from penstock.config.stack import Mlp, Router, Stack
 
 
@@ -53,10 +52,6 @@ class DiffusionConfig(Stack, ModelFamily):
     mlp: Mlp = "gelu_tanh"
     norm_eps: Positive = 1e-6
     router: Router = "given"
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from patch_problems(self.image_size, self.patch_size)
 
     @property
     def tokens(self) -> int:

@@ -93,13 +93,3 @@ def named(name: str) -> Any:
             f"There is no model preset {quoted(name)}.{nearest(name, NAMED)} Presets are {', '.join(NAMED)}."
         )
     return NAMED[name]
-
-
-def patch_problems(image_size: int, patch_size: int) -> Iterator[str]:
-    if image_size % patch_size:
-        down = image_size // patch_size * patch_size
-        near = f"{down} or {down + patch_size}" if down else f"{patch_size}"
-        yield (
-            f"model.image_size {image_size} is not a multiple of model.patch_size {patch_size}; "
-            f"the nearest multiples are {near}."
-        )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from penstock.config.convert import NotNegative, Range
 from penstock.config.graph import Graph, PatchInput, Run, VectorHead
-from penstock.config.model.family import Classifier, Pixels, Tokens, Words, patch_problems
+from penstock.config.model.family import Classifier, Pixels, Tokens, Words
 from penstock.config.model.text import TextFamily
 from penstock.config.stack import Stack
 
@@ -84,10 +83,6 @@ class MultimodalConfig(TextFamily):
 
     def with_lengths(self, *lengths: int) -> Any:
         return replace(self, sequence=lengths[1], writer_sequence=lengths[2])
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from patch_problems(self.image_size, self.patch_size)
 
     @property
     def tokens(self) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from penstock.config.convert import Positive, Probability, Range
 from penstock.config.graph import ClassHead, Graph, PatchInput, Run, Stem
-from penstock.config.model.family import Classifier, ModelFamily, Pixels, PoolNorm, Words, patch_problems
+from penstock.config.model.family import Classifier, ModelFamily, Pixels, PoolNorm, Words
 from penstock.config.stack import Stack
 
 
@@ -45,7 +45,6 @@ class ViTConfig(Stack, ModelFamily):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        yield from patch_problems(self.image_size, self.patch_size)
         if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
             yield (
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "

@@ -30,10 +30,10 @@ def test_samples_and_noise_come_back_from_every_target(name: NoiseKind) -> None:
 def test_time_goes_from_the_sample_to_noise(name: NoiseKind) -> None:
     schedule = NoiseSchedule(name)
     ends = torch.tensor([0.0, 1.0])
-    torch.testing.assert_close(schedule.alpha(ends), torch.tensor([1.0, 0.0]), atol=0.01, rtol=0)
-    torch.testing.assert_close(schedule.sigma(ends), ends, atol=1e-4, rtol=0)
-    assert (schedule.alpha(TIMES).diff() < 0).all()
-    assert (schedule.sigma(TIMES).diff() > 0).all()
+    torch.testing.assert_close(schedule.coefficients(ends).alpha, torch.tensor([1.0, 0.0]), atol=0.01, rtol=0)
+    torch.testing.assert_close(schedule.coefficients(ends).sigma, ends, atol=1e-4, rtol=0)
+    assert (schedule.coefficients(TIMES).alpha.diff() < 0).all()
+    assert (schedule.coefficients(TIMES).sigma.diff() > 0).all()
 
 
 def test_v_is_the_direction_of_the_velocity() -> None:
@@ -52,7 +52,7 @@ def test_the_linear_schedule_is_ddpms_in_the_limit_of_many_steps() -> None:
     betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64)
     alphas = (1 - betas).log().cumsum(0).mul(0.5).exp()
     times = torch.arange(1, steps + 1, dtype=torch.float64) / steps
-    torch.testing.assert_close(NoiseSchedule("linear").alpha(times), alphas, rtol=0, atol=1e-3)
+    torch.testing.assert_close(NoiseSchedule("linear").coefficients(times).alpha, alphas, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,7 +61,7 @@ def test_weights_are_the_same_error_of_the_sample_whatever_is_predicted(name: No
     schedule = NoiseSchedule(name)
     x, output, error = torch.randn(3, len(TIMES), 5, dtype=torch.float64)
     for gamma in (1.0, 5.0):
-        snr = (schedule.alpha(TIMES) / schedule.sigma(TIMES)) ** 2
+        snr = (schedule.coefficients(TIMES).alpha / schedule.coefficients(TIMES).sigma) ** 2
         for kind in KINDS:
             right, _ = schedule.to_x0_eps(kind, output, x, TIMES)
             wrong, _ = schedule.to_x0_eps(kind, output + error, x, TIMES)

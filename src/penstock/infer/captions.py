@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,12 @@ from penstock.infer.text import needed
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.models.model import Model
+from penstock.tasks.text import padded
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
+
+T = TypeVar("T")
 
 
 def writes_of_either(folder: str | Path) -> bool:
@@ -64,53 +67,48 @@ class Captioner:
         """A caption of each image, in a language by the name that training gave it. Raises DataError for a file that
         cannot be read."""
         name = self._inputs[PatchInput].name
-        batches = [paths[begin : begin + self.batch] for begin in range(0, len(paths), self.batch)]
-        return [
-            caption
-            for some in batches
-            for caption in self._written(
-                {name: read_images(self.model, [Path(one) for one in some])}, len(some), language, max_tokens
-            )
-        ]
+        files = [Path(path) for path in paths]
+        return self._written(files, lambda some: {name: read_images(self.model, some)}, language, max_tokens)
 
     def translate(self, texts: Sequence[str], language: str, *, max_tokens: int | None = None) -> list[str]:
         """Each text in another language."""
-        frame, one = self.tokenizer.frame(), self._inputs[TokenInput]
-        translations: list[str] = []
-        for begin in range(0, len(texts), self.batch):
-            encoded = self.tokenizer.encode(texts[begin : begin + self.batch])
-            rows = [[*frame.before, *text, *frame.behind] for text in encoded]
-            if (longest := max(map(len, rows))) > one.length:
-                raise ConfigError(
-                    f"A text has {longest} tokens, but the model reads {one.length}; shorten it."
-                )
-            values = {
-                one.name: torch.tensor(
-                    [[*row, *[0] * (longest - len(row))] for row in rows], device=self._device
-                ),
-                "lengths": torch.tensor([len(row) for row in rows], device=self._device),
-            }
-            translations += self._written(values, len(rows), language, max_tokens)
-        return translations
+        return self._written(texts, self._read, language, max_tokens)
 
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
+    def _read(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """The model's arguments of some texts."""
+        frame, one = self.tokenizer.frame(), self._inputs[TokenInput]
+        rows = [[*frame.before, *text, *frame.behind] for text in self.tokenizer.encode(texts)]
+        tokens, lengths = padded(rows, 0)
+        if tokens.shape[1] > one.length:
+            raise ConfigError(
+                f"A text has {tokens.shape[1]} tokens, but the model reads {one.length}; shorten it."
+            )
+        return {one.name: torch.from_numpy(tokens), "lengths": torch.from_numpy(lengths)}
 
     def _written(
-        self, values: Mapping[str, Tensor], count: int, language: str, max_tokens: int | None
+        self,
+        inputs: Sequence[T],
+        read: Callable[[Sequence[T]], dict[str, Tensor]],
+        language: str,
+        max_tokens: int | None,
     ) -> list[str]:
+        """Texts that are written of the inputs, of which `read` makes the model's arguments, a batch at a time."""
         from penstock.data.captions import beginning
 
+        device = next(self.model.parameters()).device
         opened: Any = self.tokenizer.encode_target([beginning(language)])[0].tolist()
-        ids = torch.tensor([[self.start, *opened]] * count, device=self._device)
+        ids = torch.tensor([[self.start, *opened]], device=device)
         room = self.model.graph.written[-1].most - ids.shape[1]
         if room < 1:
             raise ConfigError(
                 f"The name of the language {language[:20]!r} leaves no room for a text; shorten it."
             )
-        lengths = torch.full((count,), ids.shape[1], device=self._device)
-        prompts = Prompts(ids, lengths, even=True, values=values)
-        tokens = write(self.model, prompts, min(room, max_tokens or room), ends=self.ends).tolist()
-        return [self.tokenizer.decode([one for one in row if one != NOTHING]) for row in tokens]
+        texts: list[str] = []
+        for begin in range(0, len(inputs), self.batch):
+            some = inputs[begin : begin + self.batch]
+            values = {name: value.to(device) for name, value in read(some).items()}
+            lengths = torch.full((len(some),), ids.shape[1], device=device)
+            prompts = Prompts(ids.repeat(len(some), 1), lengths, even=True, values=values)
+            tokens = write(self.model, prompts, min(room, max_tokens or room), ends=self.ends).tolist()
+            texts += [self.tokenizer.decode([one for one in row if one != NOTHING]) for row in tokens]
+        return texts

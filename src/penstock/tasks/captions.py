@@ -29,7 +29,16 @@ from penstock.errors import ConfigError
 from penstock.kernels.contrast import contrast
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Fullness, Prepare, plain
-from penstock.tasks.text import DRAWN, TextTask, first_samples, on_device, rounded, shifted, tokenizer_of
+from penstock.tasks.text import (
+    DRAWN,
+    TextTask,
+    first_samples,
+    on_device,
+    padded,
+    rounded,
+    shifted,
+    tokenizer_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -113,19 +122,9 @@ class Captioning(TextTask):
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         images, one = _images(model), torch.zeros(1, 1, dtype=torch.int64, device=device)
-        size = images.image_size
-        empty = torch.zeros(1, images.channels, size, size, device=device)
-        return (
-            empty,
-            one,
-            one.expand(1, model.graph.inputs[2].length),
-            one[0] + 1,
-            None,
-            None,
-            0.0,
-            None,
-            one[0],
-        )
+        empty = torch.zeros(1, images.channels, images.image_size, images.image_size, device=device)
+        target = one.expand(1, model.graph.inputs[2].length)
+        return empty, one, target, one[0] + 1, None, None, 0.0, None, one[0]
 
     def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
         assert isinstance(source, Captions)
@@ -296,8 +295,8 @@ class _NameTokens:
                 raise ConfigError(
                     f"A name of {source.title} has {longest} tokens, but {setting} is {limit}; set it to {longest}."
                 )
-        self.read, self.read_lengths = _padded(read, tokenizer.pad)
-        self.written, self.written_lengths = _padded(written, tokenizer.pad)
+        self.read, self.read_lengths = padded(read, tokenizer.pad)
+        self.written, self.written_lengths = padded(written, tokenizer.pad)
         self.longest = int((self.written_lengths - self.beginnings).max()) + 1
         self.opened = int(self.beginnings.max()) + 1
         self.most = limits[1] - int(self.beginnings.max())
@@ -308,14 +307,6 @@ class _NameTokens:
         """How many images and names an evaluation keeps the vectors of."""
         most = MOST // (2 * (width + 1))
         return min(len(self.source.pictures.images), most), min(len(self.source.words.texts), most)
-
-
-def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    lengths = np.array([len(row) for row in rows])
-    table = np.full((len(rows), int(lengths.max())), pad)
-    for place, row in enumerate(rows):
-        table[place, : len(row)] = row
-    return table, lengths
 
 
 def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.float64]) -> dict[str, float]:
@@ -332,21 +323,19 @@ def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.fl
     own = (near * right).sum(1) / np.maximum(right.sum(1), 1)
     recalls = {"contrast_loss": float((lse - own)[right.any(1)].mean())}
     best = right[near.argmax(0), np.arange(len(named))]
-    to_text, to_image = dict[str, float](), dict[str, float]()
-    guessed: dict[str, list[float]] = {"image_to_text": [], "text_to_image": []}
+    by_language: dict[str, dict[str, tuple[float, float]]] = {"image_to_text": {}, "text_to_image": {}}
     for number, name in enumerate(words.languages):
         here = np.flatnonzero(language == number)
-        has_name = right[:, here].any(1) if len(here) else np.zeros(len(shown), bool)
+        has_name = right[:, here].any(1)
         if has_name.any():
-            chosen = near[np.ix_(has_name, here)].argmax(1)
-            to_text[name] = float(right[np.ix_(has_name, here)][np.arange(len(chosen)), chosen].mean())
-            to_image[name] = float(best[here].mean())
-            guessed["image_to_text"].append(float(right[np.ix_(has_name, here)].mean()))
-            guessed["text_to_image"].append(float(right[:, here].mean()))
-    for key, of in (("image_to_text", to_text), ("text_to_image", to_image)):
-        recalls[key] = float(np.mean([*of.values()])) if of else 0.0
-        recalls[f"{key}_chance"] = float(np.mean(guessed[key])) if of else 0.0
-        recalls |= {f"{key}_{name}": share for name, share in of.items()}
+            own_names, chosen = right[np.ix_(has_name, here)], near[np.ix_(has_name, here)].argmax(1)
+            hits = own_names[np.arange(len(chosen)), chosen]
+            by_language["image_to_text"][name] = float(hits.mean()), float(own_names.mean())
+            by_language["text_to_image"][name] = float(best[here].mean()), float(right[:, here].mean())
+    for key, of in by_language.items():
+        means = np.mean([*of.values()], axis=0) if of else np.zeros(2)
+        recalls[key], recalls[f"{key}_chance"] = means.tolist()
+        recalls |= {f"{key}_{name}": recall for name, (recall, _) in of.items()}
     recalls["unseen_words"] = float(best[held].mean()) if held.any() else 0.0
     return recalls
 

@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 from penstock.tasks.image_classification import fit_classes
 from penstock.tasks.noise import NoiseSchedule, ranges_of
 from penstock.tasks.task import Prepare, Task, plain
+from penstock.tasks.text import padded
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2⁶⁴ times the fraction of the golden ratio, whose multiples fill [0, 1) evenly, however many they are."""
@@ -199,7 +200,7 @@ def texts_of(
     frame = words.frame()
     before, behind = ((words.begin,), ()) if isinstance(words, Bytes) else (frame.before, frame.behind)
     texts = [[*before, *numbers.tolist(), *behind] or [words.pad] for numbers in words.encode([*classes, ""])]
-    lengths = np.array([len(text) for text in texts], np.int64)
+    tokens, lengths = padded(texts, words.pad)
     problems = []
     if one.vocabulary < words.size:
         problems.append(
@@ -212,9 +213,6 @@ def texts_of(
         )
     if problems:
         raise ConfigError(problems)
-    tokens = np.full((len(texts), int(lengths.max())), words.pad, np.int64)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
     return tokens, lengths
 
 

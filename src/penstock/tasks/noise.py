@@ -76,14 +76,6 @@ class NoiseSchedule:
         at, (first, last) = self.coefficients(t), BETAS
         return (first + (last - first) * t) / 2 * at.alpha / at.sigma
 
-    def alpha(self, t: Tensor) -> Tensor:
-        """The factor of the sample."""
-        return self.coefficients(t).alpha
-
-    def sigma(self, t: Tensor) -> Tensor:
-        """The factor of the noise."""
-        return self.coefficients(t).sigma
-
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """The noisy sample x at time t."""
         at = self._wide(t, x0)

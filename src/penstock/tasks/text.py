@@ -185,6 +185,15 @@ def tokenizer_of(source: Source) -> Tokenizer:
     return tokenizer
 
 
+def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows of tokens filled up with `pad` to the longest, (B, N), and how many each has, (B,)."""
+    lengths = np.array([len(row) for row in rows], np.int64)
+    table = np.full((len(rows), int(lengths.max())), pad, np.int64)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row
+    return table, lengths
+
+
 def shifted(targets: Tokens, start: int) -> Tokens:
     """A decoder's inputs for the targets (B, N): each token one place later, after `start`."""
     before = np.full((len(targets), 1), start, targets.dtype)

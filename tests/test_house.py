@@ -462,17 +462,17 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1710,
+    "(modules)": 1700,
     "boundary": 1650,
     "checkpoint": 2040,
-    "cli": 4240,
+    "cli": 4250,
     "compress": 2740,
     "config": 6180,
     "data": 7120,
     "decode": 2650,
     "doctor": 450,
-    "export": 900,
-    "infer": 1800,
+    "export": 950,
+    "infer": 1790,
     "kernels": 6660,
     "ladder": 5487,
     "launch": 1550,
@@ -487,7 +487,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3470,
     "step": 710,
-    "tasks": 3520,
+    "tasks": 3510,
     "train": 3260,
     "tune": 1638,
 }
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_300
+    assert sum(LINES.values()) <= 90_320
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
@@ -24,9 +24,10 @@ from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export import export as module
-from penstock.export.export import export, export_program, inputs_of, load_package
+from penstock.export.export import SomeHeads, export, export_program, inputs_of, load_package
 from penstock.models.anatomy import set_switch
 from penstock.models.convert.pretrained import rounded_weights
+from penstock.models.model import Model
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +60,61 @@ def test_torchs_exported_program_takes_any_size(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(program(*given), model(*given))
 
 
+HEADS = {
+    "universal-tiny": (["tokens"], ["tokens", "hidden", "lengths"]),
+    "multimodal-tiny": (["images"], ["images", "source", "target", "lengths", "sees"]),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_several_heads_are_exported_together_or_each_with_its_inputs(name: str, tmp_path: Path) -> None:
+    model = penstock.from_pretrained(folder(name, tmp_path)).eval()
+    assert isinstance(model, Model)
+    set_switch(model, "attention", "sdpa")
+    names = [head.name for head in model.graph.heads]
+    one = names[0] if name == "multimodal-tiny" else names[-1]
+    for heads, wanted in zip(([one], names), HEADS[name]):
+        some = SomeHeads(model, heads)
+        program = export_program(some).module()
+        for sizes in ((1, 2, 2), (5, 40, 3)):
+            given = inputs_of(some, *sizes)
+            assert [*given] == wanted
+            outputs = model(**given)
+            for output, head in zip(program(*given.values()), heads, strict=True):
+                torch.testing.assert_close(output, outputs[head])
+
+
+@pytest.mark.slow
+def test_onnx_names_the_outputs_of_several_heads(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, difference = export(folder("multimodal-tiny", tmp_path), tmp_path / "out", "onnx")
+    assert difference < 1e-5
+    model, session = (
+        penstock.from_pretrained(tmp_path / "multimodal-tiny").eval(),
+        onnxruntime.InferenceSession(str(path)),
+    )
+    assert [one.name for one in session.get_inputs()] == HEADS["multimodal-tiny"][1]
+    names = [one.name for one in session.get_outputs()]
+    assert names == ["image_vector", "text_vector", "head"]
+    given = inputs_of(SomeHeads(cast(Any, model), names), 4, 30, 9)
+    found = session.run(None, {key: value.numpy() for key, value in given.items()})
+    with torch.inference_mode():
+        expected = model(**given)
+    for name, output in zip(names, found, strict=True):
+        torch.testing.assert_close(torch.from_numpy(output), expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_a_model_lacks_is_refused(tmp_path: Path) -> None:
+    where = folder("universal-tiny", tmp_path)
+    with pytest.raises(ConfigError, match="no head 'image_vector'; its heads are kind, masked, next"):
+        export(where, tmp_path / "out", "torch", heads=["image_vector"])
+    with pytest.raises(ConfigError, match="leave --head out"):
+        export(where, tmp_path / "out", "onnx-cache", heads=["next"])
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_program_that_torch_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -87,6 +143,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     [
         ("llama-tiny", {"kv_heads": 1}, 1),
         ("bloom-176b", {}, 1),
+        ("universal-tiny", {}, 1),
         ("t5-tiny", {}, 2),
     ],
 )
@@ -237,6 +294,8 @@ _MIXED = [("mixtral-tiny", "ctranslate2"), ("mixtral-tiny", "onnx-cache"), ("mar
         ),
         *((name, form, "fp32", f"mixtures of experts, which --to {form} cannot") for name, form in _MIXED),
         ("bert-tiny", "onnx-cache", "fp32", "model generates no text"),
+        ("multimodal-tiny", "onnx-cache", "fp32", "model generates no text from texts alone"),
+        ("multimodal-tiny", "ctranslate2", "fp32", "none like this; choose --to onnx\\."),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
     ],
 )

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import penstock
 from penstock.compress.data import QuantiseData
 from penstock.compress.quantise import quantise_folder
+from penstock.config.model import MultimodalConfig, UniversalConfig, with_stacks
 from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig
 from penstock.data import Loader
@@ -33,6 +34,9 @@ def folder(name: str, where: Path, rows: int = Bytes.size, **changes: Any) -> Pa
     config: Any
     if isinstance(model, penstock.ViTConfig):
         config = dataclasses.replace(model, **SMALL, image_size=32, patch_size=8, classes=5)
+    elif isinstance(model, UniversalConfig | MultimodalConfig):
+        several: Any = with_stacks(model, lambda stack: dataclasses.replace(stack, **SMALL | {"depth": 1}))
+        config = dataclasses.replace(several, vocabulary=rows, sequence=48)
     elif isinstance(model, penstock.Seq2SeqConfig):
         sides = {
             side: dataclasses.replace(getattr(model, side), **SMALL | changes)

@@ -127,7 +127,7 @@ def test_the_commands_find_show_and_write(
         (["retrieve", "MODEL", "--text", "seven", "--images", "EMPTY"], "There are no images in"),
         (["embed", "MODEL", "text", "--image", "a.png"], "not both"),
         (["generate", "MODEL", "--image", "a.png"], "Say in which language to write"),
-        (["export", "MODEL", "EMPTY", "--to", "onnx"], "has 3 heads, and --to onnx holds one output"),
+        (["export", "MODEL", "EMPTY", "--head", "kind"], "no head 'kind'; its heads are image_vector,"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

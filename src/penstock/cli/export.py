@@ -18,6 +18,7 @@ def export(
     *,
     to: Annotated[Literal[ExportForm, "transformers"], Parameter(name="--to")] = "onnx",
     type: ExportType = "fp32",
+    head: tuple[str, ...] = (),
 ) -> None:
     """Write MODEL into the folder TARGET in a form that other programs run, and check their outputs.
 
@@ -30,21 +31,24 @@ def export(
     to
         `onnx`: model.onnx, run in ONNX Runtime. `onnx-cache`: for generating, with keys and values passed in and out.
         `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest, and
-        weights of a quantised one are the values that they stand for.
+        weights of a quantised one are the values that they stand for. `ctranslate2`: a folder of CTranslate2.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
-        `ctranslate2`: a folder of CTranslate2. `compressed-tensors`: a folder of transformers with the numbers of a
-        quantised model.
+        `compressed-tensors`: a folder of transformers with the numbers of a quantised model.
     type
         Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
+    head
+        One of several heads, whose output is written; may be repeated. None: all, each an output of its name.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     from penstock.compress.pad import write_transformers
     from penstock.export.export import export as write
 
     if to == "transformers":
-        if type != "fp32":
-            raise ConfigError(f"Only --to ctranslate2 has weights in {type}; leave --type out for {to}.")
+        if type != "fp32" or head:
+            raise ConfigError(
+                "--to transformers has no --type and no --head; leave them out, or choose onnx."
+            )
         path, difference = write_transformers(model, target)
     else:
-        path, difference = write(model, target, to, type)
+        path, difference = write(model, target, to, type, heads=head)
     print(f"written: {path}, outputs within {difference:.1e} of the model's")

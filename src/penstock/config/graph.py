@@ -6,7 +6,7 @@ these lists and does not ask for the model's family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -271,6 +271,18 @@ class Graph:
     def inputs_of(self, kind: type[H]) -> tuple[H, ...]:
         """The inputs of one kind."""
         return tuple(one for one in self.inputs if isinstance(one, kind))
+
+    def runs_of(self, heads: Container[str]) -> tuple[Run, ...]:
+        """The runs that the heads of these names read, and those that these see as memories, in their order; not those
+        between them and their inputs."""
+        names = {head.run for head in self.heads if head.name in heads}
+        for run in reversed(self.runs):
+            at: Run | None = run if run.name in names else None
+            while at is not None:
+                names |= {*at.memories}
+                source = at.reads
+                at = next((other for other in self.runs if other.name == source), None)
+        return tuple(run for run in self.runs if run.name in names)
 
     # -- sizes
 

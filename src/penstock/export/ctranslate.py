@@ -113,7 +113,7 @@ def _unconverted(config: Any) -> Iterator[str]:
 
 
 def _other_form(source: Loaded) -> str:
-    return "onnx-cache" if source.model.graph.writer else "onnx"
+    return "onnx-cache" if source.model.graph.generates else "onnx"
 
 
 class _Names:

@@ -6,7 +6,8 @@ Of a quantised model ONNX and compressed-tensors have the same numbers and scale
 stand for.
 
 Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. Without a
-cache a decoder returns logits of all its tokens.
+cache a decoder returns logits of all its tokens. A model of several heads gives an output for each, by its name, or for
+those that are chosen, and takes the inputs that these are made of.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.boundary.files import printable, shown
+from penstock.boundary.files import printable, quoted, shown
 from penstock.config.graph import Graph, PatchInput, TokenInput
 from penstock.config.model import stacks
 from penstock.config.quantise import StoredFormat
@@ -50,16 +51,19 @@ PROGRAM, COMPILED, ONNX = "model.pt2", "compiled.pt2", "model.onnx"
 
 
 def export(
-    model: str | Path, target: Path, form: ExportForm, kind: ExportType = "fp32"
-) -> tuple[Path, float]:
+    model: str | Path, target: Path, form: ExportForm, kind: ExportType = "fp32", *, heads: Sequence[str] = ()
+) -> tuple[Path, float]:  # fmt: skip
     """Write the model in a folder in another form, its weights in a type, into the folder `target`; returns the path
-    that was written, and by how much its outputs differ from the model's, relative to their largest.
+    that was written, and by how much its outputs differ from the model's, relative to their largest. `heads` are those
+    of a model with several whose outputs are written; none: all.
 
-    Raises ConfigError for a folder without a model, and for a model that has no such form, EnvironmentProblem without
-    the packages or the compiler that it needs, and NumericError where outputs differ.
+    Raises ConfigError for a folder without a model, for a head that it lacks, and for a model that has no such form,
+    EnvironmentProblem without the packages or the compiler that it needs, and NumericError where outputs differ.
     """
     if form != "ctranslate2" and kind != "fp32":
         raise ConfigError(f"Only --to ctranslate2 has weights in {kind}; leave --type out for {form}.")
+    if heads and form in ("onnx-cache", "ctranslate2", "compressed-tensors"):
+        raise ConfigError(f"--to {form} knows no heads; leave --head out, or choose --to onnx.")
     folder = local_weights(model)
     rounded = rounded_weights(folder)
     config = model_in(folder)
@@ -67,11 +71,6 @@ def export(
         raise ConfigError(
             f"The model has mixtures of experts, which --to {form} cannot hold: an expert has other tokens each time. "
             "Serve the folder with penstock serve."
-        )
-    if config is not None and len(config.graph.heads) > 1:
-        raise ConfigError(
-            f"The model has {len(config.graph.heads)} heads, and --to {form} holds one output. Use the folder with "
-            "penstock itself."
         )
     if form == "ctranslate2":
         with tempfile.TemporaryDirectory() as values:
@@ -90,16 +89,18 @@ def export(
         packages()
         path, outputs, expected = write_cached(module, target)
         return path, _difference(outputs, expected, path)
-    inputs = inputs_of(module, *CHECKED)
+    written = _of_heads(module, heads)
+    inputs = inputs_of(written, *CHECKED)
     rounds = form == "onnx" and bool(rounded)
     if rounds:
         store_rounded(module, rounded)
     with torch.inference_mode():
-        expected = module(*inputs.values())
+        by_model = _all_outputs(written(*inputs.values()))
     if rounds:
         quantise_graph(module, rounded)
-    path, outputs = _write_form(module, target, form, inputs)
-    return path, _difference(outputs.detach(), expected, path, "int8" if rounds else kind)
+    path, by_program = _write_form(written, target, form, inputs)
+    pairs = zip(by_program, by_model, strict=True)
+    return path, max(_difference(*pair, path, "int8" if rounds else kind) for pair in pairs)
 
 
 def _write_compressed(
@@ -132,9 +133,36 @@ def load_package(path: str | Path) -> Any:
         raise DataError(f"{shown(Path(path))} is not a package of AOTInductor: {why}.") from None
 
 
+class SomeHeads(nn.Module):
+    """A model of several heads as a function of its inputs by their places, to the outputs of some of its heads."""
+
+    def __init__(self, model: Model, heads: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.heads = model, tuple(heads)
+        self.graph = model.graph
+        self.names = (*inputs_of(self, 1, 1, 1),)
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        outputs = self.model(**dict(zip(self.names, args, strict=True)))
+        return tuple(outputs[name] for name in self.heads)
+
+
+def _of_heads(module: nn.Module, heads: Sequence[str]) -> nn.Module:
+    """The model of some of its heads, by default of all; itself where it has one. Raises ConfigError for others."""
+    assert isinstance(module, Model)
+    known = [head.name for head in module.graph.heads]
+    if wrong := [name for name in heads if name not in known]:
+        raise ConfigError(f"The model has no head {quoted(wrong[0])}; its heads are {', '.join(known)}.")
+    return module if len(known) == 1 else SomeHeads(module, list(dict.fromkeys(heads)) or known)
+
+
+def _all_outputs(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
 def _write_form(
     module: nn.Module, target: Path, form: ExportForm, inputs: dict[str, Tensor]
-) -> tuple[Path, Tensor]:
+) -> tuple[Path, tuple[Tensor, ...]]:
     """The file of a form, and its program's outputs for the inputs."""
     if form == "onnx":
         packages()
@@ -144,15 +172,16 @@ def _write_form(
     program = export_program(module)
     if form == "onnx":
         path = target / ONNX
-        return path, write_onnx(program, path, [*inputs], ["outputs"])(inputs)[0]
+        names = module.heads if isinstance(module, SomeHeads) else ("outputs",)
+        return path, tuple(write_onnx(program, path, [*inputs], names)(inputs))
     if form == "aoti":
         path = target / COMPILED
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         with torch.inference_mode():
-            return path, load_package(path)(*inputs.values())
+            return path, _all_outputs(load_package(path)(*inputs.values()))
     path = target / PROGRAM
     torch.export.save(program, path)
-    return path, torch.export.load(path).module()(*inputs.values())
+    return path, _all_outputs(torch.export.load(path).module()(*inputs.values()))
 
 
 def _require_compiler() -> None:
@@ -166,12 +195,15 @@ def _require_compiler() -> None:
 
 def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dict[str, Tensor]:
     """Drawn inputs of a model, by name and in their order: `images`, and `times` and `classes` of those that are noisy;
-    `tokens` and of an encoder `lengths`; or `source`, `target` and `lengths` of the source."""
+    `tokens` and of an encoder `lengths`; or `source`, `target` and `lengths` of the source. Of `SomeHeads`, those that
+    its heads are made of, and `sees` where one of them reads a run that sees one of several memories."""
     graph: Graph = module.graph  # type: ignore[assignment]
+    runs = graph.runs if not isinstance(module, SomeHeads) else graph.runs_of(module.heads)
+    wanted = {one.name for run in runs for one in graph.inputs_through(run)}
     draw = torch.Generator().manual_seed(0)
     decoder_inputs = {graph.text.name} if graph.remembered and graph.text is not None else set()
     inputs: dict[str, Tensor] = {}
-    for source in graph.inputs:
+    for source in (one for one in graph.inputs if one.name in wanted):
         if isinstance(source, PatchInput):
             size = source.image_size
             inputs[source.name] = torch.randn(samples, source.channels, size, size, generator=draw)
@@ -182,7 +214,12 @@ def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dic
         inputs["times"] = torch.rand(samples, generator=draw, dtype=torch.float64)
         if graph.condition.classes:
             inputs["classes"] = torch.randint(0, graph.condition.classes + 1, (samples,), generator=draw)
-    return inputs | ({"lengths": tokens - torch.arange(samples) % 3} if graph.padded else {})
+    if graph.padded in wanted:
+        inputs["lengths"] = (tokens - torch.arange(samples) % 3).clamp(min=1)
+    memories = max(len(run.memories) for run in runs)
+    if isinstance(module, SomeHeads) and memories > 1:
+        inputs["sees"] = torch.arange(samples) % memories
+    return inputs
 
 
 def export_program(module: nn.Module) -> torch.export.ExportedProgram:
@@ -199,17 +236,20 @@ def _sizes(module: nn.Module, example: dict[str, Tensor]) -> tuple[dict[int, Any
     graph: Graph = module.graph  # type: ignore[assignment]
     samples = torch.export.Dim("samples", min=1, max=MOST_SAMPLES)
     most = {source.name: source.length for source in graph.inputs_of(TokenInput)}
+    # Samples of several inputs that one run computes are equally long.
+    beside = {name: run.reads for run in graph.runs for name in run.also if run.reads in example}
+    lengths = {name: torch.export.Dim(name, min=2, max=most[name]) for name in example if name in most}
     all_sizes = []
     for name in example:
         sizes: dict[int, Any] = {0: samples}
-        if name in most:
-            sizes[1] = torch.export.Dim(name, min=2, max=most[name])
+        if name in lengths:
+            sizes[1] = lengths[beside.get(name, name)]
         all_sizes.append(sizes)
     return tuple(all_sizes)
 
 
 def _difference(outputs: Tensor, expected: Tensor, path: Path, kind: ExportType = "fp32") -> float:
-    difference = float((outputs - expected).abs().max() / expected.abs().max())
+    difference = float((outputs.detach() - expected).abs().max() / expected.abs().max())
     if not difference <= CLOSE[kind]:
         raise NumericError(f"{path} has other outputs than the model, by {difference:.2g} of their largest.")
     return difference

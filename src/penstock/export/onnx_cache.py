@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.config.model import stacks
 from penstock.decode.past import NEVER, Columns, Past
 from penstock.errors import ConfigError
 from penstock.export.onnx_file import Run, write_onnx
@@ -48,7 +47,9 @@ def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]
     Raises ConfigError for a model that does not generate.
     """
     if not isinstance(module, Model) or not module.graph.generates:
-        raise ConfigError("This model generates no text, so it keeps no keys and values; choose --to onnx.")
+        raise ConfigError(
+            "This model generates no text from texts alone, whose keys and values a cache keeps; choose --to onnx."
+        )
     target.mkdir(parents=True, exist_ok=True)
     path = target / DECODER
     with torch.no_grad():
@@ -103,6 +104,9 @@ class _Generating(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model, self.positions = model, model.graph.written[-1].most
+        assert model.graph.text is not None
+        self.text = model.graph.text.name
+        self.source = model.graph.input_of(model.graph.remembered[0]).name if model.graph.remembered else ""
 
 
 class _Continues(_Generating):
@@ -113,7 +117,7 @@ class _Continues(_Generating):
         # Taken by number, the mask's own size need not be known to be the sum of the two.
         mask = mask.index_select(1, torch.arange(width, device=mask.device))
         past = _TensorPast(_in_pairs(before), mask, tokens.shape[1], self.positions)
-        return [self.model(tokens, past=past), *_flat(past.store.layers)]
+        return [self.model.logits(**{self.text: tokens}, past=past), *_flat(past.store.layers)]
 
 
 class _Reads(_Generating):
@@ -124,7 +128,7 @@ class _Reads(_Generating):
     def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:
         first = torch.zeros_like(source[:, :1])
         past = _TensorPast([], torch.ones_like(first), 1, self.positions)
-        self.model(source, first, mask.sum(1), past=past)
+        self.model(**{self.source: source, self.text: first}, lengths=mask.sum(1), past=past)
         return _flat(past.memory)
 
 
@@ -137,7 +141,7 @@ class _Translates(_Generating):
         width = before[0].shape[2] + new
         past = _TensorPast(every[::2], tokens.new_ones(rows, width), new, self.positions)
         past.recall(every[1::2], mask)
-        return [self.model(None, tokens, past=past), *_flat(past.store.layers)]
+        return [self.model.logits(**{self.text: tokens}, past=past), *_flat(past.store.layers)]
 
 
 def _write_decoder(model: Model, path: Path) -> Run:
@@ -201,7 +205,10 @@ def _continue_texts(run: Run, model: Model) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": tokens[:, begin:end], "attention_mask": mask[:, :end]}
         logits, *cached = run({**inputs, **dict(zip(names, cached, strict=True))})
         outputs.append(logits[:, -1])
-    expected = [model(tokens[row : row + 1, row:])[0, -_STEPS - 1 :] for row in range(_TEXTS)]
+    text = _Generating(model).text
+    expected = [
+        model.logits(**{text: tokens[row : row + 1, row:]})[0, -_STEPS - 1 :] for row in range(_TEXTS)
+    ]
     return torch.stack(outputs, dim=1), torch.stack(expected)
 
 
@@ -245,14 +252,18 @@ def _words(model: Model, rows: int, count: int) -> Tensor:
 
 def _empty(model: Model, rows: int, columns: int) -> list[Tensor]:
     """Keys and values of `columns` columns for each block, all zero."""
-    sizes = stacks(model.config)[-1]
     return [
-        torch.zeros(rows, layer.kv, columns, sizes.head_width) for layer in sizes.layers for _ in range(2)
+        torch.zeros(rows, layer.kv, columns, run.stack.head_width)
+        for run in model.graph.written
+        for layer in run.stack.layers
+        for _ in range(2)
     ]
 
 
 def _names(model: Model, *endings: str) -> list[str]:
-    return [f"{block}.{name}" for block in range(stacks(model.config)[-1].depth) for name in endings]
+    """Names of what each block that a text goes through has."""
+    depth = sum(run.stack.depth for run in model.graph.written)
+    return [f"{block}.{name}" for block in range(depth) for name in endings]
 
 
 def _prefixed(prefix: str, names: Sequence[str]) -> list[str]:

@@ -222,7 +222,7 @@ class Model(Switched):
             x = parts[0] if len(parts) == 1 else _beside(parts, there)
             if run.also:
                 hides = (graph.hides_later(run, one) for one in there)
-                more["batches"] = tuple((len(part), each) for part, each in zip(parts, hides))
+                more["batches"] = tuple((part.shape[0], each) for part, each in zip(parts, hides))
             if shares is not None and isinstance(there[0], PatchInput):
                 x = shares.cut_of(there[0]).take(x, 1)
         if any(name in outputs for name in run.memories) and shares is not None:
@@ -367,8 +367,8 @@ class Model(Switched):
         for one in self.graph.inputs_through(self.graph.run(run.reads)):
             if one.name == run.of:
                 break
-            first += 0 if given.get(one.name) is None else len(given[one.name])
-        return slice(first, first + len(given[run.of]))
+            first += 0 if given.get(one.name) is None else given[one.name].shape[0]
+        return slice(first, first + given[run.of].shape[0])
 
     # -- the ends
 
@@ -423,8 +423,8 @@ class Model(Switched):
         lengths = self.lengths_of(self.graph.run(head.run), given)
         if isinstance(head, VectorHead):
             if head.pool == "last":
-                last = x.new_full((len(x),), x.shape[1], dtype=torch.int64) if lengths is None else lengths
-                pooled = x[torch.arange(len(x), device=x.device), last - 1]
+                last = x.new_full(x.shape[:1], x.shape[1], dtype=torch.int64) if lengths is None else lengths
+                pooled = x[torch.arange(x.shape[0], device=x.device), last - 1]
             else:
                 pooled = x[:, 0].clone() if head.pool == "first" else _mean(x, lengths)
             return getattr(self, head.name)(pooled)  # type: ignore[no-any-return]
@@ -535,7 +535,7 @@ class Model(Switched):
         x = self.embed(tokens, self.graph.text)
         for run in path:
             beside: dict[str, Any] = {"memory": memory} if run.memories else {}
-            beside |= {"batches": ((len(x), True),)} if run.also else {}
+            beside |= {"batches": ((x.shape[0], True),)} if run.also else {}
             x = getattr(self, run.name)(x, **beside, **more)
         return x
 
@@ -681,7 +681,7 @@ def _mean(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:
     """The tokens of several inputs, one sample after the other. Raises ConfigError unless samples are equally long."""
-    if len({part.shape[1] for part in parts}) > 1:
+    if any(part.shape[1] != parts[0].shape[1] for part in parts):
         lengths = " and ".join(f"{one.name} {part.shape[1]}" for one, part in zip(inputs, parts))
         raise ConfigError(
             f"Samples of inputs that one run computes are equally long, but have {lengths} tokens."
@@ -692,5 +692,5 @@ def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:
 def _seen(lengths: Tensor | None, x: Tensor) -> Tensor:
     """Which tokens of x (B, N, D) are no padding, (B, 1, 1, N)."""
     counted = torch.arange(x.shape[1], device=x.device)
-    most = x.new_full((len(x),), x.shape[1]) if lengths is None else lengths
+    most = x.new_full(x.shape[:1], x.shape[1]) if lengths is None else lengths
     return (counted < most[:, None])[:, None, None]

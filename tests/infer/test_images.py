@@ -18,7 +18,8 @@ from penstock.cli import main
 from penstock.config.model import PRESETS
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
-from penstock.infer.images import ImageGenerator, grid_of, pixels_of, png
+from penstock.infer.images import ImageGenerator
+from penstock.infer.pictures import grid_of, pixels_of, png
 from penstock.infer.samplers import even_times, guide
 from penstock.models import create
 from penstock.models.convert import save_pretrained

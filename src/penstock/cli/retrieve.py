@@ -28,9 +28,7 @@ def retrieve(
     images: Annotated[Path | None, Parameter(help="Folder of images to search.")] = None,
     texts: Annotated[Path | None, Parameter(help="File of texts to search, one per line.")] = None,
     best: Annotated[int, Parameter(help="How many answers to show of each.")] = 5,
-    grid: Annotated[
-        Path | None, Parameter(help="Draw the images that were found here (PNG), a row a text.")
-    ] = None,
+    grid: Annotated[Path | None, Parameter(help="Draw the answers here (PNG), a row for each text.")] = None,
 ) -> None:
     """Find the images that fit a text best, or the texts that fit an image best, with a model of both.
 
@@ -76,7 +74,7 @@ def _draw(file: Path, rows: list[list[Path]]) -> None:
     from PIL import Image
 
     from penstock.disk import write_file
-    from penstock.infer.images import grid_of, png
+    from penstock.infer.pictures import grid_of, png
 
     tiles = []
     for path in itertools.chain.from_iterable(rows):

@@ -22,9 +22,7 @@ ALIASES = {f"sampling.{name}": name for name in Sampling.__dataclass_fields__}
 def sample(
     config: SampleConfig,
     *,
-    grid: Annotated[
-        Path | None, Parameter(help="Write all images into this PNG file, a row of each class.")
-    ] = None,
+    grid: Annotated[Path | None, Parameter(help="Write all into this PNG file, a row of each class.")] = None,
     out: Annotated[
         Path | None,
         Parameter(
@@ -36,16 +34,16 @@ def sample(
 
     If a model has other experts for each range of time, those of one range are loaded at a time.
     """
-    model = config.named("sample")
     if grid is None and out is None:
         raise ConfigError("Say where the images go: --grid FILE.png, or --out FOLDER, or both.")
     if out is not None:
         require_folder(out)
-    from penstock.infer.images import ImageGenerator, grid_of, pixels_of, png
+    from penstock.infer.images import ImageGenerator
+    from penstock.infer.pictures import grid_of, pixels_of, png
 
     generator = ImageGenerator(
-        model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
-    )
+        config.named("sample"), config.as_plan, weights=config.weights, batch=config.batch, device=config.device
+    )  # fmt: skip
     classes: tuple[str | None, ...] = config.label or generator.classes or (None,)
     labels = [label for label in classes for _ in range(config.count)]
     began = time.perf_counter()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from penstock.boundary.files import quoted
@@ -38,8 +34,6 @@ Arguments = dict[str, Tensor]
 """Arguments of the model, each of as many samples."""
 LAST_WITH_EPS = 0.999
 """First time of models that predict the noise: at 1 that says nothing of the image."""
-_LARGEST_CELL = 64
-"""Pixels of an image's side below which a grid enlarges it."""
 
 
 class ImageGenerator:
@@ -61,17 +55,13 @@ class ImageGenerator:
         batch: int = 64,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._open = partial(loaded, plan=plan or Plan(), weights=weights, tokenizer=None, device=device)
+        folder = None if isinstance(model, Model) else local_weights(model)
+        self._open = partial(
+            loaded, folder or model, plan or Plan(), weights=weights, tokenizer=None, device=device
+        )
         self.batch, self.opened = batch, 0
-        self._folder = None if isinstance(model, Model) else local_weights(model)
-        settings: dict[str, Any] = {}
-        parted = False
-        if isinstance(model, Model):
-            self.graph = model.graph
-        else:
-            assert self._folder is not None
-            self.graph, settings = read_config(self._folder).graph, settings_in(self._folder)
-            parted = not rounded_weights(self._folder)  # weights in few bits are read together
+        self.graph = cast(Model, model).graph if folder is None else read_config(folder).graph
+        settings = {} if folder is None else settings_in(folder)
         if self.graph.pixels is None or self.graph.condition is None:
             raise ConfigError(
                 f"The model, {self.graph.form}, does not denoise; give one that was trained to, as `penstock train "
@@ -86,30 +76,27 @@ class ImageGenerator:
         self.reads = bool(self.graph.inputs_of(TokenInput))
         """Whether labels are texts."""
         self._tokenizer = tokenizer
-        if tokenizer is None and self.reads and self._folder is not None:
-            self._tokenizer = found_in(self._folder)
+        if tokenizer is None and self.reads and folder is not None:
+            self._tokenizer = found_in(folder)
         self.ranges = labels_of(self.graph, settings).names
         """Names of the ranges of time that have experts of their own; none where all times share them."""
-        self._parted, self._range = parted and bool(self.ranges), -1
+        # Weights in few bits are read together.
+        parted = folder is not None and bool(self.ranges) and not rounded_weights(folder)
+        self._parted, self._range = parted, -1
         """Whether one range's experts are in memory at a time, and whose."""
-        self._loaded: Loaded | None = None
-        if not self._parted:
-            self._loaded = self._open(model)
+        self._loaded: Loaded | None = None if self._parted else self._open()
 
     # -- the model at a time
 
     def _model(self, t: float) -> tuple[Model, int]:
         """The model with the experts that time t needs, and the number of its range in that model."""
         number = int(ranges_of(torch.tensor(t, dtype=torch.float64), max(len(self.ranges), 1)))
-        if self._parted:
-            assert self._folder is not None
-            if self._range != number:
-                self._loaded = None  # before the next ones are read
-                self._loaded, self._range = self._open(self._folder, only=[self.ranges[number]]), number
-                self.opened += 1
-            number = 0
+        if self._parted and self._range != number:
+            self._loaded = None  # before the next ones are read
+            self._loaded, self._range = self._open(only=[self.ranges[number]]), number
+            self.opened += 1
         assert self._loaded is not None
-        return self._loaded.model, number
+        return self._loaded.model, 0 if self._parted else number
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -204,36 +191,3 @@ class ImageGenerator:
             sampler = partial(ddim, eta=how.eta, draw=draw)
         start = LAST_WITH_EPS if self.head.predicts == "eps" else 1.0
         return sampler(denoise, draw(), even_times(how.steps, start=start), self.schedule)
-
-
-def pixels_of(images: Tensor) -> NDArray[np.uint8]:
-    """Images (N, C, S, S) in [−1, 1] as (N, S, S, C) bytes. Raises ConfigError unless they are grey or RGB."""
-    if images.shape[1] not in (1, 3):
-        raise ConfigError(
-            f"The model makes images of {images.shape[1]} channels, which are no picture; decode what "
-            "penstock.ImageGenerator returns."
-        )
-    scaled = (images.float().clamp(-1, 1) + 1) * 127.5
-    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-
-def png(pixels: NDArray[np.uint8]) -> bytes:
-    """An image (H, W, C) as a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file, "png")
-    return file.getvalue()
-
-
-def grid_of(pixels: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
-    """Images (N, S, S, C) in rows of `columns`, small ones enlarged by whole factors, a line between them."""
-    times = max(1, _LARGEST_CELL // pixels.shape[1])
-    pixels = pixels.repeat(times, axis=1).repeat(times, axis=2)
-    rows = math.ceil(len(pixels) / columns)
-    side, line = pixels.shape[1], max(1, times // 2)
-    sheet = np.full(
-        (rows * (side + line) - line, columns * (side + line) - line, pixels.shape[-1]), 127, np.uint8
-    )
-    for number, one in enumerate(pixels):
-        top, left = (place * (side + line) for place in divmod(number, columns))
-        sheet[top : top + side, left : left + side] = one
-    return sheet

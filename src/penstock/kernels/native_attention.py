@@ -7,6 +7,7 @@ plain_attention`. Shapes: B samples, H heads, G KV heads, N queries, M keys, K f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from ctypes import c_float, c_int64, c_uint32
 from typing import Any
 
@@ -33,16 +34,10 @@ def native_attention(
     `dropout` leaves out weights by a hash of their place and of a seed from torch's generator, which the backward pass
     computes again. Differentiable in q, k and v. Raises ConfigError for what the kernel cannot take.
     """
-    if reason := _obstacle(q, k, v, mask, causal):
-        raise ConfigError(
-            f"plan.attention 'native' has no kernel for {reason}; use attention 'auto' or 'plain'."
-        )
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    added = None if mask is None else _added(mask, len(q))
-    seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    added, seed, scale = _prepare(q, k, v, mask, causal, dropout, scale)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if direct(q):
-        return _Direct.apply(q, k, v, added, seed, causal, dropout, scale)  # type: ignore[no-any-return, no-untyped-call]
+        return _Direct.apply(q, k, v, added, seed, causal, dropout, scale)  # type: ignore[no-any-return]
     out: Tensor = _attend(q, k, v, added, seed, causal, dropout, scale)[0]
     return out
 
@@ -63,7 +58,7 @@ def native_packed_attention(
     q, k, v = _heads_of(packed, sequence_first)
     added, seed, scale = _prepare(q, k, v, mask, causal, dropout, scale)
     if direct(packed):
-        return _DirectPacked.apply(packed, added, seed, causal, dropout, scale, sequence_first)  # type: ignore[no-any-return, no-untyped-call]
+        return _DirectPacked.apply(packed, added, seed, causal, dropout, scale, sequence_first)  # type: ignore[no-any-return]
     out: Tensor = _attend_packed(packed, added, seed, causal, dropout, scale, sequence_first)[0]
     return out
 
@@ -205,33 +200,40 @@ def _gradient_shapes(
     return _by_token(q), _by_token(k), _by_token(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, added, seed, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, added, seed)
+def _differentiable(
+    attend: Any, forward: Callable[..., Any], gradients: Any, make_gradients: Callable[..., Any], projections: int
+) -> Any:  # fmt: skip
+    """Give an operator its gradient; returns a function of autograd that does the same without torch's dispatcher.
+
+    Inputs are as many projections, the mask, the seed and settings. `gradients` is the operator of `make_gradients`.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        added, seed, *ctx.settings = inputs[projections:]
+        ctx.save_for_backward(*inputs[:projections], *output, added, seed)
+
+    def backward(ctx: Any, gradient: Tensor, _: Any = None) -> tuple[Any, ...]:
+        make = make_gradients if direct(gradient) else gradients
+        made = make(gradient, *ctx.saved_tensors, *ctx.settings)
+        return (*([made] if projections == 1 else made), *[None] * (2 + len(ctx.settings)))
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            outputs: tuple[Tensor, Tensor] = forward(*inputs)
+            save(ctx, inputs, outputs)
+            return outputs[0]
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *output_gradients: Any) -> Any:
+            return backward(ctx, *output_gradients)
+
+    attend.register_autograd(backward, setup_context=save)
+    return Direct
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Any = None) -> tuple[Any, ...]:
-    given = (gradient, *ctx.saved_tensors, *ctx.settings)
-    made = _make_gradients(*given) if direct(gradient) else torch.ops.penstock.attend_gradient(*given)
-    return (*made, *[None] * 5)
-
-
-_attend.register_autograd(_backward, setup_context=_save)
-
-
-class _Direct(torch.autograd.Function):
-    """The same without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        outputs = _forward(*inputs)
-        _save(ctx, inputs, outputs)
-        return outputs[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *given: Any) -> Any:
-        return _backward(ctx, *given)
+_Direct = _differentiable(_attend, _forward, torch.ops.penstock.attend_gradient, _make_gradients, 3)
 
 
 def _forward_packed(
@@ -289,31 +291,6 @@ def _packed_gradient_shape(
     return torch.empty_like(packed, memory_format=torch.contiguous_format)
 
 
-def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    packed, added, seed, *ctx.settings = inputs
-    ctx.save_for_backward(packed, *output, added, seed)
-
-
-def _packed_backward(ctx: Any, gradient: Tensor, _: Any = None) -> tuple[Any, ...]:
-    given = (gradient, *ctx.saved_tensors, *ctx.settings)
-    plain = direct(gradient)
-    into = _make_packed_gradient(*given) if plain else torch.ops.penstock.attend_packed_gradient(*given)
-    return (into, *[None] * 6)
-
-
-_attend_packed.register_autograd(_packed_backward, setup_context=_save_packed)
-
-
-class _DirectPacked(torch.autograd.Function):
-    """The same without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        outputs = _forward_packed(*inputs)
-        _save_packed(ctx, inputs, outputs)
-        return outputs[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *given: Any) -> Any:
-        return _packed_backward(ctx, *given)
+_DirectPacked = _differentiable(
+    _attend_packed, _forward_packed, torch.ops.penstock.attend_packed_gradient, _make_packed_gradient, 1
+)

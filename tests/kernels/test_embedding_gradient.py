@@ -50,7 +50,8 @@ def gradient(model: Tied, forward: Callable[..., Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "logits"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
+    ("dtype", "logits"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
 )
 def test_gradients_are_as_near_to_fp64_as_those_of_torch(dtype: torch.dtype, logits: bool) -> None:
     model = Tied(dtype, logits=logits)
@@ -64,23 +65,33 @@ def test_gradients_are_as_near_to_fp64_as_those_of_torch(dtype: torch.dtype, log
     assert error <= 1.1 * (eager - exact).norm() + 1e-6 * exact.norm()
 
 
-def test_no_table_of_zeros_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph of a whole compiled model adds rows, where torch alone adds two tables."""
-    added: list[list[torch.Size]] = []
+def test_no_table_is_added_or_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of a whole compiled model adds rows, where torch alone adds two tables of fp32 zeros, or casts them."""
+    counts: list[list[int]] = []
     rewrite = AddTouchedRows.__call__
 
-    def tables(graph: torch.fx.Graph) -> list[torch.Size]:
-        sums = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
-        return [one.meta["val"].shape for one in sums if one.meta["val"].shape == (VOCABULARY, WIDTH)]
+    def tables(graph: torch.fx.Graph) -> list[int]:
+        """Sums, and zeros in fp32, of the table's size."""
+        return [
+            sum(
+                node.meta["val"].shape == (VOCABULARY, WIDTH) and node.meta["val"].dtype in dtypes
+                for node in graph.find_nodes(op="call_function", target=target)
+            )
+            for target, dtypes in (
+                (torch.ops.aten.add.Tensor, (torch.float32, torch.bfloat16)),
+                (torch.ops.aten.full.default, (torch.float32,)),
+            )
+        ]
 
     def watched(self: AddTouchedRows, graph: torch.fx.Graph) -> None:
         before = tables(graph)
         rewrite(self, graph)
-        added.append([*before, *tables(graph)])
+        counts.append([*before, *tables(graph)])
 
     monkeypatch.setattr(AddTouchedRows, "__call__", watched)
     monkeypatch.setattr(AddTouchedRows, "uuid", lambda self: None)  # nothing comes from the cache
-    model = Tied(torch.float32)
-    compile_model(model, Plan(compile="whole"))
-    gradient(model, model)
-    assert added[-1] == [(VOCABULARY, WIDTH)] * 2  # both before, none after
+    for dtype, logits, before in ((torch.float32, True, [2, 1]), (torch.bfloat16, False, [1, 1])):
+        model = Tied(dtype, logits=logits)
+        compile_model(model, Plan(compile="whole"))
+        gradient(model, model)
+        assert counts[-1] == [*before, 0, 0]

@@ -1,10 +1,12 @@
-"""The gradient of a table that embeds tokens and makes logits, in compiled programs: only rows of tokens are touched.
+"""The gradient of a table that embeds tokens, in compiled programs: only rows of the batch's tokens are touched.
 
-The gradient of such a table, (V, D), is the sum of that of the logits, which is dense, and that of the embedding, which
-has at most T rows that are not zero, one per token of the batch. torch writes the second as V rows of zeros in fp32,
-adds T of them, casts all, and adds all to the first: 3 to 4 times V·D elements are read and written for T·D that count.
+The gradient of a table, (V, D), that also makes logits is the sum of theirs, which is dense, and of the embedding's,
+which has at most T rows that are not zero, one per token of the batch. torch writes the second as V rows of zeros in
+fp32, adds T of them, casts all, and adds all to the first: 3 to 4 times V·D elements are read and written for T·D that
+count.
 `AddTouchedRows` rewrites the graph between autograd and code generation into: sum the rows of equal tokens in fp32,
-(T, D); read the rows of these tokens from the dense gradient; write their sums back, in place.
+(T, D); read the rows of these tokens from the dense gradient; write their sums back, in place. Where a half table
+makes no logits, the sums are written into zeros of its own type, so that no table in fp32 is written, read and cast.
 
 Let i be the positions of the batch, t_i their tokens and g_i their gradients. Every token has one representative
 position r(i) with t_r(i) = t_i: the one that an array of V integers keeps when each position writes its own number at
@@ -33,23 +35,27 @@ class AddTouchedRows(CustomGraphPass):
                 continue
             for dense, sparse in (node.args, node.args[::-1]):
                 put = _embedding_gradient(sparse)
-                if put is not None and _is_dense(dense, node):
+                if put is not None and len(sparse.users) == 1 and _is_dense(dense, node):
                     with graph.inserting_before(node):
-                        node.replace_all_uses_with(_with_rows(graph, dense, put))
+                        node.replace_all_uses_with(_with_rows(graph, put, dense.meta["val"].dtype, dense))
                     graph.erase_node(node)
                     break
+        for node in list(graph.find_nodes(op="call_function", target=prims.convert_element_type.default)):
+            put, dtype = _embedding_gradient(node), node.meta["val"].dtype
+            if put is not None and dtype.itemsize < put.meta["val"].dtype.itemsize:
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(_with_rows(graph, put, dtype))
+                graph.erase_node(node)
         graph.eliminate_dead_code()
 
     def uuid(self) -> str:
         """The version of this pass, by which compiled programs are cached: to be changed with its code."""
-        return "penstock.AddTouchedRows.1"
+        return "penstock.AddTouchedRows.2"
 
 
 def _embedding_gradient(node: Any) -> Any:
-    """The sum of rows into zeros (V, D) that `node` casts or is, if nothing else reads either."""
+    """The sum of rows into zeros (V, D) that `node` casts or is, if nothing else reads it."""
     if isinstance(node, Node) and node.target is prims.convert_element_type.default:
-        if len(node.users) > 1:
-            return None
         node = node.args[0]
     if not isinstance(node, Node) or node.target is not aten._unsafe_masked_index_put_accumulate.default:
         return None
@@ -71,8 +77,9 @@ def _is_dense(node: Any, total: Any) -> bool:
     )
 
 
-def _with_rows(graph: Graph, dense: Any, put: Any) -> Any:
-    """`dense` (V, D) with the rows that `put` would add to zeros. Nodes get the values that fake tensors give them."""
+def _with_rows(graph: Graph, put: Any, dtype: torch.dtype, dense: Any = None) -> Any:
+    """`dense` (V, D), of a type, or zeros, with the rows that `put` would add to zeros. Nodes get the values that fake
+    tensors give them."""
     _, mask, (index,), values = put.args
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,12 +88,12 @@ def _with_rows(graph: Graph, dense: Any, put: Any) -> Any:
         def fake(value: Any) -> Any:
             return map_arg(value, lambda n: n.meta["val"])
 
-        with dense.meta["val"].fake_mode:
+        with put.meta["val"].fake_mode:
             node.meta["val"] = target(*fake(args), **fake(kwargs))
         return node
 
-    rows, columns = dense.meta["val"].shape
-    dtype, wide = dense.meta["val"].dtype, values.meta["val"].dtype
+    rows, columns = put.meta["val"].shape
+    wide = values.meta["val"].dtype
     count = index.meta["val"].numel()
     plain = {"device": torch.device("cpu"), "pin_memory": False}
     tokens = call(aten.reshape.default, index, [count])
@@ -99,8 +106,12 @@ def _with_rows(graph: Graph, dense: Any, put: Any) -> Any:
     keeper = call(aten.index.Tensor, call(aten.index_put.default, nobody, [tokens], positions), [tokens])
     empty = call(aten.full.default, [count, columns], 0.0, dtype=wide, layout=torch.strided, **plain)
     sums = call(aten.index_put.default, empty, [keeper], gradients, True)
-    own = call(prims.convert_element_type.default, call(aten.index.Tensor, dense, [tokens]), wide)
-    total = call(aten.add.Tensor, own, call(aten.index.Tensor, sums, [keeper]))
+    total = call(aten.index.Tensor, sums, [keeper])
+    if dense is None:
+        dense = call(aten.full.default, [rows, columns], 0.0, dtype=dtype, layout=torch.strided, **plain)
+    else:
+        own = call(prims.convert_element_type.default, call(aten.index.Tensor, dense, [tokens]), wide)
+        total = call(aten.add.Tensor, own, total)
     return call(
         aten.index_put.default, dense, [tokens], call(prims.convert_element_type.default, total, dtype)
     )

@@ -19,7 +19,7 @@ from penstock.config.model import PRESETS, ModelConfig, option_words, title
 from penstock.config.plan import Plan
 from penstock.errors import OutOfMemory, PenstockError
 from penstock.planner import price as prices
-from penstock.planner.describe import describe
+from penstock.planner.describe import describe_on
 from penstock.planner.explain import why_others_lose
 from penstock.planner.loads import EVEN
 from penstock.planner.operators import MATRIX
@@ -192,7 +192,7 @@ def curves(points: str, price: float) -> str:
 def roofline(model: ModelConfig, machine: Machine, plan: Plan) -> str:
     """Operators by FLOPs per byte, under the roof of the machine (Williams, Waterman and Patterson, CACM 2009)."""
     rates = rates_of(machine, plan)
-    work = describe(model, plan, machine.device, avx512=machine.avx512)
+    work = describe_on(machine, model, plan)
     points: dict[tuple[float, float], list[str]] = {}
     for part in work.blocks[:1]:
         for op in (*part.forward, *part.backward):

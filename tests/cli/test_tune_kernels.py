@@ -9,7 +9,8 @@ import torch
 
 import penstock.probe.kernels
 from penstock.cli import main
-from penstock.kernels.gains import kind_of, stored_path, variants_that_pay
+from penstock.config.gains import stored_path, variants_that_pay
+from penstock.kernels.gains import kind_of
 from penstock.probe.kernels import KernelTime
 
 
@@ -31,7 +32,7 @@ def test_what_was_measured_is_stored_and_read(
     assert main(["tune-kernels", "--rounds", "1"]) == 0
     assert "2.00" in capsys.readouterr().out
     for compiled, pays in ((False, {"rms_norm"}), (True, set())):
-        assert variants_that_pay("residual_norm", "cpu", torch.float32, compiled=compiled) == pays
+        assert variants_that_pay("residual_norm", kind_of("cpu"), "float32", compiled=compiled) == pays
     assert main(["tune-kernels", "--rounds", "0"]) == 2
 
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from penstock.build import build
 from penstock.config.fused import FUSED
+from penstock.config.gains import store
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
-from penstock.kernels import gains
+from penstock.kernels.gains import kind_of
 from penstock.models import create
 from penstock.models.fuse import fuse, unfuse
 
@@ -117,7 +118,7 @@ def test_what_fits_nowhere_is_refused() -> None:
 
 
 def test_auto_takes_what_was_measured_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = gains.kind_of("cpu")
+    kind = kind_of("cpu")
     table = {
         "residual_norm": {"layer_norm": {"float32": {"eager": 1.5, "compiled": 0.9}}},
         "bias_activation": {
@@ -125,8 +126,8 @@ def test_auto_takes_what_was_measured_to_pay(monkeypatch: pytest.MonkeyPatch) ->
             "gelu_tanh": {"float32": {"eager": 1.01, "compiled": 1.2}},
         },
     }
-    path = gains.store(kind, table)
-    gains.store("another", {})
+    path = store(kind, table)
+    store("another", {})
     assert json.loads(path.read_text()).keys() == {kind, "another"}
     model = PRESETS["gpt-tiny"]  # of the tanh form
     assert fuse(create(model)) == {"residual_norm": 4, "bias_activation": 0}

@@ -29,7 +29,8 @@ def tune_kernels(
     as_json
         Print the table as JSON.
     """
-    from penstock.kernels.gains import LEAST_GAIN, kind_of, store
+    from penstock.config.gains import LEAST_GAIN, store
+    from penstock.kernels.gains import kind_of
     from penstock.probe.kernels import gains_of, measure_all
 
     if rounds < 1:

@@ -89,6 +89,9 @@ class Machine(Checked, where="machine"):
     device: Literal["cuda", "cpu"]
     avx512: bool = True
     """Whether a CPU has AVX-512; without it torch computes some operators in bf16 in other ways."""
+    kind: str = ""
+    """The kind that gains of fused operators are kept by: a CPU's instruction sets, such as `avx512_bf16`, or a GPU's
+    name as its driver has it. Where it is not known, `plan.fuse=auto` counts as no operator."""
     source: Literal["datasheet", "measured"]
     peak_flops: dict[str, Positive]
     achievable_flops: dict[str, Positive] = field(default_factory=dict)

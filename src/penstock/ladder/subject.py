@@ -27,6 +27,7 @@ from penstock.config.run import Recipe, TaskName
 from penstock.cpu import this_cpu
 from penstock.data import Loader
 from penstock.data.source import Source
+from penstock.kernels.gains import kind_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig, data_words
 from penstock.models import create
@@ -208,8 +209,9 @@ class Configured(Subject):
     def workload(self, setting: Setting) -> Workload:
         model, real, words = self._fullness(setting)
         return describe(
-            model, setting.plan, self.device.type, avx512=this_cpu().avx512, real=real, words=words
-        )
+            model, setting.plan, self.device.type, avx512=this_cpu().avx512, kind=kind_of(self.device.type),
+            real=real, words=words,
+        )  # fmt: skip
 
     def train_command(self, setting: Setting) -> str:
         assert setting.model is not None

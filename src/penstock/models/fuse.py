@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.fused import FUSED, Fuse, FusedName
+from penstock.config.gains import variants_that_pay
 from penstock.errors import ConfigError
 from penstock.kernels.bias_activation import Activation, bias_activation
-from penstock.kernels.gains import variants_that_pay
+from penstock.kernels.gains import kind_of
 from penstock.kernels.residual_norm import residual_norm
 from penstock.models.anatomy import ELSEWHERE, Anatomy, anatomy_of, uncompiled
 from penstock.models.block import Block
@@ -39,7 +40,7 @@ class Place:
     name: str
     """Qualified name of the module."""
     variant: str
-    """The kind of its norm or activation, as `penstock.kernels.gains` has it."""
+    """The kind of its norm or activation, as `penstock.config.gains` has it."""
     install: Callable[[], None]
 
 
@@ -98,7 +99,8 @@ def fuse(
                 + "; leave it out."
             )
         if name not in names:
-            pays = variants_that_pay(name, place, dtype, compiled=compiled)
+            type_name = str(dtype).removeprefix("torch.")
+            pays = variants_that_pay(name, kind_of(place), type_name, compiled=compiled)
             places = [one for one in places if one.variant in pays]
         for one in places:
             one.install()

@@ -23,6 +23,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
+from penstock.kernels.gains import kind_of
 from penstock.models.anatomy import Block, anatomy_of, set_switch
 from penstock.models.experts import mixtures_of, same_choices
 from penstock.models.roles import Attention, Experts, Perceptron, Role, walk
@@ -67,7 +68,7 @@ def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: to
             f"plan.recompute=budget chooses by the operators of a model's configuration, and {type(model).__name__} "
             "was given as a module; use recompute=early with recompute_every, or one of Penstock's own models."
         )
-    work = describe(config, plan, device.type, avx512=this_cpu().avx512)
+    work = describe(config, plan, device.type, avx512=this_cpu().avx512, kind=kind_of(device.type))
     needed = pass_bytes(work, plan).blocks
     if needed > 1.001 * allowed_bytes(work, plan):
         least = plan.budget * needed / max(allowed_bytes(work, plan), 1.0)

@@ -34,7 +34,8 @@ def list_block(to: Lister, block: BlockKind) -> None:
 
     if block.modulated:
         modulation(to, "modulation", stack, 6)
-    fuses = "residual_norm" in t.fuses and block.layer.normed and not (block.modulated or stack.parallel)
+    fuses = t.fuses_as("residual_norm", "rms_norm" if stack.norm == "rms" else "layer_norm")
+    fuses = fuses and block.layer.normed and not (block.modulated or stack.parallel)
     before = not fuses or stack.norm_first
     if block.layer.normed and before:
         to.norm("norm1", stream_rows, stack, modulated=block.modulated)
@@ -318,7 +319,7 @@ def _mlp(
     d, gated = stack.width, int(stack.gated)
     wide, size = (1 + gated) * hidden, batch * rows * hidden
     packed = (hidden,) * (1 + gated)
-    merged = "bias_activation" in t.fuses and batch == 1 and not block.layer.mixture and t.tp == 1
+    merged = t.fuses_as("bias_activation", stack.mlp) and batch == 1 and not block.layer.mixture and t.tp == 1
     to.gemm(
         f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None, pieces=packed,
         sums_bias=not merged,

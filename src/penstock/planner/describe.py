@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from penstock.config.formats import BYTES
-from penstock.config.fused import FUSED
+from penstock.config.fused import FUSED, FusedName
+from penstock.config.gains import variants_that_pay
 from penstock.config.graph import (
     ClassHead,
     FeatureHead,
@@ -23,6 +24,7 @@ from penstock.config.graph import (
     VectorHead,
     WordHead,
 )
+from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
@@ -41,15 +43,16 @@ def describe(
     software: Software = PENSTOCK,
     *,
     avx512: bool = True,
+    kind: str = "",
     real: float = 1.0,
     words: float = 1.0,
     uneven: Mapping[int, float] = EVEN,
 ) -> Workload:
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
-    `avx512` is that of the `Machine`. Of a batch of text, `real` is the share of an encoder's tokens that are no
-    padding, `words` the share of tokens whose words the loss asks for. `uneven` says by expert parallel degree how much
-    more than the mean the busiest device has to do: see `penstock.planner.loads.unevenness`.
+    `avx512` and `kind` are those of the `Machine`. Of a batch of text, `real` is the share of an encoder's tokens that
+    are no padding, `words` the share of tokens whose words the loss asks for. `uneven` says by expert parallel degree
+    how much more than the mean the busiest device has to do: see `penstock.planner.loads.unevenness`.
     """
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
@@ -60,15 +63,34 @@ def describe(
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
         gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), loops=plan.experts == "loop",
-        fuses=fused_operators(plan, device), software=software, norms=BYTES[numerics.norms],
+        fuses=fused_operators(plan, device, kind), software=software, norms=BYTES[numerics.norms],
     )  # fmt: skip
     return workload_of(model, terms)
 
 
-def fused_operators(plan: Plan, device: str) -> frozenset[str]:
-    """The operators of `plan.fuse` that a device has kernels for; `auto` is counted as all of them."""
-    able = {name for name, row in FUSED.items() if device in row.devices}
-    return frozenset(able if "auto" in plan.fuse else able.intersection(plan.fuse))
+def describe_on(
+    machine: Machine, model: ModelConfig, plan: Plan, software: Software = PENSTOCK, *, real: float = 1.0,
+    words: float = 1.0, uneven: Mapping[int, float] = EVEN,
+) -> Workload:  # fmt: skip
+    """The operators as from `describe`, on a device of `machine`."""
+    return describe(
+        model, plan, machine.device, software, avx512=machine.avx512, kind=machine.kind, real=real, words=words,
+        uneven=uneven,
+    )  # fmt: skip
+
+
+def fused_operators(plan: Plan, device: str, kind: str) -> frozenset[str]:
+    """The operators of `plan.fuse` that a device has kernels for. Under `auto` each with a variant, such as
+    `bias_activation swiglu`, of those that were measured to pay on this kind of machine."""
+    able: list[FusedName] = [name for name, row in FUSED.items() if device in row.devices]
+    if "auto" not in plan.fuse:
+        return frozenset(name for name in able if name in plan.fuse)
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(numerics_of(plan).compute, "float32")
+    return frozenset(
+        f"{name} {variant}"
+        for name in able
+        for variant in variants_that_pay(name, kind, dtype, compiled=plan.compile != "none")
+    )
 
 
 def knows_lengths(plan: Plan, model: ModelConfig, device: str) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.config.machine import Machine, ProductForm
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.planner.describe import describe
+from penstock.planner.describe import describe_on
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op
 from penstock.planner.price import products_of
@@ -50,9 +50,7 @@ def least_of_step(
 
     `real`, `words` and `learns` are as `predict` takes them.
     """
-    work = learning_part(
-        describe(model, plan, machine.device, avx512=machine.avx512, real=real, words=words), learns
-    )
+    work = learning_part(describe_on(machine, model, plan, real=real, words=words), learns)
     rates = rates_of(machine, plan)
     least: defaultdict[str, Least] = defaultdict(Least)
     for part in work.parts:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Literal, NamedTuple, get_args
 
 from penstock.config.formats import BYTES, PRODUCTS, Products
+from penstock.config.fused import FusedName
 from penstock.config.machine import ProductForm
 from penstock.config.stack import Stack
 from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part
@@ -79,10 +80,15 @@ class OpTerms(NamedTuple):
     uneven: float = 1.0
     """Visits that the busiest of the devices that split experts has, over the mean."""
     fuses: frozenset[str] = frozenset()
-    """Fused operators of `Plan.fuse` that the device has kernels for."""
+    """Fused operators of `Plan.fuse` that the device has kernels for, alone or with a variant: see
+    `penstock.planner.describe.fused_operators`."""
     norms: float = 4.0
     """Bytes of a number that norms compute with."""
     software: Software = PENSTOCK
+
+    def fuses_as(self, name: FusedName, variant: str) -> bool:
+        """Whether a variant of an operator, the kind of its norm or activation, is computed by the fused one."""
+        return not self.fuses.isdisjoint((name, f"{name} {variant}"))
 
     @property
     def spread(self) -> int:

@@ -12,7 +12,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner import price
-from penstock.planner.describe import describe, totals
+from penstock.planner.describe import describe_on, totals
 from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.loads import EVEN
@@ -120,9 +120,7 @@ def predict(
     Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
     """
     _refuse(model, machine, plan)
-    work = describe(
-        model, plan, machine.device, software, avx512=machine.avx512, real=real, words=words, uneven=uneven
-    )
+    work = describe_on(machine, model, plan, software, real=real, words=words, uneven=uneven)
     work = learning_part(work, learns)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return prediction_of(work, machine, plan, rates, totals(model).parameters, software=software)
@@ -135,7 +133,7 @@ def predict_pass(model: ModelConfig, machine: Machine, plan: Plan) -> float:
     Raises ConfigError as `predict` does.
     """
     _refuse(model, machine, plan)
-    work, rates = describe(model, plan, machine.device, avx512=machine.avx512), rates_of(machine, plan)
+    work, rates = describe_on(machine, model, plan), rates_of(machine, plan)
     busy = launches = 0.0
     for part in work.parts:
         operators = [op for op in part.forward if op.module != "loss"]

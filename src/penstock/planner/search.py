@@ -20,7 +20,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
-from penstock.planner.describe import describe, totals
+from penstock.planner.describe import describe_on, totals
 from penstock.planner.layouts import AXES, SEARCHED, Space, depth, divisors, layouts, stages, vary
 from penstock.planner.loads import EVEN
 from penstock.planner.memory import memory, pass_bytes
@@ -130,7 +130,7 @@ def explore(
         if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
             result.too_large += 1
             continue
-        work = describe(model, plan, machine.device, avx512=machine.avx512, uneven=uneven)
+        work = describe_on(machine, model, plan, uneven=uneven)
         if plan.recompute == "budget" and not plan.budget:
             plan = _budgeted(work, plan, limit, cpu=rates.cpu)
         parts = memory(work, plan, cpu=rates.cpu)
@@ -253,7 +253,7 @@ def needed_bytes(
 ) -> float:
     """Bytes of the fullest device."""
     cpu = machine.device == "cpu"
-    work = describe(model, plan, machine.device, avx512=machine.avx512, uneven=uneven)
+    work = describe_on(machine, model, plan, uneven=uneven)
     return sum(memory(work, plan, cpu=cpu).values())
 
 

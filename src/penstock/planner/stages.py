@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.planner.describe import describe
+from penstock.planner.describe import describe_on
 from penstock.planner.operators import Part, Workload
 from penstock.planner.pipeline import stage_counts
 from penstock.planner.rates import Rates, rates_of
@@ -18,9 +18,7 @@ from penstock.schedules import Costs, play_shared, schedule_of
 
 def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
     """Seconds of each stage's passes of one micro-batch, and of what it sends, on a device of `machine`."""
-    return costs_of(
-        describe(model, plan, machine.device, avx512=machine.avx512), rates_of(machine, plan), plan
-    )
+    return costs_of(describe_on(machine, model, plan), rates_of(machine, plan), plan)
 
 
 def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:

@@ -29,6 +29,7 @@ from penstock.config.machine import (
 )
 from penstock.cpu import this_cpu
 from penstock.errors import EnvironmentProblem, PenstockError
+from penstock.kernels.gains import kind_of
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
 from penstock.probe.products import gemm_samples, measured_again, sustained
@@ -77,6 +78,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         name=machine_name(where),
         device="cuda" if where.type == "cuda" else "cpu",
         avx512=this_cpu().avx512,
+        kind=kind_of(where.type),
         source="measured",
         peak_flops=best,
         achievable_flops=dict(best),
@@ -107,14 +109,14 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
     kept = cached_machine(name)
     if kept is not None and _version_note() in kept.notes:
         if not _was_busy(kept, where):
-            return kept
+            return replace(kept, kind=kind_of(where.type))  # which Machines of before do not hold
         log.warning("%s was busy when it was measured, and is measured again", name)
     else:
         if where.type == "cuda":
             memory = torch.cuda.get_device_properties(where).total_memory
             sheet = match_datasheet(torch.cuda.get_device_name(where), memory)
             if sheet is not None:
-                return sheet
+                return replace(sheet, kind=kind_of(where.type))
         log.info("measuring this machine (%s), once; `penstock probe` measures it more closely", name)
         kept = None
     machine = probe(where, quick=True, alone=True)

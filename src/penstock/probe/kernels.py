@@ -179,7 +179,7 @@ def measure_all(
 
 
 def gains_of(times: list[KernelTime]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """The table that `penstock.kernels.gains` keeps: of each variant and type the geometric mean over its sizes."""
+    """The table that `penstock.config.gains` keeps: of each variant and type the geometric mean over its sizes."""
     table: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for key in dict.fromkeys((one.operator, one.variant, one.dtype) for one in times):
         name, variant, dtype = key

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.model import PRESETS
+from penstock.kernels.native_adamw import has_adamw
 from penstock.kernels.remainder_adamw import have_triton
 from penstock.models import create
 from penstock.optim import parameter_groups
@@ -135,6 +136,7 @@ def run(device: torch.device, rounds: int) -> dict[str, Any]:
     shapes = [parameter for group in fp32_groups(device) for parameter in group["params"]]
     gradients = [torch.randn_like(parameter).bfloat16() * 1e-3 for parameter in shapes]
     forms = ["fused"] + (["triton"] if device.type == "cuda" and have_triton() else [])
+    forms += ["native"] if device.type == "cpu" and has_adamw() else []
     copies = [copied(gradients, device, keep=keep) for keep in (False, True)]
     everyone = [*copies, *(completed(form, gradients, device) for form in forms)]
     assert all(map(torch.equal, everyone[0].exact(), everyone[2].exact())), (

@@ -467,20 +467,20 @@ LINES = {
     "checkpoint": 2040,
     "cli": 4240,
     "compress": 2740,
-    "config": 6180,
+    "config": 6260,
     "data": 7120,
     "decode": 2650,
     "doctor": 450,
     "export": 950,
     "infer": 1800,
-    "kernels": 6630,
+    "kernels": 6680,
     "ladder": 5490,
     "launch": 1550,
     "models": 9040,
-    "optim": 1780,
+    "optim": 1890,
     "parallel": 4150,
-    "planner": 6630,
-    "precision": 5600,
+    "planner": 6650,
+    "precision": 5610,
     "probe": 1240,
     "products": 1590,
     "report": 1460,
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_400
+    assert sum(LINES.values()) <= 90_600
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -1,8 +1,10 @@
-"""A bf16 weight and its remainder are an fp32 number, bit by bit; Triton's kernel equals an independent reference."""
+"""A bf16 weight and its remainder are an fp32 number, bit by bit; kernels equal an independent reference."""
 
 from __future__ import annotations
 
+import ctypes
 import struct
+import subprocess
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from helpers.triton_kernels import compile_for, interpret, needs_triton
 from penstock.errors import ConfigError
-from penstock.kernels import remainder_adamw
+from penstock.kernels import native, native_adamw, remainder_adamw
 from penstock.kernels.remainder_adamw import (
     Batch,
     Form,
@@ -157,10 +159,18 @@ def test_other_types_are_refused() -> None:
         join(torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.int16))
 
 
-def test_forms_are_chosen_by_device_and_never_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_forms_are_chosen_by_device_and_never_in_silence(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu = torch.device("cpu")
-    assert form_on("auto", cpu) == "fused"
     assert form_on("fused", cpu) == "fused"
+    for there, form in ((True, "native"), (False, "fused")):
+        monkeypatch.setattr(native_adamw, "has_adamw", lambda there=there: there)
+        assert form_on("auto", cpu) == form
+    with pytest.raises(ConfigError, match="it could not be compiled; use 'auto'"):
+        form_on("native", cpu)
+    with pytest.raises(ConfigError, match="the weights are on cuda; use 'auto'"):
+        form_on("native", torch.device("cuda"))
     if not have_triton():
         remainder_adamw._say_once.cache_clear()
         assert form_on("auto", torch.device("cuda")) == "fused"
@@ -249,7 +259,7 @@ def test_fused_temporaries_stay_small() -> None:
 
 
 def reference_step(batch: Batch, hyper: Hyper, scale: float | None) -> tuple[list[Tensor], ...]:
-    """AdamW in numpy's fp32, written anew: every operation rounded once, as Triton's kernel promises."""
+    """AdamW in numpy's fp32, written anew: every operation rounded once, as our kernels promise."""
     import numpy as np
 
     one = np.float32
@@ -307,7 +317,7 @@ def check_against_reference(
             assert all(map(torch.equal, before, tensors_of(batch)))
     for mine, theirs in zip((fp32_of(batch), batch.exp_avgs, batch.exp_avg_sqs), expected):
         for a, b in zip(mine, theirs):
-            if form == "triton":
+            if form != "fused":
                 assert torch.equal(bits_of(a.cpu()), bits_of(b))
             else:
                 torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6)
@@ -315,7 +325,7 @@ def check_against_reference(
         assert torch.equal(copy, weight.to(copies))
     for average, old, weight in zip(batch.averages or (), old_averages, fp32_of(batch)):
         assert torch.equal(average, old + (weight - old) * PART)
-    if form == "triton":  # torch's divides fp32 gradients in place
+    if form != "fused":  # torch's divides fp32 gradients in place
         assert all(map(torch.equal, gradients, batch.gradients))
     assert [step.item() for step in batch.steps] == [float(age + 1) for age in range(len(sizes))]
 
@@ -341,16 +351,16 @@ MUTANTS = [
 ]
 
 
-def check(device: str) -> None:
+def check(device: str, form: Form = "triton") -> None:
     for case in CASES:
-        check_against_reference(device=device, **case)
-    check_averages_of_a_model(device)
-    check_unaligned(device)
-    check_nan(device)
-    check_many_steps(device)
+        check_against_reference(device=device, form=form, **case)
+    check_averages_of_a_model(device, form)
+    check_unaligned(device, form)
+    check_nan(device, form)
+    check_many_steps(device, form)
 
 
-def check_averages_of_a_model(device: str) -> None:
+def check_averages_of_a_model(device: str, form: Form) -> None:
     """The optimizer's launch moves averages as `EMA.update` does, but for those that it may skip."""
     averages = []
     for every_step in (False, True):
@@ -358,7 +368,7 @@ def check_averages_of_a_model(device: str) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(5, 7, bias=False), torch.nn.Linear(7, 3)).to(device)
         model[0].bfloat16()
         model[1].bias.requires_grad_(False)
-        optimizer = RemainderAdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, form="triton")
+        optimizer = RemainderAdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, form=form)
         ema = EMA(model, 0.75, optimizer, every_step=every_step)
         for step in range(4):
             for parameter in model.parameters():
@@ -367,14 +377,14 @@ def check_averages_of_a_model(device: str) -> None:
             before = {name: average.clone() for name, average in ema.state_dict().items()}
             optimizer.step()
             moved = [not torch.equal(before[name], average) for name, average in ema.state_dict().items()]
-            assert moved == [every_step and step != 2] * 2 + [False]
+            assert moved == [every_step and (step != 2 or device == "cpu")] * 2 + [False]
             ema.update()
         averages.append(ema.state_dict())
     for name, average in averages[0].items():
         torch.testing.assert_close(averages[1][name], average)
 
 
-def check_unaligned(device: str) -> None:
+def check_unaligned(device: str, form: Form) -> None:
     """Views that start anywhere, and sizes that no vector divides, are found and kept apart."""
     batch, same = (
         make_batch([64, 48], torch.bfloat16, device=device),
@@ -384,12 +394,13 @@ def check_unaligned(device: str) -> None:
     shifted.copy_(batch.gradients[0])
     batch.gradients[0] = shifted
     assert shifted.data_ptr() % 16 != 0
-    adamw_(batch, HYPER, form="triton")
-    adamw_(same, HYPER, form="triton")
+    adamw_(batch, HYPER, form=form)
+    adamw_(same, HYPER, form=form)
     assert all(map(torch.equal, tensors_of(batch), tensors_of(same)))
+    assert min(weight._version for weight in batch.weights) > 0, "autograd would not see the update"
 
 
-def check_nan(device: str, form: Form = "triton") -> None:
+def check_nan(device: str, form: Form) -> None:
     """Whatever its payload: 0x7FFFFFFF, which a GPU makes, would be rounded to minus zero."""
     batch = make_batch([16], torch.float32, device=device)
     batch.gradients[0][3] = float("nan")
@@ -412,21 +423,63 @@ def test_no_nan_becomes_a_number_in_a_step() -> None:
     check_nan("cpu", "fused")
 
 
-def check_many_steps(device: str) -> None:
+def check_many_steps(device: str, form: Form) -> None:
     """Against torch's kernel, which contracts products and sums: last places differ, and do not run away."""
     sizes = [2048, 17]
     batch, other = (
         make_batch(sizes, torch.bfloat16, device=device),
         make_batch(sizes, torch.bfloat16, device=device),
     )
-    for step in range(20):
+    for step in range(32):
         for mine, theirs in zip(batch.gradients, other.gradients):
             mine.copy_(torch.randn(mine.shape, generator=torch.Generator().manual_seed(step)))
             theirs.copy_(mine)
-        adamw_(batch, HYPER, form="triton")
+        adamw_(batch, HYPER, form=form)
         adamw_(other, HYPER, form="fused")
     for mine, theirs in zip(fp32_of(batch), fp32_of(other)):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_native_equals_the_reference_bit_by_bit_in_any_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not native_adamw.has_adamw():
+        pytest.skip("there is no C++ compiler")
+    for threads in (1, 5):
+        monkeypatch.setattr(native_adamw, "threads_for", lambda _, threads=threads: threads)
+        check("cpu", "native")
+
+
+NATIVE_MUTANTS = (
+    ("/ h.scale * h.sign", "* h.sign"),
+    ("/ h.scale * h.sign", "/ h.scale"),
+    ("w = w * h.decay;", ""),
+    ("if (stops && *stops != 0) return;", ""),
+    ("(w - t.average[i]) * h.average_part", "w * h.average_part"),
+    ("if (copies) put(half_copies[i], w);", "if (copies) put(half_copies[i], w - h.part1);"),
+    ("(bits + 0x8000u) >> 16", "bits >> 16"),
+    ("w != w ? 0x7fc00000u : bits", "bits"),
+    ("h.part2 * g * g", "h.part2 * (g * g)"),
+    ("std::min(to - start, sizes[i])", "std::min(to - start, sizes[i] - 1)"),
+)
+
+
+@pytest.mark.slow
+def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native_adamw.has_adamw():
+        pytest.skip("there is no C++ compiler")
+    folder = Path(native.__file__).parent
+    source = (folder / "adamw.cpp").read_text()
+    for number, (term, other) in enumerate(NATIVE_MUTANTS):
+        assert source.count(term) == 1, term
+        path, made = tmp_path / f"{number}.cpp", tmp_path / f"{number}.so"
+        path.write_text(source.replace(term, other))
+        flags = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w", f"-I{folder}")
+        subprocess.run([native._compiler(), *flags, str(path), "-o", str(made)], check=True)
+        mutant = ctypes.CDLL(str(made))
+        monkeypatch.setattr(native_adamw, "library", lambda _, mutant=mutant: mutant)
+        with pytest.raises(AssertionError):
+            check("cpu", "native")
 
 
 @needs_triton

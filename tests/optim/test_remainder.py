@@ -103,7 +103,7 @@ def test_maximize_and_late_and_missing_gradients() -> None:
     halves = fp32_parameters()
     wholes = twins(halves)
     reference = torch.optim.AdamW(wholes, maximize=True, fused=True)
-    optimizer = from_adamw(torch.optim.AdamW(halves, maximize=True))
+    optimizer = from_adamw(torch.optim.AdamW(halves, maximize=True), form="fused")
     for step in range(6):
         give_gradients(halves, wholes, step, torch.bfloat16)
         if step % 2:
@@ -136,7 +136,7 @@ def test_norms_may_stay_fp32_and_every_layout_is_taken() -> None:
     twin = copy.deepcopy(model)
     norms = list(model[1].parameters())
     old = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = from_adamw(old, keep_fp32=norms)
+    optimizer = from_adamw(old, keep_fp32=norms, form="fused")
     reference = torch.optim.AdamW(twin.parameters(), lr=0.01, fused=True)
     assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [
         torch.bfloat16
@@ -228,7 +228,7 @@ def test_clipping_folds_into_the_step() -> None:
 def test_works_under_torchs_grad_scaler(unscale: bool) -> None:
     halves = fp32_parameters()
     wholes = twins(halves)
-    optimizer = from_adamw(torch.optim.AdamW(halves, lr=1e-2))
+    optimizer = from_adamw(torch.optim.AdamW(halves, lr=1e-2), form="fused")
     reference = torch.optim.AdamW(wholes, lr=1e-2, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step in range(4):
@@ -333,7 +333,7 @@ def test_goes_over_from_torch_and_back_mid_run() -> None:
     plain = torch.optim.AdamW(groups(first), lr=1e-2, fused=True)
     # The model is bf16 by then, and the fp32 values come from elsewhere, a checkpoint say.
     halves = [Parameter(torch.zeros_like(whole, dtype=torch.bfloat16)) for whole in wholes]
-    ours = RemainderAdamW(groups(halves))
+    ours = RemainderAdamW(groups(halves), form="fused")
     last = twins(wholes)
     back = torch.optim.AdamW(groups(last), lr=1e-2, fused=True)
 
@@ -392,7 +392,7 @@ def test_conversion_is_in_place_and_mid_run() -> None:
     for step in range(8):
         if step == 3:
             moment = old.state[parameters[0]]["exp_avg"]
-            optimizer = from_adamw(old)
+            optimizer = from_adamw(old, form="fused")
             assert optimizer is old
             assert optimizer.state[parameters[0]]["exp_avg"] is moment
         for mine, theirs in zip(parameters, twin.parameters()):
@@ -547,7 +547,9 @@ def test_averages_are_of_the_exact_weights(monkeypatch: pytest.MonkeyPatch) -> N
     model = nn.Sequential(nn.Linear(30, 70), nn.LayerNorm(70))
     twin = copy.deepcopy(model)
     optimizer = from_adamw(
-        torch.optim.AdamW(model.parameters(), lr=1e-2), keep_fp32=list(model[1].parameters())
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        keep_fp32=list(model[1].parameters()),
+        form="fused",  # the same bits as torch's
     )
     reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
     averages, expected = EMA(model, 0.9, optimizer), EMA(twin, 0.9)

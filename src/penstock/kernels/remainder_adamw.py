@@ -18,9 +18,10 @@ Forms of the update, over the same state:
 
     fused    torch's fused AdamW, over pieces that are joined before it and split after it while they are in cache.
     triton   one pass of one kernel over all tensors (CUDA); see kernels/triton/remainder_adamw.py.
+    native   the same on CPUs, in C++; see kernels/native/adamw.cpp.
 
-The reference is torch's fused AdamW over fp32 weights: `fused` gives the same bits. `triton` rounds after every single
-operation, on every machine alike; torch contracts some products and sums, so that the last places differ.
+The reference is torch's fused AdamW over fp32 weights: `fused` gives the same bits. `triton` and `native` round after
+every single operation, on every machine alike; torch contracts some products and sums, so that the last places differ.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.kernels import native_adamw
 
 _log = logging.getLogger(__name__)
 
-Form = Literal["auto", "fused", "triton"]
+Form = Literal["auto", "fused", "triton", "native"]
 FORMS: tuple[Form, ...] = get_args(Form)
 _HAVE_FUSED = frozenset({"cpu", "cuda", "xpu", "mps"})
 # On a CPU two fp32 pieces should stay in the last cache; on a GPU a launch should be worth its while.
@@ -134,7 +136,8 @@ def _say_once(message: str) -> None:
 
 
 def form_on(form: Form, device: torch.device) -> Form:
-    """The form that `auto` means on `device`: triton on CUDA where it is installed, else torch's fused kernel.
+    """The form that `auto` means on `device`: triton on CUDA where it is installed, native on CPUs where there is a
+    compiler, else torch's fused kernel.
 
     Any other form is returned as it is, and raises ConfigError where it cannot run.
     """
@@ -146,13 +149,20 @@ def form_on(form: Form, device: torch.device) -> Form:
         raise ConfigError(
             f"RemainderAdamW's form 'triton' needs Triton and a CUDA device, and {why}; use 'auto'."
         )
+    if form == "native" and not (device.type == "cpu" and native_adamw.has_adamw()):
+        why = "it could not be compiled" if device.type == "cpu" else f"the weights are on {device.type}"
+        raise ConfigError(
+            f"RemainderAdamW's form 'native' needs a CPU and a C++ compiler, and {why}; use 'auto'."
+        )
+    if form == "auto" and device.type == "cpu" and native_adamw.has_adamw():
+        return "native"
     if form == "auto" and device.type == "cuda":
         if can_triton:
             return "triton"
         _say_once(
             "Triton is not installed, so RemainderAdamW takes torch's fused kernel, which reads more memory."
         )
-    if form != "triton" and device.type not in _HAVE_FUSED:
+    if form in ("auto", "fused") and device.type not in _HAVE_FUSED:
         raise ConfigError(
             f"torch has no fused AdamW on {device.type}, which RemainderAdamW needs; use an fp32 copy as master "
             "weights."
@@ -178,8 +188,9 @@ def adamw_(
     """
     if batch.copies is not None and batch.remainders is not None:
         raise ConfigError("A bf16 weight with a remainder is its own half copy; leave copies out.")
+    form = form_on(form, batch.weights[0].device)
     torch._foreach_add_(batch.steps, 1)
-    if form_on(form, batch.weights[0].device) == "triton":
+    if form == "triton":
         from penstock.kernels.triton.remainder_adamw import launch
 
         nothing = [None] * len(batch.steps)
@@ -190,9 +201,14 @@ def adamw_(
         launch(
             list(arrays), batch.gradients, grad_scale, found_inf, average_part=average_part, **hyper._asdict()
         )
+    elif form == "native":
+        _native(batch, hyper, grad_scale, found_inf, average_part)
     else:
         _fused(batch, hyper, grad_scale, found_inf)
         _follow(batch, found_inf, average_part)
+    if form != "fused":  # autograd must see that these were written, as it sees it of torch's operators
+        written = (*batch.weights, *(batch.copies or ()), *(batch.averages or ()))
+        torch.autograd.graph.increment_version(written)
     if found_inf is not None:
         torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
 
@@ -206,6 +222,21 @@ def _follow(batch: Batch, found_inf: Tensor | None, average_part: float) -> None
         weight = batch.weights[index]
         value = weight if batch.remainders is None else join(weight, batch.remainders[index])
         average.add_((value - average) * part)
+
+
+def _native(
+    batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None, average_part: float
+) -> None:
+    """The kernel for CPUs, which writes copies in bf16; those in fp16 are rounded after it."""
+    copies = batch.copies if batch.copies and batch.copies[0].dtype == torch.bfloat16 else None
+    nothing = [None] * len(batch.steps)
+    arrays = zip(
+        batch.weights, batch.remainders or nothing, batch.gradients, batch.exp_avgs, batch.exp_avg_sqs,
+        copies or nothing, batch.averages or nothing, batch.steps,
+    )  # fmt: skip
+    native_adamw.update(list(arrays), grad_scale, found_inf, average_part=average_part, **hyper._asdict())
+    if batch.copies and not copies:
+        torch._foreach_copy_(batch.copies, batch.weights)
 
 
 # -- torch's fused kernel between a join and a split

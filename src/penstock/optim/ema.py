@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from penstock.config.convert import Probability, require
 from penstock.errors import CheckpointError
 from penstock.optim import tensors
-from penstock.optim.remainder import Averages, RemainderAdamW
+from penstock.optim.one_pass import Averages, OnePass
+from penstock.optim.remainder import RemainderAdamW
 
 _CHUNK = 1 << 20
 
@@ -22,8 +23,8 @@ class EMA:
 
     Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
     averaged, but for whole numbers, which do not learn; buffers are the model's own. With RemainderAdamW as `optimizer`
-    the exact fp32 weights are averaged, not the bf16 ones; if `update` follows `every_step`, its steps on a GPU move
-    the averages themselves, in their one launch, and `update` does the rest. With master weights, give them by name as
+    the exact fp32 weights are averaged, not the bf16 ones; if `update` follows `every_step`, its steps move the
+    averages themselves, in their one pass, and `update` does the rest. With master weights, give them by name as
     `weights`, and as `publish` what rounds them into the model.
     """
 
@@ -46,9 +47,10 @@ class EMA:
         self._scratch: Tensor | None = None
         with torch.no_grad():
             self._shadows = {name: self._fp32(p) for name, p in self._parameters.items()}
-        if every_step and self._remainders is not None:
+        self._folded: Averages | None = None
+        if every_step and isinstance(optimizer, OnePass):
             shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}
-            self._remainders.averages = Averages(shadows, 1.0 - decay, set())
+            self._folded = optimizer.averages = Averages(shadows, 1.0 - decay, set())
 
     def _fp32(self, parameter: Tensor) -> Tensor:
         """A copy of a weight, as exact as the optimizer knows it."""
@@ -61,10 +63,9 @@ class EMA:
         """Move every average towards the present weights."""
         averages: list[Tensor] = []
         weights: list[Tensor] = []
-        folded = None if self._remainders is None else self._remainders.averages
-        moved = set() if folded is None else set(folded.moved)
-        if folded is not None:
-            folded.moved.clear()
+        moved = set() if self._folded is None else set(self._folded.moved)
+        if self._folded is not None:
+            self._folded.moved.clear()
         for name, parameter in self._parameters.items():
             if parameter in moved:
                 continue

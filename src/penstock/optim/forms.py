@@ -12,6 +12,7 @@ from penstock.config.plan import Algorithm, OptimizerForm
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import contiguous, in_own_form
 from penstock.optim.fold import loses_updates
+from penstock.optim.one_pass import OnePassAdamW, takes_one_pass
 
 _FLAGS: dict[OptimizerForm, dict[str, bool]] = {
     "loop": {"foreach": False, "fused": False},
@@ -51,6 +52,8 @@ def make_optimizer(
         if form == "contiguous":
             optimizer: Optimizer = contiguous(kind, listed, **options)
         else:
+            if form == "fused" and algorithm == "adamw" and takes_one_pass(listed):
+                kind = OnePassAdamW
             optimizer = kind(listed, **options)
             keep_form(optimizer)
     except RuntimeError as error:

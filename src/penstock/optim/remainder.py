@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,36 +17,25 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kernels.remainder_adamw import Batch, Form, Hyper, adamw_, form_on, join, split
+from penstock.kernels.remainder_adamw import Form, form_on, join, split
 from penstock.optim import tensors
 from penstock.optim.groups import parameters_of
+from penstock.optim.one_pass import MOMENTS, OnePass, check_group
 
 __all__ = ["RemainderAdamW", "from_adamw", "join", "split"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "remainder": torch.int16}
 """Types of the state of each Parameter, except for its count of steps."""
 
 
-class Averages(NamedTuple):
-    """Averages of weights that move in an optimizer's own pass."""
-
-    shadows: dict[Tensor, Tensor]
-    """fp32 averages by Parameter, in the Parameter's shape."""
-    part: float
-    """How far they go towards the weights, 1 − decay."""
-    moved: set[Tensor]
-    """Parameters whose averages have moved since somebody looked."""
-
-
-class RemainderAdamW(Optimizer):
+class RemainderAdamW(OnePass):
     """AdamW (Loshchilov and Hutter, ICLR 2019) whose bf16 Parameters stand for exact fp32 weights.
 
     A bf16 Parameter holds the fp32 weight rounded to nearest; `state[p]["remainder"]` (int16, the Parameter's shape)
     holds what rounding left out, zero for a Parameter that had only been bf16. Steps are taken on the fp32 weights:
-    `fused` bit for bit as torch's fused AdamW takes them, `triton` in one pass of its own (CUDA), `auto` by the best of
-    these where the weights are (see `penstock.kernels.remainder_adamw`). fp32 Parameters among them, such as norms, are
-    updated as they are. DTensors are updated shard by shard.
+    `fused` bit for bit as torch's fused AdamW takes them, `triton` (CUDA) and `native` (CPU) in one pass of their own,
+    `auto` by the best of these where the weights are (see `penstock.kernels.remainder_adamw`). fp32 Parameters among
+    them, such as norms, are updated as they are. DTensors are updated shard by shard.
 
     Gradients may be bf16, fp16 or fp32 (`p.grad_dtype`). Those of bf16 Parameters are only read: unlike torch's fused
     kernels this one does not write back what it divided by the loss scale or by clipping. It takes `grad_scale` and
@@ -57,8 +46,6 @@ class RemainderAdamW(Optimizer):
     amsgrad and differentiable, a learning rate that is a tensor, and Parameters of other types or with gaps in memory.
     """
 
-    averages: Averages | None = None
-    """Averages that a step on a GPU moves in its own launch: see `penstock.optim.EMA`."""
     NOT_CONTIGUOUS = (
         "flat buffers keep state in the weights' type, which would round its fp32 moments; use it without contiguous, "
         "it gathers small tensors by itself."
@@ -88,28 +75,13 @@ class RemainderAdamW(Optimizer):
         """Add a group, as in torch. Raises ConfigError for what cannot be updated here."""
         super().add_param_group(param_group)
         try:
-            _check_group(param_group)
+            check_group(param_group)
             for parameter in param_group["params"]:
                 _check_parameter(parameter)
                 form_on(self.form, parameter.device)
         except ConfigError:
             self.param_groups.pop()
             raise
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for batch in self._batches(group):
-                    scalars = {name: self._scalar(name, batch) for name in ("grad_scale", "found_inf")}
-                    part = 0.0 if self.averages is None else self.averages.part
-                    adamw_(batch, _hyper(group), form=self.form, average_part=part, **scalars)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class or of `torch.optim.AdamW` over fp32 weights, bit by bit.
@@ -118,7 +90,7 @@ class RemainderAdamW(Optimizer):
         weights before or after. Raises CheckpointError for states of other optimizers, ConfigError for amsgrad.
         """
         for group in state_dict["param_groups"]:
-            _check_group(group)
+            check_group(group)
             if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
                 raise CheckpointError(
                     "The stored optimizer is Adam with weight decay in its gradients, which AdamW has not; load it "
@@ -214,65 +186,6 @@ class RemainderAdamW(Optimizer):
 
     # -- inside
 
-    def _scalar(self, name: str, batch: Batch) -> Tensor | None:
-        """A scalar that GradScaler or `clipped_step` sets during a step, on the batch's device, if it is set."""
-        value: Tensor | None = getattr(self, name, None)
-        return value if value is None else value.to(batch.weights[0].device, torch.float32, True).view(())
-
-    def _batches(self, group: dict[str, Any]) -> list[Batch]:
-        """The Parameters of a group that have a gradient, by device and type."""
-        batches: dict[tuple[torch.device, torch.dtype, bool], Batch] = {}
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.layout != torch.strided:
-                raise ConfigError(
-                    "RemainderAdamW takes dense gradients; build the embedding with sparse=False."
-                )
-            local = tensors.local(parameter)
-            if local.numel() == 0:  # a shard may be empty
-                continue
-            average = self._average_of(parameter, local)
-            key = (local.device, parameter.dtype, average is not None)
-            if key not in batches:
-                remainders: list[Tensor] | None = [] if parameter.dtype == torch.bfloat16 else None
-                batches[key] = Batch([], remainders, [], [], [], [], averages=None if average is None else [])
-            batch = batches[key]
-            if average is not None and batch.averages is not None:
-                batch.averages.append(tensors.flat(average))
-            state = self._state_of(parameter)
-            batch.weights.append(tensors.flat(local))
-            batch.gradients.append(tensors.flat(tensors.ordered(tensors.local(parameter.grad), local)))
-            batch.exp_avgs.append(tensors.flat(tensors.local(state["exp_avg"])))
-            batch.exp_avg_sqs.append(tensors.flat(tensors.local(state["exp_avg_sq"])))
-            batch.steps.append(state["step"])
-            if batch.remainders is not None:
-                batch.remainders.append(tensors.flat(tensors.local(state["remainder"])))
-        return list(batches.values())
-
-    def _average_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
-        """The average, as it lies here, that this step's launch moves with a weight. A step that may be skipped moves
-        none: averages then go towards the weights all the same."""
-        if self.averages is None or getattr(self, "found_inf", None) is not None:
-            return None
-        shadow = self.averages.shadows.get(parameter)
-        if shadow is None or form_on(self.form, weight.device) != "triton":
-            return None
-        average = tensors.local(shadow)
-        if average.device != weight.device or tensors.ordered(average, weight) is not average:
-            return None
-        self.averages.moved.add(parameter)
-        return average
-
-    def _state_of(self, parameter: Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=tensors.local(parameter).device)
-            state |= {name: torch.zeros_like(parameter.detach(), dtype=_STATE[name]) for name in _MOMENTS}
-            if parameter.dtype == torch.bfloat16:
-                state["remainder"] = torch.zeros_like(parameter.detach(), dtype=torch.int16)
-        return state
-
     def _holds(self, parameter: Tensor) -> bool:
         # Found by identity, and at once where it has a state.
         return parameter in self.state or any(parameter is own for own in parameters_of(self))
@@ -300,7 +213,7 @@ class RemainderAdamW(Optimizer):
     def _restored(self, parameter: Parameter, given: dict[str, Any]) -> dict[str, Any]:
         """Own copies of a stored state, in the types and at the places that a step expects."""
         where = f"The stored optimizer state of a weight of shape {tuple(parameter.shape)} has"
-        if not {"step", *_MOMENTS} <= given.keys() <= {"step", *_STATE}:
+        if not {"step", *MOMENTS} <= given.keys() <= {"step", *_STATE}:
             raise CheckpointError(
                 f"{where} {', '.join(sorted(given))}, but RemainderAdamW needs step, exp_avg and exp_avg_sq, and knows "
                 "remainder besides; load it into the optimizer that wrote it."
@@ -335,31 +248,6 @@ def _stored(parameter: Tensor, name: str, value: Any) -> Tensor:
     made = torch.zeros_like(parameter.detach(), dtype=_STATE[name])
     tensors.local(made).copy_(tensors.local(tensors.alike(parameter, value)))
     return made
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise ConfigError for settings that RemainderAdamW cannot take."""
-    numbers = {name: group[name] for name in ("lr", "eps", "weight_decay") if name in group}
-    betas = group.get("betas", (0.0, 0.0))
-    problems = []
-    if group.get("amsgrad"):
-        problems.append(
-            "RemainderAdamW has no amsgrad; set amsgrad=False, or use an fp32 copy as master weights."
-        )
-    if group.get("differentiable"):
-        problems.append("RemainderAdamW updates in place and cannot be differentiable; leave it out.")
-    every = [*numbers.items(), *(("betas", beta) for beta in betas)]
-    problems += [
-        f"RemainderAdamW takes {name} as a number, not as a tensor; pass a float."
-        for name, value in every
-        if isinstance(value, Tensor)
-    ]
-    if not problems and not all(0.0 <= beta < 1.0 for beta in betas):
-        problems.append(f"betas are {betas}, but each must be at least 0 and below 1.")
-    if not problems:
-        problems = [f"{name} is {n}, but must be at least 0." for name, n in numbers.items() if not n >= 0.0]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_parameter(parameter: Tensor) -> None:
@@ -397,7 +285,7 @@ def from_adamw(
             f"{type(optimizer).__name__}; use torch.optim.AdamW, or an fp32 copy as master weights."
         )
     for group in optimizer.param_groups:
-        _check_group(group)
+        check_group(group)
     resolved: list[Any] = parameters_of(optimizer)
     for parameter in resolved:
         _check_parameter(parameter)
@@ -438,8 +326,3 @@ def _to_bf16(parameter: Parameter) -> Tensor:
     if gradient is not None:
         parameter.grad = gradient.to(torch.bfloat16)
     return remainder
-
-
-def _hyper(group: dict[str, Any]) -> Hyper:
-    beta1, beta2 = group["betas"]
-    return Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from penstock.models.anatomy import is_norm
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.groups import parameters_of
+from penstock.optim.one_pass import Copies, OnePass
 from penstock.optim.remainder import from_adamw
 from penstock.precision.forward import living
 from penstock.precision.lists import OpLists, fp32_modules_of
@@ -118,6 +119,9 @@ class MasterWeights:
         self._masters[half] = master
         self._trained.setdefault(optimizer, {})[half] = master
         mark(half)
+        if isinstance(optimizer, OnePass) and half.dtype == torch.bfloat16:
+            optimizer.copies = optimizer.copies or Copies({}, set())
+            optimizer.copies.halves[master] = half
 
     # -- around a step
 
@@ -169,9 +173,16 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self, optimizer: Optimizer | None = None) -> None:
-        """Round the masters into the model."""
-        for masters in self._of(optimizer).values():
-            publish(list(masters), list(masters.values()))
+        """Round the masters into the model, but for those that the optimizer has just rounded itself."""
+        for owner, masters in self._of(optimizer).items():
+            copies = owner.copies if isinstance(owner, OnePass) else None
+            rest = {h: m for h, m in masters.items() if copies is None or m not in copies.written}
+            if rest:
+                publish(list(rest), list(rest.values()))
+            for half in masters.keys() - rest.keys():
+                mark(half)
+            if copies is not None:
+                copies.written.clear()
 
     def used_up(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped. Its gradients may be read until the next ones come, which do not add to them:

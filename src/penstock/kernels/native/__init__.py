@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from penstock.config.machine import cache_folder
 from penstock.cpu import this_cpu
 
-__all__ = ["TYPES", "address", "direct", "library", "sizes", "threads_for"]
+__all__ = ["TYPES", "address", "direct", "library", "read_number", "sizes", "threads_for"]
 
 _log = logging.getLogger(__name__)
-Kernels = Literal["fused", "losses", "attention", "grouped"]
+Kernels = Literal["fused", "losses", "attention", "grouped", "adamw"]
 """Source files, one library each."""
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
@@ -40,8 +40,13 @@ _ISA_FLAGS = {
     "AVX2": ("-mavx2", "-mfma"),
 }  # fmt: skip
 """Flags by torch's name of the instruction set; others compile for the machine's least common denominator."""
-_OWN_FLAGS: dict[Kernels, tuple[str, ...]] = {"attention": ("-mavx512bf16",), "grouped": ("-mavx512bf16",)}
-"""Flags of one file: attention and grouped products multiply pairs of bf16 numbers."""
+_OWN_FLAGS: dict[Kernels, tuple[str, ...]] = {
+    "attention": ("-mavx512bf16",),
+    "grouped": ("-mavx512bf16",),
+    "adamw": ("-ffp-contract=off",),
+}
+"""Flags of one file: attention and grouped products multiply pairs of bf16 numbers, and AdamW rounds every operation by
+itself."""
 _LONGEST_BUILD = 300
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Codes of the types that the kernels read and write."""
@@ -122,6 +127,12 @@ def direct(x: torch.Tensor) -> bool:
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     """The address of a contiguous tensor's first element; null for None."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def read_number(tensor: torch.Tensor) -> float:
+    """The number of a 0-d tensor of the host, in its memory as the kernels read it: no operator, no waiting."""
+    number = tensor.float()
+    return ctypes.c_float.from_address(number.data_ptr()).value
 
 
 def sizes(rows: int, features: int) -> tuple[ctypes.c_int64, ctypes.c_int64]:

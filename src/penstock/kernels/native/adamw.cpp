@@ -1,0 +1,120 @@
+// AdamW on a CPU, many tensors in one pass: gradients are divided by one number (loss scale and clipping), moments and
+// weights updated, half copies rounded and averages moved, while each number is in a register. Weights are fp32, or bf16
+// with the int16 that completes them to fp32: see `penstock.kernels.remainder_adamw`. For a weight w, a gradient g and
+// moments m and v,
+//
+//   g /= scale      w *= 1 - lr decay      m += (1 - b1) (g - m)      v = b2 v + (1 - b2) g g
+//   w -= step m / (sqrt(v) / root + eps)   average += part (w - average)
+//
+// Each operation is rounded by itself, in fp32: compile with -ffp-contract=off, and every CPU returns the same bits. The
+// file needs no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
+//
+// Types of gradients: 0 is fp32, 1 is bf16. A null pointer stands for a tensor that is not there.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+#include "numbers.h"
+
+namespace {
+
+// Numbers of one step that all tensors share.
+struct Hyper {
+  float decay, part1, beta2, part2, eps, scale, sign, average_part;
+};
+
+// One tensor, and the two numbers that depend on how many steps it has taken.
+struct Tensor {
+  i64 size;
+  void *weight, *copy;
+  int16_t* remainder;
+  const void* gradient;
+  float *first, *second, *average;
+  float root, step;
+};
+
+inline float joined(uint16_t weight, int16_t remainder) {
+  uint32_t bits = (uint32_t(weight) << 16) + uint32_t(int32_t(remainder));
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Numbers `begin` to `end` of a tensor.
+template <typename Gradient, bool remains, bool copies, bool averages>
+void update(const Tensor& t, const Hyper& h, i64 begin, i64 end) {
+  const Gradient* gradients = static_cast<const Gradient*>(t.gradient);
+  float* wide_weights = static_cast<float*>(t.weight);
+  uint16_t* half_weights = static_cast<uint16_t*>(t.weight);
+  Half* half_copies = static_cast<Half*>(t.copy);
+#pragma omp simd
+  for (i64 i = begin; i < end; ++i) {
+    float g = wide(gradients[i]) / h.scale * h.sign;
+    float w = remains ? joined(half_weights[i], t.remainder[i]) : wide_weights[i];
+    w = w * h.decay;
+    float m = t.first[i] + h.part1 * (g - t.first[i]);
+    float v = t.second[i] * h.beta2 + h.part2 * g * g;
+    w = w - (t.step * m) / (std::sqrt(v) / t.root + h.eps);
+    t.first[i] = m;
+    t.second[i] = v;
+    if (remains) {
+      uint32_t bits;
+      std::memcpy(&bits, &w, 4);
+      bits = w != w ? 0x7fc00000u : bits;
+      t.remainder[i] = int16_t(bits);
+      half_weights[i] = uint16_t((bits + 0x8000u) >> 16);
+    } else {
+      wide_weights[i] = w;
+    }
+    if (copies) put(half_copies[i], w);
+    if (averages) t.average[i] = t.average[i] + (w - t.average[i]) * h.average_part;
+  }
+}
+
+using Update = void (*)(const Tensor&, const Hyper&, i64, i64);
+
+template <typename Gradient>
+Update update_of(const Tensor& t) {
+  if (t.remainder) return t.average ? update<Gradient, true, false, true> : update<Gradient, true, false, false>;
+  if (t.copy) return t.average ? update<Gradient, false, true, true> : update<Gradient, false, true, false>;
+  return t.average ? update<Gradient, false, false, true> : update<Gradient, false, false, false>;
+}
+
+}  // namespace
+
+// `arrays` has eight addresses for each tensor: weight, remainder, gradient, both moments, copy, average, and the count of
+// steps with this one. `types` are those of gradients. `numbers`: lr, beta1, beta2, eps, decay, the sign of gradients, and
+// how far averages go. `divisor` of gradients and `stops`, not 0 where nothing is to change, may be null.
+extern "C" void penstock_adamw(i64 count, const i64* sizes, void* const* arrays, const int* types, const float* divisor,
+                               const float* stops, const double* numbers, int threads) {
+  if (stops && *stops != 0) return;
+  double lr = numbers[0], beta1 = numbers[1], beta2 = numbers[2];
+  Hyper h{float(1 - lr * numbers[4]), float(1 - beta1), float(beta2), float(1 - beta2), float(numbers[3]),
+          divisor ? *divisor : 1.0f, float(numbers[5]), float(numbers[6])};
+  std::vector<Tensor> tensors;
+  std::vector<i64> ends;
+  i64 total = 0;
+  for (i64 i = 0; i < count; ++i) {
+    void* const* a = arrays + 8 * i;
+    double taken = *static_cast<const float*>(a[7]);
+    tensors.push_back({sizes[i], a[0], a[5], (int16_t*)a[1], a[2], (float*)a[3], (float*)a[4], (float*)a[6],
+                       float(std::pow(1 - std::pow(beta2, taken), 0.5)),
+                       float(lr / (1 - std::pow(beta1, taken)))});
+    ends.push_back(total += sizes[i]);
+  }
+  // Each thread takes an equal stretch of all numbers, laid end to end.
+#pragma omp parallel num_threads(threads)
+  {
+    i64 there = omp_get_num_threads(), thread = omp_get_thread_num();
+    i64 from = total * thread / there, to = total * (thread + 1) / there;
+    for (i64 i = 0; i < count; ++i) {
+      i64 start = ends[i] - sizes[i], begin = std::max(from - start, i64(0)), end = std::min(to - start, sizes[i]);
+      if (begin >= end) continue;
+      (types[i] == 1 ? update_of<Half>(tensors[i]) : update_of<float>(tensors[i]))(tensors[i], h, begin, end);
+    }
+  }
+}

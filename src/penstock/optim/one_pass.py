@@ -1,0 +1,220 @@
+"""AdamW that reads and writes memory once: clipping, loss scale, averages and half copies of weights in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from penstock.errors import ConfigError
+from penstock.kernels.native import read_number
+from penstock.kernels.remainder_adamw import Batch, Form, Hyper, adamw_, form_on
+from penstock.optim import tensors
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Averages(NamedTuple):
+    """Averages of weights that move in an optimizer's own pass."""
+
+    shadows: dict[Tensor, Tensor]
+    """fp32 averages by Parameter, in the Parameter's shape."""
+    part: float
+    """How far they go towards the weights, 1 − decay."""
+    moved: set[Tensor]
+    """Parameters whose averages have moved since somebody looked."""
+
+
+class Copies(NamedTuple):
+    """Half copies of fp32 weights that an optimizer's own pass rounds anew."""
+
+    halves: dict[Tensor, Tensor]
+    """bf16 copies by Parameter, in the Parameter's shape."""
+    written: set[Tensor]
+    """Parameters whose copies were written since somebody looked."""
+
+
+class OnePass(Optimizer):
+    """A base of optimizers that update by `penstock.kernels.remainder_adamw`."""
+
+    form: Form = "auto"
+    averages: Averages | None = None
+    """Averages that a step moves in its own pass, in all forms but `fused`: see `penstock.optim.EMA`."""
+    copies: Copies | None = None
+    """Copies that a step rounds in its own pass, in the form `native`: see `penstock.precision.MasterWeights`."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for batch in self._batches(group):
+                    scalars = {name: self._scalar(name, batch) for name in ("grad_scale", "found_inf")}
+                    part = 0.0 if self.averages is None else self.averages.part
+                    adamw_(batch, _hyper(group), form=self.form, average_part=part, **scalars)
+        return loss
+
+    def _scalar(self, name: str, batch: Batch) -> Tensor | None:
+        """A scalar that GradScaler or `clipped_step` sets during a step, on the batch's device, if it is set."""
+        value: Tensor | None = getattr(self, name, None)
+        device = batch.weights[0].device
+        # What comes from a GPU to the host must be there before a kernel reads it.
+        waits = device.type == "cpu"
+        return value if value is None else value.to(device, torch.float32, non_blocking=not waits).view(())
+
+    def _batches(self, group: dict[str, Any]) -> list[Batch]:
+        """The Parameters of a group that have a gradient, by device, type, and what is beside them."""
+        batches: dict[tuple[Any, ...], Batch] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise ConfigError(
+                    f"{type(self).__name__} takes dense gradients; build the embedding with sparse=False."
+                )
+            local = tensors.local(parameter)
+            if local.numel() == 0:  # a shard may be empty
+                continue
+            average, copy = self._average_of(parameter, local), self._copy_of(parameter, local)
+            state = self._state_of(parameter)
+            key = (local.device, parameter.dtype, average is None, copy is None)
+            if key not in batches:
+                batches[key] = Batch(
+                    [], [] if "remainder" in state else None, [], [], [], [],
+                    copies=None if copy is None else [], averages=None if average is None else [],
+                )  # fmt: skip
+            batch = batches[key]
+            batch.weights.append(tensors.flat(local))
+            batch.gradients.append(tensors.flat(tensors.ordered(tensors.local(parameter.grad), local)))
+            batch.exp_avgs.append(tensors.flat(tensors.local(state["exp_avg"])))
+            batch.exp_avg_sqs.append(tensors.flat(tensors.local(state["exp_avg_sq"])))
+            batch.steps.append(state["step"])
+            for listed, tensor in (
+                (batch.remainders, state.get("remainder")), (batch.averages, average), (batch.copies, copy),
+            ):  # fmt: skip
+                if listed is not None and tensor is not None:
+                    listed.append(tensors.flat(tensors.local(tensor)))
+        return list(batches.values())
+
+    def _average_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
+        """The average, as it lies here, that this step's pass moves with a weight. A step that is skipped moves none,
+        nor does one on a GPU that may be: averages then go towards the weights all the same."""
+        stops = getattr(self, "found_inf", None)
+        if self.averages is None or (
+            stops is not None and (stops.device.type != "cpu" or read_number(stops))
+        ):
+            return None
+        shadow = self.averages.shadows.get(parameter)
+        if shadow is None or form_on(self.form, weight.device) == "fused":
+            return None
+        average = tensors.local(shadow)
+        if not _lies_like(average, weight):
+            return None
+        self.averages.moved.add(parameter)
+        return average
+
+    def _copy_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
+        """The half copy, as it lies here, that this step's pass writes with a weight."""
+        half = None if self.copies is None else self.copies.halves.get(parameter)
+        if self.copies is None or half is None or form_on(self.form, weight.device) != "native":
+            return None
+        copy = tensors.local(half)
+        if not _lies_like(copy, weight):
+            return None
+        self.copies.written.add(parameter)
+        return copy
+
+    def _state_of(self, parameter: Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=tensors.local(parameter).device)
+            state |= {name: torch.zeros_like(parameter.detach(), dtype=torch.float32) for name in MOMENTS}
+            if parameter.dtype == torch.bfloat16:
+                state["remainder"] = torch.zeros_like(parameter.detach(), dtype=torch.int16)
+        if state["step"].dtype != torch.float32:  # a state of another form, under another default type
+            state["step"] = state["step"].float()
+        return state
+
+
+class OnePassAdamW(OnePass, torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` over fp32 weights on a CPU, whose pass moves averages and rounds half copies too.
+
+    With these it takes a kernel in C++, which also leaves gradients as they are where it clips and unscales; results
+    differ from torch's in the last digits, as torch's kernel contracts products and sums. Without, both are as fast
+    (`benchmarks/adamw_cpu.py`), and it takes torch's, as it does once weights were cast. The state dict is torch's.
+    """
+
+    form: Form = "native"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss."""
+        folds = self.averages is not None or self.copies is not None
+        if folds and all(p.dtype == torch.float32 for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        update: Any = torch.optim.AdamW.step
+        # Once somebody has built an AdamW, its step calls the hooks, as that of this class does already.
+        return (update.__wrapped__ if getattr(update, "hooked", False) else update)(self, closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of `torch.optim.AdamW`. Raises ConfigError for settings that the kernel has not."""
+        for group in state_dict["param_groups"]:
+            check_group(group)
+        super().load_state_dict(state_dict)
+
+
+def takes_one_pass(groups: Iterable[Any]) -> bool:
+    """Whether `OnePassAdamW` can update these parameters or groups, and its kernel is there."""
+    parameters = [p for one in groups for p in (one["params"] if isinstance(one, dict) else [one])]
+    return all(
+        isinstance(p, Tensor)
+        and p.dtype == torch.float32
+        and p.device.type == "cpu"
+        and tensors.dense(tensors.local(p.detach()))
+        for p in parameters
+    ) and (form_on("auto", torch.device("cpu")) == "native")
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise ConfigError for settings that the kernels cannot take."""
+    numbers = {name: group[name] for name in ("lr", "eps", "weight_decay") if name in group}
+    betas = group.get("betas", (0.0, 0.0))
+    problems = []
+    if group.get("amsgrad"):
+        problems.append(
+            "AdamW in one pass has no amsgrad; set amsgrad=False, or use torch.optim.AdamW and an fp32 copy as master "
+            "weights."
+        )
+    if group.get("differentiable"):
+        problems.append("AdamW in one pass updates in place and cannot be differentiable; leave it out.")
+    every = [*numbers.items(), *(("betas", beta) for beta in betas)]
+    problems += [
+        f"AdamW in one pass takes {name} as a number, not as a tensor; pass a float."
+        for name, value in every
+        if isinstance(value, Tensor)
+    ]
+    if not problems and not all(0.0 <= beta < 1.0 for beta in betas):
+        problems.append(f"betas are {betas}, but each must be at least 0 and below 1.")
+    if not problems:
+        problems = [f"{name} is {n}, but must be at least 0." for name, n in numbers.items() if not n >= 0.0]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _lies_like(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether a tensor is on the weight's device, in its order of memory and without gaps."""
+    return (
+        tensor.device == weight.device and tensors.ordered(tensor, weight) is tensor and tensors.dense(tensor)
+    )
+
+
+def _hyper(group: dict[str, Any]) -> Hyper:
+    beta1, beta2 = group["betas"]
+    return Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])

@@ -244,6 +244,17 @@ def test_casts_that_pay_once_compiled_are_tried_again(tuned: Callable[..., TuneR
     assert _statuses(report)["half-bf16+compile-blocks"] == "kept"
 
 
+def test_what_saves_more_of_a_shorter_step_is_tried_again(tuned: Callable[..., TuneReport]) -> None:
+    """Nothing beyond the noise on the script as it is, but a tenth once products are half as long."""
+    both = frozenset({"optimizer=fused", "precision=O1"})
+    world = World(gains={"precision=O1": 2.0, "matmul=medium": 0.9}, together={both: 1.1})
+    report = tuned(world, rungs=("optimizer", "matmul", "half-bf16"))
+    assert {*report.line.split()} >= both
+    assert _statuses(report)["optimizer-fused"] == "kept"
+    # What was slower is not: fast products were started once, on top of the script as it is.
+    assert sum("matmul=medium" in line for line in world.started) == 1
+
+
 def test_what_changes_results_is_offered_apart(tuned: Callable[..., TuneReport]) -> None:
     report = tuned(World(gains={"precision=O1": 1.5, "products=int8_all": 1.4}))
     assert report.line == "precision=O1 dtype=bf16"

@@ -164,6 +164,7 @@ class _Tuning:
         safe = [rung for rung in rungs if rung.name not in CHANGES_RESULTS]
         best = self._climb([[rung] for rung in safe], self.first, path, others, end)
         best = self._climb(self._together(safe, path, others), best, path, others, end)
+        best = self._climb(self._undecided(safe, others, best), best, path, others, end)
         offered: list[TuneStep] = []
         fastest = self._climb(
             [[rung] for rung in rungs if rung.name in CHANGES_RESULTS], best, offered, others, end
@@ -359,6 +360,20 @@ class _Tuning:
             attention = [name for name in named if name.startswith("attention-") and near(name)]
             return [[named[name]] for name in (*half, *attention)]
         return [[named[one], named[other]] for one in half[:1] for other in compiled[:1]]
+
+    def _undecided(
+        self, rungs: Sequence[Rung], others: dict[str, TuneStep], best: str
+    ) -> list[list[Rung]]:
+        """Rungs worth another try on top of the best, the most promising first: those that were measured on top of less
+        and may have been faster. What they save is a larger share of a step that has become shorter."""
+
+        def speed(rung: Rung) -> float:
+            step = others.get(rung.name)
+            if step is None or step.status != "not kept" or step.reason not in NO_GAIN.values():
+                return 0.0
+            return step.ratio.value if step.ratio and step.before != best and step.ratio.high > 1.0 else 0.0
+
+        return [[rung] for rung in sorted(rungs, key=speed, reverse=True) if speed(rung) > PAIRED]
 
     # -- races
 

@@ -23,6 +23,7 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` returns its code
 )
+# Each line is also the first of the verb's docstring, which `penstock VERB --help` shows.
 _VERBS = {
     "demo": "Tune two small models, train one on real images, and suggest what to type next.",
     "train": "Train a model; resumes where it was stopped.",
@@ -55,14 +56,15 @@ _CHECKPOINT_VERBS = {
     "export": "Write weights as a Hugging Face folder.",
     "average": "Write the mean of a run's newest checkpoints.",
 }
-_WITH_SETTINGS = (
-    "train", "ladder", "plan", "deploy", "serve", "scale", "generate", "sample", "embed", "retrieve", "classify",
-    "compress",
-)  # fmt: skip
-"""Verbs that have an option for each setting. Their usage is fixed here, because making it out of the options takes a
-while."""
+_WITH_SETTINGS = "train ladder plan deploy serve scale generate sample embed retrieve classify compress"
+"""Verbs with an option for each setting. Their usage is given here, because making it of the options takes long."""
+_USAGE = {
+    **dict.fromkeys(_WITH_SETTINGS.split(), "[MODEL] [OPTIONS]"),
+    **dict.fromkeys(("run", "tune"), "[OPTIONS] SCRIPT [ARGUMENTS]"),
+    "launch": "[OPTIONS] -- PROGRAM",
+}
 for _verb, _words in _VERBS.items():
-    _usage = f"Usage: penstock {_verb} [MODEL] [OPTIONS]" if _verb in _WITH_SETTINGS else None
+    _usage = f"Usage: penstock {_verb} {_USAGE[_verb]}" if _verb in _USAGE else None
     _module = _verb.replace("-", "_")
     app.command(f"penstock.cli.{_module}:{_module}", name=_verb, help=_words, usage=_usage)
 checkpoint = App(name="checkpoint", help="Verify, list, export and average the checkpoints of a run.")
@@ -112,6 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = before_script(typed)
         check_words(words)
+        if not set(app.help_flags).isdisjoint(words):
+            from penstock.cli._help import describe_by_docstring
+
+            describe_by_docstring(app, words)
         result = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # a full disk is reported here, or by a traceback at the end of Python
     except CycloptsError as error:

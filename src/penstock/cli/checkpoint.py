@@ -17,7 +17,9 @@ ShardSize = Annotated[float, Range(0, 1e9, open_low=True)]
 
 
 def verify_(path: Path, *, step: int | None = None) -> None:
-    """Check every byte of a checkpoint against its manifest. Ends with code 5 if anything has changed.
+    """Check every byte of a checkpoint.
+
+    Compares its files with its manifest. Ends with code 5 if anything has changed.
 
     Parameters
     ----------
@@ -44,9 +46,10 @@ def list_(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     thorough: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """List the checkpoints of a run: step, size, ranks, Plan, and whether they can be trusted.
+    """List the checkpoints of a run.
 
-    Ends with code 5 if there is one that cannot be trusted.
+    Shows step, size, ranks, Plan, and whether they can be trusted. Ends with code 5 if there is one that cannot be
+    trusted.
 
     Parameters
     ----------
@@ -116,7 +119,9 @@ def export_(
     branch: str | None = None,
     adapter: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face folder: safetensors and config.json.
+    """Write weights as a Hugging Face folder.
+
+    The weights are those of a checkpoint; the folder gets safetensors and config.json.
 
     Parameters
     ----------
@@ -164,9 +169,10 @@ def export_(
 
 
 def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: str = "weights") -> None:
-    """Write the mean of a run's newest checkpoints as a Hugging Face folder: safetensors and config.json.
+    """Write the mean of a run's newest checkpoints.
 
-    The mean is exact: summed in fp64 and rounded once to fp32. `penstock train --keep N` keeps N checkpoints.
+    Makes a Hugging Face folder: safetensors and config.json. The mean is exact: summed in fp64 and rounded once to
+    fp32. `penstock train --keep N` keeps N checkpoints.
 
     Parameters
     ----------

@@ -24,9 +24,12 @@ def classify(
         bool, Parameter(name="--json", negative="", help="Print one JSON object per line.")
     ] = False,
 ) -> None:
-    """Classify texts, or images with a ViT: the likeliest class and its probability, one line per input.
+    """Classify texts or images with a trained model.
 
-    INPUTS come from the command line, from --file, or from a pipe, one per line.
+    INPUTS are texts, or paths of images for a ViT. They come from the command line, from --file, or from a pipe, one
+    per line. Each line that is printed is the likeliest class, its probability, and the input.
+
+        penstock classify runs/digits photo.png --json
     """
     model, sources = config.named("classify"), words(inputs, file)
     from penstock.infer.encode import Classifier

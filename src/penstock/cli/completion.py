@@ -6,11 +6,15 @@ from typing import Literal
 
 
 def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
-    """Print the script with which SHELL completes verbs and options. Nothing is installed.
+    """Print a script with which bash, zsh or fish completes verbs and options.
 
-    bash: `source <(penstock completion bash)` in ~/.bashrc. zsh: `penstock completion zsh > DIR/_penstock`, where DIR
-    is in $fpath. fish: `penstock completion fish > ~/.config/fish/completions/penstock.fish`. `penstock
-    --install-completion` does this for the running shell.
+    Nothing is installed. Where the script belongs depends on the shell:
+
+        bash: source <(penstock completion bash), in ~/.bashrc
+        zsh: penstock completion zsh > DIR/_penstock, where DIR is in $fpath
+        fish: penstock completion fish > ~/.config/fish/completions/penstock.fish
+
+    `penstock --install-completion` does this for the running shell.
 
     Parameters
     ----------

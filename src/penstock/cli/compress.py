@@ -19,10 +19,13 @@ from penstock.errors import ExitCode
     loader=load_compression,
 )
 def compress(config: CompressConfig) -> int:
-    """Prune, distil and quantise MODEL, in the steps that have settings.
+    """Make a trained model smaller: prune, distil and quantise it.
 
-    The file given with --recipe holds the settings of all steps. The same command resumes where it was stopped.
-    OUTPUT gets each step's model, compress.html, compress.json, and the compressed model in `export`.
+    Steps that have settings are done; the file given with --recipe can hold the settings of all steps. The same command
+    resumes where it was stopped. OUTPUT gets each step's model, compress.html, compress.json, and the compressed model
+    in `export`.
+
+        penstock compress runs/vit-digits --prune.layers 0.34 --quantise int8
     """
     from penstock.compress.page import cuts_table, table
     from penstock.compress.run import PAGE, RECORD

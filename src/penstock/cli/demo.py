@@ -57,10 +57,11 @@ def demo(
     budget: Annotated[float, Parameter(help="Seconds for both ladders.")] = 120.0,
     epochs: Annotated[float, Parameter(help="Passes over the images in training.")] = 50.0,
 ) -> int:
-    """Tune two small Transformers, train one on real images, and suggest what to type next: about four minutes.
+    """Tune two small models, train one on real images, and suggest what to type next.
 
-    The images are handwritten digits, which come with Penstock. The other model is transformers' BERT, untrained, on
-    padded texts. Nothing is downloaded. A complete demo only shows its end again; remove its folder to run it again.
+    Takes about four minutes and downloads nothing. The images are handwritten digits, which come with Penstock. The
+    other model is transformers' BERT, untrained, on padded texts. Once the demo is complete, it only shows its results
+    again; remove its folder to repeat it.
     """
     path = output / "demo.json"
     if path.exists():

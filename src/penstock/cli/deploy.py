@@ -33,10 +33,13 @@ def load_or_folder(cls: type[Any], *, file: Path | None, overrides: Mapping[str,
 
 @configured(DeployConfig, positional="model", flags=("json", "measure"), loader=load_or_folder)
 def deploy(config: DeployConfig) -> int:
-    """Find the fewest devices that serve MODEL in time: type of weights, degrees, replicas, slots and cache.
+    """Find the fewest devices that serve a model in time.
 
-    Requests are simulated one by one, through the queue and the steps of the engine. Ends with code 7 if no layout
-    answers in time.
+    MODEL is a preset, or a folder of weights. Chooses the type of weights, the degrees of parallelism, the number of
+    replicas, the requests at a time, and the size of the KV cache. Requests are simulated one by one, through the queue
+    and the steps of the engine. Ends with code 7 if no layout answers in time.
+
+        penstock deploy llama3-8b --gpus 1..8 --requests "rate=20 in=512 out=128"
     """
     if config.model is None:
         raise ConfigError(

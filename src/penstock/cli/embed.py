@@ -24,10 +24,13 @@ def embed(
         tuple[Path, ...], Parameter(help="An image in place of texts; may be repeated.", negative="")
     ] = (),
 ) -> None:
-    """Turn texts, or images for a model of both, into vectors of length 1, each a JSON list on a line of its own.
+    """Turn texts into vectors with a trained encoder.
 
-    TEXTS come from the command line, from --file, or from a pipe, one per line. With --plan, each of several
-    processes does its part, and one prints.
+    A model of texts and images takes images too, with --image. Each vector has length 1, and is printed as a JSON list
+    on a line of its own. TEXTS come from the command line, from --file, or from a pipe, one per line. With --plan, each
+    of several processes does its part, and one prints.
+
+        penstock embed sentence-transformers/all-MiniLM-L6-v2 --file sentences.txt
     """
     from penstock.infer.encode import Embedder
     from penstock.infer.ranks import from_rank_zero, require_ranks

@@ -23,7 +23,13 @@ def experts(
     moves: int | None = None,
     target: float | None = None,
 ) -> None:
-    """Show how often tokens visited each expert of a run's mixtures, or place the experts on devices.
+    """Show how often a run visited its experts, and place them on devices.
+
+    A mixture's router sends each token to a few experts. This shows for each layer how many tokens visited each expert
+    in training. With --place, experts are placed so that devices have about equal work.
+
+        penstock experts runs/mixture
+        penstock experts runs/mixture --place gpus=8 slots=16 nodes=2 groups=4
 
     Parameters
     ----------
@@ -36,8 +42,8 @@ def experts(
     html
         Write a page with heat maps to this file.
     place
-        Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots are replicas on all devices together,
-        and each group of experts stays on one node. With --json the placement itself is printed.
+        Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots are the replicas of experts on all
+        devices together, and each group of experts stays on one node. With --json the placement itself is printed.
     uneven
         Replicas of an expert may take uneven shares of its tokens.
     before
@@ -45,7 +51,7 @@ def experts(
     moves
         How many slots of a layer may change; by default one in twenty.
     target
-        Also find the fewest slots with which the largest load over the mean is at most this, such as 1.05.
+        Also find the fewest slots with which the largest load is at most this many times the mean, such as 1.05.
     """
     from penstock.boundary.files import write_text
     from penstock.cli.place_experts import place_layers, read_placements, room_of

@@ -20,7 +20,11 @@ def export(
     type: ExportType = "fp32",
     head: tuple[str, ...] = (),
 ) -> None:
-    """Write MODEL into the folder TARGET in a form that other programs run, and check their outputs.
+    """Write a model for other programs: ONNX, CTranslate2, torch, transformers.
+
+    What is written is run once. Ends with code 6 if its outputs differ from MODEL's by more than TYPE rounds.
+
+        penstock export runs/vit-digits/export out --to onnx
 
     Parameters
     ----------
@@ -33,11 +37,11 @@ def export(
         `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest, and
         weights of a quantised one are the values that they stand for. `ctranslate2`: a folder of CTranslate2.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
-        `compressed-tensors`: a folder of transformers with the numbers of a quantised model.
+        `compressed-tensors`: a folder of transformers with the integers of a quantised model.
     type
         Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
     head
-        One of several heads, whose output is written; may be repeated. None: all, each an output of its name.
+        Write the output of this head, of a model with several; may be repeated. By default all, each by its name.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     from penstock.compress.pad import write_transformers

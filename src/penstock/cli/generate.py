@@ -43,11 +43,18 @@ def generate(
     ] = False,
     system: Annotated[str | None, Parameter(help="System message at the beginning of a chat.")] = None,
 ) -> None:
-    """Continue or translate texts, or write captions of images with a model of both.
+    """Continue or translate texts with a trained model.
 
-    PROMPTS come from the command line, from --file, or from a pipe, one per line. The answer to a single prompt is
-    printed as it is generated. With --plan, each of several processes does its part, and one prints. With --chat each
-    prompt begins a conversation of its own; lines typed into a terminal are one conversation, until Ctrl-D.
+    MODEL is a run's folder or its export, a folder that transformers wrote, or a name on the Hugging Face hub. PROMPTS
+    come from the command line, from --file, or from a pipe, one per line. The answer to a single prompt is printed as
+    it is generated.
+
+    With --chat each prompt begins a conversation of its own. Without prompts, the lines that you type into the terminal
+    are one conversation, until Ctrl-D. With --image, a model of texts and images writes a caption. With --plan, each of
+    several processes does its part, and one prints.
+
+        penstock generate runs/numbers "en>de: forty-two"
+        penstock generate runs/chat --chat
     """
     from penstock.infer.captions import writes_of_either
     from penstock.infer.generator import Generator

@@ -29,10 +29,13 @@ def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str
 def ladder(
     config: LadderConfig, *, all_: Annotated[bool, Parameter(name="--all", negative="")] = False
 ) -> int:  # fmt: skip
-    """Find the fastest Plan on this machine, and what each of its optimisations gains in speed and memory.
+    """Measure what each optimisation gains on this machine.
 
-    MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
-    and a function loss(model, batch).
+    Searches for the fastest Plan that gives the same results, and measures what each of its optimisations gains in
+    speed and memory. MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model,
+    an example batch, and a function loss(model, batch).
+
+        penstock ladder vit-s16
 
     Parameters
     ----------

@@ -29,11 +29,19 @@ def launch(
     *program: Annotated[str, Parameter(allow_leading_hyphen=True)],
     settings: Annotated[LaunchSettings, Parameter(name="*")] = _DEFAULTS,
 ) -> int:
-    """Start the ranks of a run, watch them, and restart them after a fault.
+    """Start the ranks of a run, and restart them after a fault.
+
+    A rank is a process, usually one for each device. If the Plan of a training names none of dp, tp, pp and cp, the
+    ranks are replicas, which split the global batch.
+
+    If a rank fails or hangs, all ranks start again, and `penstock train` resumes from the newest checkpoint. Errors
+    that a restart cannot fix end the run at once: configuration, environment, data, checkpoints, numbers and memory.
 
     Ends with the exit code of the rank that failed first (128 + N for signal N), with 8 after a hang, and with 75 when
-    SIGTERM or SIGUSR1 asked the run to stop and it has saved. Errors that a restart cannot fix end the run:
-    configuration, environment, data, checkpoints, numbers and memory.
+    SIGTERM or SIGUSR1 asked the run to stop and it has saved.
+
+        penstock launch --procs 2 -- vit-digits --plan "micro_batch=32 dp=2"
+        penstock launch --procs 8 -- train.py --epochs 3
 
     Parameters
     ----------

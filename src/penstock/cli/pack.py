@@ -30,7 +30,12 @@ def pack(
     text: Annotated[TextPacking, Parameter(name="*", group="Text")] = _TEXT,
     verify: bool = False,
 ) -> None:
-    """Pack images, resized once, or text as tokens, into a few large files for `--data.source pack:TARGET`.
+    """Pack images or texts for fast reading.
+
+    Writes images, resized once, or text as tokens into a few large files, which `penstock train --data pack:TARGET`
+    reads.
+
+        penstock pack /data/flowers /data/flowers.pack
 
     Parameters
     ----------

@@ -10,9 +10,13 @@ from penstock.errors import ExitCode
 
 @configured(PlanConfig, positional="model", flags=("sensitivity", "run", "json"))
 def plan(config: PlanConfig) -> int:
-    """Find the fastest parallel layout of MODEL on a cluster, with memory, time and why the others are slower.
+    """Find the fastest parallel layout of a model on a cluster.
 
-    With --compute or --budget-gpu-hours and no MODEL, show what model size and how many tokens scaling laws advise.
+    Shows the memory and the time of each layout that fits, and why the others are slower. Nothing is run, so no GPU is
+    needed. With --compute or --budget-gpu-hours and no MODEL, shows what model size and how many tokens scaling laws
+    advise.
+
+        penstock plan gpt-175b --machine a100-80g --gpus 1024 --global-batch 1536
     """
     config.check()
     # Imported here, because --help does without the planner.

@@ -22,9 +22,12 @@ def push(
     message: str = "",
     endpoint: str | None = None,
 ) -> None:
-    """Upload MODEL to the Hugging Face hub as NAME: weights, configuration, tokenizer and model card.
+    """Upload a trained model to the Hugging Face hub.
 
-    Log in first, with `hf auth login` or HF_TOKEN. A model that exists already gets one more commit.
+    Uploads weights, configuration, tokenizer and model card. Log in first, with `hf auth login` or HF_TOKEN. A model
+    that is on the hub already gets one more commit.
+
+        penstock push runs/vit-digits me/vit-digits
 
     Parameters
     ----------

@@ -30,9 +30,12 @@ def retrieve(
     best: Annotated[int, Parameter(help="How many answers to show of each.")] = 5,
     grid: Annotated[Path | None, Parameter(help="Draw the answers here (PNG), a row for each text.")] = None,
 ) -> None:
-    """Find the images that fit a text best, or the texts that fit an image best, with a model of both.
+    """Find images by texts, or texts by images, with a trained model of both.
 
-    Each line is the question, the cosine of the two vectors, and an answer, the best first.
+    --text searches the folder --images, and --image searches the file --texts. Each line that is printed is the
+    question, the cosine of the two vectors, and an answer, the best first.
+
+        penstock retrieve runs/both --text "two red squares" --images photos
     """
     model = config.named("retrieve")
     if bool(text) == bool(image) or (images if text else texts) is None or best < 1:

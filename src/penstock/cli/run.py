@@ -23,10 +23,13 @@ def run(
     module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
     watch: Annotated[str | None, Parameter(show=False)] = None,
 ) -> int:
-    """Run a training script in mixed precision, or under a whole Plan, without changing it.
+    """Run a training script in mixed precision, or under a Plan, unchanged.
 
-    Type SCRIPT and all that follows it as after `python`; options of this command come before it. A summary on stderr
-    lists what was applied.
+    Options of this command come before SCRIPT. All that follows SCRIPT is passed to it, as after `python`. Output and
+    exit code are the script's own; a summary on stderr lists what was applied.
+
+        penstock run --precision O1 train.py --lr 1e-3
+        penstock run --plan "precision=O1 optimizer=fused" -m my.trainer
 
     Parameters
     ----------

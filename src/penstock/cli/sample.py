@@ -30,9 +30,12 @@ def sample(
         ),
     ] = None,
 ) -> None:
-    """Make images from noise with a trained diffusion model.
+    """Make images with a trained diffusion model.
 
-    If a model has other experts for each range of time, those of one range are loaded at a time.
+    The images go to --grid, to --out, or to both. If a model has separate experts for each range of time, those of one
+    range are loaded at a time.
+
+        penstock sample runs/digits --count 4 --grid digits.png
     """
     if grid is None and out is None:
         raise ConfigError("Say where the images go: --grid FILE.png, or --out FOLDER, or both.")

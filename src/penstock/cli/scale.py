@@ -63,10 +63,12 @@ class ScaleConfig(Checked):
 
 @configured(ScaleConfig, positional="model", loader=load_or_factory)
 def scale(config: ScaleConfig) -> int:
-    """Measure how large a model's gradients are, and choose the constant loss scale that fits them into fp16.
+    """Measure a model's gradients and choose a loss scale for fp16.
 
-    MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model, an example batch,
-    and a function loss(model, batch).
+    The scale is a constant that fits the gradients into fp16. MODEL is a preset such as vit-s16, or
+    package.module:factory, a function that returns your model, an example batch, and a function loss(model, batch).
+
+        penstock scale vit-s16 --data imagefolder:/data/flowers
     """
     from penstock.cli.scale_page import ScaleMeasurement, scale_page
     from penstock.ladder.own import subject_of

@@ -13,9 +13,12 @@ from penstock.serve.settings import ServeConfig
 
 @configured(ServeConfig, positional="model")
 def serve(config: ServeConfig) -> int:
-    """Serve MODEL over HTTP with OpenAI's routes (completions, chat, embeddings), classes and translations.
+    """Serve a model over HTTP, with OpenAI's routes.
 
-    Requests join the running batch as they arrive. SIGTERM and Ctrl-C stop the server once running requests have ended.
+    Answers completions, chats, embeddings, classes and translations, as far as MODEL can. Requests join the running
+    batch as they arrive. SIGTERM and Ctrl-C stop the server once running requests have ended.
+
+        penstock serve runs/gpt-tiny/export
     """
     from penstock.serve.serve import key_of
     from penstock.serve.serve import serve as run

@@ -41,8 +41,16 @@ def train(
 ) -> None:
     """Train a model; resumes where it was stopped.
 
-    The file given with --config overrides the settings of the preset's own recipe, and options given here override
-    both. OUTPUT/run.toml keeps all settings of the run; with --config it runs the same again.
+    A preset has settings of its own. Those in the file given with --config override them, and options given here
+    override both. OUTPUT/run.toml keeps all settings of the run; with --config it runs the same again.
+
+    To resume from the newest checkpoint, run the same command again. On SIGTERM or SIGUSR1 the run saves and ends with
+    code 75, which tells schedulers to start it again. The other exit codes say what was wrong: 2 a setting, 3 the
+    machine or a package, 4 the data, 5 the checkpoints, 6 a loss or weight that is not finite, 7 too little memory, 8 a
+    rank that waited too long for another.
+
+        penstock train vit-digits --output runs/digits
+        penstock train vit-s16 --data imagefolder:/data/flowers --recipe.epochs 30
     """
     from penstock.tasks import task_of
     from penstock.tasks.scores import chance_words

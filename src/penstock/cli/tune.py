@@ -29,11 +29,13 @@ def tune(
     module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
     all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
 ) -> int:
-    """Find the fastest Plan for a training script, without changing it.
+    """Find the fastest Plan for a training script, unchanged.
 
-    Type SCRIPT and all that follows it as after `python`; options of this command come before it. The script is started
-    several times with different settings, which take turns of some optimizer steps each. The last line is the command
-    that runs it with the fastest settings.
+    Options of this command come before SCRIPT. All that follows SCRIPT is passed to it, as after `python`. The script
+    is started several times with different settings, which take turns of some optimizer steps each. The last line is
+    the command that runs it with the fastest settings.
+
+        penstock tune --budget 300 train.py --lr 1e-3
 
     Parameters
     ----------

@@ -17,10 +17,11 @@ def tune_kernels(
     rounds: int = 15,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Measure the fused operators beside torch's own, eager and compiled, and store which pay for plan.fuse=auto.
+    """Measure which fused operators pay on this machine.
 
-    Takes a minute or two. Times are processor time on one thread. The table is stored in the cache folder
-    ($PENSTOCK_CACHE or ~/.cache/penstock) and replaces the one that ships with Penstock.
+    Compares the fused operators with torch's own, eager and compiled; plan.fuse=auto uses those that pay. Takes a
+    minute or two. Times are processor time on one thread. The table is stored in the cache folder ($PENSTOCK_CACHE or
+    ~/.cache/penstock) and replaces the one that ships with Penstock.
 
     Parameters
     ----------

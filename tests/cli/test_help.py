@@ -1,0 +1,59 @@
+"""Help pages of verbs: each begins with all that the verb's docstring says, and its examples are right."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from typing import Any
+
+import pytest
+
+from penstock.cli import _CHECKPOINT_VERBS, _VERBS, app, before_script, main
+from penstock.cli._help import unwrapped
+
+LINES = {(verb,): line for verb, line in _VERBS.items()}
+LINES |= {("checkpoint", verb): line for verb, line in _CHECKPOINT_VERBS.items()}
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_page_of_each_verb_begins_with_its_docstring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words, line in LINES.items():
+        command: Any = app
+        for word in words:
+            command = command[word]
+        text = (inspect.getdoc(command.default_command) or "").partition("\n\nParameters\n")[0]
+        assert _flat(text.partition("\n\n")[0]) == line, f"{words}: the list of verbs says something else"
+        assert main([*words, "--help"]) == 0
+        usage, page = capsys.readouterr().out.split("\n\n", 1)
+        assert usage.startswith(f"Usage: penstock {' '.join(words)} ")
+        assert _flat(page).startswith(_flat(text)), f"{words}: {page}"
+        examples = [shown for shown in text.splitlines() if shown.startswith("    penstock ")]
+        assert set(examples) <= set(page.splitlines())
+        for example in examples:
+            app.parse_args(before_script(shlex.split(example)[1:]), exit_on_error=False, print_error=False)
+
+
+def test_the_list_of_verbs_has_one_line_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    capsys.readouterr()
+    assert main(["--help"]) == 0
+    page = _flat(capsys.readouterr().out.replace("│", " "))
+    for verb, line in _VERBS.items():
+        assert f"{verb} {line}" in page
+    assert "tells schedulers" not in page
+
+
+def test_paragraphs_and_descriptions_are_unwrapped_and_examples_are_not() -> None:
+    examples = "\n\n    go far\n    go wide\n\n"
+    doc = (
+        f"Go.\n\nFar\nand wide:{examples}Parameters\n----------\nfar\n    As far\n    as that.\nwide\n    So."
+    )
+    plain = f"Go.\n\nFar and wide:{examples}Parameters\n----------\nfar\n    As far as that.\nwide\n    So."
+    assert unwrapped(doc) == plain
+    assert unwrapped(plain) == plain

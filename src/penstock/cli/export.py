@@ -18,7 +18,7 @@ def export(
     *,
     to: Annotated[Literal[ExportForm, "transformers"], Parameter(name="--to")] = "onnx",
     type: ExportType = "fp32",
-    head: tuple[str, ...] = (),
+    head: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> None:
     """Write a model for other programs: ONNX, CTranslate2, torch, transformers.
 

@@ -361,9 +361,7 @@ class _Tuning:
             return [[named[name]] for name in (*half, *attention)]
         return [[named[one], named[other]] for one in half[:1] for other in compiled[:1]]
 
-    def _undecided(
-        self, rungs: Sequence[Rung], others: dict[str, TuneStep], best: str
-    ) -> list[list[Rung]]:
+    def _undecided(self, rungs: Sequence[Rung], others: dict[str, TuneStep], best: str) -> list[list[Rung]]:
         """Rungs worth another try on top of the best, the most promising first: those that were measured on top of less
         and may have been faster. What they save is a larger share of a step that has become shorter."""
 

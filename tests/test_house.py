@@ -488,7 +488,7 @@ LINES = {
     "serve": 3470,
     "step": 710,
     "tasks": 3510,
-    "train": 3260,
+    "train": 3290,
     "tune": 1650,
 }
 

@@ -7,10 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from helpers.toy import TOY
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
+from penstock.kernels.bias_activation import _DirectActivation, bias_activation
+from penstock.kernels.cross_entropy import _CrossEntropyInPlace, cross_entropy
+from penstock.kernels.native_attention import _Direct, _DirectPacked
+from penstock.kernels.residual_norm import _DirectNorm, add_norm
 from penstock.planner import predict
 from penstock.planner.describe import describe
 from penstock.planner.ideal import BETWEEN, least_of_step
@@ -70,6 +76,50 @@ def test_kernels_of_a_gpu_count_where_they_were_launched() -> None:
     )
     assert steps == 1
     assert rows == pytest.approx({"products, forward": 60e-6, HOST: 40e-6})
+
+
+def test_kernels_called_without_the_dispatcher_count_where_they_belong(tmp_path: Path) -> None:
+    """Autograd Functions are recorded by the names of their classes, forward and backward."""
+    x, bias = torch.randn(8, 32, requires_grad=True), torch.zeros(32)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function(STEP):
+        s, normed = add_norm(x, x, bias, bias, 1e-5)
+        logits = bias_activation(normed + s, bias, "gelu")
+        cross_entropy(logits.view(8, 32), torch.arange(8)).backward()
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = [one for one in events if one.get("cat") in ("cpu_op", "user_annotation")]
+    for function, row in (
+        (_DirectNorm, "norms"),
+        (_DirectActivation, "activations"),
+        (_CrossEntropyInPlace, "loss"),
+    ):
+        for name in (function.__name__, f"{function.__name__}Backward"):
+            (own,) = [one for one in events if one["name"] == name]
+            inside = [
+                e for e in events if own["ts"] <= e["ts"] < own["ts"] + own["dur"] and e["tid"] == own["tid"]
+            ]
+            mark = {**event(STEP, own["ts"], own["dur"], "user_annotation"), "tid": own["tid"]}
+            assert set(measure_rows([mark, *inside])[1]) - {HOST} == {row}, name
+    # Compiled code that calls a kernel is measured beside the least work of all that a compiler merges.
+    compiled = event("## Call CompiledFxGraph abc ##", 0, 9), event("penstock::add_norm", 1, 4)
+    _, rows = measure_rows([event(STEP, 0, 9, "user_annotation"), *compiled])
+    assert rows == pytest.approx({f"{BETWEEN}, forward": 9e-6})
+    # Attention in C++ needs a CPU of its own kind; its Functions are recorded as all are.
+    for attention in (_Direct, _DirectPacked):
+        ahead, back = event(attention.__name__, 0, 4), event(f"{attention.__name__}Backward", 5, 4)
+        node = event(f"autograd::engine::evaluate_function: {back['name']}", 5, 4)
+        _, rows = measure_rows([event(STEP, 0, 9, "user_annotation"), ahead, node, back])
+        assert rows == pytest.approx({"attention, forward": 4e-6, "attention, backward": 4e-6, HOST: 1e-6})
+
+
+def test_products_in_a_loss_are_products() -> None:
+    """As the least work has them: a loss in chunks multiplies the head's weights."""
+    mark = event(STEP, 0, 100, "user_annotation")
+    chunked = event("penstock::linear_cross_entropy", 0, 90)
+    inside = [event("aten::mm", 10, 40), event("penstock::logit_rows_", 50, 20), event("aten::copy_", 55, 5)]
+    assert measure_rows([mark, chunked, *inside])[1] == pytest.approx(
+        {"products, forward": 40e-6, "loss": 50e-6, HOST: 10e-6}
+    )
 
 
 def test_the_least_work_is_a_bound_that_grows_with_the_batch() -> None:

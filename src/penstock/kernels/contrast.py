@@ -38,7 +38,7 @@ def contrast(
     0."""
     if chunk is None:
         return plain_contrast(rows, others, groups, other_groups, form)
-    losses: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+    losses: Tensor = _ContrastLoss.apply(  # type: ignore[no-untyped-call]
         rows, others, groups, other_groups, form, chunk
     )
     return losses
@@ -57,7 +57,7 @@ def plain_contrast(
     return torch.logsumexp(logits, dim=1) - own / same.sum(1).clamp(min=1)
 
 
-class _Chunked(torch.autograd.Function):
+class _ContrastLoss(torch.autograd.Function):
     """The loss of each row (B,), some of the others at a time."""
 
     @staticmethod

@@ -40,7 +40,7 @@ def cross_entropy(
     torch's own loss, which its compiler fuses; on a CPU it calls the same kernel, whose gradient is a new tensor.
     """
     if not torch.compiler.is_compiling():
-        return _InPlace.apply(logits, targets, smoothing, columns)  # type: ignore[no-any-return, no-untyped-call]
+        return _CrossEntropyInPlace.apply(logits, targets, smoothing, columns)  # type: ignore[no-any-return, no-untyped-call]
     logits = logits[:, :columns]
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
         return _cross_entropy_rows(logits, targets, smoothing)[0].sum()  # type: ignore[no-any-return]
@@ -61,7 +61,7 @@ def take_target_(p: Tensor, index: Tensor, smoothing: float) -> None:
     p.scatter_add_(1, index, p.new_full((1, 1), smoothing - 1.0).expand(len(p), 1))
 
 
-class _InPlace(torch.autograd.Function):
+class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, columns: int | None) -> Tensor:
         losses, sums = _losses(logits[:, :columns], targets, smoothing)

@@ -217,7 +217,7 @@ def _differentiable(
         made = make(gradient, *ctx.saved_tensors, *ctx.settings)
         return (*([made] if projections == 1 else made), *[None] * (2 + len(ctx.settings)))
 
-    class Direct(torch.autograd.Function):
+    class DirectAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Tensor:
             outputs: tuple[Tensor, Tensor] = forward(*inputs)
@@ -230,7 +230,7 @@ def _differentiable(
             return backward(ctx, *output_gradients)
 
     attend.register_autograd(backward, setup_context=save)
-    return Direct
+    return DirectAttention
 
 
 _Direct = _differentiable(_attend, _forward, torch.ops.penstock.attend_gradient, _make_gradients, 3)

@@ -45,7 +45,7 @@ def sample_losses(
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
         dtype = F.linear(x[:0, 0], weight[:1]).dtype
-    rows = _RowLosses.apply(  # type: ignore[no-untyped-call]
+    rows = _SampleLosses.apply(  # type: ignore[no-untyped-call]
         x.flatten(0, 1), weight, bias, targets.flatten(), smoothing, budget, dtype
     )
     return rows.view(targets.shape).sum(1)  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def plain_sample_losses(
     return losses.view(targets.shape).sum(1)
 
 
-class _RowLosses(torch.autograd.Function):
+class _SampleLosses(torch.autograd.Function):
     """The loss of each row (R,) of features (R, D); 0 where the target counts nothing."""
 
     @staticmethod

@@ -92,7 +92,7 @@ def divergence_and_gradient(
     return losses, p.exp_().sub_(shares).mul_(temperature)
 
 
-class _Loss(torch.autograd.Function):
+class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -130,4 +130,4 @@ def vocabulary_cross_entropy(
     of (log Σ exp z)².
     """
     counted = targets != ignored
-    return _Loss.apply(logits, targets.where(counted, 0), counted, smoothing, share, z_loss)  # type: ignore[no-any-return, no-untyped-call]
+    return _SplitCrossEntropy.apply(logits, targets.where(counted, 0), counted, smoothing, share, z_loss)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,7 +1,8 @@
 """The time of a step by kinds of work, beside the least that a perfect program would need.
 
 The times are those of a trace: each operator counts with the time in which it has called no other. A GPU's kernels
-count in the row of the operator that launched them.
+count in the row of the operator that launched them. Kernels that are called without torch's dispatcher, such as those
+in C++, count by the autograd Function that calls them: torch records it under the name of its class.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.ideal import BETWEEN, OTHER, Least
+from penstock.planner.ideal import ALONE, BETWEEN, OTHER, Least
 
 STEP = "penstock.step"
 """Name of the mark around each step in the trace."""
 HOST = "Python, autograd and launching"
 ALLOCATION = "allocation and clearing"
 COLLECTIVES = "collectives"
+_COMPILED = "## Call CompiledFxGraph"
 _BACKWARD = ("autograd::engine::evaluate_function", "CompiledFunctionBackward")
 _INSIDE = (
     ("Optimizer.step", "optimizer"),
     ("aten::cross_entropy_loss", "loss"),
     ("LogSoftmaxBackward", "loss"),
     ("NllLoss", "loss"),
-    ("LinearCrossEntropy", "loss"),
     ("aten::embedding", "embedding"),
     ("EmbeddingBackward", "embedding"),
     ("aten::dropout", "dropout"),
@@ -35,13 +36,25 @@ _INSIDE = (
     ("ScaledDotProduct", "attention"),
 )
 """Beginnings of names of operators, and the row that all that they call counts in."""
+_COMPUTING = (
+    (("DirectAttention", "penstock::attend"), "attention"),
+    (("_CrossEntropyInPlace", "_SplitCrossEntropy", "_ContrastLoss", "_SampleLosses", "penstock::cross_entropy",
+      "penstock::linear_cross_entropy", "penstock::logit_rows_"), "loss"),
+    (("_DirectNorm", "penstock::add_norm", "penstock::seeded_norm"), "norms"),
+    (("_DirectActivation", "penstock::bias_activation"), "activations"),
+    (("penstock::kept",), "dropout"),
+)  # fmt: skip
+"""Beginnings of names of Penstock's own operators and autograd Functions, and the row of their own time and of all that
+they call."""
 _OWN = (
     (("c10d::", "gloo:", "nccl:"), COLLECTIVES),
-    (("## Call CompiledFxGraph", "triton_"), BETWEEN),
+    ((_COMPILED, "triton_"), BETWEEN),
     (("aten::_scaled_dot_product", "aten::_flash", "aten::_efficient", "aten::bmm", "aten::baddbmm"), "attention"),
     (("aten::mm", "aten::addmm", "aten::linear", "aten::_int_mm", "aten::_scaled_mm", "aten::_grouped_mm",
-      "_Grouped", "penstock::native_grouped", "aten::convolution", "aten::_convolution", "aten::mkldnn",
-      "aten::thnn_conv", "mkldnn::", "onednn::"), "products"),
+      "_Grouped", "penstock::native_grouped", "penstock::grouped", "penstock::gathered_product",
+      "penstock::scattered_product", "penstock::rounded_product", "penstock::packed", "penstock::separate",
+      "aten::convolution", "aten::_convolution", "aten::mkldnn", "aten::thnn_conv", "mkldnn::", "onednn::"),
+     "products"),
     (("aten::log_softmax", "aten::_log_softmax", "aten::nll_loss"), "loss"),
     (("aten::softmax", "aten::_softmax"), "attention"),
     (("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::rms_norm"), "norms"),
@@ -121,7 +134,8 @@ def _within(event: Mapping[str, Any], marks: list[Mapping[str, Any]]) -> bool:
 
 def _own_times(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, float]]:
     """Each event of some threads with its row, and the microseconds that it spent in no event inside it."""
-    stack: list[list[Any]] = []  # event, row, time of its own, row of all that it calls, whether backward
+    # Event, row, time of its own, row of all that it calls, whether backward, whether in compiled code.
+    stack: list[list[Any]] = []
     thread: Any = None
 
     def ended(before: float) -> Iterator[tuple[Mapping[str, Any], str, float]]:
@@ -134,24 +148,35 @@ def _own_times(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[st
             yield from ended(float("inf"))
             thread = event["tid"]
         yield from ended(event["ts"])
-        inside, backward = (stack[-1][3], stack[-1][4]) if stack else ("", False)
+        inside, backward, compiled = stack[-1][3:] if stack else ("", False, False)
         if stack:
             stack[-1][2] -= event["dur"]
         name = event["name"]
         backward = backward or name.startswith(_BACKWARD)
-        inside = inside or next((row for start, row in _INSIDE if start in name), "")
-        stack.append([event, _row(name, inside, backward), event["dur"], inside, backward])
+        compiled = compiled or name.startswith(_COMPILED)
+        computes = _first(_COMPUTING, name)
+        inside = inside or computes or next((row for start, row in _INSIDE if start in name), "")
+        row = _row(name, computes, inside, backward=backward, compiled=compiled)
+        stack.append([event, row, event["dur"], inside, backward, compiled])
     yield from ended(float("inf"))
 
 
-def _row(name: str, inside: str, backward: bool) -> str:
-    kind = next((row for starts, row in _OWN if _starts(name, starts)), "")
+def _row(name: str, computes: str, inside: str, *, backward: bool, compiled: bool) -> str:
+    kind = computes or _first(_OWN, name)
     if not kind:
-        kind = OTHER if name.startswith("aten::") else HOST
-    if inside and kind not in (HOST, COLLECTIVES):
+        kind = OTHER if name.startswith(("aten::", "penstock::")) else HOST
+    # A loss that multiplies the head's weights too computes the products of the model.
+    if inside and kind not in (HOST, COLLECTIVES) and (inside, kind) != ("loss", "products"):
         kind = inside
+    if compiled and kind in (*ALONE.values(), OTHER):
+        kind = BETWEEN
     directed = kind in ("products", "attention", BETWEEN)
     return f"{kind}, {'backward' if backward else 'forward'}" if directed else kind
+
+
+def _first(table: Iterable[tuple[tuple[str, ...], str]], name: str) -> str:
+    """The row of the first entry that a name starts as; "" where none does."""
+    return next((row for starts, row in table if _starts(name, starts)), "")
 
 
 def _starts(name: str, starts: tuple[str, ...]) -> bool:

@@ -467,7 +467,7 @@ LINES = {
     "checkpoint": 2040,
     "cli": 4370,
     "compress": 2740,
-    "config": 6260,
+    "config": 6270,
     "data": 7120,
     "decode": 2650,
     "doctor": 450,
@@ -479,9 +479,9 @@ LINES = {
     "models": 9040,
     "optim": 1890,
     "parallel": 4150,
-    "planner": 6650,
+    "planner": 6670,
     "precision": 5610,
-    "probe": 1240,
+    "probe": 1270,
     "products": 1590,
     "report": 1460,
     "schedules": 1040,
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_800
+    assert sum(LINES.values()) <= 90_900
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -90,7 +90,9 @@ def test_rates_are_plausible(measured: Machine) -> None:
     assert {s.dtype for s in measured.kernels} == {"fp32", "fp32_medium", "bf16", "fp16"}
     kernels = {sample.name: sample.per_second for sample in measured.kernels if sample.dtype == "fp32"}
     assert {"gelu", "gelu_backward", "norm", "norm_backward", "softmax", "softmax_backward"} < set(kernels)
-    assert all(1e7 < kernels[name] < 1e11 for name in ("gelu", "norm", "softmax"))
+    activations = {"gelu", "gelu_tanh", "silu", "relu", "fused_gelu", "fused_gelu_tanh", "fused_silu"}
+    assert activations | {f"{name}_backward" for name in activations} < set(kernels)
+    assert all(1e7 < kernels[name] < 1e11 for name in ("gelu", "norm", "softmax", *activations))
     attention = [s for s in measured.kernels if s.name == "attention" and s.dtype == "fp32"]
     assert len(attention) >= 2
     assert all(1e8 < sample.per_second < measured.peak_flops["fp32"] * 1.5 for sample in attention)

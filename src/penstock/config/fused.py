@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+FUSED_FORM = "fused_"
+"""How measured activations are named that the operator `bias_activation` computes: `fused_gelu`."""
 FusedName = Literal["residual_norm", "bias_activation"]
 Fuse = Literal["auto", "residual_norm", "bias_activation"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 from penstock.config.convert import Count, NotNegative, Positive, Probability, Range
 
 Mlp = Literal["gelu", "gelu_tanh", "gelu_quick", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
+UNGATED: Mapping[Mlp, Mlp] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+"""The function that a gated activation computes of its gate."""
 Norm = Literal["layer", "rms"]
 Features = Annotated[int, Range(1, 1 << 20)]
 Heads = Annotated[int, Range(1, 1 << 16)]

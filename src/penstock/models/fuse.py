@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.config.fused import FUSED, Fuse, FusedName
 from penstock.config.gains import variants_that_pay
+from penstock.config.stack import UNGATED
 from penstock.errors import ConfigError
 from penstock.kernels.bias_activation import Activation, bias_activation
 from penstock.kernels.gains import kind_of
@@ -180,7 +181,6 @@ def _activate(linear: Any, activation: Activation, *, gated: bool = False, trans
     _swap(linear, _ActivatedLinear)
 
 
-_GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 _KINDS: dict[str, Activation] = {
     "GELU": "gelu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh", "FastGELUActivation": "gelu_tanh", "SiLU": "silu", "SiLUActivation": "silu",
@@ -207,7 +207,7 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
         if not plain:
             continue
         if isinstance(parent, MLP):
-            if _GATED.get(parent.activation, parent.activation) in get_args(Activation):
+            if UNGATED.get(parent.activation, parent.activation) in get_args(Activation):
                 yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
             continue
         inside = [(name, kind) for name, child in parent.named_children() if (kind := _activation_of(child))]
@@ -222,8 +222,8 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
 
 
 def _activate_ours(mlp: MLP) -> None:
-    activation = _GATED.get(mlp.activation, mlp.activation)
-    _activate(mlp.up, cast(Activation, activation), gated=mlp.activation in _GATED)
+    activation = UNGATED.get(mlp.activation, mlp.activation)
+    _activate(mlp.up, cast(Activation, activation), gated=mlp.activation in UNGATED)
     mlp.activated = True
 
 

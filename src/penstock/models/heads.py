@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.config.graph import Condition, VectorHead
 from penstock.config.plan import LOSS_BUDGET
-from penstock.config.stack import Stack
+from penstock.config.stack import UNGATED, Stack
 from penstock.kernels.attention import autocasts
 from penstock.kernels.distil import Taught
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
@@ -83,14 +83,12 @@ class Transform(nn.Module):
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__()
-        self.activation = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}.get(
-            sizes.mlp, sizes.mlp
-        )
+        self.activation = UNGATED.get(sizes.mlp, sizes.mlp)
         self.dense = nn.Linear(sizes.width, sizes.width, bias=sizes.bias, **where)
         self.norm = make_norm(sizes, sizes.width, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(activate(self.dense(x), self.activation))  # type: ignore[no-any-return, arg-type]
+        return self.norm(activate(self.dense(x), self.activation))  # type: ignore[no-any-return]
 
 
 class Conditioner(nn.Module):

@@ -72,7 +72,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
 def modulation(to: Lister, name: str, stack: Stack, parts: int) -> None:
     """The linear that makes so many vectors of the condition of each sample; its activation is done again for each."""
     samples, d = to.terms.samples, stack.width
-    to.move(f"{name}.activation", samples * d, (to.terms.stream, to.terms.stream), kind="activation")
+    to.activate(f"{name}.activation", samples * d, "silu", (to.terms.stream, to.terms.stream))
     to.gemm(name, samples, parts * d, d, bias=True, narrow=False, group="norms")
 
 
@@ -327,12 +327,14 @@ def _mlp(
     activation = f"{name}.activation"
     if gated and (t.fused or merged):
         kept = 2 * size * c
-        to.move(activation, size, (2 * c, c), (3 * c, 2 * c), kind="activation", kept=kept, group="mlp")
+        to.activate(
+            activation, size, stack.mlp, (2 * c, c), (3 * c, 2 * c), kept=kept, group="mlp", fused=merged
+        )
     else:
         # ReLU keeps its outputs, which the next product keeps anyway.
         stays = stack.mlp == "relu" and not stack.hidden_dropout and t.kept == c
         kept = 0.0 if stays else (1 + gated) * size * c
-        to.move(activation, size, (c, c), (2 * c, c), kind="activation", kept=kept, group="mlp")
+        to.activate(activation, size, stack.mlp, (c, c), (2 * c, c), kept=kept, group="mlp", fused=merged)
         if gated:
             to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
     if stack.hidden_dropout:

@@ -177,7 +177,7 @@ def _entrance(to: Lister, graph: Graph) -> int:
             to.gemm(
                 "condition.up", t.samples, d, graph.condition.frequencies, bias=True, first=True, narrow=False
             )
-            to.move("condition.activation", t.samples * d, (t.product, t.product), kind="activation")
+            to.activate("condition.activation", t.samples * d, "silu", (t.product, t.product))
             to.gemm("condition.down", t.samples, d, d, bias=True, narrow=False)
         if graph.condition.classes:
             size, moved = (graph.condition.classes + 1) * d, t.samples * d * e
@@ -340,9 +340,7 @@ def _words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = F
         size = rows * d
         with to.inside("head"):
             to.gemm("head.dense", rows, d, d, bias=last.bias, narrow=False, group="output")
-            to.move(
-                "head.activation", size, (c, c), (2 * c, c), kind="activation", kept=size * c, group="output"
-            )
+            to.activate("head.activation", size, last.mlp, (c, c), (2 * c, c), kept=size * c, group="output")
         to.norm("head.norm", rows, last)
     if head.scaled:
         to.move("head.scale", rows * d, (c, c))

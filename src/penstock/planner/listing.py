@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Literal, NamedTuple, get_args
 
 from penstock.config.formats import BYTES, PRODUCTS, Products
-from penstock.config.fused import FusedName
+from penstock.config.fused import FUSED_FORM, FusedName
 from penstock.config.machine import ProductForm
-from penstock.config.stack import Stack
+from penstock.config.stack import UNGATED, Mlp, Stack
 from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part
 from penstock.planner.shapes import BlockKind
 from penstock.planner.software import PENSTOCK, Software
@@ -276,20 +276,22 @@ class Lister:
     def move(
         self, name: str, size: float, ahead: Bytes, behind: Bytes | None = None, *, kind: OpKind = "pointwise",
         kept: float = 0.0, group: str = "", weights: int = 0, tensors: int = 0, launches: int = 1, row: int = 0,
-        scores: bool = False,
+        scores: bool = False, function: str = "",
     ) -> None:  # fmt: skip
         """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
-        `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows."""
+        `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows, and
+        `function` that of an activation."""
         one = Op(
             name, kind, row=row, read=size * ahead[0], written=size * ahead[1], elements=size, kept=kept, group=group,
-            weights=weights, tensors=tensors, launches=launches, scores=scores,
+            weights=weights, tensors=tensors, launches=launches, scores=scores, function=function,
         )  # fmt: skip
         read, written = behind or ahead
         if not read and not written:
             self.add(one)
             return
         back = Op(
-            name, kind, False, read=size * read, written=size * written, elements=size, launches=launches, row=row
+            name, kind, False, read=size * read, written=size * written, elements=size, launches=launches, row=row,
+            function=function,
         )  # fmt: skip
         learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
         self.add(one, back, *[learn] * bool(weights))
@@ -315,6 +317,19 @@ class Lister:
         )
         with self.inside("table"):
             self.add(ahead, Op(ahead.name, ahead.kind, False, read=read, written=written), learn)
+
+    def activate(
+        self, name: str, size: float, mlp: Mlp, ahead: Bytes, behind: Bytes | None = None, *, kept: float = 0.0,
+        group: str = "", fused: bool = False,
+    ) -> None:  # fmt: skip
+        """An activation of `size` elements, of the first half where `mlp` is gated. Those that are `fused` compute as
+        the kernels of `plan.fuse` do. So does compiled code on a CPU of GELU's tanh form, without a tanh."""
+        function = UNGATED.get(mlp, mlp)
+        fused = fused or (self.terms.fused and self.terms.host and function == "gelu_tanh")
+        self.move(
+            name, size, ahead, behind, kind="activation", kept=kept, group=group,
+            function=f"{FUSED_FORM}{function}" if fused else function,
+        )  # fmt: skip
 
     def modulate(self, name: str, size: float, *, launches: int = 1) -> None:
         """A product of `size` elements with a factor of each sample's features, which keeps them for its gradient."""

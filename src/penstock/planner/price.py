@@ -15,6 +15,7 @@ hides behind nothing of its own. So all are added.
 
 from __future__ import annotations
 
+from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import ProductForm
 from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.operators import MATRIX, Op
@@ -132,7 +133,10 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         rate = rates.products.rate(op.m, op.n, op.k) * rates.attention_share
         return max(flops / rate, moved)
     if op.kind in ("norm", "softmax", "activation", "dropout", "torch_dropout", "quantize"):
-        name = "gelu" if op.kind == "activation" else op.kind
-        element = rates.kernel(f"{name}{backward}", op.row or USUAL_ROW)
+        names: tuple[str, ...] = (op.kind,)
+        if op.kind == "activation":  # as what is nearest to it of all that was measured
+            names = op.function, op.function.removeprefix(FUSED_FORM), "gelu"
+        measured_rates = (rates.kernel(f"{name}{backward}", op.row or USUAL_ROW) for name in names)
+        element = next(filter(None, measured_rates), None)
         return moved + op.elements / element if element else moved
     return moved

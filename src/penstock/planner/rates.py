@@ -170,14 +170,10 @@ def _products(
 
 def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samples]:
     """Measured rates of a CPU's operators in the types of a plan."""
-    types = {
-        "attention": type_, "bmm": type_, "gelu": numerics.compute, "softmax": numerics.compute,
-        "dropout": numerics.compute, "torch_dropout": numerics.compute, "norm": numerics.residual,
-        "quantize": numerics.compute,
-    }  # fmt: skip
+    types = {"attention": type_, "bmm": type_, "norm": numerics.residual}
     rates: dict[str, Samples] = {}
     for s in machine.kernels:
-        if types.get(s.name.removesuffix("_backward")) == s.dtype:
+        if types.get(s.name.removesuffix("_backward"), numerics.compute) == s.dtype:
             sizes = math.log(s.tokens or 1), math.log(s.features or 1), 0.0
             rates.setdefault(s.name, []).append((*sizes, s.per_second))
     return rates

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import KernelSample
 from penstock.config.plan import Matmul
+from penstock.kernels.bias_activation import Activation, bias_activation
 from penstock.kernels.dropout import dropout
 from penstock.matmul import matmul_precision
 from penstock.probe.rates import seconds
@@ -37,6 +39,8 @@ _ROWS, _WIDTH = 512, 384
 _SCORES = ((12608, 16), (1024, 197), (100, 2017))
 """Rows of softmax and their length: numbers of short ones take longer, most of all in half types, whose vectors they
 do not fill."""
+_FUSED: tuple[Activation, ...] = ("gelu", "gelu_tanh", "silu")
+"""Activations that take longer than their numbers move, as `plan.fuse` computes them."""
 _LAYERS = 8
 _OPERATORS_PER_LAYER = 8
 """Operators as the planner counts them: a norm and its gradient, a linear layer and its three gradients, GELU and its
@@ -78,10 +82,11 @@ class _Kernels:
 
     def elementwise(self) -> Iterator[KernelSample]:
         x, gradient, weight = self.random(_ROWS, _WIDTH), self.random(_ROWS, _WIDTH), self.random(_WIDTH)
+        aten = torch.ops.aten
         _, mean, root = torch.native_layer_norm(x, [_WIDTH], weight, weight, 1e-6)
         calls: dict[str, tuple[Tensor, Callable[[], object]]] = {
             "gelu": (x, lambda: F.gelu(x)),
-            "gelu_backward": (x, lambda: torch.ops.aten.gelu_backward(gradient, x)),
+            "gelu_backward": (x, lambda: aten.gelu_backward(gradient, x)),
             "dropout": (x, lambda: dropout(x, 0.1, generator=self.generator)),
             # As F.dropout does it, which would draw from the generator of the program.
             "torch_dropout": (
@@ -91,11 +96,21 @@ class _Kernels:
             "norm": (x, lambda: F.layer_norm(x, [_WIDTH], weight, weight)),
             "norm_backward": (
                 x,
-                lambda: torch.ops.aten.native_layer_norm_backward(
+                lambda: aten.native_layer_norm_backward(
                     gradient, x, [_WIDTH], mean, root, weight, weight, [True, True, True]
                 ),
             ),
+            "gelu_tanh": (x, lambda: F.gelu(x, approximate="tanh")),
+            "gelu_tanh_backward": (x, lambda: aten.gelu_backward(gradient, x, approximate="tanh")),
+            "silu": (x, lambda: F.silu(x)),
+            "silu_backward": (x, lambda: aten.silu_backward(gradient, x)),
+            "relu": (x, lambda: F.relu(x)),
+            "relu_backward": (x, lambda: aten.threshold_backward(gradient, x, 0.0)),
         }
+        for function in _FUSED:
+            ahead, behind = _fused(x, weight, gradient, function)
+            name = f"{FUSED_FORM}{function}"
+            calls |= {name: (x, ahead), f"{name}_backward": (x, behind)}
         for name, (over, call) in calls.items():
             yield KernelSample(name=name, per_second=over.numel() / self.seconds(call), dtype=self.name)
         yield KernelSample(
@@ -151,6 +166,19 @@ class _Kernels:
                 yield KernelSample(
                     name=name, per_second=rate, tokens=tokens, features=features, dtype=self.name
                 )
+
+
+def _fused(
+    product: Tensor, bias: Tensor, gradient: Tensor, function: Activation
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """An activation as `plan.fuse` computes it, with the bias, and its gradient with that of the bias."""
+    with torch.enable_grad():
+        leaves = product.clone().requires_grad_(), bias.clone().requires_grad_()
+        out = bias_activation(*leaves, function)
+    return (
+        lambda: bias_activation(product, bias, function),
+        lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True),
+    )
 
 
 def _softmax(scores: Tensor) -> dict[str, Callable[[], object]]:

@@ -111,6 +111,34 @@ def test_lookups_read_rows_and_what_allocates_moves_nothing() -> None:
     assert next(op for op in operators if op.name == "embedding_dense_backward").written == 4.0 * 8000
 
 
+def test_softmax_that_masks_may_hide_rows_from_is_four_kernels() -> None:
+    """Of N scores in fp32: softmax reads and writes 8 N bytes; the comparison reads 4 N and writes N, which each row is
+    reduced from; the choice reads and writes 8 N. Rows are as long as their dimension, and activations known."""
+
+    def loss(model: nn.Module, scores: Tensor) -> Tensor:
+        shares = torch.ops.aten._safe_softmax(model(scores), -1)
+        shares = torch.softmax(shares.transpose(0, 1).contiguous(), 0)
+        return nn.functional.silu(
+            nn.functional.gelu(shares, approximate="tanh") * nn.functional.gelu(shares)
+        ).sum()
+
+    work = trace(nn.Linear(12, 24), torch.randn(6, 12), loss, 6)
+    operators = [op for _, op in work.operators()]
+    size = 6 * 24
+    safe, plain = ([op for op in operators if op.name == name] for name in ("_safe_softmax", "_softmax"))
+    assert [(op.read, op.written, op.launches) for op in safe] == [
+        ((4 + 4 + 1 + 4) * size, (4 + 1 + 4) * size, 4)
+    ]
+    assert [(op.read, op.written, op.launches) for op in plain] == [(4 * size, 4 * size, 1)]
+    assert {op.row for op in operators if op.kind == "softmax"} == {24}
+    assert len([op for op in operators if op.kind == "softmax" and not op.forward]) == 2
+    for forward in (True, False):
+        activations = sorted(
+            op.function for op in operators if op.kind == "activation" and op.forward == forward
+        )
+        assert activations == ["gelu", "gelu_tanh", "silu"]
+
+
 def test_the_loss_of_half_logits_is_fp32() -> None:
     """Casts to it and back, and its own traffic, are those of fp32; compiled they are part of one kernel."""
     labels = torch.arange(4)

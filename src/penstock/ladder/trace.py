@@ -31,6 +31,10 @@ _KINDS: tuple[tuple[str, OpKind], ...] = (
 )  # fmt: skip
 
 
+SAFE_SOFTMAX_KERNELS, SAFE_SOFTMAX_READ, SAFE_SOFTMAX_WRITTEN = 4, 4 + 1 + 4, 1 + 4
+"""Kernels of torch's softmax that masks may hide whole rows from, and bytes per score that it moves besides those of
+its softmax: scores are compared with −∞, to a byte each, each row is reduced to one of these, and rows are chosen by it
+(`_safe_softmax` in torch's SoftMax.cpp)."""
 _ALLOCATING = ("empty", "new_empty")
 _LOOKING_UP = ("embedding", "index_select", "gather", "index")
 
@@ -134,13 +138,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Backward, a product that reads no weight makes the gradient of one.
         learns = kind == "gemm" and not self.forward
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)
+        safe = name == "_safe_softmax"
         sides = (m, n) if learns else (n, k)
         return Op(
             name, kind, self.forward, batch, m, n, k,
-            4.0 * reads, 4.0 * count, batch * m * k if kind == "attention" else count,
+            4.0 * reads + SAFE_SOFTMAX_READ * count * safe, 4.0 * count + SAFE_SOFTMAX_WRITTEN * count * safe,
+            batch * m * k if kind == "attention" else count,
             weights=m * n if learns else 0, narrow=kind == "gemm" and frozenset(sides) in self._linears,
             module="attention" if kind in ("bmm", "attention") else "", in_place=_in_place(func, kwargs),
+            row=_row(name, args, written[0]) if kind == "softmax" else 0, function=_function(name, kwargs),
+            launches=SAFE_SOFTMAX_KERNELS if safe else 1,
         )  # fmt: skip
+
+
+def _row(name: str, args: tuple[Any, ...], result: Tensor) -> int:
+    """Elements in a row of a softmax or its gradient; 0 where its call does not say along which dimension."""
+    place = 2 if "backward" in name else 1  # backward takes the gradient and the output
+    return result.shape[args[place]] if len(args) > place and result.dim() else 0
+
+
+def _function(name: str, kwargs: dict[str, Any]) -> str:
+    """The function of an activation, forward or backward; "" of other operations."""
+    if "gelu" in name:
+        return "gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu"
+    return "silu" if "silu" in name else ""
 
 
 class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]

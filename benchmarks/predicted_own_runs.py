@@ -9,6 +9,11 @@ among the steps than around the probe. Errors are medians over the rounds; what 
 beside them. On one CPU thread, time is processor time, which other processes do not lengthen; elsewhere, and where
 processes wait for each other, it is wall-clock time. Memory is the peak of all tensors within a step of one process, as
 the ladder counts them, without the batch. A GPU has larger cases, which share this process.
+
+Whether forecasts of fused Plans are within 10 % (in median over the rounds, each of them) is what this answers, also by
+its exit status:
+
+    OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --only fuse=auto --within 0.1
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -37,12 +43,15 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.trainable import require_vision
 from penstock.containers import tensors as tensors_in
+from penstock.cpu import this_cpu
 from penstock.ladder.trace import trace
 from penstock.planner.prediction import Prediction, predict, predict_workload
 from penstock.probe import probe, resolve_device
 from penstock.report.record import environment
 from penstock.step.memory import step_with_memory
 
+FUSED = "optimizer=fused attention=native fuse=auto host_memory=keep"
+"""What is fused on a CPU, for Plans in bf16."""
 CASES = (
     ("vit-digits", "micro_batch=64"),
     ("vit-digits", "micro_batch=8 optimizer=fused"),
@@ -79,6 +88,13 @@ CASES = (
     ("vit-s16", "micro_batch=2 optimizer=fused host_memory=keep dp=2 sharding=fsdp"),
     ("gpt2, 4 blocks", "micro_batch=4 optimizer=fused host_memory=keep dp=2"),
     ("bert, 4 blocks", "micro_batch=4 optimizer=fused host_memory=keep dp=2"),
+    ("vit-ti16", f"micro_batch=4 precision=O2 {FUSED}"),
+    ("vit-s16", f"micro_batch=4 precision=O1 {FUSED}"),
+    ("llama-tiny", f"micro_batch=8 precision=O1 {FUSED}"),
+    ("gpt2 of 128 tokens", f"micro_batch=4 precision=O1 {FUSED}"),
+    ("bert-base of 128 tokens", f"micro_batch=4 precision=O1 {FUSED}"),
+    ("bert-base of 128 tokens", "micro_batch=4 optimizer=fused fuse=auto host_memory=keep"),
+    ("marian-base of 128 tokens", f"micro_batch=4 precision=O1 {FUSED}"),
 )
 GPU_CASES = (
     ("vit-s16", "micro_batch=128 optimizer=fused matmul=high"),
@@ -400,6 +416,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precise", action="store_true", help="probe for a minute in place of seconds, each time"
     )
+    parser.add_argument(
+        "--within", type=float, help="exit with 1 if a median error of time is larger, such as 0.1"
+    )
     parser.add_argument("--case", type=int, help="measure this one once, and print what was found as JSON")
     parser.add_argument("--output", type=Path, help="cases in it that are not measured now stay")
     return parser.parse_args()
@@ -424,6 +443,10 @@ def main() -> None:
         for index, line in enumerate(f"{case.model} {case.plan.line()}" for case in cases)
         if (options.only or "") in line and not (options.skip and options.skip in line)
     }
+    if device.type == "cpu" and not this_cpu().bf16_pairs:
+        lacking = [index for index in rounds if cases[index].plan.attention == "native"]
+        rounds = {index: seen for index, seen in rounds.items() if index not in lacking}
+        print(f"{len(lacking)} cases need AVX512-BF16 and are left out")
     for turn in range(options.rounds):
         for index, seen in rounds.items():
             if turn >= LARGE_ROUNDS and cases[index].model in LARGE:
@@ -444,6 +467,11 @@ def main() -> None:
             f"{one['model']:<16}{one['plan']:<52}{1e3 * took:9.1f} ms, predicted {1e3 * said:9.1f} "
             f"({one['step_error']['median']:+.1%}); memory {one['memory_bytes']['measured'] / 2**20:8.1f} MiB "
             f"({one['memory_error']:+.1%})"
+        )
+    errors = [abs(summary(cases[index], seen)["step_error"]["median"]) for index, seen in rounds.items()]
+    if options.within is not None and max(errors, default=math.inf) > options.within:
+        sys.exit(
+            f"the largest median error is {max(errors, default=math.inf):.1%}, more than {options.within:.0%}"
         )
 
 

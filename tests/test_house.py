@@ -474,7 +474,7 @@ LINES = {
     "export": 950,
     "infer": 1800,
     "kernels": 6680,
-    "ladder": 5490,
+    "ladder": 5510,
     "launch": 1550,
     "models": 9040,
     "optim": 1890,

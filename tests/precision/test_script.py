@@ -105,8 +105,8 @@ def test_trainers_that_give_steps_a_closure(
     capsys: pytest.CaptureFixture[str], kind: str, level: str, dtype: str
 ) -> None:
     """The first forward pass is inside the first step, or every closure does nothing."""
-    plain = _run(capsys, "trainer.py", kind, "1", "30")
-    half = _run(capsys, "trainer.py", kind, "1", "30", level=level, dtype=dtype)
+    plain = _run(capsys, "trainer_with_closures.py", kind, "1", "30")
+    half = _run(capsys, "trainer_with_closures.py", kind, "1", "30", level=level, dtype=dtype)
     assert (plain.code, half.code) == (0, 0)
     _mostly_half(half, dtype)
     assert len(half.found["losses"]) == 30, "each closure is called once"
@@ -114,7 +114,7 @@ def test_trainers_that_give_steps_a_closure(
     assert half.found["losses"][:5] == pytest.approx(plain.found["losses"][:5], rel=0.02)
     assert half.found["losses"][-1] < 0.05
     if dtype == "fp16":
-        large = _run(capsys, "trainer.py", kind, "1e4", "2", level=level, dtype=dtype)
+        large = _run(capsys, "trainer_with_closures.py", kind, "1e4", "2", level=level, dtype=dtype)
         assert large.found["finite"], "the very first step overflows, and must be skipped"
         assert large.found["losses"][0] == large.found["losses"][1]
 

@@ -1,73 +1,30 @@
-"""A trainer like Lightning's, which gives every step a closure: `trainer.py automatic|manual LARGEST STEPS`.
-
-Automatic: the closure makes the forward pass, the backward pass and the clipping, the very first of them too. Manual:
-the training step does, and the closure nothing. The optimizer is wrapped in an object that passes for one of its class.
-"""
+"""Hugging Face's Trainer on a small BERT. `trainer.py OUTPUT [bf16]`."""
 
 import json
 import sys
-import warnings
 
 import torch
-from torch import nn
-
-kind, largest, steps = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-
-
-class Wrapped:
-    def __init__(self, optimizer):
-        self._optimizer = optimizer
-        self.__class__ = type("Wrapped" + type(optimizer).__name__, (Wrapped, type(optimizer)), {})
-
-    def step(self, closure=lambda: None):
-        def whole():
-            loss = closure()
-            if kind == "automatic":
-                nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
-            return loss
-
-        return self._optimizer.step(closure=whole)
-
-    def __getattr__(self, name):
-        return getattr(self._optimizer, name)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
-
-    def forward(self, x):
-        return self.body(x)
-
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 torch.manual_seed(0)
-net = Net()
-inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
-warnings.filterwarnings(
-    "ignore", "Detected call of .lr_scheduler.step"
-)  # a first step that was skipped looks so
-schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
-optimizer = Wrapped(inner)
-x = torch.randn(64, 16)
-y = largest * x.sum(1, keepdim=True) / 4
-losses = []
-
-
-def compute():
-    optimizer.zero_grad()
-    loss = (net(x) - y).square().mean()
-    losses.append(loss.item())
-    loss.backward()
-    return loss
-
-
-for _ in range(steps):
-    if kind == "automatic":
-        assert optimizer.step(compute).item() == losses[-1]
-    else:
-        compute()
-        optimizer.step()
-    schedule.step()
-weights = torch.cat([value.float().flatten() for value in net.state_dict().values()])
-print(json.dumps({"losses": losses, "finite": bool(weights.isfinite().all())}))
+model = BertForSequenceClassification(
+    BertConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )
+)  # fmt: skip
+tokens = torch.randint(2, 32, (64, 8))
+tokens[:, 0] = torch.arange(64) % 2  # the first token says the label
+samples = [{"input_ids": t, "labels": t[0]} for t in tokens]
+arguments = TrainingArguments(
+    output_dir=sys.argv[1], max_steps=30, per_device_train_batch_size=8, gradient_accumulation_steps=2,
+    learning_rate=3e-3, max_grad_norm=1.0, logging_steps=10, save_strategy="no", report_to=[], use_cpu=True,
+    disable_tqdm=True, seed=0, bf16="bf16" in sys.argv,
+)  # fmt: skip
+trainer = Trainer(model=model, args=arguments, train_dataset=samples, eval_dataset=samples)
+trainer.train()
+found = trainer.evaluate()
+trainer.save_model(sys.argv[1])
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+print(json.dumps({"first": losses[0], "loss": found["eval_loss"], "norm": max(map(float, norms))}))

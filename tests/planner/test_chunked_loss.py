@@ -34,11 +34,10 @@ def _measured(plan: Plan, model: DecoderConfig) -> int:
     return step_with_memory(built.step, [batch] * plan.accumulate)[1]
 
 
+@pytest.mark.usefixtures("no_scratch_memory")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
 def test_memory_is_that_of_a_step(precision: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # oneDNN multiplies half numbers with scratch memory of its own, which differs by CPU and number of threads.
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setitem(LOSS_BUDGET, "cpu", 2 << 20)
     workload_of.cache_clear()
     model = replace(MODEL, tied=tied)

@@ -37,6 +37,7 @@ def _measured(plan: Plan, recipe: Recipe) -> int:
     return step_with_memory(built.step, [batch] * plan.accumulate)[1]
 
 
+@pytest.mark.usefixtures("no_scratch_memory")
 @pytest.mark.parametrize(
     ("recipe", "line", "within"),
     [

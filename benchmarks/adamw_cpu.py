@@ -37,8 +37,8 @@ KINDS = ("fp32", "fp32 masters of bf16", "bf16 and remainder")
 WARM_UP = 3
 
 
-def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], Any]:
-    """The update of one model, by the kernel of ours or by torch's."""
+def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], float]:
+    """The update of one model, by the kernel of ours or by torch's; a call returns its seconds of processor time."""
     there = native_adamw.has_adamw
     native_adamw.has_adamw = lambda: native
     try:
@@ -66,7 +66,7 @@ def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], Any]:
     parameters = list(model.parameters())
     gradients = [1e-3 * torch.randn_like(parameter) for parameter in parameters]
 
-    def update() -> None:
+    def update() -> float:
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = gradient
         start = time.process_time()
@@ -77,21 +77,21 @@ def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], Any]:
             masters.publish()
         if ema is not None:
             ema.update()
-        seconds.append(time.process_time() - start)
+        seconds = time.process_time() - start
         optimizer.zero_grad()
+        return seconds
 
-    seconds: list[float] = []
-    update.seconds = seconds  # type: ignore[attr-defined]
     return update
 
 
 def cell(kind: str, rounds: int, *, average: bool) -> dict[str, Any]:
     """Milliseconds of both, and how many times as fast ours is, with the interval of 95 % of the rounds' ratios."""
-    pair: list[Any] = [contestant(kind, native=native, average=average) for native in (False, True)]
+    pair = [contestant(kind, native=native, average=average) for native in (False, True)]
+    seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(WARM_UP + rounds):
-        for update in pair if turn % 2 else reversed(pair):
-            update()
-    torchs, ours = (update.seconds[WARM_UP:] for update in pair)
+        for one in (0, 1) if turn % 2 else (1, 0):
+            seconds[one].append(pair[one]())
+    torchs, ours = (each[WARM_UP:] for each in seconds)
     ratios = sorted(a / b for a, b in zip(torchs, ours, strict=True))
     cut = max(0, round(0.025 * rounds))
     return {

@@ -473,7 +473,7 @@ LINES = {
     "doctor": 450,
     "export": 950,
     "infer": 1800,
-    "kernels": 6680,
+    "kernels": 6690,
     "ladder": 5510,
     "launch": 1550,
     "models": 9040,

@@ -18,16 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def unpacked_numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of 4 bits (…, K), each from 0 to 15, of bytes (…, K/2) that hold the first of two in the low half."""
+    whole = torch.empty(*pairs.shape, 2, dtype=dtype, device=pairs.device)
+    whole[..., 0], whole[..., 1] = pairs & 15, pairs >> 4
+    return whole.flatten(-2)
+
+
 def unpacked(numbers: Tensor, scales: Tensor, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) in `dtype`: rounded once, from what the numbers stand for."""
     if offsets is None:
         whole = numbers.to(dtype)
         groups = whole.unflatten(1, (scales.shape[1], -1))  # type: ignore[no-untyped-call]
         return torch.mul(groups, scales.to(dtype)[..., None], out=groups).flatten(1)
-    pairs = numbers.view(torch.uint8)
-    whole = torch.empty(*pairs.shape, 2, dtype=dtype, device=pairs.device)
-    whole[..., 0], whole[..., 1] = pairs & 15, pairs >> 4
-    groups = whole.view(len(pairs), scales.shape[1], -1)
+    whole = unpacked_numbers(numbers.view(torch.uint8), dtype)
+    groups = whole.view(len(whole), scales.shape[1], -1)
     own = (scales.to(dtype)[..., None], offsets.to(dtype)[..., None])
     return torch.addcmul(own[1], groups, own[0], out=groups).flatten(1)
 

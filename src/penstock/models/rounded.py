@@ -24,6 +24,7 @@ from torch import Tensor
 
 from penstock.config.formats import FORMATS
 from penstock.errors import CheckpointError, ConfigError
+from penstock.kernels.frozen_linear import unpacked_numbers
 
 MOST = 127
 """The largest number of int8 that is used; −128 would have no opposite."""
@@ -204,7 +205,7 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
         if any(not part.is_floating_point() for part in (scales, offsets, one) if part is not None):
             raise CheckpointError(f"{name} has scales that are no floating-point numbers. {_REMEDY}")
         if offsets is not None:
-            numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(-2).to(torch.int8)
+            numbers = unpacked_numbers(numbers, torch.int8)
         rounded[name] = RoundedWeight(
             numbers,
             scales.float(),

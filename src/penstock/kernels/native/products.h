@@ -198,16 +198,16 @@ template <class Kind>
 void pack_columns(const typename Kind::Element* x, i64 stride, i64 rows, i64 depth, i64 lanes,
                   typename Kind::Word* out) {
   const char* bytes = reinterpret_cast<const char*>(x);
-  i64 apart = stride * i64(sizeof(typename Kind::Element));
+  i64 row_bytes = stride * i64(sizeof(typename Kind::Element));
   for (i64 lane = 0; lane < lanes; lane += LANES) {
     i64 p = 0, here = std::min(LANES, rows - lane);
     if (here == LANES)
       for (; p + LANES <= depth; p += LANES)
-        transpose_words(bytes + lane * apart + p * 4, apart, out + p * lanes + lane, lanes);
+        transpose_words(bytes + lane * row_bytes + p * 4, row_bytes, out + p * lanes + lane, lanes);
     for (; p < depth; ++p)
       for (i64 i = 0; i < LANES; ++i) {
         typename Kind::Word word = 0;
-        if (i < here) std::memcpy(&word, bytes + (lane + i) * apart + p * 4, 4);
+        if (i < here) std::memcpy(&word, bytes + (lane + i) * row_bytes + p * 4, 4);
         out[p * lanes + lane + i] = word;
       }
   }

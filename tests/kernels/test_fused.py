@@ -8,12 +8,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import bias_activation as activations
 from penstock.kernels import native
@@ -25,6 +26,15 @@ from penstock.kernels.residual_norm import add_norm, residual_norm
 HAS_COMPILER = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
 FORMS = pytest.mark.parametrize("form", [pytest.param("native", marks=needs_compiler), "python"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernels", get_args(native.Kernels))
+def test_every_source_compiles_where_there_is_a_compiler(kernels: native.Kernels) -> None:
+    """Else tests of kernels that are not there would be left out, and nobody would know."""
+    if kernels in ("attention", "grouped") and this_cpu().isa != "AVX512":
+        pytest.skip("it is made of AVX-512 instructions")
+    assert native.library(kernels) is not None
 
 
 def _use(form: str, monkeypatch: pytest.MonkeyPatch) -> None:

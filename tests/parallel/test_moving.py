@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -150,6 +152,29 @@ def test_a_move_that_stalls_is_given_up_and_nobody_waits_for_it() -> None:
     for before, after in zip(expected, stalled):
         assert after[0] == before[0]
         assert all(map(torch.equal, after[1], before[1]))
+
+
+def test_a_rank_sends_one_piece_a_step_however_long_it_only_received() -> None:
+    expert = SimpleNamespace(flat=torch.zeros(6))
+    hosts: Any = SimpleNamespace(
+        slots=((0,), (1,)), experts={0: expert}, no_rows=torch.zeros(0), expert_bytes=24
+    )
+    rounds: Any = SimpleNamespace(group=None, hosts=[hosts], index=0, state=0, states=torch.zeros(2))
+    received, sent = threading.Event(), queue.Queue[int]()
+    with mock.patch("penstock.parallel.moving.distributed") as distributed:
+        distributed.recv.side_effect = lambda *_, **__: received.wait()
+        distributed.send.side_effect = lambda piece, **_: sent.put(piece.numel())
+        mover = Mover(rounds, piece_bytes=8)
+        mover.begin(0, ((1,), (0,)))  # it receives expert 1 first, and sends expert 0 then
+        for _ in range(5):
+            mover.step()
+        received.set()
+        assert sent.get(timeout=60) == 2
+        for _ in range(2):
+            with pytest.raises(queue.Empty):
+                sent.get(timeout=0.2)
+            mover.step()
+            assert sent.get(timeout=60) == 2
 
 
 def test_a_balance_moves_what_is_worth_it_and_reports_what_stalls(caplog: pytest.LogCaptureFixture) -> None:

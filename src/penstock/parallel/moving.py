@@ -50,7 +50,9 @@ class _Under:
     hosts: Hosts
     after: Slots
     transfers: list[Transfer]
-    permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    permit: threading.Event = field(default_factory=threading.Event)
+    """Allows one piece to be sent. Steps in which this rank sends nothing save up no permits: pieces would all go at
+    once in the step after them."""
     arrived: dict[int, Tensor] = field(default_factory=dict)
     """Weights of experts that have come whole."""
     pieces: int = 0
@@ -92,7 +94,7 @@ class Mover:
     def step(self) -> None:
         """Let one more piece of this rank's experts go."""
         if self._under is not None:
-            self._under.permits.release()
+            self._under.permit.set()
 
     def complete(self) -> bool:
         """Whether all ranks have what comes to them, by the last round; the same on all ranks."""
@@ -115,7 +117,7 @@ class Mover:
         """Leave experts where they are, and forget what has come of the move."""
         if self._under is not None:
             self._under.given_up = True
-            self._under.permits.release()
+            self._under.permit.set()
         self._under = None
 
     def _sizes(self, under: _Under) -> tuple[int, int]:
@@ -138,9 +140,11 @@ class Mover:
                 elif one.target == self.rounds.index:
                     weights = like.new_empty(size)
                     for begin in range(0, size, step):
-                        piece = torch.empty(min(step, size - begin), dtype=like.dtype)
+                        part = weights[begin : begin + step]
+                        piece = torch.empty_like(part, device="cpu") if part.is_cuda else part
                         distributed.recv(piece, group=self._group, group_src=one.source, tag=tag)
-                        weights[begin : begin + step] = piece
+                        if piece is not part:
+                            part.copy_(piece)
                         under.pieces += 1
                         if not under.given_up:
                             self.rounds.state = under.pieces
@@ -151,6 +155,9 @@ class Mover:
             log.warning("Experts cannot be sent to another rank: %s", problem)
 
     def _send(self, piece: Tensor, one: Transfer, tag: int, under: _Under) -> None:
-        under.permits.acquire()
-        if not under.given_up:
+        under.permit.wait()
+        under.permit.clear()
+        if under.given_up:
+            under.permit.set()  # the other pieces need not wait either
+        else:
             distributed.send(piece.cpu(), group=self._group, group_dst=one.target, tag=tag)

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,17 +259,22 @@ def looked(
     return found
 
 
-def raced(versions: dict[str, Version], seconds: float, rounds: int) -> Any:
-    """Rounds in which every version takes a turn, each begun by another."""
+def raced(starts: dict[str, Callable[[], Version]], seconds: float, rounds: int, processes: int) -> Any:
+    """Rounds in which every version takes a turn, each begun by another. Each version has several processes, one after
+    the other: how much memory glibc gives back in a step, and how many page faults that costs, is chance of a process.
+    """
     from penstock.ladder.statistics import Journal
 
     journal: Journal[str] = Journal()
-    names = list(versions)
-    for number in range(rounds):
-        at = number % len(names)
-        journal.add(
-            {n: versions[n].turn(_turns(seconds, versions[n].step)) for n in (*names[at:], *names[:at])}
-        )
+    names = list(starts)
+    for _ in range(processes):
+        versions = {name: start() for name, start in starts.items()}
+        for number in range(-(-rounds // processes)):
+            at = number % len(names)
+            order = (*names[at:], *names[:at])
+            journal.add({n: versions[n].turn(_turns(seconds, versions[n].step)) for n in order})
+        for version in versions.values():
+            version.end()
     return journal.joint()
 
 
@@ -300,16 +306,14 @@ def measured(name: str, given: argparse.Namespace, folder: Path) -> dict[str, An
     line = chosen["line"]
     print(f"{name}: it chose {line or 'the script as it is'}; the race", flush=True)
     words = ["run", "--plan", line, str(script), *arguments] if line else [str(script), *arguments]
-    versions = {AS_IT_IS: start(()), TUNED: Version(words, {}, folder / "tuned.log")}
+    starts = {AS_IT_IS: partial(start, ()), TUNED: partial(Version, words, {}, folder / "tuned.log")}
     order = [settings for settings in sorted(looks, key=lambda each: looks[each]) if settings]
     for place, settings in enumerate(order[: given.finalists]):
-        versions[" + ".join(settings)] = start(settings)
+        starts[" + ".join(settings)] = partial(start, settings)
         if place < 2:
-            versions[" + ".join([*settings, "kept memory"])] = start(settings, KEPT_MEMORY)
-    joint = raced(versions, given.turn, given.rounds)
-    for version in versions.values():
-        version.end()
-    hands = [each for each in versions if each not in (AS_IT_IS, TUNED)]
+            starts[" + ".join([*settings, "kept memory"])] = partial(start, settings, KEPT_MEMORY)
+    joint = raced(starts, given.turn, given.rounds, given.processes)
+    hands = [each for each in starts if each not in (AS_IT_IS, TUNED)]
     best = min(hands, key=joint.seconds)
     ratio = joint.ratio(TUNED, best)
     print(
@@ -323,8 +327,8 @@ def measured(name: str, given: argparse.Namespace, folder: Path) -> dict[str, An
         "looks": {" + ".join(each) or AS_IT_IS: seconds for each, seconds in looks.items()},
         "line": line,
         "tuning_seconds": tuning,
-        "seconds": {each: joint.seconds(each) for each in versions},
-        "over_as_it_is": {each: asdict(joint.ratio(each, AS_IT_IS)) for each in versions if each != AS_IT_IS},
+        "seconds": {each: joint.seconds(each) for each in starts},
+        "over_as_it_is": {each: asdict(joint.ratio(each, AS_IT_IS)) for each in starts if each != AS_IT_IS},
         "best_by_hand": best,
         "tune_over_best_by_hand": asdict(ratio),
     }
@@ -337,20 +341,29 @@ def main() -> None:
     parser.add_argument("--scripts", default=",".join(SUBJECTS), help="with commas between them")
     parser.add_argument("--budget", type=float, default=180.0, help="seconds for each penstock tune")
     parser.add_argument("--finalists", type=int, default=3, help="versions by hand in the last race")
-    parser.add_argument("--rounds", type=int, default=14, help="of the last race")
+    parser.add_argument("--rounds", type=int, default=15, help="of the last race")
+    parser.add_argument("--processes", type=int, default=3, help="of each version in the last race")
     parser.add_argument("--turn", type=float, default=0.6, help="seconds of a turn in it, at the least")
     parser.add_argument("--look", type=float, default=0.4, help="seconds of a turn before it")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     from penstock.report.record import environment
 
-    record: dict[str, Any] = {"environment": environment(), "scripts": {}}
-    record["settings"] = {
-        key: getattr(given, key) for key in ("budget", "finalists", "rounds", "turn", "look")
+    settings = {
+        key: getattr(given, key) for key in ("budget", "finalists", "rounds", "processes", "turn", "look")
     }
+    record: dict[str, Any] = {"scripts": {}}
+    if (
+        given.output and given.output.exists()
+    ):  # scripts that are measured again take the place of their figures
+        record = json.loads(given.output.read_text(encoding="utf-8"))
     for name in given.scripts.split(","):
         with tempfile.TemporaryDirectory(prefix="tune_by_hand_") as folder:
-            record["scripts"][name] = measured(name, given, Path(folder))
+            record["scripts"][name] = {
+                "environment": environment(),
+                "settings": settings,
+                **measured(name, given, Path(folder)),
+            }
         if given.output:  # after each, so that a run that is broken off has what is done
             given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -73,7 +73,7 @@ UNPREDICTED = ("padding", "attention", "fuse", "loss", "experts")
 LAST_RACE = 0.15
 """Share of the time that is kept for the last race."""
 PAIRED = 0.85
-"""Speed at which two rungs that do not pay alone are tried together: casts may pay only once they are compiled."""
+"""Speed from which a rung that does not pay alone is tried once more, together with others or on top of them."""
 MOST_LONGER = 50.0
 
 Tell = Callable[[str], None]
@@ -345,19 +345,17 @@ class _Tuning:
         """Groups worth another try: half precision once something is compiled, or both together."""
         named = {rung.name: rung for rung in rungs}
 
-        def near(name: str) -> bool:
+        def measured(name: str, above: float = 0.0) -> bool:
             step = others.get(name)
-            return (
-                step is not None
-                and step.status == "not kept"
-                and step.ratio is not None
-                and step.ratio.value > PAIRED
-            )
+            if step is None or step.status != "not kept" or step.ratio is None:
+                return False
+            return step.ratio.value > above
 
-        half = [name for name in named if name.startswith("half-") and near(name)]
-        compiled = [name for name in named if name.startswith("compile-") and near(name)]
+        # However slow half precision is alone: its casts may take more time than its products save.
+        half = [name for name in named if name.startswith("half-") and measured(name)]
+        compiled = [name for name in named if name.startswith("compile-") and measured(name, PAIRED)]
         if any(step.name.startswith("compile-") for step in path):
-            attention = [name for name in named if name.startswith("attention-") and near(name)]
+            attention = [name for name in named if name.startswith("attention-") and measured(name, PAIRED)]
             return [[named[name]] for name in (*half, *attention)]
         return [[named[one], named[other]] for one in half[:1] for other in compiled[:1]]
 

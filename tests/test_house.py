@@ -468,11 +468,11 @@ LINES = {
     "cli": 4370,
     "compress": 2740,
     "config": 6270,
-    "data": 7120,
+    "data": 7080,
     "decode": 2650,
     "doctor": 450,
     "export": 950,
-    "infer": 1800,
+    "infer": 1790,
     "kernels": 6690,
     "ladder": 5510,
     "launch": 1550,
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_900
+    assert sum(LINES.values()) <= 90_800
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

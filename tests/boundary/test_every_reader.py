@@ -47,7 +47,6 @@ ELSEWHERE = {
     "data/text/chat.py": "a cell of a row whose length is limited",
     "data/text/documents.py": "cells of a row whose length is limited",
     "data/text/sources.py": "a lock of its own",
-    "data/text/tokenpack.py": "files whose sizes and sums the pack's manifest gives, through the reader of files",
     "disk.py": "files to be hashed, which must be regular",
     "ladder/arena.py": "/proc/stat",
     "ladder/rank.py": "its own climb's pipe",

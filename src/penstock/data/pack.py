@@ -10,11 +10,11 @@ record's CRC-32 when a process first reads it, and the SHA-256 of the shards by 
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,16 +30,13 @@ from penstock.config.load import from_dict
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
-from penstock.disk import digest_file
+from penstock.disk import digest_file, write_file
 from penstock.errors import DataError
-
-_log = logging.getLogger(__name__)
 
 Records = Literal["raw", "jpeg"]
 
 KIND = "penstock-pack"
 VERSION = 2
-"""1: no seal. Both are read; 2 is written."""
 MANIFEST = "manifest.json"
 INDEX_FILE = "index.npy"
 INDEX = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("shard", "<u4"), ("label", "<i4")])
@@ -47,6 +44,8 @@ _COLUMNS = re.escape(f"{{'descr': {INDEX.descr}, 'fortran_order': False, 'shape'
 _INDEX_HEAD = re.compile(rb"\x93NUMPY\x01\x00.." + _COLUMNS + rb"([1-9][0-9]{0,9}),\), \} *\n", re.DOTALL)
 """How NumPy begins a file of such rows; the group is their number. Nothing of it is evaluated."""
 LUMA = np.array([299, 587, 114], np.uint32)
+AGAIN = "Pack the set again."
+COPY = "It is cut off or was changed; copy the pack again, or pack the set again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +80,61 @@ class ImageManifest:
         return sealed({"layout": KIND, "version": VERSION, **asdict(self)})
 
 
-def read_manifest(root: Path) -> ImageManifest:
-    """Raises DataError where it is missing, broken, or of another version."""
+def read_table(root: Path, layout: str, version: int, title: str) -> dict[str, Any]:
+    """The table of a pack's manifest, which `title` names. Raises DataError where it is missing, broken, or of another
+    kind or version."""
     path = root / MANIFEST
+    where = shown(path)
     if not path.is_file():
-        raise DataError(f"{root} is no packed set: {path} is missing. Make one with `penstock pack`.")
-    table, has_seal = manifests.read_manifest(path, str(path), error=DataError, remedy="Pack the set again.")
-    if table.pop("layout", None) != KIND:
-        raise DataError(f"{path} does not describe a packed set. Make one with `penstock pack`.")
-    version = table.pop("version", None)
-    if version != VERSION:
+        raise DataError(f"{shown(root)} is no {title}: {where} is missing. Make one with `penstock pack`.")
+    table, has_seal = manifests.read_manifest(path, where, error=DataError, remedy=AGAIN)
+    if table.pop("layout", None) != layout:
+        raise DataError(f"{where} does not describe a {title}. Make one with `penstock pack`.")
+    written = table.pop("version", None)
+    if written != version or not has_seal:
         raise DataError(
-            f"{path} has format version {shown(str(version))}, but this release reads {VERSION}. "
-            "Pack the set again, or use the release that made it."
+            f"{where} has format version {shown(str(written))}, but this release reads {version}, with a seal. {AGAIN}"
         )
-    if not has_seal:
-        raise DataError(f"{path} is damaged (it has no checksum of its own). Pack the set again.")
+    return table
+
+
+def check_sizes(root: Path, files: Iterable[File]) -> None:
+    """Raise DataError for a file of another size than was written."""
+    for file in files:
+        with open_regular(root / file.name, "The pack file", remedy=COPY) as opened:
+            size = os.fstat(opened.fileno()).st_size
+        if size != file.bytes:
+            raise DataError(
+                f"The pack file {shown(root / file.name)} has {size:,} bytes, but was written with {file.bytes:,}. "
+                f"{COPY}"
+            )
+
+
+def check_sum(root: Path, file: File) -> None:
+    """Raise DataError for a file with another content than was written."""
+    if digest_file(root / file.name) != file.sha256:
+        raise DataError(
+            f"The pack file {shown(root / file.name)} is not what was written: its SHA-256 is another. {COPY}"
+        )
+
+
+def map_file(path: Path) -> memoryview:
+    """The content of a pack's file, by memory map."""
+    with open_regular(path, "The pack file") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def write_part(root: Path, name: str, chunks: Iterable[bytes | memoryview]) -> File:
+    """Write a file of a pack; returns its entry in the manifest."""
+    file = write_file(root / name, chunks)
+    return File(name, file.bytes, file.sha256)
+
+
+def read_manifest(root: Path) -> ImageManifest:
+    """Raises DataError as `read_table`, and for a manifest that contradicts itself."""
+    path, table = root / MANIFEST, read_table(root, KIND, VERSION, "packed set")
     manifest = from_dict(ImageManifest, table, origin=f"{path}, which must be packed again", error=DataError)
     names = [file.name for file in manifest.files]
     if not manifest.shards or names != [
@@ -107,27 +145,8 @@ def read_manifest(root: Path) -> ImageManifest:
     return manifest
 
 
-def _check_sizes(root: Path, manifest: ImageManifest) -> None:
-    for file in manifest.files:
-        with open_regular(root / file.name, "The pack file", remedy="Copy the pack again.") as opened:
-            size = os.fstat(opened.fileno()).st_size
-        if size != file.bytes:
-            raise DataError(
-                f"The pack file {root / file.name} has {size:,} bytes, but was written with {file.bytes:,}. "
-                "It is cut off or was changed; copy the pack again."
-            )
-
-
-def _check_sum(root: Path, file: File) -> None:
-    if digest_file(root / file.name) != file.sha256:
-        raise DataError(
-            f"The pack file {root / file.name} is not what was written: its SHA-256 differs from the manifest's. "
-            "Copy the pack again, or pack the set again."
-        )
-
-
 def _read_index(root: Path, manifest: ImageManifest) -> NDArray[np.void]:
-    _check_sum(root, manifest.index)
+    check_sum(root, manifest.index)
     path = root / manifest.index.name
     raw = read_bytes(path, "The index", limit=manifest.index.bytes, remedy="Copy the pack again.")
     head = _INDEX_HEAD.match(raw)
@@ -168,10 +187,10 @@ def verify(path: str | os.PathLike[str]) -> int:
     for root in splits(path).values():
         manifest = read_manifest(root)
         classes.add(manifest.classes)
-        _check_sizes(root, manifest)
+        check_sizes(root, manifest.files)
         _read_index(root, manifest)
         for shard in manifest.shards:
-            _check_sum(root, shard)
+            check_sum(root, shard)
         total += sum(file.bytes for file in manifest.files)
     if len(classes) > 1:
         raise _classes_differ(path)
@@ -189,7 +208,7 @@ class Pack(ImageSource):
         folders = splits(path)
         self._root = folders.get(split) or folders[""]
         self.manifest = read_manifest(self._root)
-        _check_sizes(self._root, self.manifest)
+        check_sizes(self._root, self.manifest.files)
         index = _read_index(self._root, self.manifest)
         if "" in folders:
             index = index[is_val(index["label"]) == (split == "val")]
@@ -212,8 +231,7 @@ class Pack(ImageSource):
         row = self._index[index]
         shard, offset = int(row["shard"]), int(row["offset"])
         if shard not in self._maps:
-            with open_regular(self._root / self.manifest.shards[shard].name, "The pack file") as file:
-                self._maps[shard] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            self._maps[shard] = map_file(self._root / self.manifest.shards[shard].name)
         record = self._maps[shard][offset : offset + int(row["length"])]
         if not self._checked[index]:
             if zlib.crc32(record) != int(row["crc"]):

@@ -24,10 +24,10 @@ from penstock.boundary.images import MAX_BYTES, check_image
 from penstock.config.convert import Checked, Count, Range
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
-from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, ImageManifest, Records
+from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, ImageManifest, Records, write_part
 from penstock.data.source import BadSample, Pixels, Tally
 from penstock.data.tar import Sample, read_tar, shards_of
-from penstock.disk import sync_folder, write_file
+from penstock.disk import sync_folder
 from penstock.errors import DataError
 from penstock.leftovers import make_public, temporary
 
@@ -190,18 +190,14 @@ class _Writer:
             size=self._packing.size,
             count=len(self._rows),
             classes=classes,
-            index=self._file(INDEX_FILE, [encoded.getbuffer()]),
+            index=write_part(self._root, INDEX_FILE, [encoded.getbuffer()]),
             shards=tuple(self._shards),
             skipped=self._skipped,
             made_by={"penstock": __version__, "decoder": backend(), **settings},
         )
-        self._file(MANIFEST, [manifest.to_json()])
+        write_part(self._root, MANIFEST, [manifest.to_json()])
         sync_folder(self._root)
         return manifest
-
-    def _file(self, name: str, chunks: Iterable[bytes | memoryview]) -> File:
-        file = write_file(self._root / name, chunks)
-        return File(name, file.bytes, file.sha256)
 
     def _accepted(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> Iterator[Sample]:
         """The images that can be packed, in order; others are treated as the policy says."""
@@ -229,7 +225,7 @@ class _Writer:
     def _write_shards(self, records: Iterator[Sample]) -> None:
         for first in records:
             name = f"shard-{len(self._shards):05d}.bin"
-            self._shards.append(self._file(name, self._shard(itertools.chain([first], records))))
+            self._shards.append(write_part(self._root, name, self._shard(itertools.chain([first], records))))
 
     def _shard(self, records: Iterator[Sample]) -> Iterator[bytes]:
         """The content of the next shard; notes what is where in it."""

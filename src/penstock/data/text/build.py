@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock import __version__
-from penstock.data.pack import MANIFEST, File
+from penstock.data.pack import MANIFEST, File, write_part
 from penstock.data.source import Tally
 from penstock.data.text.chat import rendered, rendered_from, template_of, within
 from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
@@ -99,7 +99,7 @@ def write_pack(
     writers = []
     for name, rows in zip(PARTS, parts):
         writer = _SplitWriter(shape, tokenizer, labels, progress)
-        writer.data = _file(target, f"{name}.tokens", writer.tokens(rows))
+        writer.data = write_part(target, f"{name}.tokens", writer.tokens(rows))
         writers.append(writer)
     kind, classes, values = _label_values(labels)
     packed = []
@@ -108,8 +108,8 @@ def write_pack(
         packed.append(
             PackPart(
                 rows=len(index), tokens=writer.at, text_bytes=writer.text_bytes, skipped=writer.bad, data=writer.data,
-                index=_file(target, f"{name}.index", [index.tobytes()]),
-                checks=_file(target, f"{name}.checks", [np.array(writer.checks, "<u4").tobytes()]),
+                index=write_part(target, f"{name}.index", [index.tobytes()]),
+                checks=write_part(target, f"{name}.checks", [np.array(writer.checks, "<u4").tobytes()]),
             )
         )  # fmt: skip
     files: tuple[File, ...] = ()
@@ -129,11 +129,6 @@ def write_pack(
     write_file(target / MANIFEST, [manifest.to_json()])
     sync_folder(target)
     return manifest
-
-
-def _file(target: Path, name: str, chunks: Iterable[bytes | memoryview]) -> File:
-    result = write_file(target / name, chunks)
-    return File(name, result.bytes, result.sha256)
 
 
 @dataclass

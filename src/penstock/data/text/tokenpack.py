@@ -12,8 +12,6 @@ checked whenever a pack is opened, a block when a process first reads of it, and
 
 from __future__ import annotations
 
-import mmap
-import os
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,16 +20,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.boundary.files import open_regular, quoted, shown
+from penstock.boundary.files import quoted, shown
 from penstock.boundary.manifests import read_manifest as read_sealed
 from penstock.boundary.manifests import sealed
 from penstock.config.convert import Bytes as ByteCount
 from penstock.config.convert import Natural, Range
 from penstock.config.load import from_dict
-from penstock.data.pack import MANIFEST, File
+from penstock.data.pack import AGAIN, MANIFEST, File, check_sizes, check_sum, map_file, read_table
 from penstock.data.source import BadSample, Split
 from penstock.data.text.tokenizers import MOST_TOKENS, Tokenizer
-from penstock.disk import digest_file
 from penstock.errors import ConfigError, DataError
 
 KIND = "penstock-tokens"
@@ -43,8 +40,6 @@ VAL_EVERY = 20
 FEW = 200
 """With fewer documents than this, the last of the text is the validation set; with fewer rows, every fifth is."""
 PARTS: tuple[Split, ...] = ("train", "val")
-_AGAIN = "Pack the set again."
-_COPY = "It is cut off or was changed; copy the pack again, or pack the set again."
 
 
 def token_type(size: int) -> np.dtype[Any]:
@@ -124,28 +119,13 @@ def is_token_pack(root: Path) -> bool:
     path = root / MANIFEST
     if not path.is_file():
         return False
-    table, _ = read_sealed(path, shown(path), error=DataError, remedy=_AGAIN)
+    table, _ = read_sealed(path, shown(path), error=DataError, remedy=AGAIN)
     return table.get("layout") == KIND
 
 
 def read_manifest(root: Path) -> TokenManifest:
-    """Raises DataError where it is missing, broken, or of another kind or version."""
-    path = root / MANIFEST
-    where = shown(path)
-    if not path.is_file():
-        raise DataError(
-            f"{shown(root)} is no packed text: {where} is missing. Make one with `penstock pack`."
-        )
-    table, has_seal = read_sealed(path, where, error=DataError, remedy=_AGAIN)
-    if table.pop("layout", None) != KIND:
-        raise DataError(
-            f"{where} does not describe packed text. Make some with `penstock pack text:PATH TARGET`."
-        )
-    version = table.pop("version", None)
-    if version != VERSION or not has_seal:
-        raise DataError(
-            f"{where} has format version {quoted(version)}, but this release reads {VERSION}, with a seal. {_AGAIN}"
-        )
+    """Raises DataError as `penstock.data.pack.read_table`, and for a manifest that contradicts itself."""
+    where, table = shown(root / MANIFEST), read_table(root, KIND, VERSION, "packed text")
     manifest = from_dict(TokenManifest, table, origin=where, error=DataError)
     names = [file.name for part in manifest.parts for file in part.files]
     due = [f"{part}.{end}" for part in PARTS[: len(manifest.parts)] for end in ("tokens", "index", "checks")]
@@ -154,7 +134,7 @@ def read_manifest(root: Path) -> TokenManifest:
         for file in manifest.tokenizer_files
     )
     if not manifest.parts or names != due or not inside:
-        raise DataError(f"{where} is broken: it names impossible files. {_AGAIN}")
+        raise DataError(f"{where} is broken: it names impossible files. {AGAIN}")
     return manifest
 
 
@@ -165,14 +145,7 @@ class TokenPack:
         """Raises DataError for one that is not whole, as far as that can be seen without reading the tokens."""
         self.root = root
         self.manifest = read_manifest(root)
-        for file in self.manifest.files:
-            with open_regular(root / file.name, "The pack file", remedy=_COPY) as opened:
-                size = os.fstat(opened.fileno()).st_size
-            if size != file.bytes:
-                raise DataError(
-                    f"The pack file {shown(root / file.name)} has {size:,} bytes, but was written with "
-                    f"{file.bytes:,}. {_COPY}"
-                )
+        check_sizes(root, self.manifest.files)
         for part in self.manifest.parts:
             self._check_index(part)
 
@@ -197,13 +170,13 @@ class TokenPack:
         expected = (part.tokens * width, part.rows * kind.itemsize, blocks * 4)
         whole = tuple(file.bytes for file in part.files) == expected
         if whole:
-            _check_sum(self.root, part.index)
-            _check_sum(self.root, part.checks)
-            ends = np.frombuffer(_map_file(self.root / part.index.name), kind)["end"].reshape(-1)
+            check_sum(self.root, part.index)
+            check_sum(self.root, part.checks)
+            ends = np.frombuffer(map_file(self.root / part.index.name), kind)["end"].reshape(-1)
             whole = (int(ends[-1]) if len(ends) else 0) == part.tokens and bool((ends[1:] >= ends[:-1]).all())
         if not whole:
             raise DataError(
-                f"{shown(self.root / part.index.name)} does not hold the {part.rows:,} rows of its manifest. {_AGAIN}"
+                f"{shown(self.root / part.index.name)} does not hold the {part.rows:,} rows of its manifest. {AGAIN}"
             )
 
 
@@ -211,23 +184,8 @@ def verify(root: Path) -> int:
     """Check every byte of a pack against its manifest. Returns the bytes checked; raises DataError."""
     files = TokenPack(root).manifest.files
     for file in files:
-        _check_sum(root, file)
+        check_sum(root, file)
     return sum(file.bytes for file in files)
-
-
-def _check_sum(root: Path, file: File) -> None:
-    if digest_file(root / file.name) != file.sha256:
-        raise DataError(
-            f"The pack file {shown(root / file.name)} is not what was written: its SHA-256 is another. "
-            f"{_COPY}"
-        )
-
-
-def _map_file(path: Path) -> memoryview:
-    with open_regular(path, "The pack file") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 class PackedPart:
@@ -249,7 +207,7 @@ class PackedPart:
     @property
     def index(self) -> NDArray[Any]:
         """(rows,) of `index_type`."""
-        return np.frombuffer(_map_file(self._index_path), index_type(self.fields))
+        return np.frombuffer(map_file(self._index_path), index_type(self.fields))
 
     def row(self, number: int) -> str:
         """The name of a row in messages."""
@@ -261,8 +219,8 @@ class PackedPart:
         Raises BadSample where they changed since they were packed, or one is outside the vocabulary.
         """
         if self._maps is None:
-            raw = _map_file(self._path)
-            checks = np.frombuffer(_map_file(self._checks_path), "<u4")
+            raw = map_file(self._path)
+            checks = np.frombuffer(map_file(self._checks_path), "<u4")
             self._maps = np.frombuffer(raw, self._type), raw, checks
         tokens, raw, checks = self._maps
         width = self._type.itemsize

@@ -463,12 +463,12 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
     "(modules)": 1700,
-    "boundary": 1650,
+    "boundary": 1660,
     "checkpoint": 2040,
     "cli": 4370,
     "compress": 2740,
     "config": 6270,
-    "data": 7080,
+    "data": 7060,
     "decode": 2650,
     "doctor": 450,
     "export": 950,

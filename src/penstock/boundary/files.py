@@ -14,7 +14,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from penstock.errors import DataError, EnvironmentProblem, PenstockError
 from penstock.leftovers import replace_file
@@ -111,6 +111,19 @@ def read_text(
             f"{what} {shown(path)} is not text in UTF-8: byte {problem.start:,} is 0x{raw[problem.start]:02x}. "
             f"{remedy or 'Save it as UTF-8.'}"
         ) from problem
+
+
+def visible_files(root: AnyPath) -> Iterator[str]:
+    """Paths of all files in a folder and below it that are not hidden, nor in a hidden folder. Raises OSError for a
+    folder that may not be listed."""
+    # Not `Path.rglob`, which passes over such folders silently.
+    for folder, folders, files in os.walk(root, onerror=_raise):
+        folders[:] = [name for name in folders if name[0] != "."]
+        yield from (os.path.join(folder, name) for name in files if name[0] != ".")
+
+
+def _raise(problem: OSError) -> NoReturn:
+    raise problem
 
 
 def write_text(path: AnyPath, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.boundary.files import Unreadable, content, quoted, shown
+from penstock.boundary.files import Unreadable, content, quoted, shown, visible_files
 from penstock.boundary.images import EXTENSIONS, MAX_BYTES
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
@@ -79,7 +79,7 @@ def list_classes(root: Path, *, quiet: bool = False) -> Listing:
     images: dict[str, list[str]] = {}
     others: Counter[str] = Counter()
     for name in sorted(name for name in entries if os.path.isdir(root / name)):
-        files = _visible(root, name)
+        files = [os.path.relpath(path, root) for path in visible_files(root / name)]
         images[name] = sorted(file for file in files if file.lower().endswith(EXTENSIONS))
         others.update(
             os.path.splitext(file)[1].lower() for file in files if not file.lower().endswith(EXTENSIONS)
@@ -95,15 +95,6 @@ def list_classes(root: Path, *, quiet: bool = False) -> Listing:
     classes = tuple(name for name, files in images.items() if files)
     labels = tuple(label for label, name in enumerate(classes) for _ in images[name])
     return Listing(root, classes, tuple(path for name in classes for path in images[name]), labels)
-
-
-def _visible(root: Path, name: str) -> list[str]:
-    """Paths from `root` of all files of a class that are not hidden, nor in a hidden folder."""
-    visible = []
-    for folder, folders, files in os.walk(root / name, onerror=_raise):
-        folders[:] = [one for one in folders if one[0] != "."]
-        visible += [os.path.relpath(os.path.join(folder, file), root) for file in files if file[0] != "."]
-    return visible
 
 
 def _words_on_left_out(others: Counter[str], empty: list[str]) -> str:
@@ -124,11 +115,6 @@ def _words_on_left_out(others: Counter[str], empty: list[str]) -> str:
         )
         words += f" {len(empty)} {folders}: {names}."
     return words.strip()
-
-
-def _raise(error: OSError) -> None:
-    """Raise what `os.walk` would ignore: a folder that it may not list."""
-    raise error
 
 
 def _every_fifth(listing: Listing, split: Split) -> Listing:

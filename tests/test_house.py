@@ -468,7 +468,7 @@ LINES = {
     "cli": 4370,
     "compress": 2740,
     "config": 6270,
-    "data": 7060,
+    "data": 7040,
     "decode": 2650,
     "doctor": 450,
     "export": 950,

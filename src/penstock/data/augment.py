@@ -74,9 +74,10 @@ def draw(
     picked = table[:, 13 : 13 + rounds].T * color.operations(channels)
     swing = 2 * table[:, 13 + rounds : start].T - 1
     amount = config.randaugment_magnitude / randaugment.GREATEST_MAGNITUDE
-    erased = _erase_boxes(table[:, 5:10], config.erase, image_size)
+    erased = _draw_boxes(table[:, 6:10], ERASE_AREA, ERASE_RATIO, image_size, image_size)
+    erased[table[:, 5] >= config.erase, 2] = 0
     return Draws(
-        boxes=_crop_boxes(table[:, 0:4], config.crop_scale_min, *stored),
+        boxes=_draw_boxes(table[:, 0:4], (config.crop_scale_min, 1.0), RATIO, *stored),
         flips=table[:, 4] < config.flip,
         operations=picked.astype(np.int64),
         factors=(1 + COLOR_REACH * config.color * swing).astype(np.float32),
@@ -88,31 +89,19 @@ def draw(
     )
 
 
-def _crop_boxes(table: Floats, scale_min: float, height: int, width: int) -> Boxes:
-    """Boxes of uniform share of the area, log-uniform ratio and uniform place. A side that is too long is cut."""
+def _draw_boxes(table: Floats, areas: tuple[float, float], most: float, height: int, width: int) -> Boxes:
+    """Boxes (B, 4) by numbers (B, 4) of a share of the area within two bounds, a ratio of the sides up to `most`, on a
+    logarithmic scale, and a place. A side that is too long is cut."""
+    low, high = areas
+    if low >= 1:
+        return np.tile(np.array((0, 0, height, width), np.int64), (len(table), 1))
+    area = low + (high - low) * table[:, 0].astype(np.float64)
+    ratio = most ** (2 * table[:, 1].astype(np.float64) - 1)
     boxes = np.empty((len(table), 4), np.int64)
-    if scale_min >= 1:
-        boxes[:] = (0, 0, height, width)
-        return boxes
-    area = scale_min + (1 - scale_min) * table[:, 0].astype(np.float64)
-    ratio = RATIO ** (2 * table[:, 1].astype(np.float64) - 1)
     boxes[:, 2] = np.clip(np.rint(height * np.sqrt(area / ratio)), 1, height)
     boxes[:, 3] = np.clip(np.rint(width * np.sqrt(area * ratio)), 1, width)
     boxes[:, 0] = table[:, 2] * (height - boxes[:, 2] + 1)
     boxes[:, 1] = table[:, 3] * (width - boxes[:, 3] + 1)
-    return boxes
-
-
-def _erase_boxes(table: Floats, probability: float, size: int) -> Boxes:
-    low, high = ERASE_AREA
-    area = low + (high - low) * table[:, 1].astype(np.float64)
-    ratio = ERASE_RATIO ** (2 * table[:, 2].astype(np.float64) - 1)
-    boxes = np.empty((len(table), 4), np.int64)
-    boxes[:, 2] = np.clip(np.rint(size * np.sqrt(area / ratio)), 1, size)
-    boxes[:, 3] = np.clip(np.rint(size * np.sqrt(area * ratio)), 1, size)
-    boxes[:, 0] = table[:, 3] * (size - boxes[:, 2] + 1)
-    boxes[:, 1] = table[:, 4] * (size - boxes[:, 3] + 1)
-    boxes[table[:, 0] >= probability, 2] = 0
     return boxes
 
 

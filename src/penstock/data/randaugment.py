@@ -50,28 +50,18 @@ def _affine(images: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
     return torch.where(inside[:, None], moved.view_as(images), FILL)
 
 
-def _shear_x(images: Tensor, amount: Tensor) -> Tensor:
-    amount = amount.double()
-    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
-    return _affine(images, [one, SHEAR * amount, zero], [zero, one, zero])
+def _moving(
+    *, shear_x: float = 0.0, shear_y: float = 0.0, shift_x: float = 0.0, shift_y: float = 0.0
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """An operation that moves pixels, at the greatest amount by these; shifts are shares of the side."""
 
+    def move(images: Tensor, amount: Tensor) -> Tensor:
+        amount, (height, width) = amount.double(), images.shape[-2:]
+        one = torch.ones_like(amount)
+        across = [one, shear_x * amount, shift_x * width * amount]
+        return _affine(images, across, [shear_y * amount, one, shift_y * height * amount])
 
-def _shear_y(images: Tensor, amount: Tensor) -> Tensor:
-    amount = amount.double()
-    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
-    return _affine(images, [one, zero, zero], [SHEAR * amount, one, zero])
-
-
-def _shift_x(images: Tensor, amount: Tensor) -> Tensor:
-    amount = amount.double()
-    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
-    return _affine(images, [one, zero, SHIFT * images.shape[-1] * amount], [zero, one, zero])
-
-
-def _shift_y(images: Tensor, amount: Tensor) -> Tensor:
-    amount = amount.double()
-    zero, one = torch.zeros_like(amount), torch.ones_like(amount)
-    return _affine(images, [one, zero, zero], [zero, one, SHIFT * images.shape[-2] * amount])
+    return move
 
 
 def _rotate(images: Tensor, amount: Tensor) -> Tensor:
@@ -125,9 +115,9 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "contrast": _blending(color.contrast),
     "brightness": _blending(color.brightness),
     "sharpness": _blending(color.sharpness),
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "shift_x": _shift_x,
-    "shift_y": _shift_y,
+    "shear_x": _moving(shear_x=SHEAR),
+    "shear_y": _moving(shear_y=SHEAR),
+    "shift_x": _moving(shift_x=SHIFT),
+    "shift_y": _moving(shift_y=SHIFT),
 }
 """All are drawn equally often. Saturation leaves a grey image as it is."""

@@ -463,15 +463,15 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
     "(modules)": 1700,
-    "boundary": 1660,
+    "boundary": 1670,
     "checkpoint": 2040,
     "cli": 4370,
     "compress": 2740,
     "config": 6270,
-    "data": 7040,
+    "data": 6990,
     "decode": 2650,
     "doctor": 450,
-    "export": 950,
+    "export": 940,
     "infer": 1790,
     "kernels": 6690,
     "ladder": 5510,

@@ -6,8 +6,10 @@ import glob
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.boundary.files import quoted, shown
+from penstock.boundary.packages import package
 from penstock.errors import ConfigError, EnvironmentProblem
 
 _NAME = re.compile(r"^(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?$")
@@ -36,39 +38,29 @@ def hub_folder(name: str, files: Sequence[str], *, enough: Callable[[Path], bool
         raise ConfigError(
             f"There is no file or folder {quoted(name)}, nor can that be a name on the Hugging Face hub."
         )
-    hub = _hub(name)
+    need = f"There is no file or folder {name}. If it is a name on the Hugging Face hub, huggingface_hub fetches it"
+    hub = package("huggingface_hub", need, "hf")
     options = {"repo_id": match["repo"], "revision": match["revision"], "allow_patterns": list(files)}
     folder = _cached(hub, options, enough) or _fetched(hub, options)
     return folder if enough(folder) else None
 
 
-def _hub(name: str) -> object:
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise EnvironmentProblem(
-            f"There is no file or folder {name}. If it is a name on the Hugging Face hub, install what fetches it: "
-            f"pip install 'penstock[hf]'."
-        ) from None
-    return huggingface_hub
-
-
-def _cached(hub: object, options: dict[str, object], enough: Callable[[Path], bool]) -> Path | None:
+def _cached(hub: Any, options: dict[str, object], enough: Callable[[Path], bool]) -> Path | None:
     """The folder in the cache, without asking the network whether there is a newer one."""
     try:
-        folder = Path(hub.snapshot_download(**options, local_files_only=True))  # type: ignore[attr-defined]
+        folder = Path(hub.snapshot_download(**options, local_files_only=True))
     except OSError:  # huggingface_hub's LocalEntryNotFoundError is one
         return None
     return folder if enough(folder) else None
 
 
-def _fetched(hub: object, options: dict[str, object]) -> Path:
+def _fetched(hub: Any, options: dict[str, object]) -> Path:
     """Fetch the files. A network that is not there is noticed at once, and one that is silent after ten seconds."""
     from huggingface_hub import errors
 
     name = str(options["repo_id"])
     try:
-        return Path(hub.snapshot_download(**options, etag_timeout=10))  # type: ignore[attr-defined]
+        return Path(hub.snapshot_download(**options, etag_timeout=10))
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         at = f" at the revision {options['revision']}" if options["revision"] else ""
         raise ConfigError(
@@ -102,13 +94,9 @@ def push_folder(
             f"The folder {shown(folder)} holds no model, which is config.json and safetensors; give a run's folder or "
             "its export, or one that transformers wrote."
         )
-    try:
-        import huggingface_hub as hub
-        from huggingface_hub import errors
-    except ImportError:
-        raise EnvironmentProblem(
-            "Uploading to the Hugging Face hub needs huggingface_hub: pip install 'penstock[hf]'."
-        ) from None
+    hub = package("huggingface_hub", "Uploading to the Hugging Face hub needs huggingface_hub", "hf")
+    from huggingface_hub import errors
+
     files = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)} - {
         folder / "trainer_state.json"
     }

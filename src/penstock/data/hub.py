@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.boundary.files import Unreadable, content
 from penstock.boundary.images import MAX_BYTES
+from penstock.boundary.packages import package
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.imagefolder import SPLIT_FOLDERS
@@ -71,12 +72,7 @@ def open_dataset(name: str, configuration: str | None = None, *, streaming: bool
 
     Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise EnvironmentProblem(
-            "data.source=hf:NAME needs the package datasets. Install it with: pip install 'penstock[hf]'."
-        ) from None
+    datasets = package("datasets", "data.source=hf:NAME needs the package datasets", "hf")
     try:
         if Path(name).is_dir() and any(
             Path(name, file).exists() for file in ("dataset_dict.json", "state.json")

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import printable
+from penstock.boundary.packages import package
 from penstock.config.decoding import Decoding
 from penstock.config.formats import FORMATS
 from penstock.config.model import stacks
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
-from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.errors import ConfigError
 from penstock.export import ExportType
 from penstock.infer.load import Loaded, loaded
 from penstock.models.convert.files import read_json
@@ -43,14 +44,8 @@ def write_ctranslate(
 
     Raises ConfigError for what CTranslate2's converter refuses, and EnvironmentProblem without the packages.
     """
-    try:
-        import ctranslate2
-        import transformers
-    except ImportError:
-        raise EnvironmentProblem(
-            "CTranslate2's folders need the packages ctranslate2 and transformers. Install them with: pip install "
-            "'penstock[export,hf]'."
-        ) from None
+    ctranslate2 = package("ctranslate2", "CTranslate2's folders need the package ctranslate2", "export")
+    transformers = package("transformers", "CTranslate2's folders need the package transformers", "hf")
     folder = local_weights(model)
     source = loaded(folder, Plan(), weights="plain", tokenizer=None)
     if problems := list(_problems(source, folder)):

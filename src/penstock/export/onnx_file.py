@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import EnvironmentProblem
+from penstock.boundary.packages import package
 
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 """A function from inputs by name to outputs in their order."""
@@ -17,14 +17,8 @@ Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 
 def packages() -> tuple[Any, Any]:
     """onnx and onnxruntime. Raises EnvironmentProblem unless these and what writes ONNX are there."""
-    try:
-        import onnx
-        import onnxruntime
-        import onnxscript  # noqa: F401 (torch's exporter needs it)
-    except ImportError:
-        raise EnvironmentProblem(
-            "ONNX needs onnx, onnxscript and onnxruntime. Install them with: pip install 'penstock[export]'."
-        ) from None
+    names = ("onnx", "onnxruntime", "onnxscript")  # torch's exporter needs the last
+    onnx, onnxruntime, _ = (package(name, f"ONNX needs the package {name}", "export") for name in names)
     return onnx, onnxruntime
 
 

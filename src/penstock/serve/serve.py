@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import read_text
+from penstock.boundary.packages import package
 from penstock.data.text.chat import template_of
 from penstock.data.text.open import found_in
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -29,13 +30,8 @@ def serve(
     Raises ConfigError and what opening the model raises; EnvironmentProblem without the extra `serve`, or where the
     port is taken.
     """
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise EnvironmentProblem(
-            "penstock serve needs starlette and uvicorn. Install them with: pip install 'penstock[serve]'."
-        ) from None
+    for name in ("starlette", "uvicorn"):
+        package(name, f"penstock serve needs the package {name}", "serve")
     if config.model is None:
         raise ConfigError(
             "penstock serve needs a model: a run's export, or a folder that transformers wrote."

@@ -10,14 +10,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from penstock.boundary.files import open_regular, quoted, shown, visible_files
+from penstock.boundary.files import open_regular, printable, quoted, shown, visible_files
+from penstock.boundary.packages import package
 from penstock.boundary.text import Line, read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.data.text.build import Bad, RowOrBad, TextRow
 from penstock.data.text.columns import TextColumns, row_of, value_in
 from penstock.disk import digest_file
-from penstock.errors import DataError, EnvironmentProblem
+from penstock.errors import DataError
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +31,11 @@ _PIECE = 1 << 17
 _VAL_WORDS = ("val", "valid", "validation", "dev")
 _LINE = Bounds(bytes=1 << 24, values=1 << 16, infinite=True, control=True)
 _DESCRIPTION = "The text file"
+_ROWS = 256
+"""Rows of a Parquet file that are read at a time."""
+_GROUP_BYTES = 8 << 30
+"""Most bytes of a group of rows, with all columns expanded; a larger group is not read."""
+_TOO_LONG = 16 << 20
 
 
 def files_of(path: str) -> list[Path]:
@@ -206,12 +213,43 @@ def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[st
 
 
 def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise EnvironmentProblem(
-            f"{shown(path)} is read by the package pyarrow. Install it with: pip install 'penstock[hf]'."
-        ) from None
-    from penstock.data.text.parquet import read_rows
+    """The rows, a few at a time. Raises DataError where it lacks the columns; what else is wrong is a bad row."""
+    where = shown(path)
+    parquet = package("pyarrow.parquet", f"{where} is read by the package pyarrow", "hf")
+    number = 0
+    with open_regular(path, _DESCRIPTION) as raw:
+        try:
+            file = parquet.ParquetFile(
+                raw, memory_map=False, pre_buffer=False, thrift_string_size_limit=1 << 20
+            )
+            names = columns.among([str(name) for name in file.schema_arrow.names], where)
+            _check_groups(file)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
+                for row in batch.to_pylist():
+                    values = [value_in(row, name) for name in names]
+                    number += 1
+                    if any(isinstance(value, str) and len(value) > _TOO_LONG for value in values):
+                        yield Bad(where, number, f"it holds a text of more than {_TOO_LONG:,} characters")
+                    else:
+                        yield row_of(values, names, columns.shape, where, number)
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            NotImplementedError,
+            MemoryError,
+        ) as error:
+            why = " ".join(printable(str(error)).split())[:300].rstrip(".") or type(error).__name__
+            yield Bad(where, number + 1, f"the file cannot be read further: {why}")
 
-    yield from read_rows(parquet, path, columns)
+
+def _check_groups(file: Any) -> None:
+    """Check the groups' sizes by what they say themselves. Asked about a column whose statistics are broken, pyarrow 26
+    ends the process.
+    """
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).total_byte_size
+        if not 0 <= size <= _GROUP_BYTES:
+            raise ValueError(f"a group of rows claims {size:,} bytes, and at most {_GROUP_BYTES:,} are read")

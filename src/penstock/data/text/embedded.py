@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.boundary.files import Unreadable, content, quoted, shown
+from penstock.boundary.packages import package
 from penstock.data.text.build import RowOrBad, Shape, TextRow
 from penstock.data.text.columns import Content, Form, TextColumns
 from penstock.data.text.documents import digest, read_files
 from penstock.data.text.names import prompt_of
-from penstock.errors import ConfigError, DataError, EnvironmentProblem
+from penstock.errors import ConfigError, DataError
 
 _LEFT_OUT = {
     "test",
@@ -117,12 +118,7 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
 def speaker(source: str, languages: Sequence[str]) -> Say:
     """The words of a number in a language, `cardinal` or `ordinal`, for a source of this name. Raises ConfigError for a
     language that is not spoken, EnvironmentProblem without num2words."""
-    try:
-        import num2words
-    except ImportError:
-        raise EnvironmentProblem(
-            f"data.source={source} needs the package num2words. Install it with: pip install 'penstock[text]'."
-        ) from None
+    num2words = package("num2words", f"data.source={source} needs the package num2words", "text")
     unknown = [language for language in languages if language not in num2words.CONVERTER_CLASSES]
     if unknown:
         raise ConfigError(

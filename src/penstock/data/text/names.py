@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.boundary.files import quoted
+from penstock.boundary.packages import package
 from penstock.data.text.build import RowOrBad, TextRow
 from penstock.data.text.columns import Content, Form
-from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.errors import ConfigError
 
 PIVOTS = ("en", "fr")
 AFRICAN = (
@@ -60,12 +61,7 @@ def names(form: Form, languages: tuple[str, ...] = ()) -> Content:
 
 def read_names(languages: Sequence[str]) -> Names:
     """The names of all items. Raises EnvironmentProblem without Babel, ConfigError for languages that it lacks."""
-    try:
-        from babel import localedata
-    except ImportError:
-        raise EnvironmentProblem(
-            "data.source=names needs the package Babel. Install it with: pip install 'penstock[languages]'."
-        ) from None
+    localedata = package("babel.localedata", "data.source=names needs the package Babel", "languages")
     unknown = [language for language in languages if not localedata.exists(language)]
     if unknown:
         raise ConfigError(

@@ -7,11 +7,12 @@ from typing import Any
 
 from penstock.boundary.files import quoted, read_text, shown
 from penstock.boundary.hub import hub_folder
+from penstock.boundary.packages import package
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
 from penstock.data.text import marian
 from penstock.data.text.tokenizers import Bytes, LibraryTokenizer, Tokenizer, refusing
-from penstock.errors import ConfigError, DataError, EnvironmentProblem
+from penstock.errors import ConfigError, DataError
 
 MOST_BYTES = 64 << 20
 """Most bytes of a `tokenizer.json`; the largest in use have 33 MB."""
@@ -129,15 +130,10 @@ def _from_file(path: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     """Older formats, such as BERT's `vocab.txt`: transformers makes a `tokenizer.json` of them."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise EnvironmentProblem(
-            f"The tokenizer in {shown(folder)} has no tokenizer.json, so transformers must read it. Install it with: "
-            "pip install 'penstock[hf]'."
-        ) from None
+    need = f"The tokenizer in {shown(folder)} has no tokenizer.json, so transformers must read it"
+    transformers = package("transformers", need, "hf")
     with refusing(shown(folder)):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         text = backend.to_str() if backend is not None else ""
     if not text:

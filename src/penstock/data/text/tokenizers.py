@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.boundary.files import printable, quoted, write_text
-from penstock.errors import ConfigError, DataError, EnvironmentProblem
+from penstock.boundary.packages import package
+from penstock.errors import ConfigError, DataError
 
 Numbers = NDArray[np.int32]
 _log = logging.getLogger(__name__)
@@ -414,13 +415,7 @@ def _letters_of_bytes() -> dict[int, str]:
 
 def tokenizers_library(what: str) -> Any:
     """The package `tokenizers`. Raises EnvironmentProblem without it."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise EnvironmentProblem(
-            f"{what} needs the package tokenizers. Install it with: pip install 'penstock[hf]'."
-        ) from None
-    return tokenizers
+    return package("tokenizers", f"{what} needs the package tokenizers", "hf")
 
 
 @contextmanager

@@ -388,7 +388,7 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 
 # Class names that more than one class has, still; take off what becomes unique, and add none.
 TWICE = """
-    Account Answer Attention Batch Block Costs Cut Decoding Dropout Embedding Entry Histogram Link Loaded
+    Account Answer Attention Batch Block Costs Cut Dropout Embedding Entry Histogram Link Loaded
     Loader Measured Outcome Own Past Pooler Scale Shared Space Stream Task Text _Layer
 """
 THRICE = "Line Stack"
@@ -472,7 +472,7 @@ LINES = {
     "decode": 2650,
     "doctor": 450,
     "export": 940,
-    "infer": 1790,
+    "infer": 1780,
     "kernels": 6690,
     "ladder": 5510,
     "launch": 1550,
@@ -485,9 +485,9 @@ LINES = {
     "products": 1590,
     "report": 1460,
     "schedules": 1040,
-    "serve": 3470,
+    "serve": 3460,
     "step": 710,
-    "tasks": 3510,
+    "tasks": 3490,
     "train": 3290,
     "tune": 1650,
 }
@@ -500,7 +500,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_800
+    assert sum(LINES.values()) <= 90_700
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from penstock.boundary.files import Unreadable, read_bytes, shown
 from penstock.config.decoding import Weights
 from penstock.config.graph import Input, PatchInput, TokenInput, VectorHead
 from penstock.config.plan import Plan
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError, DataError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import from_all_ranks, own_texts, together
@@ -30,9 +31,6 @@ from penstock.models.anatomy import set_switch
 from penstock.models.model import Model
 from penstock.parallel import ALONE, ParallelDims, local_device
 from penstock.parallel.hosts import attend
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 _CROP = 0.875
 """Share of an image's sides that is seen, as in evaluations."""

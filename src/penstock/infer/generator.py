@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -15,6 +15,7 @@ from penstock.boundary.files import quoted
 from penstock.config.decoding import Decoding, Weights
 from penstock.config.plan import Plan
 from penstock.data.text.chat import template_of
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.beam import search
 from penstock.decode.choose import NOTHING
 from penstock.decode.contrastive import contrast
@@ -32,9 +33,6 @@ from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
 from penstock.parallel.hosts import attend
 from penstock.products.shortlist import read_shortlist
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 Prompt = str | Sequence[int]
 _SPREAD = 0x9E3779B9

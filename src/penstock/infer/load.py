@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from penstock.config.plan import Plan
 from penstock.config.quantise import StoredFormat
 from penstock.config.rules import require_inference
 from penstock.data.text.open import found_in
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.stages import cut, stages_of
 from penstock.decode.texts import sharded
 from penstock.dtypes import DTYPES
@@ -38,9 +39,6 @@ from penstock.parallel.tensor import line_of, split_layers
 from penstock.products.convert import store_linears, suited
 from penstock.products.rounded import store_rounded
 from penstock.products.shortlist import shorten
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

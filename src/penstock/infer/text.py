@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 from penstock.config.decoding import USUAL_TOKENS
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 _BROKEN = "\ufffd"
 _CONTEXT = 16
@@ -38,19 +35,11 @@ def usual_tokens(prompt: int, room: int, *, least: int = 0) -> int:
     return max(1, min(max(USUAL_TOKENS, least), room - prompt))
 
 
-class Decoding(Protocol):
-    """A tokenizer, of which only `decode` is used here."""
-
-    def decode(self, numbers: Sequence[int]) -> str:
-        """The text of some numbers."""
-        ...
-
-
 class Stream:
     """The text of one sequence of tokens, told as it comes. No character is told before it is whole, and nothing that
     may still turn out to be the beginning of a stop text."""
 
-    def __init__(self, tokenizer: Decoding, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
         self._from, self._read = 0, 0

@@ -8,15 +8,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.infer.text import Stream
 from penstock.serve.backend import Lost, Ticket
 from penstock.serve.metrics import Metrics
 from penstock.serve.parse import TextRequest
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 Piece = tuple[str, tuple[int, ...]]
 """One part of a stream: complete text, and the tokens that came since the part before."""

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from penstock.boundary.files import quoted
 from penstock.config.decoding import USUAL_TOKENS
 from penstock.data.text.chat import Template
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError, PenstockError
 from penstock.infer.labels import TextLabels
 from penstock.infer.text import needed, prompt_numbers, usual_tokens
@@ -33,9 +34,6 @@ from penstock.serve.metrics import Metrics
 from penstock.serve.parse import TextRequest
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.settings import ServeConfig
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1

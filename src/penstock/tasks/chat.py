@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.choose import NOTHING
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
@@ -29,9 +28,6 @@ from penstock.tasks.text import (
     rounded,
     tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 SHOWN = 64
 """Most tokens of a printed answer."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,12 +17,10 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 TEMPERATURE = 0.05
 """Divisor of similarities (Gao et al., EMNLP 2021, section 3)."""

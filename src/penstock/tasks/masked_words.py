@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,6 +12,7 @@ from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
@@ -28,9 +27,6 @@ from penstock.tasks.text import (
     rounded,
     tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 SHARE = 0.15
 """Share of a sample's tokens that are hidden, at most."""

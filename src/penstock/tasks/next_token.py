@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import PREFIX, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.kernels.cross_entropy import IGNORED
@@ -32,9 +33,6 @@ from penstock.tasks.text import (
     rounded,
     tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 SHOWN = 48
 """Tokens that a printed sample goes on for."""

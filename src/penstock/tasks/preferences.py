@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,14 +25,12 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.chat import SHOWN, ConversationTask
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import TextBatch, first_samples, on_device, rounded, tokenizer_of
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 
 class Preferences(ConversationTask):

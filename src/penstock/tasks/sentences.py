@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -16,13 +16,11 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import DataError
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
@@ -29,9 +30,6 @@ from penstock.tasks.text import (
     shifted,
     tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 SHARE = 0.15
 """Share of a text's tokens that are taken out."""

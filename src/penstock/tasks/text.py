@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from penstock.config.run import DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert.files import first_token, settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.tasks.task import Fullness, Task, plain
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.choose import NOTHING
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts, sharded
@@ -31,9 +32,6 @@ from penstock.tasks.text import (
     shifted,
     tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 SHOWN = 3
 

@@ -7,12 +7,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 Message = dict[str, str]
 """One turn: `role` (system, user, assistant, tool) and `content`."""

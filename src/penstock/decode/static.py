@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.containers import replaced
+from penstock.containers import tensors as all_tensors
 from penstock.decode.looks import Continuing, grouped_attention
 from penstock.decode.past import Columns, Past, run_pass
 from penstock.errors import ConfigError
@@ -165,7 +167,10 @@ class Compiled:
         if self._record is None:
             return self._run(tensors)
         # A tensor made for inference alone cannot be written to elsewhere.
-        key = (torch.is_inference_mode_enabled(), *((each.shape, each.dtype) for each in _tensors(tensors)))
+        key = (
+            torch.is_inference_mode_enabled(),
+            *((each.shape, each.dtype) for each in all_tensors(tensors)),
+        )
         play = self._plays.get(key)
         if play is None:
             play = self._plays[key] = _Play(self._run, tensors, self._record)
@@ -191,7 +196,7 @@ def _mark_changing(tensors: StepTensors) -> None:
         (tensors.tables, (1,)),
     ]
     for group, dims in changing:
-        for tensor in _tensors(group):
+        for tensor in all_tensors(group):
             several = [dim for dim in dims if tensor.shape[dim] > 1]
             maybe_mark_dynamic(tensor, several)
 
@@ -200,15 +205,15 @@ class _Play:
     """One step, recorded, and the tensors that it reads and writes."""
 
     def __init__(self, run: Callable[[StepTensors], Tensor], tensors: StepTensors, record: Record) -> None:
-        self.tensors = _map_tensors(tensors, torch.clone)
+        self.tensors = replaced(tensors, torch.clone)
         self.replay, self.logits = record(lambda: run(self.tensors))
         self.owner: weakref.ref[Past] | None = None
 
     def __call__(self, past: Past, tensors: StepTensors) -> Tensor:
         before = None if self.owner is None else self.owner()
         if before is not None and before is not past and self._holds(before):
-            before.take(_map_tensors(self.tensors, torch.clone))
-        for stored, new in zip(_tensors(self.tensors), _tensors(tensors), strict=True):
+            before.take(replaced(self.tensors, torch.clone))
+        for stored, new in zip(all_tensors(self.tensors), all_tensors(tensors), strict=True):
             if stored is not new:
                 stored.copy_(new)
         past.take(self.tensors)
@@ -234,28 +239,3 @@ def _record_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]
     with torch.cuda.graph(graph):
         logits = run()
     return graph.replay, logits
-
-
-def _map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested containers with all tensors changed."""
-    if isinstance(x, Tensor):
-        return change(x)
-    if isinstance(x, StepTensors):
-        return StepTensors(*(_map_tensors(each, change) for each in x))
-    if isinstance(x, list | tuple):
-        return type(x)(_map_tensors(each, change) for each in x)
-    if isinstance(x, dict):
-        return {name: _map_tensors(each, change) for name, each in x.items()}
-    return x
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    """All tensors of nested containers, always in the same order."""
-    all_tensors: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        all_tensors.append(tensor)
-        return tensor
-
-    _map_tensors(x, note)
-    return all_tensors

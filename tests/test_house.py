@@ -307,11 +307,10 @@ def test_the_public_names_all_exist() -> None:
         assert getattr(penstock, name) is not None
     tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
     typed = {
-        alias.asname
+        alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("penstock.")
         for alias in node.names
-        if alias.asname
     }
     assert typed == set(penstock.__all__) - {"__version__"}, "checkers and users must see the same names"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -462,7 +461,7 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1700,
+    "(modules)": 1670,
     "boundary": 1670,
     "checkpoint": 2040,
     "cli": 4370,

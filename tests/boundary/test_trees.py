@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.boundary.trees import LEVELS, Bounds, parse_json, parse_toml, parse_yaml, read_tree
+from penstock.boundary.trees import LEVELS, Bounds, parse_json, parse_tree, read_tree
 from penstock.errors import CheckpointError, ConfigError
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
@@ -73,7 +74,7 @@ def test_json_that_could_hurt_is_refused(raw: bytes | str, said: str) -> None:
     ids=lambda given: given[:24],
 )
 def test_toml_that_could_hurt_is_refused(raw: str, said: str) -> None:
-    _refused(parse_toml, raw, said)
+    _refused(partial(parse_tree, "TOML"), raw, said)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_toml_that_could_hurt_is_refused(raw: str, said: str) -> None:
     ids=lambda given: given[:24],
 )
 def test_yaml_that_could_hurt_is_refused(raw: str, said: str) -> None:
-    _refused(parse_yaml, raw, said)
+    _refused(partial(parse_tree, "YAML"), raw, said)
 
 
 def test_brackets_in_text_are_no_levels() -> None:
@@ -112,14 +113,14 @@ def test_brackets_in_text_are_no_levels() -> None:
         "a\\": ['"' + text, '\\"' + text + "\n"]
     }
     toml = f'a = "\\"{text}"  # {text}\nb = \'{text}\'\nc = """\n{text}"{text}"""""\nd = \'\'\'{text}\'\'\'\n'
-    assert parse_toml(toml, "x") == {"a": '"' + text, "b": text, "c": f'{text}"{text}""', "d": text}
-    assert parse_toml("a.'" + "b." * 99 + "' = 1", "x") == {"a": {"b." * 99: 1}}
-    assert parse_yaml(f"a: '{text}'", "x") == {"a": text}
+    assert parse_tree("TOML", toml, "x") == {"a": '"' + text, "b": text, "c": f'{text}"{text}""', "d": text}
+    assert parse_tree("TOML", "a.'" + "b." * 99 + "' = 1", "x") == {"a": {"b." * 99: 1}}
+    assert parse_tree("YAML", f"a: '{text}'", "x") == {"a": text}
 
 
 def test_what_people_write_is_read() -> None:
-    assert parse_yaml(
-        "a: &a {x: 1e-3, y: no}\nb: {<<: *a, y: 2}\nc: {<<: *a}\nd: [~, '1', 1_000]\ne: *a", "x"
+    assert parse_tree(
+        "YAML", "a: &a {x: 1e-3, y: no}\nb: {<<: *a, y: 2}\nc: {<<: *a}\nd: [~, '1', 1_000]\ne: *a", "x"
     ) == {
         "a": {"x": 0.001, "y": False},
         "b": {"x": 0.001, "y": 2},
@@ -127,7 +128,7 @@ def test_what_people_write_is_read() -> None:
         "d": [None, "1", 1000],
         "e": {"x": 0.001, "y": False},
     }
-    assert parse_yaml("", "x") == {}
+    assert parse_tree("YAML", "", "x") == {}
     assert parse_json(b'\xef\xbb\xbf{"a": [18446744073709551615, "\\t\xc3\xa4\\n"]}', "x") == {
         "a": [2**64 - 1, "\tä\n"]
     }

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from penstock.boundary.files import AnyPath, quoted, read_bytes, shown
 from penstock.errors import ConfigError, PenstockError
@@ -46,6 +46,10 @@ YAML = Bounds(bytes=1 << 16, values=10_000)
 """The most of any YAML, whose parser is written in Python: 30,000 values take it two seconds."""
 
 
+Language = Literal["JSON", "TOML", "YAML"]
+_LANGUAGES: dict[str, Language] = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
+
+
 class _Problem(Exception):
     """A fault in a tree, to complete `<the file> is refused: ...`, and its place there."""
 
@@ -57,7 +61,8 @@ class _Problem(Exception):
         return f"{shown('.'.join(reversed(self.path)))} {self.args[0]}" if self.path else str(self.args[0])
 
 
-def parse_json(
+def parse_tree(
+    language: Language,
     raw: bytes | str,
     where: str,
     *,
@@ -65,39 +70,32 @@ def parse_json(
     bounds: Bounds = SETTINGS,
     remedy: str = "",
 ) -> dict[str, Any]:
-    """The table in a JSON text. `where` begins every message, such as "The index a.json"; `remedy` ends it.
+    """The table in a text. `where` begins every message, such as "The index a.json"; `remedy` ends it. YAML has to be
+    within `YAML` too; there an empty text is an empty table, `1e-3` is a number, as in YAML 1.2, and tags are refused.
 
     Raises `error` for anything but a table within `bounds`.
     """
-    return _parse("JSON", _load_json, raw, where, error, bounds, remedy)
+    if language == "YAML":
+        bounds = replace(bounds, bytes=min(bounds.bytes, YAML.bytes), values=min(bounds.values, YAML.values))
+    try:
+        if len(raw) > bounds.bytes:
+            raise _Problem(f"it has {len(raw):,} bytes, and at most {bounds.bytes:,} are read")
+        text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")
+        tree: Any = _LOADERS[language](text, bounds)
+        if not isinstance(tree, dict):
+            raise _Problem(f"it must hold a table of settings, not {type(tree).__name__}")
+        _Examination(bounds).enter(tree, 1)
+    except _Problem as problem:
+        raise error(f"{where} is refused: {problem}. {remedy}".rstrip()) from None
+    except (ValueError, OverflowError, RecursionError) as problem:
+        reason = " ".join(str(problem).split()).rstrip(".")
+        if "int_max_str_digits" in reason:
+            reason = "a whole number has thousands of digits"
+        raise error(f"{where} is not valid {language}: {reason}. {remedy}".rstrip()) from None
+    return tree
 
 
-def parse_toml(
-    raw: bytes | str,
-    where: str,
-    *,
-    error: type[PenstockError] = ConfigError,
-    bounds: Bounds = SETTINGS,
-    remedy: str = "",
-) -> dict[str, Any]:
-    """The table in a TOML text; as `parse_json`."""
-    return _parse("TOML", _load_toml, raw, where, error, bounds, remedy)
-
-
-def parse_yaml(
-    raw: bytes | str,
-    where: str,
-    *,
-    error: type[PenstockError] = ConfigError,
-    bounds: Bounds = SETTINGS,
-    remedy: str = "",
-) -> dict[str, Any]:
-    """The table in a YAML text, within `YAML` too; as `parse_json`. An empty text is an empty table.
-
-    `1e-3` is a number, as in YAML 1.2. Tags are refused.
-    """
-    bounds = replace(bounds, bytes=min(bounds.bytes, YAML.bytes), values=min(bounds.values, YAML.values))
-    return _parse("YAML", _load_yaml, raw, where, error, bounds, remedy)
+parse_json = functools.partial(parse_tree, "JSON")
 
 
 def read_tree(
@@ -113,41 +111,14 @@ def read_tree(
     `what` begins every message, such as "The machine file". Raises `error` where there is none.
     """
     suffix = os.path.splitext(path)[1]
-    if suffix not in _PARSERS:
+    if suffix not in _LANGUAGES:
         raise error(
             f"{what} {shown(path)} ends in {suffix or 'nothing'}; use a name that ends in .toml, .yaml or .json."
         )
     raw = read_bytes(path, what, limit=bounds.bytes, error=error, remedy=remedy)
-    return _PARSERS[suffix](raw, f"{what} {shown(path)}", error=error, bounds=bounds, remedy=remedy)
-
-
-_PARSERS = {".json": parse_json, ".toml": parse_toml, ".yaml": parse_yaml, ".yml": parse_yaml}
-
-
-def _parse(
-    language: str,
-    load: Callable[[str, Bounds], Any],
-    raw: bytes | str,
-    where: str,
-    error: type[PenstockError],
-    bounds: Bounds,
-    remedy: str,
-) -> dict[str, Any]:
-    try:
-        if len(raw) > bounds.bytes:
-            raise _Problem(f"it has {len(raw):,} bytes, and at most {bounds.bytes:,} are read")
-        tree = load(raw if isinstance(raw, str) else raw.decode("utf-8-sig"), bounds)
-        if not isinstance(tree, dict):
-            raise _Problem(f"it must hold a table of settings, not {type(tree).__name__}")
-        _Examination(bounds).enter(tree, 1)
-    except _Problem as problem:
-        raise error(f"{where} is refused: {problem}. {remedy}".rstrip()) from None
-    except (ValueError, OverflowError, RecursionError) as problem:
-        reason = " ".join(str(problem).split()).rstrip(".")
-        if "int_max_str_digits" in reason:
-            reason = "a whole number has thousands of digits"
-        raise error(f"{where} is not valid {language}: {reason}. {remedy}".rstrip()) from None
-    return tree
+    return parse_tree(
+        _LANGUAGES[suffix], raw, f"{what} {shown(path)}", error=error, bounds=bounds, remedy=remedy
+    )
 
 
 class _Examination:
@@ -371,3 +342,10 @@ class _Size:
     def __init__(self, values: int = 1, levels: int = 0) -> None:
         self.values = values
         self.levels = levels
+
+
+_LOADERS: dict[Language, Callable[[str, Bounds], Any]] = {
+    "JSON": _load_json,
+    "TOML": _load_toml,
+    "YAML": _load_yaml,
+}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
-from penstock.boundary.trees import parse_toml
+from penstock.boundary.trees import parse_tree
 from penstock.config.convert import BadValue, Checked, Count, Range, convert, nearest, present, word
 from penstock.config.formats import HalfDtype, Products
 from penstock.config.fused import Fuse
@@ -275,7 +275,7 @@ class Plan(Checked, where="plan"):
 
         Absent fields keep their defaults. Raises `ConfigError`.
         """
-        values = parse_toml(text, "The plan")
+        values = parse_tree("TOML", text, "The plan")
         if values.keys() == {"plan"} and isinstance(values["plan"], dict):
             values = values["plan"]
         return from_dict(cls, values, origin="the plan")

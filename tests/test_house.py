@@ -484,7 +484,7 @@ LINES = {
     "products": 1590,
     "report": 1460,
     "schedules": 1040,
-    "serve": 3460,
+    "serve": 3440,
     "step": 710,
     "tasks": 3490,
     "train": 3290,

@@ -45,9 +45,8 @@ class Event(NamedTuple):
     """`stop` or `length` with the last tokens."""
     again: bool = False
     """Whether all tokens so far are void, because another worker makes them again."""
-    vectors: list[list[float]] | None = None
-    scores: list[Any] | None = None
-    """A text's `penstock.infer.score.TextScores`, as lists."""
+    answer: list[Any] | None = None
+    """Vectors of texts, or a text's `penstock.infer.score.TextScores` as lists."""
 
 
 class Ticket:
@@ -66,10 +65,17 @@ class Ticket:
                 if isinstance(event, PenstockError):
                     raise event
                 yield event
-                if event.finished or event.vectors is not None or event.scores is not None:
+                if event.finished or event.answer is not None:
                     return
         finally:
             self._backend.forget(self)
+
+    async def answer(self) -> list[Any]:
+        """The answer to a request that is not for tokens. Raises as `events`."""
+        answer: list[Any] = []
+        async for event in self.events():
+            answer = event.answer or answer
+        return answer
 
 
 class Backend:
@@ -99,11 +105,6 @@ class Backend:
         """Requests under way or waiting."""
         return len(self._tickets)
 
-    @property
-    def process(self) -> int | None:
-        """The worker's process id."""
-        return self._process.pid if self._process is not None else None
-
     async def start(self) -> None:
         """Start the worker, and wait until it is ready. Raises what it cannot open the model for."""
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -119,19 +120,15 @@ class Backend:
                 await self._care
         await self._end()
 
-    def submit(self, message: dict[str, Any], *, count: int = 1) -> list[Ticket]:
-        """Send a request, `count` times as one: all or none is taken. Raises QueueFull where too many wait."""
-        if self.open + count > self.room:
+    def submit(self, message: dict[str, Any]) -> Ticket:
+        """Send a request. Raises QueueFull where too many wait."""
+        if self.open >= self.room:
             raise QueueFull(f"{self.open} requests are served or wait, and no more than {self.room} may.")
-        tickets = []
-        for _ in range(count):
-            self._number += 1
-            ticket = Ticket(self, self._number, message)
-            self._tickets[ticket.number] = ticket
-            tickets.append(ticket)
-            if self.ready.is_set():
-                self._send(ticket)
-        return tickets
+        self._number += 1
+        ticket = self._tickets[self._number] = Ticket(self, self._number, message)
+        if self.ready.is_set():
+            self._send(ticket)
+        return ticket
 
     def forget(self, ticket: Ticket) -> None:
         """Nobody waits for the ticket any more; where it is under way, the worker stops it."""
@@ -209,12 +206,9 @@ class Backend:
             self._tell(number, Event(tuple(tokens), finished), last=bool(finished))
         if "experts" in message:
             self._count(message["experts"])
-        if "vectors" in message:
-            number, vectors = message["vectors"]
-            self._tell(number, Event(vectors=vectors), last=True)
-        if "scores" in message:
-            number, scores = message["scores"]
-            self._tell(number, Event(scores=scores), last=True)
+        if "answer" in message:
+            number, answer = message["answer"]
+            self._tell(number, Event(answer=answer), last=True)
         if "failed" in message:
             number, words = message["failed"]
             self._tell(number, Refused(words), last=True)

@@ -218,15 +218,8 @@ class Service:
         longest = self.backend.about.get("context", 0)
         if longest and max(map(len, rows)) > longest:
             raise Fault(400, f"A text has {max(map(len, rows)):,} tokens, but the model reads {longest:,}.")
-        (ticket,) = self._send({wanted: rows})
-        begun = time.monotonic()
-        vectors: list[list[float]] = []
-
-        async def gather() -> None:
-            async for event in ticket.events():
-                vectors.extend(event.vectors or ())
-
-        await self._while_there(request, gather())
+        ticket, begun = self._send({wanted: rows}), time.monotonic()
+        vectors: list[list[float]] = await self._while_there(request, ticket.answer())
         self.metrics.latency.add(time.monotonic() - begun)
         count = sum(map(len, rows))
         self.metrics.prompt_tokens += count
@@ -306,9 +299,8 @@ class Service:
     async def _score(self, texts: Sequence[Whole], wanted: TextRequest) -> None:
         """Give each text its scores, one after the other, so that they take no more than one place in the queue."""
         for text in texts:
-            (ticket,) = self._send({"score": [*text.prompt, *text.ids], "top": wanted.logprobs or 0})
-            async for event in ticket.events():
-                text.scores = event.scores
+            ticket = self._send({"score": [*text.prompt, *text.ids], "top": wanted.logprobs or 0})
+            text.scores = await ticket.answer()
 
     async def _numbers(self, wanted: TextRequest) -> list[list[int]]:
         """Token numbers of all prompts."""
@@ -340,10 +332,10 @@ class Service:
                     decoding["seed"] += choice
                 never = self.backend.about.get("never", [])
                 decoding["bias"] = [*decoding.get("bias", []), *never]
-                tickets += self._send({"ids": row, "decoding": decoding, "route": route})
+                tickets.append(self._send({"ids": row, "decoding": decoding, "route": route}))
         return tickets
 
-    def _send(self, message: dict[str, Any]) -> list[Ticket]:
+    def _send(self, message: dict[str, Any]) -> Ticket:
         if self.stopping:
             raise Fault(503, "The server is stopping.", "server_error")
         return self.backend.submit(message)
@@ -358,8 +350,8 @@ class Service:
 
         await self._while_there(request, gather())
 
-    async def _while_there(self, request: Request, work: Any) -> None:
-        """Wait for the work; end it when the client leaves, or takes longer than a request may."""
+    async def _while_there(self, request: Request, work: Any) -> Any:
+        """The result of the work, which ends when the client leaves, or it takes longer than a request may."""
         task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
         try:
             done, _ = await asyncio.wait(
@@ -367,13 +359,12 @@ class Service:
             )
             if task in done:
                 try:
-                    task.result()
+                    return task.result()
                 except ExceptionGroup as several:
                     raise several.exceptions[0] from None
-            elif disconnected in done:
+            if disconnected in done:
                 raise ClientDisconnect
-            else:
-                raise Fault(504, f"The request took longer than {self.config.seconds:g} s.", "timeout_error")
+            raise Fault(504, f"The request took longer than {self.config.seconds:g} s.", "timeout_error")
         finally:
             for waited in (task, disconnected):
                 waited.cancel()
@@ -390,6 +381,10 @@ class Service:
     ) -> AsyncIterator[str]:
         """A stream's lines: pieces of text as they come, of all choices."""
         chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
+
+        def line(*choices: dict[str, Any], **more: Any) -> str:
+            return answers.line({**head, "object": chunk, "choices": choices, **more})
+
         pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
 
         async def run(place: int, text: Text) -> None:
@@ -407,15 +402,9 @@ class Service:
         try:
             if kind.startswith("chat"):
                 for place in range(len(texts)):
-                    yield answers.line(
-                        {
-                            **head,
-                            "object": chunk,
-                            "choices": [answers.delta(place, {"role": "assistant"}, None)],
-                        }
-                    )
+                    yield line(answers.delta(place, {"role": "assistant"}, None))
             while (item := await pieces.get()) is not None:
-                yield answers.line({**head, "object": chunk, "choices": [answers.piece(*item, kind)]})
+                yield line(answers.piece(*item, kind))
             whole = True
             try:
                 await task
@@ -423,13 +412,9 @@ class Service:
                 yield answers.line({"error": {"message": self._why(problem), "type": "server_error"}})
                 return
             for place, text in enumerate(texts):
-                yield answers.line(
-                    {**head, "object": chunk, "choices": [answers.end(place, text.finished, kind)]}
-                )
+                yield line(answers.end(place, text.finished, kind))
             if wanted.usage:
-                yield answers.line(
-                    {**head, "object": chunk, "choices": [], "usage": answers.usage(prompts, texts)}
-                )
+                yield line(usage=answers.usage(prompts, texts))
             yield "data: [DONE]\n\n"
         finally:
             if not whole:

@@ -63,6 +63,14 @@ class Opened(NamedTuple):
     model without a head for classes, or on several devices."""
 
 
+_ANSWERS = {
+    "texts": ("vectors", "This model makes text; only encoders make embeddings."),
+    "classify": ("classes", "Classes come from models with a head for them, on one device."),
+    "score": ("scores", "Log-probabilities are given by decoders on one device; leave logprobs out."),
+}
+"""Requests that are not for tokens: the function of `Opened` that answers each, and what is wrong without it."""
+
+
 class Worker:
     """One model and the requests that it serves."""
 
@@ -89,22 +97,13 @@ class Worker:
             return
         number = message["job"]
         try:
-            if "texts" in message:
-                if self.opened.vectors is None:
-                    raise ConfigError("This model makes text; only encoders make embeddings.")
-                self.link.send({"vectors": [number, self.opened.vectors(message["texts"])]})
-                return
-            if "classify" in message:
-                if self.opened.classes is None:
-                    raise ConfigError("Classes come from models with a head for them, on one device.")
-                self.link.send({"vectors": [number, self.opened.classes(message["classify"])]})
-                return
-            if "score" in message:
-                if self.opened.scores is None:
-                    raise ConfigError(
-                        "Log-probabilities are given by decoders on one device; leave logprobs out."
-                    )
-                self.link.send({"scores": [number, self.opened.scores(message["score"], message["top"])]})
+            if wanted := next((kind for kind in _ANSWERS if kind in message), None):
+                name, problem = _ANSWERS[wanted]
+                compute = getattr(self.opened, name)
+                if compute is None:
+                    raise ConfigError(problem)
+                more = [message["top"]] if wanted == "score" else []
+                self.link.send({"answer": [number, compute(message[wanted], *more)]})
                 return
             if self.opened.engine is None:
                 raise ConfigError("This model makes no text.")
@@ -114,8 +113,8 @@ class Worker:
             self.opened.engine.require(request)
             self.scheduler.submit(Job(number, len(request.ids), request.max_tokens))
             self._requests[number] = request
-        except PenstockError as problem:
-            self.link.send({"failed": [number, str(problem)]})
+        except PenstockError as error:
+            self.link.send({"failed": [number, str(error)]})
 
     def _drop(self, number: int) -> None:
         self.scheduler.remove(number)

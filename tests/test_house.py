@@ -482,7 +482,7 @@ LINES = {
     "precision": 5610,
     "probe": 1270,
     "products": 1590,
-    "report": 1460,
+    "report": 1440,
     "schedules": 1040,
     "serve": 3440,
     "step": 710,

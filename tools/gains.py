@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.report.figures import Bar, gain_bars
+from penstock.report.figures import Bar, waterfall
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,12 +74,11 @@ def bars() -> Iterator[Bar]:
 
 def picture() -> str:
     """The text of the SVG file."""
-    drawn = gain_bars(
+    drawn = waterfall(
         list(bars()),
         title=TITLE,
         x_label="times as fast as a plain fp32 loop",
-        beside="the best loop by hand, where one raced",
-        gain="Penstock's best Plan",
+        parts=("the best loop by hand, where one raced", "Penstock's best Plan"),
         alone=True,
     )
     return drawn + "\n"

@@ -83,38 +83,20 @@ class Stack:
 
 def waterfall(
     bars: Sequence[Bar], *, title: str, x_label: str, heading: str = "", notes: Sequence[str] = (),
-    width: float = WIDE, alone: bool = False,
+    parts: tuple[str, str] = ("where the step starts", "what it gains"), width: float = WIDE, alone: bool = False,
 ) -> str:  # fmt: skip
-    """Relative speed step by step; the baseline is 1. A step's gain is drawn behind the steps before it.
+    """Relative speed step by step; the baseline is 1. A step's gain is drawn behind its `floor`: the steps before it,
+    or whatever the first of `parts` names, of which the second names the rest of a bar.
 
     `predicted` is marked by a diamond, `heading` is written above and `notes` below. Raises ValueError without any bar.
     """
-    entries = [
-        _BASELINE, Entry("where the step starts", "--soft"), Entry("what it gains", "--accent"), *_others(bars),
-    ]  # fmt: skip
+    baseline = [_BASELINE] if any(bar.state == "baseline" for bar in bars) else []
+    entries = [*baseline, Entry(parts[0], "--soft"), Entry(parts[1], "--accent"), *_others(bars)]
     rows = _bars(bars, x_label, entries, lambda value: f"{value:.2f}×", width, heading=heading, ruler=1.0)
     for note in notes:
         for line in wrap(note, width - 4, 13):
             rows.text(2, rows.height + 16, line, size=13)
             rows.height += 20
-    description = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
-    return rows.svg(title, description, alone=alone)
-
-
-def gain_bars(
-    bars: Sequence[Bar],
-    *,
-    title: str,
-    x_label: str,
-    beside: str,
-    gain: str,
-    width: float = WIDE,
-    alone: bool = False,
-) -> str:
-    """Speeds relative to a plain loop, which is 1. A bar's `floor` is the speed of a rival, which `beside` names; the
-    rest of the bar is the `gain` over that. Raises ValueError without any bar."""
-    entries = [Entry(beside, "--soft"), Entry(gain, "--accent"), *_others(bars)]
-    rows = _bars(bars, x_label, entries, lambda value: f"{value:.2f}×", width, ruler=1.0)
     description = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
     return rows.svg(title, description, alone=alone)
 

@@ -310,22 +310,20 @@ class LibraryTokenizer(Tokenizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_libraries": {}}
 
-    def encode(self, texts: Sequence[str]) -> list[Numbers]:
-        """Uses all threads that `RAYON_NUM_THREADS` allows, without Python's lock."""
-        library = self._loaded()
+    def _encodings(self, texts: Sequence[str], *, marked: bool = False, fast: bool = False) -> list[Any]:
+        """The library's encodings of texts, those that are `fast` without places. Uses all threads that
+        `RAYON_NUM_THREADS` allows, without Python's lock."""
+        library = self._loaded(marked=marked)
         with refusing(self.name):
-            return [
-                np.array(encoding.ids, np.int32)
-                for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
-            ]
+            encode = library.encode_batch_fast if fast else library.encode_batch
+            return list(encode(list(texts), add_special_tokens=False))
+
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        return [np.array(encoding.ids, np.int32) for encoding in self._encodings(texts, fast=True)]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[Numbers, list[tuple[int, int]]]]:
-        library = self._loaded(marked=True)
-        with refusing(self.name):
-            return [
-                (np.array(encoding.ids, np.int32), list(encoding.offsets))
-                for encoding in library.encode_batch(list(texts), add_special_tokens=False)
-            ]
+        encodings = self._encodings(texts, marked=True)
+        return [(np.array(encoding.ids, np.int32), list(encoding.offsets)) for encoding in encodings]
 
     def special_words(self) -> list[str]:
         with refusing(self.name):
@@ -336,11 +334,7 @@ class LibraryTokenizer(Tokenizer):
         """The names of the tokens of each text; a unigram's unknown ones are as the text spells them. Slower than
         `encode`.
         """
-        library = self._loaded()
-        with refusing(self.name):
-            return [
-                encoding.tokens for encoding in library.encode_batch(list(texts), add_special_tokens=False)
-            ]
+        return [encoding.tokens for encoding in self._encodings(texts)]
 
     def decode(self, numbers: Sequence[int]) -> str:
         with refusing(self.name):

@@ -467,7 +467,7 @@ LINES = {
     "cli": 4370,
     "compress": 2740,
     "config": 6270,
-    "data": 6990,
+    "data": 6980,
     "decode": 2630,
     "doctor": 450,
     "export": 940,

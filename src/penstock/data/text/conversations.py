@@ -7,35 +7,31 @@ import bisect
 import logging
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.boundary.files import read_text
 from penstock.config.run import DataConfig
-from penstock.data.source import Source, Split
+from penstock.data.source import Split
 from penstock.data.text.chat import PLAIN, template_of
 from penstock.data.text.columns import Form
-from penstock.data.text.mixture import Mixture
-from penstock.data.text.rows import RowTable, table_of
+from penstock.data.text.mixture import Mixture, TextSource
+from penstock.data.text.rows import RowTable, tables_of
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-S = TypeVar("S", bound=Source)
 
-
-class ChatSource(Source):
+class ChatSource(TextSource):
     """Conversations of at most `length` tokens. Fields of a sample: tokens (L,) int32; learned (L,) int8, 1 for a token
     of an answer; document (L,) int32, which conversation a token is of, from 0 on, and −1 for padding.
 
     If `packed`, a sample holds several conversations, none of them cut in two: best fit, the longest first.
     """
-
-    policy = "data.bad_rows"
 
     def __init__(
         self,
@@ -73,9 +69,6 @@ class ChatSource(Source):
             return None
         return 1 - float(np.mean([lengths.mean() for lengths in self._lengths])) / self.length
 
-    def __len__(self) -> int:
-        return self._mixture.samples
-
     def load(self, index: int, out: Any) -> None:
         number, place = self._mixture.place(index)
         at = 0
@@ -89,12 +82,10 @@ class ChatSource(Source):
             at = end
 
 
-class PreferenceSource(Source):
+class PreferenceSource(TextSource):
     """Two conversations that share their beginning, of at most `length` tokens each. Fields of a sample, of which the
     first row is the chosen one: tokens (2, L) int32; learned (2, L) int8, 1 for a token of the answers behind what both
     share; length (2,) int32."""
-
-    policy = "data.bad_rows"
 
     def __init__(
         self, name: str, tables: list[tuple[RowTable, float]], tokenizer: Tokenizer, *, length: int
@@ -110,9 +101,6 @@ class PreferenceSource(Source):
         self.sample = np.dtype(
             [("tokens", np.int32, (2, length)), ("learned", np.int8, (2, length)), ("length", np.int32, (2,))]
         )
-
-    def __len__(self) -> int:
-        return self._mixture.samples
 
     def load(self, index: int, out: Any) -> None:
         number, place = self._mixture.place(index)
@@ -174,8 +162,9 @@ def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> li
 def open_conversations(data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int) -> ChatSource:
     """Conversations of a split, cut after `length` tokens. Raises ConfigError and DataError."""
     tables = _tables(data, tokenizer, split, "chat")
-    source = ChatSource(f"{data.source} ({split})", tables, tokenizer, length=length, packed=data.packed)
-    return _with_policy(source, data)
+    return ChatSource(f"{data.source} ({split})", tables, tokenizer, length=length, packed=data.packed).under(
+        data
+    )
 
 
 def open_preferences(
@@ -183,22 +172,12 @@ def open_preferences(
 ) -> PreferenceSource:
     """Pairs of conversations of a split, each cut after `length` tokens. Raises ConfigError and DataError."""
     tables = _tables(data, tokenizer, split, "preferences")
-    return _with_policy(PreferenceSource(f"{data.source} ({split})", tables, tokenizer, length=length), data)
+    return PreferenceSource(f"{data.source} ({split})", tables, tokenizer, length=length).under(data)
 
 
 def _tables(data: DataConfig, tokenizer: Tokenizer, split: Split, form: Form) -> list[tuple[RowTable, float]]:
-    tables = [(table_of(pack, split), weight) for pack, weight in open_packs(data, tokenizer, form)]
-    for (table, _), (source, _) in zip(tables, data.parts()):
-        if not len(table):
-            raise DataError(
-                f"{source} has no conversations for {split}. Give it more, or files named train and val."
-            )
-    return tables
-
-
-def _with_policy(source: S, data: DataConfig) -> S:
-    source.bad_samples, source.group_by_length = data.bad_rows, data.group_by_length
-    return source
+    packs = open_packs(data, tokenizer, form)
+    return tables_of(packs, data, split, unit="conversations")
 
 
 def give_template(tokenizer: Tokenizer, template: str) -> None:

@@ -1,12 +1,16 @@
-"""Several sets by weight, as one set of samples."""
+"""Several sets of text by weight, as one set of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.run import DataConfig
+from penstock.data.source import Source
+from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 
 _MOST = 1 << 31
@@ -42,3 +46,19 @@ class Mixture:
         """(samples,) values of the mixture's samples, from each set's values of its own samples."""
         counts = np.diff(self._starts)
         return np.concatenate([np.resize(value, count) for value, count in zip(values, counts)])
+
+
+class TextSource(Source):
+    """Samples of text, of several sets by weight: a subclass sets `_mixture`."""
+
+    policy = "data.bad_rows"
+    tokenizer: Tokenizer
+    _mixture: Mixture
+
+    def __len__(self) -> int:
+        return self._mixture.samples
+
+    def under(self, data: DataConfig) -> Self:
+        """The source, which treats bad rows and groups samples as the settings say."""
+        self.bad_samples, self.group_by_length = data.bad_rows, data.group_by_length
+        return self

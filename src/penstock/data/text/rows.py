@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.run import DataConfig
-from penstock.data.source import BadSample, Source, Split
-from penstock.data.text.mixture import Mixture
+from penstock.data.source import BadSample, Split
+from penstock.data.text.mixture import Mixture, TextSource
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Frame, Tokenizer
 from penstock.data.text.tokenpack import FEW, VAL_EVERY, PackedPart, TokenPack
@@ -24,7 +24,7 @@ _LABELLED_PROMPTS = re.compile(r"(names|numbers:digits)(?![^:,])")
 """Sources whose texts begin with their label."""
 
 
-class RowSource(Source):
+class RowSource(TextSource):
     """Rows as a model takes them. Fields of a sample, by form:
 
     - `single`: tokens (L,) int32, length int32, label float32 or int64: `classify A separator`
@@ -36,8 +36,6 @@ class RowSource(Source):
     A tokenizer's own template overrides this. What it has no token for is left out. Texts that are too long are cut at
     their end, of a pair the longer.
     """
-
-    policy = "data.bad_rows"
 
     def __init__(
         self,
@@ -71,9 +69,6 @@ class RowSource(Source):
         """How much of the samples is padding, where each is padded to the full length."""
         assert self.lengths is not None
         return 1 - float(self.lengths.mean()) / self._frame.most
-
-    def __len__(self) -> int:
-        return self._mixture.samples
 
     def load(self, index: int, out: Any) -> None:
         number, row = self._mixture.place(index)
@@ -236,19 +231,31 @@ def open_rows(
         raise DataError(f"The sets of {data.source} have different classes. Give all the same labels.")
     first = packs[0][0].manifest
     classes = first.classes if labelled and first.labels == "classes" else None
-    tables = [(table_of(pack, split, labelled=labelled), weight) for pack, weight in packs]
-    for (table, _), (source, _) in zip(tables, data.parts()):
-        if not len(table):
-            raise DataError(f"{source} has no rows for {split}. Give it more, or files named train and val.")
     rows = RowSource(
-        f"{data.source} ({split})", tables, tokenizer,
+        f"{data.source} ({split})", tables_of(packs, data, split, labelled=labelled), tokenizer,
         form=form, length=length, target_length=target_length, classes=classes,
     )  # fmt: skip
     rows.label_names = (classes or ()) if named else ()
     rows.labels_in_prompts = all(_LABELLED_PROMPTS.match(source) for source, _ in data.parts())
-    rows.bad_samples = data.bad_rows
-    rows.group_by_length = data.group_by_length
-    return rows
+    return rows.under(data)
+
+
+def tables_of(
+    packs: list[tuple[TokenPack, float]],
+    data: DataConfig,
+    split: Split,
+    *,
+    labelled: bool = False,
+    unit: str = "rows",
+) -> list[tuple[RowTable, float]]:
+    """The rows of a split in each pack, and its weight. Raises DataError where one has none; `unit` is their name."""
+    tables = [(table_of(pack, split, labelled=labelled), weight) for pack, weight in packs]
+    for (table, _), (source, _) in zip(tables, data.parts()):
+        if not len(table):
+            raise DataError(
+                f"{source} has no {unit} for {split}. Give it more, or files named train and val."
+            )
+    return tables
 
 
 def table_of(pack: TokenPack, split: Split, *, labelled: bool = False) -> RowTable:

@@ -9,23 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.run import DataConfig
-from penstock.data.source import PADDING, Source, Split
-from penstock.data.text.mixture import Mixture
+from penstock.data.source import PADDING, Split
+from penstock.data.text.mixture import Mixture, TextSource
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.data.text.tokenpack import FEW, VAL_EVERY, PackedPart, TokenPack
 from penstock.errors import DataError
 
 
-class TokenSource(Source):
+class TokenSource(TextSource):
     """Windows of `length` tokens, each begun `stride` after the one before. Documents follow each other, each with the
     tokenizer's `end` behind it, which is how a batch tells where one ends.
 
     Unless `packed`, windows begin again with each document, and its last is filled up with −1. `around` are the special
     tokens that a task puts around a window.
     """
-
-    policy = "data.bad_rows"
 
     def __init__(
         self,
@@ -86,9 +84,6 @@ class TokenSource(Source):
     def tokens(self) -> int:
         """Tokens of the split, over all sets."""
         return sum(text.size for text in self._texts)
-
-    def __len__(self) -> int:
-        return self._mixture.samples
 
     def load(self, index: int, out: Any) -> None:
         number, window = self._mixture.place(index)
@@ -167,9 +162,7 @@ def open_tokens(
     source = TokenSource(
         name, texts, tokenizer, length=length, stride=stride or length, packed=data.packed, around=around
     )
-    source.bad_samples = data.bad_rows
-    source.group_by_length = data.group_by_length
-    return source
+    return source.under(data)
 
 
 def _of_split(pack: TokenPack, split: Split, name: str) -> _SplitText:

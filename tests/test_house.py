@@ -471,7 +471,7 @@ LINES = {
     "decode": 2630,
     "doctor": 450,
     "export": 940,
-    "infer": 1780,
+    "infer": 1760,
     "kernels": 6690,
     "ladder": 5510,
     "launch": 1550,

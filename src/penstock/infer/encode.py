@@ -190,14 +190,7 @@ class Embedder:
         head = _vectors(self.model, PatchInput)
         if head is None:
             raise ConfigError("The model gives no vectors of images; give one of images and texts.")
-        if not paths:
-            raise ConfigError("There are no images; give at least one.")
-        vectors = []
-        for begin in range(0, len(paths), self.batch):
-            images = read_images(self.model, [Path(one) for one in paths[begin : begin + self.batch]])
-            with torch.inference_mode():
-                vectors.append(head[1](images))
-        return torch.cat(vectors)
+        return _over_images(self.model, paths, self.batch, head[1])
 
 
 def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]] | None:
@@ -268,7 +261,7 @@ class Classifier:
         if self._texts is not None:
             logits = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
         else:
-            logits = self._images([Path(each) for each in inputs])
+            logits = _over_images(self.model, inputs, self.batch, self.model, crop_share=_CROP).float()
         shares = torch.softmax(logits, dim=-1).tolist()
         return [self._classified(row) for row in shares]
 
@@ -277,15 +270,20 @@ class Classifier:
         label = self.classes[best] if len(self.classes) == len(shares) else str(best)
         return Classified(label, shares[best], tuple(shares))
 
-    def _images(self, paths: list[Path]) -> Tensor:
-        logits = []
-        for begin in range(0, len(paths), self.batch):
-            images = read_images(self.model, paths[begin : begin + self.batch], crop_share=_CROP)
-            with torch.inference_mode():
-                logits.append(self.model(images).float())
-        if not logits:
-            raise ConfigError("There are no images; give at least one.")
-        return torch.cat(logits)
+
+def _over_images(
+    model: Model, paths: Sequence[str | Path], batch: int, compute: Callable[[Tensor], Tensor], **how: Any
+) -> Tensor:
+    """`compute` of all images in files, a batch at a time; `how` is as of `read_images`. Raises ConfigError without
+    any."""
+    if not paths:
+        raise ConfigError("There are no images; give at least one.")
+    made = []
+    for begin in range(0, len(paths), batch):
+        images = read_images(model, [Path(one) for one in paths[begin : begin + batch]], **how)
+        with torch.inference_mode():
+            made.append(compute(images))
+    return torch.cat(made)
 
 
 def read_images(model: Model, paths: Sequence[Path], *, crop_share: float = 1.0) -> Tensor:

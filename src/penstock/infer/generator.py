@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -98,7 +99,8 @@ class Generator:
                 self.dims = joining.enter_context(ranks)
             listed = read_shortlist(shortlist) if isinstance(shortlist, str | Path) else tuple(shortlist)
             listed = (*listed, *(ends or ())) if listed else ()
-            opened = self._open(model, plan, weights, tokenizer, listed, only=only)
+            opens = partial(loaded, plan=plan, weights=weights, device=self.device, dims=self.dims, only=only)
+            opened = _generating(opens(model, tokenizer=tokenizer, shortlist=listed))
             self.whole_bytes, self.bytes = opened.whole_bytes, opened.bytes
             """Bytes of the weights in the model's folder, and of those that were read of it."""
             self.model: Generating = opened.model
@@ -113,7 +115,7 @@ class Generator:
                 )
             self._draft: Generating | None = None
             if draft is not None:
-                drafting = self._open(draft, plan, weights, None, beside=self.model, only=only)
+                drafting = _generating(opens(draft, tokenizer=None, beside=self.model))
                 small = drafting.model
                 same = type(small) is type(self.model)
                 if not same or small.config.vocabulary != self.model.config.vocabulary:
@@ -129,34 +131,6 @@ class Generator:
             if plan.compile != "none":
                 self._compiled = Compiled(self.model)
             self._joined = joining.pop_all()
-
-    def _open(
-        self,
-        model: Any,
-        plan: Plan,
-        weights: Weights,
-        tokenizer: Tokenizer | None,
-        shortlist: Sequence[int] = (),
-        beside: Model | None = None,
-        only: Sequence[str] = (),
-    ) -> Loaded:
-        opened = loaded(
-            model,
-            plan,
-            weights=weights,
-            tokenizer=tokenizer,
-            device=self.device,
-            dims=self.dims,
-            shortlist=shortlist,
-            beside=beside,
-            only=only,
-        )
-        if not opened.model.graph.generates:
-            raise ConfigError(
-                "The model does not generate text. Give a decoder or an encoder–decoder; for "
-                "others there are penstock.Embedder and penstock.Classifier."
-            )
-        return opened
 
     def __enter__(self) -> Self:
         return self
@@ -380,6 +354,16 @@ class Generator:
         text = "" if self.tokenizer is None else self.tokenizer.decode(ids)
         text, stopped = until_stop(text, decoding.stop)
         return Generated(text, tuple(ids), "stop" if stopped else finished, score)
+
+
+def _generating(opened: Loaded) -> Loaded:
+    """The model, if it generates; else raises ConfigError."""
+    if not opened.model.graph.generates:
+        raise ConfigError(
+            "The model does not generate text. Give a decoder or an encoder–decoder; for others there are "
+            "penstock.Embedder and penstock.Classifier."
+        )
+    return opened
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -468,7 +468,7 @@ LINES = {
     "compress": 2740,
     "config": 6270,
     "data": 6980,
-    "decode": 2630,
+    "decode": 2620,
     "doctor": 450,
     "export": 940,
     "infer": 1760,

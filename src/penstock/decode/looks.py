@@ -7,6 +7,7 @@ Shapes: R texts, or 1 where all are alike; N new tokens; W columns; G KV heads, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +48,13 @@ class Continuing:
             self.run = self.layer = self.across = 0
         windows, dtype, crosses = self.windows_of(stack), type_of_scores(x), stack.crosses
         masks = {window: self._mask(stack, window or None, dtype) for window in dict.fromkeys(windows)}
-        look, across = _Look(self, self.layer, [masks[window] for window in windows]), None
+        look, across = _Look(self.attend, self.layer, [(masks[window],) for window in windows]), None
         turns: dict[str, Any] = self._turns(stack)
         if crosses and (memory is not None or self.remembers):
             # Blocks make keys and values of the memory that is given, and after the first pass there is none any more.
             memory = x.new_zeros(1, 0, x.shape[2]) if memory is None else memory
             memory = memory.transpose(0, 1) if stack.sequence_first else memory
-            across = _LookAcross(self, self.across)
+            across = _Look(self.attend_across, self.across, [()] * len(windows))
         self.run += 1
         self.layer += len(windows)
         self.across += len(windows) * crosses
@@ -107,28 +108,17 @@ class Continuing:
 
 
 class _Look:
-    """A `Sight` of the columns: of each block in turn, for blocks run in their order."""
+    """A `Sight` of the columns, or of a memory whose keys and values are made in the first pass and kept: of each block
+    in turn, for blocks run in their order."""
 
-    def __init__(self, past: Continuing, layer: int, masks: list[Tensor | None]) -> None:
-        self.past, self.masks, self.first, self.layer = past, masks, layer, layer
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """Attend like `penstock.kernels.attention.attention`, for the next block."""
-        self.layer += 1
-        mask = self.masks[self.layer - self.first - 1]
-        return self.past.attend(self.layer - 1, mask, q, k, v, backend, scores)
-
-
-class _LookAcross:
-    """A `Sight` of a memory, whose keys and values are made in the first pass and kept."""
-
-    def __init__(self, past: Continuing, layer: int) -> None:
-        self.past, self.layer = past, layer
+    def __init__(self, attend: Callable[..., Tensor], layer: int, more: Sequence[tuple[Any, ...]]) -> None:
+        """`more` are arguments of `attend` for each block, behind its number."""
+        self._attend, self._more, self._first, self._layer = attend, more, layer, layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """Attend like `penstock.kernels.attention.attention`, for the next block."""
-        self.layer += 1
-        return self.past.attend_across(self.layer - 1, q, k, v, backend, scores)
+        layer, self._layer = self._layer, self._layer + 1
+        return self._attend(layer, *self._more[layer - self._first], q, k, v, backend, scores)
 
 
 def mask_of(

@@ -464,7 +464,7 @@ LINES = {
     "(modules)": 1670,
     "boundary": 1650,
     "checkpoint": 2040,
-    "cli": 4370,
+    "cli": 4360,
     "compress": 2740,
     "config": 6270,
     "data": 6980,

@@ -149,7 +149,7 @@ def _show(error: CycloptsError) -> None:
         else:
             print(f"penstock: {printable(words[:_LONGEST])}{'…' * (len(words) > _LONGEST)}", file=sys.stderr)
         return
-    from penstock.cli._unknown import unknown_option_message
+    from penstock.cli._help import unknown_option_message
 
     print(f"penstock: {unknown_option_message(error)}", file=sys.stderr)
 

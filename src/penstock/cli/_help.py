@@ -1,13 +1,45 @@
-"""The help page of a verb, which begins with its whole docstring."""
+"""The help page of a verb, and the advice for an option that a verb does not have."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from cyclopts import App
+from cyclopts import App, UnknownOptionError
+
+from penstock.boundary.files import shown
+
+ELSEWHERE = {
+    "amp": "--plan.precision",
+    "batch_size": "--plan.micro_batch",
+    "bf16": "--plan.precision",
+    "bs": "--plan.micro_batch",
+    "checkpoint": "--init_from",
+    "finetune": "--init_from",
+    "fp16": "--plan.precision",
+    "grad_accum": "--plan.accumulate",
+    "gradient_accumulation_steps": "--plan.accumulate",
+    "learning_rate": "--recipe.lr",
+    "max_steps": "--recipe.steps",
+    "mixed_precision": "--plan.precision",
+    "mlflow": "--track mlflow",
+    "n_gpus": "--gpus",
+    "nproc": "penstock launch --procs",
+    "nproc_per_node": "penstock launch --procs",
+    "num_epochs": "--recipe.epochs",
+    "num_gpus": "--gpus",
+    "num_workers": "--data.workers",
+    "output_dir": "--output",
+    "pretrained": "--init_from",
+    "tensorboard": "--track tensorboard",
+    "wandb": "--track wandb",
+}
+"""Options of other training programs, with their names here."""
+_ALIKE = 0.7
+_SHOWN = 3
 
 
 def describe_by_docstring(app: App, words: Sequence[str]) -> None:
@@ -31,3 +63,35 @@ def unwrapped(doc: str) -> str:
     text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
     options = re.sub(r"(?m)^(\w+) ", r"\1\n    ", options.replace("\n    ", " "))
     return text + heading + options
+
+
+def unknown_option_message(error: UnknownOptionError) -> str:
+    """The message about an option that a verb does not have: its name, and names that are like it."""
+    word = (error.token.keyword or error.token.value).partition("=")[0]
+    names = {name for argument in error.argument_collection for name in argument.names if name[:2] == "--"}
+    verb = " ".join(("penstock", *(error.command_chain or ())))
+    near = list(dict.fromkeys(_near(word.lstrip("-").replace("-", "_").lower(), names)))[:_SHOWN]
+    remedy = f" Did you mean {' or '.join(near)}?" if near else f" `{verb} --help` lists those there are."
+    return f"There is no option {shown(word)}.{remedy}"
+
+
+def _near(word: str, names: Collection[str]) -> Iterator[str]:
+    """The options that `word` may mean: by its name elsewhere, by the last part of a dotted name, or by their look."""
+    elsewhere = ELSEWHERE.get(word, "")
+    if elsewhere and elsewhere.partition(" ")[0] in (*names, "penstock"):
+        yield elsewhere
+        return
+    plain = {
+        name: name[2:].replace("-", "_").lower() for name in sorted(names, key=lambda name: name.count("."))
+    }
+    last = word.rpartition(".")[2]
+    same = [name for name, full in plain.items() if full == word or full.rpartition(".")[2] in (word, last)]
+    if same:
+        yield from same
+        return
+    for dotted in (False, True):
+        whole = ((full, name) for name, full in reversed(plain.items()))
+        options = {full if dotted else full.rpartition(".")[2]: name for full, name in whole}
+        for close in difflib.get_close_matches(word if dotted else last, options, n=1, cutoff=_ALIKE):
+            yield options[close]
+            return

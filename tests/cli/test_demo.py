@@ -14,11 +14,19 @@ import torch
 
 from penstock import Plan
 from penstock.cli import GREETING, main
-from penstock.cli.demo import Tuned, gpt3_lines, next_lines, padded_lines, picture, result_line
+from penstock.cli.demo import (
+    Rise,
+    Tuned,
+    demo_figure,
+    gpt3_lines,
+    next_lines,
+    padded_lines,
+    picture,
+    result_line,
+)
 from penstock.ladder.factory import padding_of
 from penstock.ladder.padded import bert
 from penstock.models.anatomy import set_switches
-from penstock.report.demo_figure import Rise, demo_figure
 
 ROOT = Path(__file__).parents[2]
 RISES = (

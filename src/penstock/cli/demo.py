@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from cyclopts import Parameter
 from penstock.boundary.files import require_folder, shown
 from penstock.boundary.trees import Bounds, read_tree
 from penstock.errors import DataError, ExitCode
-from penstock.report.demo_figure import Rise, demo_figure
+from penstock.report.figures import Bar, waterfall
 
 MODEL, BATCH = "vit-digits", 64
 FEW = "matmul,memory,half-bf16,optimizer-contiguous,masters,attention-plain"
@@ -32,6 +33,21 @@ PADDED_SHARE = 0.45
 _LARGE = Bounds(bytes=1 << 24, values=1_000_000, infinite=True)
 TOKENS, GPUS, SAMPLES = 300e9, 1024, 1536
 """GPT-3's training (Brown et al. 2020: 300 billion tokens), at the batch and on the GPUs of Narayanan et al. (2021)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rise:
+    """One bar: a setting, and how many times the baseline's speed it reaches."""
+
+    title: str
+    ratio: float
+    low: float
+    high: float
+    predicted: float | None
+    """Ratio that the planner predicted before it was measured."""
+    images_per_second: float
+    proven: bool = True
+    """Whether its own gain is beyond the noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +138,23 @@ def picture(record: dict[str, Any]) -> str:
     """The picture of a demo's record, as an SVG file."""
     title = f"A small Vision Transformer on handwritten digits: {record['machine']}"
     return demo_figure(title, [Rise(**rise) for rise in record["rises"]], record["lines"][:2])
+
+
+def demo_figure(title: str, rises: Sequence[Rise], notes: Sequence[str]) -> str:
+    """The picture as an SVG file; the first rise is the baseline. Raises ValueError without any."""
+    if not rises:
+        raise ValueError("A demo's picture needs at least the baseline.")
+    bars = [
+        Bar(
+            label=rise.title, state=("kept" if rise.proven else "unproven") if index else "baseline",
+            value=rise.ratio, low=rise.low, high=rise.high, predicted=rise.predicted if index else None,
+            floor=rises[index - 1].ratio if index else None,
+            note=f"   {rise.images_per_second:,.0f} images/s",
+        )
+        for index, rise in enumerate(rises)
+    ]  # fmt: skip
+    label = "speed relative to the baseline"
+    return waterfall(bars, title=title, x_label=label, heading=title, notes=notes, alone=True) + "\n"
 
 
 def _end(lines: list[str], output: Path) -> None:

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from penstock.cli.deploy_files import penstock
-from penstock.cli.deploy_measure import limits_of, server_started
+from penstock.cli.deploy_servers import limits_of, penstock, server_started
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.models import create

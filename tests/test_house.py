@@ -464,7 +464,7 @@ LINES = {
     "(modules)": 1670,
     "boundary": 1650,
     "checkpoint": 2040,
-    "cli": 4400,
+    "cli": 4380,
     "compress": 2740,
     "config": 6270,
     "data": 6980,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_600
+    assert sum(LINES.values()) <= 90_500
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

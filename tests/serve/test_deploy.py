@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock.cli import main
-from penstock.cli.deploy_files import files_for
+from penstock.cli.deploy_servers import files_for
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.errors import ConfigError, ExitCode

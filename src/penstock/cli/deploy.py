@@ -47,6 +47,7 @@ def deploy(config: DeployConfig) -> int:
         )
     # Imported here, because --help does without them.
     from penstock.cli import deploy_show
+    from penstock.cli.deploy_servers import files_for, measure
     from penstock.serve.deploy import explore
     from penstock.serve.traffic import requests_of
 
@@ -55,15 +56,11 @@ def deploy(config: DeployConfig) -> int:
     result = explore(config.model, machine, arrivals, config)
     files: dict[str, str] = {}
     if result.choice is not None and config.output is not None:
-        from penstock.cli.deploy_files import files_for
-
         files = files_for(config, machine, result.choice)
         for name, text in files.items():
             write_text(Path(config.output) / name, text)
     measured = None
     if result.choice is not None and config.measure:
-        from penstock.cli.deploy_measure import measure
-
         measured = measure(config, machine, result.choice, arrivals)
     if config.json:
         data: dict[str, Any] = {

@@ -159,20 +159,24 @@ def _check_scans(data: bytes, header: Header, max_pixels: int) -> None:
 
 
 def _orientation(tiff: bytes) -> int:
-    """Tag 0x0112 of an EXIF block's first directory (TIFF 6.0); 1 where there is none or it is broken."""
-    try:
-        order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
-        if order is None:
-            return 1
-        (start,) = struct.unpack_from(f"{order}I", tiff, 4)
-        (entries,) = struct.unpack_from(f"{order}H", tiff, start)
-        for entry in range(entries):
-            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", tiff, start + 2 + 12 * entry)
-            if tag == 0x0112 and kind == 3:
-                return value if 1 <= value <= 8 else 1
-    except struct.error:
-        pass
+    """Tag 0x0112 of an EXIF block's first directory; 1 where there is none or it is broken."""
+    if tiff[:4] in (b"II*\0", b"MM\0*"):
+        with contextlib.suppress(struct.error):
+            for tag, value in _numbers(tiff):
+                if tag == 0x0112:
+                    return value if 1 <= value <= 8 else 1
     return 1
+
+
+def _numbers(tiff: bytes) -> Iterator[tuple[int, int]]:
+    """Tags and values of the numbers in the first directory (TIFF 6.0, sections 2 and 15), wherever in the file."""
+    order = "<" if tiff[:2] == b"II" else ">"
+    (start,) = struct.unpack_from(f"{order}I", tiff, 4)
+    (entries,) = struct.unpack_from(f"{order}H", tiff, start)
+    for at in range(start + 2, start + 2 + 12 * entries, 12):
+        tag, kind, count = struct.unpack_from(f"{order}HHI", tiff, at)
+        if kind in (3, 4) and count == 1:
+            yield tag, struct.unpack_from(f"{order}{'H' if kind == 3 else 'I'}", tiff, at + 8)[0]
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
@@ -230,16 +234,7 @@ def _bmp(data: bytes) -> Header:
 
 
 def _tiff(data: bytes) -> Header:
-    """The first directory (TIFF 6.0, sections 2 and 15), which may be anywhere in the file."""
-    order = "<" if data[:2] == b"II" else ">"
-    (start,) = struct.unpack_from(f"{order}I", data, 4)
-    (entries,) = struct.unpack_from(f"{order}H", data, start)
-    tags: dict[int, int] = {}
-    for entry in range(entries):
-        at = start + 2 + 12 * entry
-        tag, kind, count = struct.unpack_from(f"{order}HHI", data, at)
-        if kind in (3, 4) and count == 1:
-            (tags[tag],) = struct.unpack_from(f"{order}{'H' if kind == 3 else 'I'}", data, at + 8)
+    tags = dict(_numbers(data))
     width, height = tags.get(256, 0), tags.get(257, 0)
     if tags.get(322, 0) * tags.get(323, 0) > max(_TILE, 4 * width * height):
         raise Unreadable("its tiles are far larger than its image")

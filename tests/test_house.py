@@ -484,7 +484,7 @@ LINES = {
     "products": 1590,
     "report": 1400,
     "schedules": 1040,
-    "serve": 3440,
+    "serve": 3420,
     "step": 710,
     "tasks": 3490,
     "train": 3290,

@@ -31,20 +31,9 @@ DECODING = {
 }  # fmt: skip
 """Keys of a request, and what they are called in `Decoding`."""
 _CALLER = frozenset({"user", "metadata", "store", "safety_identifier"})
-_SHARED = frozenset(
-    {
-        "model",
-        "max_tokens",
-        "n",
-        "stop",
-        "stream",
-        "stream_options",
-        "logit_bias",
-        "label",
-        *DECODING,
-        *_CALLER,
-    }
-)
+_SHARED = _CALLER | {
+    "model", "max_tokens", "n", "stop", "stream", "stream_options", "logit_bias", "label", *DECODING,
+}  # fmt: skip
 _KEYS = {
     "completions": _SHARED | {"prompt", "return_token_ids", "logprobs", "echo", "best_of"},
     "chat": _SHARED | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"},
@@ -99,10 +88,7 @@ def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
 
 def completion(body: Mapping[str, Any]) -> TextRequest:
     """A request for /v1/completions. Raises ConfigError for what is missing or no prompt."""
-    prompts = _texts(body.get("prompt"))
-    if prompts is None:
-        raise ConfigError("prompt must be a text, token numbers, or a list of either.")
-    request = _request(body, prompts, temperature=1.0)
+    request = _request(body, texts_of(body, "prompt"), temperature=1.0)
     return _scored(replace(
         request,
         logprobs=_field(body, "logprobs", Annotated[int, Range(0, MOST_LIKELIEST)], None),
@@ -175,24 +161,15 @@ def translation(body: Mapping[str, Any]) -> TextRequest:
 
 
 def texts_of(body: Mapping[str, Any], key: str) -> list[str | tuple[int, ...]]:
-    """One text or several, or token numbers. Raises ConfigError for anything else, and for too many."""
-    texts = _texts(body.get(key))
-    if texts is None:
-        raise ConfigError(f"{key} must be a text or a list of texts.")
-    if len(texts) > MOST_PROMPTS:
-        raise ConfigError(
-            f"{key} has {len(texts):,} texts, and at most {MOST_PROMPTS} are taken; send several requests."
-        )
-    return texts
-
-
-def _texts(value: Any) -> list[str | tuple[int, ...]] | None:
-    """One text or several, each a string or token numbers; None for anything else."""
+    """One text or several, each a string or token numbers. Raises ConfigError for anything else, and for too many."""
+    value = body.get(key)
     items = [value] if isinstance(value, str) or _numbers(value) else value
-    if not isinstance(items, list) or not items:
-        return None
-    if not all(isinstance(item, str) or _numbers(item) for item in items):
-        return None
+    if not isinstance(items, list) or not items or not all(isinstance(i, str) or _numbers(i) for i in items):
+        raise ConfigError(f"{key} must be a text, token numbers, or a list of either.")
+    if len(items) > MOST_PROMPTS:
+        raise ConfigError(
+            f"{key} has {len(items):,} texts, and at most {MOST_PROMPTS} are taken; send several requests."
+        )
     return [item if isinstance(item, str) else tuple(item) for item in items]
 
 
@@ -207,8 +184,6 @@ def _numbers(value: Any) -> bool:
 def _request(
     body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *, temperature: float
 ) -> TextRequest:
-    if len(prompts) > MOST_PROMPTS:
-        raise ConfigError(f"prompt has {len(prompts):,} texts, and at most {MOST_PROMPTS} are taken.")
     decoding: dict[str, Any] = {"temperature": temperature}
     decoding |= {option: body[key] for key, option in DECODING.items() if key in body}
     if bias := _field(body, "logit_bias", dict, {}):

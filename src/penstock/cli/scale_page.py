@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -73,20 +73,15 @@ class ScaleMeasurement:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of scale.json."""
-        advice = self.advice
         return {
             "model": self.title,
             "data": self.data,
             "samples": self.samples,
             "lr": self.lr,
-            "recommendation": {
-                "scale": advice.scale, "headroom": advice.headroom, "largest": advice.largest, "saved": advice.saved,
-                "lost": advice.lost, "lost_before": advice.lost_before, "denormal": advice.denormal,
-                "denormal_before": advice.denormal_before,
-            },
+            "recommendation": asdict(self.advice) | {"saved": self.advice.saved},
             "line": self.line,
             "gradients": self.gradients.to_dict(),
-        }  # fmt: skip
+        }
 
 
 def scale_page(measured: ScaleMeasurement, environment: Mapping[str, Any]) -> tuple[str, str]:

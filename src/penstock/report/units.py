@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 GIB = 2**30
-_TIMES = (
-    (86400.0 * 365.25, "years"),
-    (86400.0, "days"),
-    (3600.0, "h"),
-    (60.0, "min"),
-    (1.0, "s"),
-    (1e-3, "ms"),
-)
-_ENERGIES = ((1e9, "GWh"), (1e6, "MWh"), (1e3, "kWh"), (1.0, "Wh"))
+_TIMES = {"years": 86400 * 365.25, "days": 86400, "h": 3600, "min": 60, "s": 1, "ms": 1e-3}
+_ENERGIES = {"GWh": 1e9, "MWh": 1e6, "kWh": 1e3, "Wh": 1}
 
 
 def rounded(value: float, digits: int = 2) -> str:
@@ -21,18 +14,15 @@ def rounded(value: float, digits: int = 2) -> str:
 
 def duration(seconds: float, digits: int = 2) -> str:
     """Seconds in the largest unit of which there is at least one: `6.9 h`, `8.3 days`. Up to 48 hours are hours."""
-    for size, unit in _TIMES:
-        if seconds >= size * (2 if unit in ("days", "years") else 1):
-            return f"{rounded(seconds / size, digits)} {unit}"
-    return f"{rounded(seconds * 1e3, digits)} ms"
+    longest = (unit for unit, size in _TIMES.items() if seconds >= size * (1 + (unit in ("days", "years"))))
+    unit = next(longest, "ms")
+    return f"{rounded(seconds / _TIMES[unit], digits)} {unit}"
 
 
 def energy(watt_hours: float) -> str:
     """Watt hours in the largest unit of which there is at least one: `38 kWh`."""
-    for size, unit in _ENERGIES:
-        if watt_hours >= size:
-            return f"{rounded(watt_hours / size)} {unit}"
-    return f"{rounded(watt_hours)} Wh"
+    unit = next((unit for unit, size in _ENERGIES.items() if watt_hours >= size), "Wh")
+    return f"{rounded(watt_hours / _ENERGIES[unit])} {unit}"
 
 
 def money(dollars: float) -> str:

@@ -4,6 +4,7 @@ up to those of the whole split, so that a score does not depend on how it was de
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections import Counter
@@ -144,12 +145,8 @@ def bleu(sums: Sequence[float]) -> float:
     return float(score.score)
 
 
-_BLEU: list[Any] = []
-
-
+@functools.cache
 def _sacrebleu() -> Any:
-    if not _BLEU:
-        from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics import BLEU
 
-        _BLEU.append(BLEU(effective_order=True))
-    return _BLEU[0]
+    return BLEU(effective_order=True)

@@ -110,9 +110,11 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
     say = speaker("numbers", languages)
     if digits:
         rows = [_digit_rows(languages, say, val) for val in (False, True)]
-        return Content(rows, ["numbers", 1, _version(), [DIGITS, *languages]], labels=True)
+        return Content(
+            rows, ["numbers", 1, importlib.metadata.version("num2words"), [DIGITS, *languages]], labels=True
+        )
     parts = [_number_rows(form, languages, say, val) for val in (False, True)]
-    return Content(parts, ["numbers", 1, _version(), list(languages)])
+    return Content(parts, ["numbers", 1, importlib.metadata.version("num2words"), list(languages)])
 
 
 def speaker(source: str, languages: Sequence[str]) -> Say:
@@ -137,10 +139,6 @@ def speaker(source: str, languages: Sequence[str]) -> Say:
             ) from error
 
     return say
-
-
-def _version() -> str:
-    return importlib.metadata.version("num2words")
 
 
 def _is_held_out(number: int) -> bool:

@@ -3,6 +3,7 @@ rows of translation whose label is the language that is translated to."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import random
 import re
 import zlib
@@ -54,7 +55,7 @@ def names(form: Form, languages: tuple[str, ...] = ()) -> Content:
     by_item = read_names(languages)
     return Content(
         [_rows(by_item, languages, val) for val in (False, True)],
-        ["names", 1, _version(), list(languages)],
+        ["names", 1, importlib.metadata.version("babel"), list(languages)],
         labels=True,
     )
 
@@ -102,12 +103,6 @@ def label_of(prompt: str) -> str | None:
 def is_held_out(key: str) -> bool:
     """Whether an item is for validation."""
     return zlib.crc32(key.encode()) % _HELD_OUT == 0
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    return metadata.version("babel")
 
 
 def _rows(by_item: Names, languages: Sequence[str], val: bool) -> Iterator[RowOrBad]:

@@ -486,7 +486,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3420,
     "step": 710,
-    "tasks": 3490,
+    "tasks": 3480,
     "train": 3290,
     "tune": 1650,
 }

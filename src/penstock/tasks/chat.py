@@ -22,9 +22,9 @@ from penstock.tasks.text import (
     TextBatch,
     TextTask,
     WordTask,
+    all_on_device,
     counted,
     first_samples,
-    on_device,
     rounded,
     tokenizer_of,
 )
@@ -95,11 +95,7 @@ def prepare_chat(host: HostBatch, device: torch.device) -> TextBatch:
     # Padding is a document of its own behind the last.
     documents = np.where(document < 0, document.max() + 1, document)[:, :-1] if several else None
     return TextBatch(
-        inputs=(
-            on_device(tokens[:, :-1], device),
-            None if documents is None else on_device(documents, device),
-            on_device(targets, device),
-        ),
+        inputs=all_on_device(device, tokens[:, :-1], documents, targets),
         ids=host.ids,
         tokens=int(real.sum()),
         count=counted(targets),

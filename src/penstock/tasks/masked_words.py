@@ -20,10 +20,10 @@ from penstock.tasks.text import (
     TextBatch,
     Tokens,
     WordTask,
+    all_on_device,
     counted,
     documents_of,
     first_samples,
-    on_device,
     rounded,
     tokenizer_of,
 )
@@ -122,13 +122,14 @@ class PrepareMasked:
             documents = np.pad(documents, ((0, 0), (before, around - before)), mode="edge")
         rows = columns + before + samples[:, None] * inputs.shape[1]
         return TextBatch(
-            inputs=(
-                on_device(inputs, device),
-                None if self.packed else on_device(lengths, device),
+            inputs=all_on_device(
+                device,
+                inputs,
+                None if self.packed else lengths,
                 None,
-                None if documents is None else on_device(documents, device),
-                on_device(targets.reshape(-1), device),
-                on_device(rows.reshape(-1), device),
+                documents,
+                targets.reshape(-1),
+                rows.reshape(-1),
             ),
             ids=host.ids,
             tokens=int(lengths.sum()),

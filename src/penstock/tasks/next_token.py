@@ -26,6 +26,7 @@ from penstock.tasks.text import (
     TextBatch,
     Tokens,
     WordTask,
+    all_on_device,
     counted,
     documents_of,
     first_samples,
@@ -109,12 +110,7 @@ class PrepareNextToken:
             targets = unseen(targets, prefixes)
             more = None, on_device(prefixes, device)
         return TextBatch(
-            inputs=(
-                on_device(tokens, device),
-                None if documents is None else on_device(documents, device),
-                on_device(targets, device),
-                *more,
-            ),
+            inputs=(*all_on_device(device, tokens, documents, targets), *more),
             ids=host.ids,
             tokens=real,
             count=counted(targets),

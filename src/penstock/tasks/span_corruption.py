@@ -24,6 +24,7 @@ from penstock.tasks.text import (
     TextBatch,
     Tokens,
     WordTask,
+    all_on_device,
     counted,
     first_samples,
     on_device,
@@ -132,12 +133,7 @@ class PrepareSpans:
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         source, target = self.corrupt(host.samples.numpy(), host.positions)
         return TextBatch(
-            inputs=(
-                on_device(source, device),
-                on_device(shifted(target, self.start), device),
-                None,
-                on_device(target, device),
-            ),
+            inputs=all_on_device(device, source, shifted(target, self.start), None, target),
             ids=host.ids,
             tokens=source.size + target.size,
             count=counted(target),

@@ -224,6 +224,11 @@ def on_device(array: Tokens, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def all_on_device(device: torch.device, *arrays: Tokens | None) -> tuple[Tensor | None, ...]:
+    """The same of several, in order; None stands for itself."""
+    return tuple(None if array is None else on_device(array, device) for array in arrays)
+
+
 def counted(targets: Tokens) -> int:
     """How many targets there are."""
     return int((targets != IGNORED).sum())

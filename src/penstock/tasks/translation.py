@@ -25,6 +25,7 @@ from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import (
     TextBatch,
     WordTask,
+    all_on_device,
     counted,
     first_samples,
     on_device,
@@ -174,10 +175,7 @@ class PrepareTranslation:
         targets = np.where(np.arange(target.shape[1]) < ends[:, None], target, IGNORED)
         return TextBatch(
             inputs=(
-                on_device(source, device),
-                on_device(shifted(target, self.start), device),
-                on_device(lengths, device),
-                on_device(targets, device),
+                *all_on_device(device, source, shifted(target, self.start), lengths, targets),
                 None,
                 self.smoothing,
                 *((None, on_device(fields["label"], device)) if self.labelled else ()),

@@ -119,7 +119,7 @@ def test_what_can_never_run_is_refused_with_all_reasons() -> None:
 def test_full_slots_and_full_caches_wait() -> None:
     engine = Engine(tiny("gpt"), slots=2, cache="paged", tokens=12, block=4)
     small, large = (Request(ids=(1, 2), decoding=Decoding(max_tokens=most)) for most in (2, 6))
-    assert engine.open([large, large, small, small]) == [0, None, 1, None]
+    assert [engine.admit(one) for one in (large, large, small, small)] == [0, None, 1, None]
     assert engine.free == 0
     engine.release(0)
     assert engine.free == 8

@@ -10,9 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
+from penstock.config.plan import Plan
 from penstock.config.run import DataConfig
 from penstock.data.text.open import found_in
-from penstock.infer.load import marks_of
+from penstock.infer.load import loaded
 from penstock.infer.text import prompt_numbers
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert import model_in
@@ -93,7 +94,8 @@ def test_texts_and_pairs_have_around_them_what_transformers_puts_there(folder: P
 def test_a_source_is_given_as_transformers_gives_it(folder: Path) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     assert prompt_numbers("three one", found_in(folder), source=True) == theirs("three one").input_ids
-    assert marks_of(folder) == (2, (2,))
+    opened = loaded(folder, Plan(), weights="auto", tokenizer=None)
+    assert (opened.start, opened.ends) == (2, (2,))
 
 
 def test_a_run_of_its_own_begins_with_the_token_for_it(folder: Path) -> None:

@@ -13,7 +13,7 @@ Shapes: r texts of a pass, N tokens of each, V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -161,10 +161,6 @@ class Engine:
         self._every = torch.arange(self.context, device=self.device)
         self._next: _Batch | None = None
         """The texts of the next step, if nobody comes or goes before."""
-
-    def open(self, requests: Iterable[Request]) -> list[int | None]:
-        """Admit requests in their order: the slot of each, None for those that have to wait."""
-        return [self.admit(request) for request in requests]
 
     def admit(self, request: Request) -> int | None:
         """Give a request a slot; nothing is computed yet. None where slots or blocks are short.

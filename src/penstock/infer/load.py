@@ -227,11 +227,6 @@ def _share_out(
         cut(module, dims)
 
 
-def marks_of(folder: Path) -> tuple[int | None, tuple[int, ...]]:
-    """The token that a decoder of a folder begins with, and those that end a text."""
-    return _marks(settings_in(folder), found_in(folder))
-
-
 def _marks(settings: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | None, tuple[int, ...]]:
     start, ends = first_token(settings), settings.get("eos_token_id")
     if tokenizer is not None:

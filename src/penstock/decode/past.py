@@ -25,8 +25,6 @@ from penstock.models.anatomy import ELSEWHERE
 
 NEVER = 1 << 30
 """The position of a column that nothing may see."""
-
-
 _FIRST = 64
 """Columns that a cache begins with; it doubles as they are needed."""
 
@@ -265,8 +263,7 @@ class Past(Continuing):
         self.memory_mask = None
         if lengths is not None:
             real = torch.arange(memory, device=lengths.device) < lengths[:, None]
-            none = torch.zeros((), device=lengths.device)
-            self.memory_mask = none.masked_fill(~real, -math.inf)[:, None, None]
+            self.see(real[:, None, None])
 
     def see(self, seen: Tensor) -> None:
         """Set which tokens of the memory each row sees, (R, 1, 1, M)."""

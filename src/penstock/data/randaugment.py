@@ -96,12 +96,11 @@ def _equalize(images: Tensor, amount: Tensor) -> Tensor:
     return torch.where((step > 0)[..., None], changed, images)
 
 
-def _blending(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda images, amount: operation(images, 1 + BLEND * amount)
-
-
-def _thresholding(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda images, amount: operation(images, 1 + amount)
+def _by_factor(
+    operation: Callable[[Tensor, Tensor], Tensor], reach: float = BLEND
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """An operation of `color` whose factor is 1, give or take `reach` times the amount."""
+    return lambda images, amount: operation(images, 1 + reach * amount)
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -109,12 +108,12 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "autocontrast": _autocontrast,
     "equalize": _equalize,
     "rotate": _rotate,
-    "solarize": _thresholding(color.solarize),
-    "saturation": _blending(color.saturation),
-    "posterize": _thresholding(color.posterize),
-    "contrast": _blending(color.contrast),
-    "brightness": _blending(color.brightness),
-    "sharpness": _blending(color.sharpness),
+    "solarize": _by_factor(color.solarize, 1.0),
+    "saturation": _by_factor(color.saturation),
+    "posterize": _by_factor(color.posterize, 1.0),
+    "contrast": _by_factor(color.contrast),
+    "brightness": _by_factor(color.brightness),
+    "sharpness": _by_factor(color.sharpness),
     "shear_x": _moving(shear_x=SHEAR),
     "shear_y": _moving(shear_y=SHEAR),
     "shift_x": _moving(shift_x=SHIFT),

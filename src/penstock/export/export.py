@@ -239,13 +239,9 @@ def _sizes(module: nn.Module, example: dict[str, Tensor]) -> tuple[dict[int, Any
     # Samples of several inputs that one run computes are equally long.
     beside = {name: run.reads for run in graph.runs for name in run.also if run.reads in example}
     lengths = {name: torch.export.Dim(name, min=2, max=most[name]) for name in example if name in most}
-    all_sizes = []
-    for name in example:
-        sizes: dict[int, Any] = {0: samples}
-        if name in lengths:
-            sizes[1] = lengths[beside.get(name, name)]
-        all_sizes.append(sizes)
-    return tuple(all_sizes)
+    return tuple(
+        {0: samples} | ({1: lengths[beside.get(name, name)]} if name in lengths else {}) for name in example
+    )
 
 
 def _difference(outputs: Tensor, expected: Tensor, path: Path, kind: ExportType = "fp32") -> float:

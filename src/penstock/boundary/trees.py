@@ -45,7 +45,6 @@ SETTINGS = Bounds()
 YAML = Bounds(bytes=1 << 16, values=10_000)
 """The most of any YAML, whose parser is written in Python: 30,000 values take it two seconds."""
 
-
 Language = Literal["JSON", "TOML", "YAML"]
 _LANGUAGES: dict[str, Language] = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
 
@@ -336,12 +335,12 @@ def _yaml_loader() -> Any:
     return Loader
 
 
+@dataclass(slots=True, eq=False)
 class _Size:
     """Size of a value as its aliases repeat it."""
 
-    def __init__(self, values: int = 1, levels: int = 0) -> None:
-        self.values = values
-        self.levels = levels
+    values: int = 1
+    levels: int = 0
 
 
 _LOADERS: dict[Language, Callable[[str, Bounds], Any]] = {

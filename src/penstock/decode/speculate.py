@@ -97,9 +97,7 @@ class Chooser:
         probabilities, numbers = shares(logits[None], self.decoding)
         probabilities = probabilities.double()
         if numbers is not None:
-            probabilities = torch.zeros(
-                1, len(logits), dtype=probabilities.dtype, device=probabilities.device
-            ).scatter(1, numbers, probabilities)
+            probabilities = probabilities.new_zeros(1, len(logits)).scatter(1, numbers, probabilities)
         return probabilities[0] / probabilities.sum()
 
     def draw(self, weights: Tensor) -> int:

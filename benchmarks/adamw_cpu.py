@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from penstock.config.model import PRESETS
 from penstock.cpu import this_cpu
 from penstock.host_memory import set_host_memory
-from penstock.kernels import native_adamw
+from penstock.kernels import remainder_adamw
 from penstock.models import create
 from penstock.optim import EMA, clipped_step, make_optimizer, parameter_groups
 from penstock.optim.one_pass import Copies
@@ -39,8 +39,8 @@ WARM_UP = 3
 
 def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], float]:
     """The update of one model, by the kernel of ours or by torch's; a call returns its seconds of processor time."""
-    there = native_adamw.has_adamw
-    native_adamw.has_adamw = lambda: native
+    there = remainder_adamw.has_adamw
+    remainder_adamw.has_adamw = lambda: native
     try:
         torch.manual_seed(0)
         model = create(PRESETS[MODEL])
@@ -62,7 +62,7 @@ def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], float]
             else None
         )
     finally:
-        native_adamw.has_adamw = there
+        remainder_adamw.has_adamw = there
     parameters = list(model.parameters())
     gradients = [1e-3 * torch.randn_like(parameter) for parameter in parameters]
 

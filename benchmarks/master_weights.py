@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.model import PRESETS
-from penstock.kernels.native_adamw import has_adamw
-from penstock.kernels.remainder_adamw import have_triton
+from penstock.kernels.remainder_adamw import has_adamw, have_triton
 from penstock.models import create
 from penstock.optim import parameter_groups
 from penstock.optim.remainder import RemainderAdamW, from_adamw

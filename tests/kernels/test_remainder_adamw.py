@@ -15,7 +15,7 @@ from torch import Tensor
 
 from helpers.triton_kernels import compile_for, interpret, needs_triton
 from penstock.errors import ConfigError
-from penstock.kernels import native, native_adamw, remainder_adamw
+from penstock.kernels import native, remainder_adamw
 from penstock.kernels.remainder_adamw import (
     Batch,
     Form,
@@ -165,7 +165,7 @@ def test_forms_are_chosen_by_device_and_never_in_silence(
     cpu = torch.device("cpu")
     assert form_on("fused", cpu) == "fused"
     for there, form in ((True, "native"), (False, "fused")):
-        monkeypatch.setattr(native_adamw, "has_adamw", lambda there=there: there)
+        monkeypatch.setattr(remainder_adamw, "has_adamw", lambda there=there: there)
         assert form_on("auto", cpu) == form
     with pytest.raises(ConfigError, match="it could not be compiled; use 'auto'"):
         form_on("native", cpu)
@@ -443,10 +443,10 @@ def check_many_steps(device: str, form: Form) -> None:
 def test_native_equals_the_reference_bit_by_bit_in_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not native_adamw.has_adamw():
+    if not remainder_adamw.has_adamw():
         pytest.skip("there is no C++ compiler")
     for threads in (1, 5):
-        monkeypatch.setattr(native_adamw, "threads_for", lambda _, threads=threads: threads)
+        monkeypatch.setattr(remainder_adamw, "threads_for", lambda _, threads=threads: threads)
         check("cpu", "native")
 
 
@@ -466,7 +466,7 @@ NATIVE_MUTANTS = (
 
 @pytest.mark.slow
 def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native_adamw.has_adamw():
+    if not remainder_adamw.has_adamw():
         pytest.skip("there is no C++ compiler")
     folder = Path(native.__file__).parent
     source = (folder / "adamw.cpp").read_text()
@@ -477,7 +477,7 @@ def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch
         flags = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w", f"-I{folder}")
         subprocess.run([native._compiler(), *flags, str(path), "-o", str(made)], check=True)
         mutant = ctypes.CDLL(str(made))
-        monkeypatch.setattr(native_adamw, "library", lambda _, mutant=mutant: mutant)
+        monkeypatch.setattr(remainder_adamw, "library", lambda _, mutant=mutant: mutant)
         with pytest.raises(AssertionError):
             check("cpu", "native")
 

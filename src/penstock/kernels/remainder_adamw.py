@@ -31,14 +31,16 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator
+from ctypes import c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from penstock.errors import ConfigError
-from penstock.kernels import native_adamw
+from penstock.kernels.native import TYPES, address, library, threads_for
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +137,11 @@ def _say_once(message: str) -> None:
     _log.warning(message)
 
 
+def has_adamw() -> bool:
+    """Whether the kernel in C++ is there. Compiles it where nobody has."""
+    return library("adamw") is not None
+
+
 def form_on(form: Form, device: torch.device) -> Form:
     """The form that `auto` means on `device`: triton on CUDA where it is installed, native on CPUs where there is a
     compiler, else torch's fused kernel.
@@ -149,12 +156,12 @@ def form_on(form: Form, device: torch.device) -> Form:
         raise ConfigError(
             f"RemainderAdamW's form 'triton' needs Triton and a CUDA device, and {why}; use 'auto'."
         )
-    if form == "native" and not (device.type == "cpu" and native_adamw.has_adamw()):
+    if form == "native" and not (device.type == "cpu" and has_adamw()):
         why = "it could not be compiled" if device.type == "cpu" else f"the weights are on {device.type}"
         raise ConfigError(
             f"RemainderAdamW's form 'native' needs a CPU and a C++ compiler, and {why}; use 'auto'."
         )
-    if form == "auto" and device.type == "cpu" and native_adamw.has_adamw():
+    if form == "auto" and device.type == "cpu" and has_adamw():
         return "native"
     if form == "auto" and device.type == "cuda":
         if can_triton:
@@ -227,14 +234,26 @@ def _follow(batch: Batch, found_inf: Tensor | None, average_part: float) -> None
 def _native(
     batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None, average_part: float
 ) -> None:
-    """The kernel for CPUs, which writes copies in bf16; those in fp16 are rounded after it."""
+    """The kernel in C++, all tensors in one pass over memory. It writes copies in bf16; those in fp16 are rounded after
+    it."""
+    kernels, count, nothing = library("adamw"), len(batch.weights), [None] * len(batch.weights)
+    assert kernels is not None
     copies = batch.copies if batch.copies and batch.copies[0].dtype == torch.bfloat16 else None
-    nothing = [None] * len(batch.steps)
+    # The kernel reads fp32 and bf16. The list keeps what is made here alive until it returns.
+    gradients = [each if each.dtype in TYPES else each.float() for each in batch.gradients]
     arrays = zip(
-        batch.weights, batch.remainders or nothing, batch.gradients, batch.exp_avgs, batch.exp_avg_sqs,
-        copies or nothing, batch.averages or nothing, batch.steps,
+        batch.weights, batch.remainders or nothing, gradients, batch.exp_avgs, batch.exp_avg_sqs, copies or nothing,
+        batch.averages or nothing, batch.steps,
     )  # fmt: skip
-    native_adamw.update(list(arrays), grad_scale, found_inf, average_part=average_part, **hyper._asdict())
+    addresses = [None if tensor is None else tensor.data_ptr() for one in arrays for tensor in one]
+    sizes = [weight.numel() for weight in batch.weights]
+    numbers = (*hyper[:5], -1.0 if hyper.maximize else 1.0, average_part)
+    with record_function("penstock::adamw"):
+        kernels.penstock_adamw(
+            c_int64(count), (c_int64 * count)(*sizes), (c_void_p * (8 * count))(*addresses),
+            (c_int * count)(*(TYPES[gradient.dtype] for gradient in gradients)), address(grad_scale),
+            address(found_inf), (c_double * len(numbers))(*numbers), threads_for(sum(sizes)),
+        )  # fmt: skip
     if batch.copies and not copies:
         torch._foreach_copy_(batch.copies, batch.weights)
 

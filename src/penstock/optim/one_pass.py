@@ -105,32 +105,19 @@ class OnePass(Optimizer):
         return list(batches.values())
 
     def _average_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
-        """The average, as it lies here, that this step's pass moves with a weight. A step that is skipped moves none,
-        nor does one on a GPU that may be: averages then go towards the weights all the same."""
-        stops = getattr(self, "found_inf", None)
-        if self.averages is None or (
-            stops is not None and (stops.device.type != "cpu" or read_number(stops))
-        ):
+        """The average that this step's pass moves with a weight. A step that is skipped moves none, nor does one on a
+        GPU that may be: averages then go towards the weights all the same."""
+        stops = None if self.averages is None else getattr(self, "found_inf", None)
+        stands = stops is not None and (stops.device.type != "cpu" or read_number(stops))
+        if self.averages is None or stands or form_on(self.form, weight.device) == "fused":
             return None
-        shadow = self.averages.shadows.get(parameter)
-        if shadow is None or form_on(self.form, weight.device) == "fused":
-            return None
-        average = tensors.local(shadow)
-        if not _lies_like(average, weight):
-            return None
-        self.averages.moved.add(parameter)
-        return average
+        return _beside(self.averages.shadows, self.averages.moved, parameter, weight)
 
     def _copy_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
-        """The half copy, as it lies here, that this step's pass writes with a weight."""
-        half = None if self.copies is None else self.copies.halves.get(parameter)
-        if self.copies is None or half is None or form_on(self.form, weight.device) != "native":
+        """The half copy that this step's pass writes with a weight."""
+        if self.copies is None or form_on(self.form, weight.device) != "native":
             return None
-        copy = tensors.local(half)
-        if not _lies_like(copy, weight):
-            return None
-        self.copies.written.add(parameter)
-        return copy
+        return _beside(self.copies.halves, self.copies.written, parameter, weight)
 
     def _state_of(self, parameter: Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -208,11 +195,18 @@ def check_group(group: dict[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def _lies_like(tensor: Tensor, weight: Tensor) -> bool:
-    """Whether a tensor is on the weight's device, in its order of memory and without gaps."""
-    return (
-        tensor.device == weight.device and tensors.ordered(tensor, weight) is tensor and tensors.dense(tensor)
-    )
+def _beside(
+    held: dict[Tensor, Tensor], written: set[Tensor], parameter: Tensor, weight: Tensor
+) -> Tensor | None:
+    """The tensor of `held` that the pass over a parameter's weight here writes too, noted as `written`: one on the
+    weight's device, in its order of memory and without gaps; else None."""
+    own = tensors.local(held[parameter]) if parameter in held else None
+    if own is None or own.device != weight.device or tensors.ordered(own, weight) is not own:
+        return None
+    if not tensors.dense(own):
+        return None
+    written.add(parameter)
+    return own
 
 
 def _hyper(group: dict[str, Any]) -> Hyper:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.compress.card import card
+from penstock.compress.page import card
 from penstock.config.compress import CompressConfig
 
 ROWS: list[dict[str, Any]] = [

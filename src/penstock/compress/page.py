@@ -1,4 +1,4 @@
-"""A compression as a table for the terminal and as a self-contained page."""
+"""A compression as a table for the terminal, as a self-contained page, and as the card of its export, README.md."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from penstock import __version__
+from penstock.boundary.files import shown
+from penstock.config.compress import CompressConfig
 from penstock.report.figures import Bar, Line, lines, waterfall
 from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.units import duration
+from penstock.train.card import on_hub
+from penstock.train.card import page as card_page
 
 MB = 1e6
 LOWER = ("loss", "perplexity")
@@ -130,3 +135,30 @@ def _seconds(value: float | None) -> str:
 
 def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}×"
+
+
+def card(config: CompressConfig, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown with the hub's head. `rows` are those of compress.json, from the original to the compressed model, and
+    `name` says what the original was.
+    """
+    source = config.model or ""
+    head = {
+        "library_name": "penstock",
+        "tags": ["penstock", "compressed"],
+        "base_model": on_hub(source),
+    }
+    table = "\n".join(
+        f"| {row['title']} | {row['parameters']:,} | {row['bytes'] / 1e6:,.2f} | {1e3 * row['seconds']:.3g} | "
+        f"{row['words']} |"
+        for row in rows
+    )
+    steps = ", ".join(str(row["title"]) for row in rows[1:])
+    text = f"""\
+Made of {shown(source)} with Penstock {__version__}, by these steps: {steps}. `penstock compress --recipe compress.toml`
+repeats them, with the file beside this one.
+
+| model after | parameters | MB | ms | validation |
+|---|---|---|---|---|
+{table}
+"""
+    return card_page(head, f"{name}, compressed", text)

@@ -16,12 +16,10 @@ from typing import Any
 
 from penstock.boundary.files import read_bytes, write_text
 from penstock.boundary.trees import parse_json
-from penstock.compress.card import card
-from penstock.compress.folders import StepCall
 from penstock.compress.measure import Workbench
-from penstock.compress.page import to_html
+from penstock.compress.page import card, to_html
 from penstock.compress.search import SHARES, reach
-from penstock.compress.steps import STEPS, distil_run, learning_run
+from penstock.compress.steps import STEPS, StepCall, distil_run, learning_run
 from penstock.config.compress import AT_LAST, CompressConfig, Prune, StepName
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.model import title

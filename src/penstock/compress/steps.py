@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from penstock.compress.cut import cuts, multiple_of
 from penstock.compress.data import task_data
-from penstock.compress.folders import StepCall, save_beside
 from penstock.compress.measure import Workbench
 from penstock.compress.quantise import quantise_folder
-from penstock.compress.vocabulary import trim_step
-from penstock.config.compress import CompressConfig, StepName
+from penstock.compress.vocabulary import trim
+from penstock.config.compress import CompressConfig, Prune, StepName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.pretrained import read_config
+from penstock.models.convert.pretrained import read_config, save_values
 from penstock.train.loop import train
 
 NEVER = 1e6
 """Epochs between evaluations of a distil step, which is evaluated at its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """One call of a step."""
+
+    source: Path
+    """Folder of the model that is read."""
+    target: Path
+    """Folder that is written; what an interrupted call left there is gone on from, or written again."""
+    original: Path
+    """Folder of the model that is compressed, which teaches."""
+    prune: Prune
+    """Shares that this call removes of the model in `source`."""
 
 
 def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
@@ -36,7 +50,7 @@ def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     if len(models) == 1:
         raise ConfigError("The shares of prune are so small that nothing is removed; raise them.")
     shutil.rmtree(call.target, ignore_errors=True)
-    save_beside(models[-1], call.source, call.target)
+    save_values(models[-1], call.target, source=call.source)
     seconds = bench.latencies([bench.ready(each) for each in models])
     return {
         "cuts": [
@@ -84,6 +98,12 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
     )
 
 
+def trim_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
+    """Remove the tokens that the training data do not use. Raises as `trim`."""
+    task, data = bench.task_for(call.source)
+    return trim(call.source, task.open(data, bench.model, "train"), call.target)
+
+
 def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     """Store linear layers in few bits, calibrated and scored with the data of the compression."""
     config = bench.config
@@ -103,12 +123,9 @@ def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
             "No layer could be rounded within quantise.drop, so that no scale can learn; raise it."
         )
     train(learning_run(config, replace(call, source=folder)))
-    score = (
-        None
-        if data.score is None or result.before is None
-        else data.score(bench.open(local_weights(call.target)))
-    )
-    lost = None if score is None or result.before is None else result.before - score
+    lost = None
+    if data.score is not None and result.before is not None:
+        lost = result.before - data.score(bench.open(local_weights(call.target)))
     return {**notes, "points_lost": lost, "points_lost_before_learning": result.lost}
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 
 from penstock.boundary.files import read_text, write_text
-from penstock.compress.folders import StepCall, save_beside
-from penstock.compress.measure import Workbench
 from penstock.compress.prune import keep_words
 from penstock.data.source import Source
 from penstock.data.text.open import MOST_BYTES
@@ -24,6 +22,7 @@ from penstock.data.text.tokenizers import LibraryTokenizer
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_json
+from penstock.models.convert.pretrained import save_values
 
 READ_AT_ONCE = 1024
 """Samples."""
@@ -34,20 +33,18 @@ _NUMBERS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token
 """Entries of config.json and generation_config.json that are tokens."""
 
 
-def trim_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
-    """Remove the tokens that the training data do not use. Raises ConfigError for a model without text, and for a
-    tokenizer that is none of those that `smaller_tokenizer` knows."""
-    task, data = bench.task_for(call.source)
-    source: Any = task.open(data, bench.model, "train")
-    tokenizer, file = getattr(source, "tokenizer", None), call.source / "tokenizer.json"
+def trim(folder: Path, source: Any, target: Path) -> dict[str, int]:
+    """Write the model in `folder` to `target` without the tokens that a source of text does not use; how many are left
+    as `words`, `of` how many. Raises ConfigError for a source without text, and for a tokenizer that is none of those
+    that `smaller_tokenizer` knows."""
+    tokenizer, file = getattr(source, "tokenizer", None), folder / "tokenizer.json"
     if not isinstance(tokenizer, LibraryTokenizer) or tokenizer.two_sided or not file.is_file():
         raise ConfigError(
-            f"trim needs one tokenizer.json with a vocabulary of its own, which {call.source} has not; leave it out."
+            f"trim needs one tokenizer.json with a vocabulary of its own, which {folder} has not; leave it out."
         )
     text, kept = smaller_tokenizer(read_text(file, "The tokenizer", limit=MOST_BYTES), used_tokens(source))
-    model = from_pretrained(call.source)
-    save_beside(keep_words(model, kept), call.source, call.target)
-    _write_beside(text, kept, call.target)
+    save_values(keep_words(from_pretrained(folder), kept), target, source=folder)
+    _write_beside(text, kept, target)
     return {"words": len(kept), "of": tokenizer.size}
 
 

@@ -42,11 +42,11 @@ class BlockScores:
 
     heads: Tensor
     """(G,): each KV head with the queries that share it."""
-    cross: Tensor | None
-    """The same of cross attention."""
     hidden: Tensor
     """(M,), or of a mixture (E, M)."""
-    shared: Tensor | None
+    cross: Tensor | None = None
+    """As `heads`, of cross attention."""
+    shared: Tensor | None = None
     """(S · M,): hidden features of the experts that every token visits."""
 
 
@@ -79,18 +79,12 @@ def part_scores(
                     model.zero_grad(set_to_none=True)
                 for gauge in every:
                     gauge.close_batch()
-    scores = {
-        name: [{part: gauge.score(criterion) for part, gauge in gauges_of.items()} for gauges_of in blocks]
-        for name, blocks in gauges.items()
-    }
     return {
         name: [
-            BlockScores(
-                heads=row["heads"], cross=row.get("cross"), hidden=row["hidden"], shared=row.get("shared")
-            )
-            for row in blocks
+            BlockScores(**{part: gauge.score(criterion) for part, gauge in gauges_of.items()})
+            for gauges_of in blocks
         ]
-        for name, blocks in scores.items()
+        for name, blocks in gauges.items()
     }
 
 

@@ -71,14 +71,7 @@ class Beams(NamedTuple):
 
     def only(self, rows: Tensor) -> Beams:
         """The beams of some texts."""
-        return Beams(
-            self.scores[rows],
-            self.done_scores[rows],
-            self.done[rows],
-            self.finished[rows],
-            self.hopeful[rows],
-            self.fresh,
-        )
+        return Beams(*(each[rows] for each in self[:5]), self.fresh)
 
 
 class Step(NamedTuple):

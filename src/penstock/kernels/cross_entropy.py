@@ -125,10 +125,9 @@ def _cross_entropy_rows(logits: Tensor, targets: Tensor, smoothing: float) -> tu
 
 
 @_cross_entropy_rows.register_fake
-def _loss_shapes(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(len(logits), dtype=torch.float32), logits.new_empty(
-        len(logits), dtype=torch.float64
-    )
+def _loss_shapes(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    return losses, torch.empty_like(losses, dtype=torch.float64)
 
 
 @torch.library.custom_op("penstock::cross_entropy_gradient", mutates_args=())
@@ -141,9 +140,7 @@ def _cross_entropy_gradient(
 
 
 @_cross_entropy_gradient.register_fake
-def _gradient_shape(
-    logits: Tensor, targets: Tensor, sums: Tensor, factors: Tensor, smoothing: float
-) -> Tensor:
+def _gradient_shape(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 

@@ -103,7 +103,7 @@ def _gathered(
 
 
 @_gathered.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, visits: int, shares: Tensor | None) -> Tensor:
+def _(x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, *_: Any) -> Tensor:
     return x.new_empty(order.shape[0], weight.shape[1])
 
 
@@ -123,9 +123,7 @@ def _scattered(
 
 
 @_scattered.register_fake
-def _(
-    x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, visits: int, tokens: int, shares: Tensor | None
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, visits: int, tokens: int, *_: Any) -> Tensor:
     return x.new_empty(tokens, weight.shape[1])
 
 
@@ -156,15 +154,7 @@ def _outer(
 
 
 @_outer.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    order: Tensor,
-    visits: int,
-    shares: Tensor | None,
-    gathers_grad: bool,
-) -> Tensor:
+def _(grad: Tensor, x: Tensor, ends: Tensor, *_: Any) -> Tensor:
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
 

@@ -229,9 +229,7 @@ _chunked = torch.library.custom_op("penstock::linear_cross_entropy", mutates_arg
 @_chunked.register_fake
 def _shapes(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
-    dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, group: str, start: int, whole: int,
-    taught_x: Tensor | None = None, taught_weight: Tensor | None = None, taught_bias: Tensor | None = None,
-    taught_share: float = 0.0, temperature: float = 1.0, row_weights: Tensor | None = None, z_loss: float = 0.0,
+    dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, *_: Any, **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     kept = _sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
     return (

@@ -161,9 +161,7 @@ _attend = torch.library.custom_op("penstock::attend", _forward, mutates_args=())
 
 
 @_attend.register_fake
-def _attend_shapes(
-    q: Tensor, k: Tensor, v: Tensor, added: Any, seed: Tensor, causal: bool, dropout: float, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attend_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -193,10 +191,7 @@ _gradients = torch.library.custom_op("penstock::attend_gradient", _make_gradient
 
 
 @_gradients.register_fake
-def _gradient_shapes(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, added: Any, seed: Tensor,
-    causal: bool, dropout: float, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _gradient_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _by_token(q), _by_token(k), _by_token(v)
 
 
@@ -256,11 +251,9 @@ _attend_packed = torch.library.custom_op("penstock::attend_packed", _forward_pac
 
 
 @_attend_packed.register_fake
-def _packed_shapes(
-    packed: Tensor, added: Any, seed: Tensor, causal: bool, dropout: float, scale: float, sequence_first: bool
-) -> tuple[Tensor, Tensor]:
+def _packed_shapes(packed: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     first, second, heads, _, width = packed.shape
-    samples, tokens = (second, first) if sequence_first else (first, second)
+    samples, tokens = (second, first) if settings[-1] else (first, second)
     out = packed.new_empty(first, second, heads, width)
     return out, packed.new_empty(samples, heads, tokens, dtype=torch.float32)
 
@@ -284,10 +277,7 @@ _packed_gradient = torch.library.custom_op(
 
 
 @_packed_gradient.register_fake
-def _packed_gradient_shape(
-    gradient: Tensor, packed: Tensor, out: Tensor, sums: Tensor, added: Any, seed: Tensor, causal: bool,
-    dropout: float, scale: float, sequence_first: bool,
-) -> Tensor:  # fmt: skip
+def _packed_gradient_shape(_: Tensor, packed: Tensor, *__: Any) -> Tensor:
     return torch.empty_like(packed, memory_format=torch.contiguous_format)
 
 

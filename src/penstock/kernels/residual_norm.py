@@ -96,20 +96,10 @@ _add_norm = torch.library.custom_op("penstock::add_norm", _forward, mutates_args
 
 
 @_add_norm.register_fake
-def _add_norm_shapes(
-    x: Tensor,
-    branch: Tensor,
-    kept: Any,
-    scale: float,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    rms: bool,
-    out: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _add_norm_shapes(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     statistic = x.new_empty(x.shape[:-1], dtype=_wide(x))
     empty = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return empty, torch.empty_like(empty, dtype=out), statistic, torch.empty_like(statistic)
+    return empty, torch.empty_like(empty, dtype=settings[-1]), statistic, torch.empty_like(statistic)
 
 
 def _make_gradient(

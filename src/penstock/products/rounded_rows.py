@@ -160,10 +160,8 @@ def _multiply(
     return _activated(wide, activation).to(dtype)
 
 
-def _product_shape(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+def _product_shape(a: Tensor, _: Tensor, b: Tensor, *settings: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=settings[-1])
 
 
 _multiply.register_fake(_product_shape)

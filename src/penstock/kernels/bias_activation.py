@@ -22,10 +22,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from penstock.errors import ConfigError
-from penstock.kernels.native import TYPES, address, direct, library, sizes, threads_for
+from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 _CODES: dict[str, int] = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}
@@ -153,19 +152,7 @@ _bias_activation.register_autograd(
 )
 
 
-class _DirectActivation(torch.autograd.Function):
-    """The same without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        out = _forward(*inputs)
-        _save(ctx, inputs, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _backward_by(_make_gradient)(ctx, *gradients)
+_DirectActivation = direct_function("_DirectActivation", _forward, _save, _backward_by(_make_gradient))
 
 
 def bias_activation(
@@ -179,7 +166,7 @@ def bias_activation(
             f"given {tuple(product.shape)} and {None if bias is None else tuple(bias.shape)}."
         )
     if direct(product):
-        return _DirectActivation.apply(product, bias, activation, gated)  # type: ignore[no-untyped-call, no-any-return]
+        return _DirectActivation.apply(product, bias, activation, gated)  # type: ignore[no-any-return]
     return torch.ops.penstock.bias_activation(product, bias, activation, gated)  # type: ignore[no-any-return]
 
 

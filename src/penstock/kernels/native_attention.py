@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
-from penstock.kernels.native import address, direct, library, threads_for
+from penstock.kernels.native import address, direct, direct_function, library, threads_for
 
 _WIDEST_HEAD, _VECTOR = 256, 16
 
@@ -212,20 +211,8 @@ def _differentiable(
         made = make(gradient, *ctx.saved_tensors, *ctx.settings)
         return (*([made] if projections == 1 else made), *[None] * (2 + len(ctx.settings)))
 
-    class DirectAttention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Tensor:
-            outputs: tuple[Tensor, Tensor] = forward(*inputs)
-            save(ctx, inputs, outputs)
-            return outputs[0]
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: Any, *output_gradients: Any) -> Any:
-            return backward(ctx, *output_gradients)
-
     attend.register_autograd(backward, setup_context=save)
-    return DirectAttention
+    return direct_function("DirectAttention", forward, save, backward, outputs=1)
 
 
 _Direct = _differentiable(_attend, _forward, torch.ops.penstock.attend_gradient, _make_gradients, 3)

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import mask_of
-from penstock.kernels.native import TYPES, address, direct, library, sizes, threads_for
+from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
 from penstock.kernels.remainder_adamw import runs_triton
 from penstock.kernels.seeded_norm import seeded_norm
 
@@ -214,19 +213,7 @@ _add_norm.register_autograd(
 )
 
 
-class _DirectNorm(torch.autograd.Function):
-    """The same without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        outputs = _forward(*inputs)
-        _save(ctx, inputs, outputs)
-        return outputs[:2]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _backward_by(_make_gradient)(ctx, *gradients)
+_DirectNorm = direct_function("_DirectNorm", _forward, _save, _backward_by(_make_gradient), outputs=2)
 
 
 def residual_norm(
@@ -279,7 +266,7 @@ def add_norm(
     """`residual_norm` with the norm's weights, (D,), and with what dropout keeps, bool like x, and its factor."""
     inputs = (x, branch, kept, scale, weight, bias, eps, rms, out or x.dtype)
     if direct(x):
-        return _DirectNorm.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
+        return _DirectNorm.apply(*inputs)  # type: ignore[no-any-return]
     s, normed, _, _ = torch.ops.penstock.add_norm(*inputs)
     return s, normed
 

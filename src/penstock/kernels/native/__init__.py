@@ -17,16 +17,18 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from penstock.config.machine import cache_folder
 from penstock.cpu import this_cpu
 
-__all__ = ["TYPES", "address", "direct", "library", "read_number", "sizes", "threads_for"]
+__all__ = ["TYPES", "address", "direct", "direct_function", "library", "read_number", "sizes", "threads_for"]
 
 _log = logging.getLogger(__name__)
 Kernels = Literal["fused", "losses", "attention", "grouped", "adamw"]
@@ -122,6 +124,24 @@ def direct(x: torch.Tensor) -> bool:
     """Whether an operator may call its kernel without torch's dispatcher, which takes 100 µs more: the tensor is
     plain, and nobody compiles, traces or counts operators."""
     return type(x) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+
+
+def direct_function(
+    name: str, forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any], outputs: int = 0
+) -> Any:  # fmt: skip
+    """An autograd Function that does without torch's dispatcher what an operator with these passes does: see `direct`.
+
+    `save` is called with the context, the inputs and all that `forward` returns, of which the first `outputs` are
+    returned: one alone, or several; 0 where it returns one tensor. Profiles list the Function by its `name`.
+    """
+
+    def run(ctx: Any, *inputs: Any) -> Any:
+        made = forward(*inputs)
+        save(ctx, inputs, made)
+        return made if not outputs else made[0] if outputs == 1 else made[:outputs]
+
+    passes = {"forward": staticmethod(run), "backward": staticmethod(once_differentiable(backward))}
+    return type(name, (torch.autograd.Function,), passes)
 
 
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:

@@ -15,7 +15,6 @@ devices and types compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Any, Literal
 
@@ -136,23 +135,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(product, bias)
 
 
-def _backward_by(make: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """The backward pass that makes gradients by a function: the operator, or what is behind it."""
-
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        product, bias = ctx.saved_tensors
-        into, by_bias = make(product, bias, gradient, ctx.activation, ctx.gated)
-        return into, None if bias is None else by_bias, None, None
-
-    return backward
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    product, bias = ctx.saved_tensors
+    make = _make_gradient if direct(gradient) else torch.ops.penstock.bias_activation_gradient
+    into, by_bias = make(product, bias, gradient, ctx.activation, ctx.gated)
+    return into, None if bias is None else by_bias, None, None
 
 
-_bias_activation.register_autograd(
-    _backward_by(lambda *given: torch.ops.penstock.bias_activation_gradient(*given)), setup_context=_save
-)
-
-
-_DirectActivation = direct_function("_DirectActivation", _forward, _save, _backward_by(_make_gradient))
+_bias_activation.register_autograd(_backward, setup_context=_save)
+_DirectActivation = direct_function("_DirectActivation", _forward, _save, _backward)
 
 
 def bias_activation(

@@ -16,7 +16,6 @@ devices and types compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import c_float
 from typing import Any
 
@@ -189,31 +188,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(s, means, inverses, kept, weight, bias)
 
 
-def _backward_by(make: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """The backward pass that makes gradients by a function: the operator, or what is behind it."""
-
-    def backward(ctx: Any, into_sum: Tensor | None, into_normed: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        s, means, inverses, kept, weight, bias = ctx.saved_tensors
-        if into_normed is None:
-            into_normed = torch.zeros_like(s)
-        x, branch, by_weight, by_bias = make(
-            into_normed, into_sum, s, means, inverses, kept, ctx.scale, weight, bias, ctx.rms, ctx.branch_type
-        )
-        own_gradient = kept is not None or ctx.branch_type != s.dtype
-        return (
-            x, branch if own_gradient else x, None, None, None if weight is None else by_weight,
-            None if bias is None else by_bias, None, None, None,
-        )  # fmt: skip
-
-    return backward
+def _backward(ctx: Any, into_sum: Tensor | None, into_normed: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    s, means, inverses, kept, weight, bias = ctx.saved_tensors
+    make = _make_gradient if direct(s) else torch.ops.penstock.add_norm_gradient
+    x, branch, by_weight, by_bias = make(
+        torch.zeros_like(s) if into_normed is None else into_normed, into_sum, s, means, inverses, kept, ctx.scale,
+        weight, bias, ctx.rms, ctx.branch_type,
+    )  # fmt: skip
+    own_gradient = kept is not None or ctx.branch_type != s.dtype
+    return (
+        x, branch if own_gradient else x, None, None, None if weight is None else by_weight,
+        None if bias is None else by_bias, None, None, None,
+    )  # fmt: skip
 
 
-_add_norm.register_autograd(
-    _backward_by(lambda *given: torch.ops.penstock.add_norm_gradient(*given)), setup_context=_save
-)
-
-
-_DirectNorm = direct_function("_DirectNorm", _forward, _save, _backward_by(_make_gradient), outputs=2)
+_add_norm.register_autograd(_backward, setup_context=_save)
+_DirectNorm = direct_function("_DirectNorm", _forward, _save, _backward, outputs=2)
 
 
 def residual_norm(

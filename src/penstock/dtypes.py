@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from penstock.config import formats
 from penstock.config.formats import FORMATS, Dtype, HalfDtype
@@ -13,6 +14,16 @@ HALVES: dict[torch.dtype, HalfDtype] = {DTYPES[name]: name for name in formats.H
 """The types of half precision, with the names of their formats."""
 FLOATS: tuple[torch.dtype, ...] = tuple(DTYPES[name] for name in ("fp32", "bf16", "fp16", "fp64"))
 """The types of a model's weights and activations."""
+
+
+def sums_type(dtype: torch.dtype) -> torch.dtype:
+    """The type that numbers of a type are added up in: fp64 for fp64, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """Numbers in the type that they are added up in."""
+    return x.to(sums_type(x.dtype))
 
 
 def format_of(dtype: torch.dtype) -> Dtype:

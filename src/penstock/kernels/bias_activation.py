@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
 
@@ -31,7 +32,7 @@ _CODES: dict[str, int] = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}
 
 def reference(product: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
     """The same by torch's operators, in fp32 or wider, in the type of the product."""
-    wide = product.to(torch.promote_types(product.dtype, torch.float32))
+    wide = widened(product)
     wide = wide if bias is None else wide + bias
     if not gated:
         return _activated(wide, activation).to(product.dtype)
@@ -109,7 +110,7 @@ def _gradient_shapes(
 def _plain_gradient(
     product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool
 ) -> tuple[Tensor, Tensor]:
-    wide = product.to(torch.promote_types(product.dtype, torch.float32))
+    wide = widened(product)
     wide, given = wide if bias is None else wide + bias, gradient.to(wide.dtype)
     if gated:
         gate, x = wide.chunk(2, dim=-1)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.config.plan import LOSS_PIECE
+from penstock.dtypes import sums_type, widened
 from penstock.kernels.native_losses import IGNORED as IGNORED
 from penstock.kernels.native_losses import native_gradients_, native_losses, takes_rows
 
@@ -44,7 +45,7 @@ def cross_entropy(
     logits = logits[:, :columns]
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
         return _cross_entropy_rows(logits, targets, smoothing)[0].sum()  # type: ignore[no-any-return]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = widened(logits)
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
 
 
@@ -88,7 +89,7 @@ def _losses(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, 
     if takes_rows(logits):
         return native_losses(logits, targets, smoothing, 0.0)
     counted, index = _counted(targets)
-    wide = _wide(logits)
+    wide = sums_type(logits.dtype)
     losses = logits.new_empty(len(logits), dtype=wide)
     for here in _pieces(logits):
         logs = torch.log_softmax(logits[here], dim=-1, dtype=wide)
@@ -105,7 +106,7 @@ def _gradients_(
         native_gradients_(out, logits, targets, sums, factors, smoothing)
         return
     counted, index = _counted(targets)
-    wide = _wide(logits)
+    wide = sums_type(logits.dtype)
     factors = (factors.to(wide) * counted)[:, None]
     for here in _pieces(logits):
         p = torch.softmax(logits[here], dim=-1, dtype=wide)
@@ -160,10 +161,6 @@ def _counted(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Which rows count (R,), and where their targets stand (R, 1)."""
     counted = targets != IGNORED
     return counted, targets.where(counted, 0)[:, None]
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:

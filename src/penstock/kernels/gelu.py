@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.dtypes import widened
+
 _LINEAR = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
 
@@ -28,7 +30,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x in the type that is computed in, sigmoid(2u), and sigmoid(2u) · sigmoid(−2u) without a difference of near
     numbers."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widened(x)
     twice = wide * (_LINEAR + _CUBIC * wide * wide)
     small = torch.exp(-twice.abs())
     large = 1.0 / (1.0 + small)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.plan import LOGIT_BYTES
+from penstock.dtypes import sums_type, widened
 from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
 from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
 from penstock.kernels.logit_rows import fuses_rows, logit_rows_
@@ -114,19 +115,15 @@ def plain_linear_cross_entropy(
         logits = linear(x, weight, bias)
         if not z_loss:
             return cross_entropy(logits, targets, smoothing, columns)
-        logits = _wide_logits(logits[:, :columns])
+        logits = widened(logits[:, :columns])
         loss = F.cross_entropy(
             logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
         )
         return loss + z_loss * _squared_sums(logits, targets)
-    logits = _wide_logits(linear(x, weight, bias))
+    logits = widened(linear(x, weight, bias))
     return vocabulary_cross_entropy(
         logits, targets, share, smoothing=smoothing, ignored=IGNORED, z_loss=z_loss
     )
-
-
-def _wide_logits(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _squared_sums(logits: Tensor, targets: Tensor) -> Tensor:
@@ -144,7 +141,7 @@ def plain_student_loss(
     z_loss: float = 0.0,
 ) -> Tensor:
     """All logits of a student and its teacher at once: the reference of the chunked form."""
-    logits, meant = _wide_logits(F.linear(x, weight, bias)), _wide_logits(F.linear(*taught[:3]))
+    logits, meant = widened(F.linear(x, weight, bias)), widened(F.linear(*taught[:3]))
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
     loss = loss + z_loss * _squared_sums(logits, targets) if z_loss else loss
     divergence = divergences(logits, meant, taught.temperature).where(targets != IGNORED, 0.0).sum()
@@ -207,7 +204,7 @@ def in_chunks(
         fused = share is None and fuses_rows(x.device, dtype, taught=taught is not None)
         step = rows_at_once(budget, len(x), len(weight), dtype, fused=fused)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
-        sum_type = dtype if step >= len(x) and dtype != torch.float16 else _sums_type(dtype)
+        sum_type = dtype if step >= len(x) and dtype != torch.float16 else sums_type(dtype)
         sums = _Sums.of(x, cast, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
         sums = sums._replace(
             share=share, columns=len(weight), taught=taught, row_weights=row_weights, z_loss=z_loss
@@ -231,17 +228,13 @@ def _shapes(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
     dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, *_: Any, **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kept = _sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
+    kept = sums_type(weight.dtype) if weight.dtype == torch.float16 else weight.dtype
     return (
-        x.new_empty((), dtype=_sums_type(dtype)),
+        x.new_empty((), dtype=sums_type(dtype)),
         torch.empty_like(x) if to_x else x.new_empty(0),
         weight.new_empty(weight.shape if to_weight else (0,), dtype=kept),
         weight.new_empty(weight.shape[:1] if to_bias else (0,), dtype=kept),
     )
-
-
-def _sums_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _Sums(NamedTuple):
@@ -265,7 +258,7 @@ class _Sums(NamedTuple):
         cls, x: Tensor, weight: Tensor, dtype: torch.dtype, sum_type: torch.dtype, smoothing: float, to_x: bool,
         to_weight: bool, to_bias: bool,
     ) -> _Sums:  # fmt: skip
-        wide = _sums_type(dtype)
+        wide = sums_type(dtype)
         return cls(
             loss=x.new_zeros((), dtype=wide),
             x=torch.empty_like(x) if to_x else x.new_empty(0),

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.dtypes import sums_type
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED, row_losses, take_target_
 from penstock.kernels.distil import divergences_and_gradients
@@ -105,8 +106,7 @@ def _rows(
 
 
 def _row_shapes(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    losses: Tensor = logits.new_empty(logits.shape[0], dtype=dtype)
+    losses: Tensor = logits.new_empty(logits.shape[0], dtype=sums_type(logits.dtype))
     return losses, torch.empty_like(losses)
 
 
@@ -117,7 +117,7 @@ def _plain(
     logits: Tensor, targets: Tensor, taught: Tensor | None, row_weights: Tensor | None, smoothing: float,
     z_loss: float, share: float, temperature: float, scale: float, gradient: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = sums_type(logits.dtype)
     counted = targets != IGNORED
     index = targets.where(counted, 0)[:, None]
     sums = torch.logsumexp(logits.to(dtype), 1)

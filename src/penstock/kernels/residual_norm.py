@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.dtypes import sums_type, widened
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import mask_of
 from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
@@ -44,7 +45,7 @@ def reference(
     """s, in the type of x, and its norm in the type `out`, by torch's operators. Shapes (…, D); `kept` is bool."""
     added = branch if kept is None else torch.where(kept, branch, 0.0) * scale
     s = x + added.to(x.dtype)
-    wide = s.to(torch.promote_types(s.dtype, torch.float32))
+    wide = widened(s)
     vectors = [None if one is None else one.to(wide.dtype) for one in (weight, bias)]
     shape = s.shape[-1:]
     normed = (
@@ -69,7 +70,7 @@ def _forward(
     """s, its norm, and the mean and the inverse deviation of each row, fp32."""
     shape, n = x.shape, x.shape[-1]
     kernels = library() if _fits(x, branch, weight, out) else None
-    means, inverses = x.new_empty(shape[:-1], dtype=_wide(x)), x.new_empty(shape[:-1], dtype=_wide(x))
+    means, inverses = (x.new_empty(shape[:-1], dtype=sums_type(x.dtype)) for _ in range(2))
     if kernels is None:
         s, normed = reference(x, branch, kept, scale, weight, bias, eps, rms, out)
         wide = s.to(means.dtype)
@@ -95,7 +96,7 @@ _add_norm = torch.library.custom_op("penstock::add_norm", _forward, mutates_args
 
 @_add_norm.register_fake
 def _add_norm_shapes(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    statistic = x.new_empty(x.shape[:-1], dtype=_wide(x))
+    statistic = x.new_empty(x.shape[:-1], dtype=sums_type(x.dtype))
     empty = torch.empty_like(x, memory_format=torch.contiguous_format)
     return empty, torch.empty_like(empty, dtype=settings[-1]), statistic, torch.empty_like(statistic)
 
@@ -265,10 +266,6 @@ def _fits(x: Tensor, other: Tensor, weight: Tensor | None, out: torch.dtype) -> 
     """Whether the C++ kernel takes them: on a CPU, of fp32 and bf16."""
     vector = torch.float32 if weight is None else weight.dtype
     return x.device.type == "cpu" and {x.dtype, other.dtype, vector, out} <= TYPES.keys()
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _zeros(vector: Tensor) -> Tensor:

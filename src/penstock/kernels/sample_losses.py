@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.dtypes import sums_type, widened
 from penstock.kernels.cross_entropy import IGNORED, row_losses
 from penstock.kernels.linear_cross_entropy import FP16_SCALE, in_chunks, padded_entries, rows_at_once
 
@@ -55,8 +56,7 @@ def plain_sample_losses(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0
 ) -> Tensor:
     """All logits at once: the reference that the chunked form is tested against."""
-    logits = F.linear(x, weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = widened(F.linear(x, weight, bias))
     losses = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(),
         reduction="none", ignore_index=IGNORED, label_smoothing=smoothing,
@@ -74,7 +74,7 @@ class _SampleLosses(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, targets)
         ctx.smoothing, ctx.budget, ctx.dtype = smoothing, budget, dtype
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = sums_type(dtype)
         losses = x.new_empty(len(x), dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             cast = padded_entries(weight.to(dtype))

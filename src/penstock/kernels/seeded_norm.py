@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.remainder_adamw import runs_triton
 
@@ -127,20 +128,16 @@ def _scale(level: int) -> float:
     return _LEVELS / (_LEVELS - level)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def plain_seeded_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor, level: int, eps: float,
     centred: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The reference, of matrices (R, D), differentiable: y, s, and each row's μ (none of RMSNorm) and 1 / √(σ² + ε)."""
-    branch = x.to(_wide(x))
+    branch = widened(x)
     if level:
         branch = torch.where(kept(seed, x.shape[0], x.shape[1], level), branch * _scale(level), 0.0)
     total = (branch + residual).to(torch.promote_types(x.dtype, residual.dtype))
-    value = total.to(_wide(total))
+    value = widened(total)
     mean = value.mean(1) if centred else value.new_empty(0)
     value = value - mean[:, None] if centred else value
     inverse = (value.square().mean(1) + eps).rsqrt()

@@ -241,16 +241,12 @@ class _Work:
     def swapped(self, chosen: Collection[str]) -> Iterator[None]:
         """Inside, the named layers multiply in their format."""
         for name in chosen:
-            self._set(name, self.forms[name])
+            self.model.set_submodule(name, self.forms[name])
         try:
             yield
         finally:
             for name in chosen:
-                self._set(name, self.linears[name])
-
-    def _set(self, name: str, module: nn.Module) -> None:
-        parent, _, own = name.rpartition(".")
-        setattr(self.model.get_submodule(parent), own, module)
+                self.model.set_submodule(name, self.linears[name])
 
 
 def round_weight(weight: Tensor, form: StoredFormat, *, least: bool = False) -> RoundedWeight:

@@ -199,18 +199,13 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
     for name, linear in _chosen(model, anatomy, products).items():
         if linear not in stored:
             stored[linear] = _stored(linear, careful_form if name in exact else STORED[products])
-        _put(model, name, stored[linear])
+        model.set_submodule(name, stored[linear])
     if row.weights is not None and "cpu" in row.devices:
         for name, experts in list(model.named_modules()):
             if isinstance(experts, ExpertLinear) and experts.weight is not None:  # else other ranks have them
                 form = careful_form if name in exact else STORED[products]
-                _put(model, name, _stored_experts(experts, form))
+                model.set_submodule(name, _stored_experts(experts, form))
     return model
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
 
 
 def _require_onednn(products: Products, dtype: torch.dtype) -> None:

@@ -130,8 +130,7 @@ def store_rounded(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, Ro
             )
         if problem := device_problem(device, form, serving=True):
             raise ConfigError(f"The folder has linear layers in {form}: {problem} Or give weights=plain.")
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, stored_form(module, form, weight))
+        model.set_submodule(name, stored_form(module, form, weight))
 
 
 def stored_tensors(model: nn.Module) -> list[Tensor]:

@@ -28,7 +28,7 @@ from penstock.models.rounded import CLIP
 from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedExpertLinear, RoundedLinear
 from penstock.products.integers import Int4, Int8, Int8Twice, Int8Weights
 from penstock.products.shortlist import Shortlist
-from penstock.products.stored import Bf16, OneDnn, Stored, StoredExperts
+from penstock.products.stored import Bf16, OneDnn, Stored, StoredExperts, in_place_of
 
 _log = logging.getLogger(__name__)
 TRAINED: dict[Products, type[nn.Linear]] = {
@@ -260,10 +260,7 @@ def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:
         if linear.weight.dtype == torch.bfloat16 and not this_cpu().packs_bf16:
             return linear
         form = OneDnn
-    # A linear that is split over ranks gives the other form its part between them: see `penstock.parallel.parts`.
-    hand_over = getattr(linear, "replaced_by", None)
-    stored: nn.Module = form(linear) if hand_over is None else hand_over(form(linear))
-    return stored
+    return in_place_of(linear, form(linear))
 
 
 def suited(model: nn.Module, weights: Weights | Products, *, own: bool) -> Products:

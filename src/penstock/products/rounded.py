@@ -26,7 +26,7 @@ from penstock.models.experts import ExpertLinear
 from penstock.models.rounded import MOST, RoundedWeight
 from penstock.products.convert import device_problem
 from penstock.products.integers import Int4, Int8Weights, packed_numbers
-from penstock.products.stored import Stored, StoredExperts
+from penstock.products.stored import Stored, StoredExperts, in_place_of
 
 _EXACT = 1024
 """Products of two numbers of 8 bits whose sum is exact in fp32, in any order: below 2²⁴."""
@@ -99,19 +99,13 @@ _FORMS: dict[StoredFormat, type[RoundedInt8 | Int8Weights | Int4]] = {
 }  # fmt: skip
 
 
-def _stored(linear: nn.Linear, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:
-    made = _FORMS[form](linear, rounded)
-    # A linear that is split over ranks gives the other form its part between them: see `penstock.parallel.parts`.
-    hand_over: Callable[[nn.Module], nn.Module] | None = getattr(linear, "replaced_by", None)
-    return made if hand_over is None else hand_over(made)
-
-
 def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:
     """The module that takes the place of a linear, or of one of experts, and multiplies in a form."""
+    stored = _FORMS[form]
     if isinstance(module, ExpertLinear):
-        return StoredExperts(module, lambda number, one: _stored(one, form, rounded.part(number)))
+        return StoredExperts(module, lambda n, one: in_place_of(one, stored(one, rounded.part(n))))
     assert isinstance(module, nn.Linear)
-    return _stored(module, form, rounded)
+    return in_place_of(module, stored(module, rounded))
 
 
 def store_rounded(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]]) -> None:

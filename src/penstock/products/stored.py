@@ -98,6 +98,13 @@ class Bf16(OneDnn):
         return super().kernel(x.bfloat16()).to(x.dtype)
 
 
+def in_place_of(linear: nn.Linear, stored: Stored) -> nn.Module:
+    """A form as it takes a linear's place: of one that is split over ranks, with its part between them, as
+    `penstock.parallel.parts` has it."""
+    hand_over: Callable[[nn.Module], nn.Module] | None = getattr(linear, "replaced_by", None)
+    return stored if hand_over is None else hand_over(stored)
+
+
 class StoredExperts(nn.Module):
     """An `ExpertLinear` whose experts each multiply in a form of their own, one after the other."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.config.quantise import Limit
 from penstock.errors import ConfigError, NumericError
-from penstock.models.anatomy import anatomy_of
+from penstock.models.anatomy import anatomy_of, evaluating
 from penstock.models.experts import ExpertLinear, MixtureOfExperts
 from penstock.models.model import Model
 from penstock.models.roles import Attention
@@ -201,17 +201,15 @@ def watch(
         raise Enough
 
     end = None if last is None else last.register_forward_hook(stop)
-    training, count = model.training, 0
-    model.eval()
+    count = 0
     try:
-        with rows.watched():
+        with evaluating(model), rows.watched():
             for arguments in batches:
                 count += 1
                 rows.masks = real_tokens(model, arguments)
                 with suppress(Enough):
                     model(*arguments)
     finally:
-        model.train(training)
         if end is not None:
             end.remove()
     if not count:

@@ -29,6 +29,7 @@ from penstock.compress.prune import keep_layers, take_experts
 from penstock.config.compress import Criterion, LayerCriterion
 from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError
+from penstock.models.anatomy import evaluating
 from penstock.models.experts import ExpertLinear, MixtureOfExperts
 from penstock.models.model import Model
 
@@ -68,7 +69,7 @@ def part_scores(
             blocks.append(gauges_of)
     every = [gauge for blocks in gauges.values() for gauges_of in blocks for gauge in gauges_of.values()]
     if criterion != "magnitude":
-        with ExitStack() as hooks, _evaluating(model):
+        with ExitStack() as hooks, evaluating(model):
             for gauge in every:
                 hooks.enter_context(gauge.watching(gradients=criterion == "taylor"))
             for batch in batches:
@@ -180,7 +181,7 @@ def layers_to_keep(
 
 def mean_loss(model: Model, batches: Sequence[Any], loss: Loss) -> float:
     """The mean over batches of their losses, in evaluation mode."""
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         return sum(float(loss(model, batch)) for batch in batches) / len(batches)
 
 
@@ -260,13 +261,3 @@ def _add_errors(
             smaller = MixtureOfExperts(sizes, layer, device=output.device, dtype=output.dtype)
         smaller.load_state_dict(state)
         errors[expert] += ((smaller.eval()(*inputs) - output).norm() / output.norm()).double().cpu()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -272,6 +273,18 @@ def let_recompile() -> None:
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module inside what torch.compile returns."""
     return dict(model.named_children()).get("_orig_mod", model)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in evaluation mode; afterwards the mode of each module is what it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _path(cls: type) -> str:

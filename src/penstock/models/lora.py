@@ -19,7 +19,7 @@ from penstock.config.convert import nearest
 from penstock.config.graph import ClassHead
 from penstock.config.run import Lora
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.models.anatomy import anatomy_of
+from penstock.models.anatomy import anatomy_of, evaluating
 from penstock.models.frozen import freeze_linears, with_plain_weights
 from penstock.models.roles import Attention, Embedding, Head, Linear, Perceptron, Pooler, Role, walk
 
@@ -144,14 +144,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def base_outputs(model: nn.Module, *inputs: Any) -> Any:
     """Outputs of the model as it is without its adapters, in evaluation mode, without gradients."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with without_adapters(model), torch.no_grad():
-            return model(*inputs)
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), without_adapters(model), torch.no_grad():
+        return model(*inputs)
 
 
 def merged(state: Mapping[str, Tensor], lora: Lora, model: nn.Module) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
 from penstock.kernels.sdpa import Switch, switch_of
+from penstock.models.anatomy import evaluating
 from penstock.models.experts import balance, mixtures_of
 from penstock.optim import EMA, clipped_step
 from penstock.parallel import ALONE, DataParallel
@@ -163,15 +164,12 @@ class TrainStep:
         """Inside, the model computes as in training, under the Plan's precision, but in eval mode and without
         gradients; afterwards each module's mode is what it was.
         """
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        if self.replicas is not None:
-            self.replicas.drop_copies()
-        try:
-            with matmul_precision(self.plan.matmul), torch.no_grad():
-                yield
-        finally:
+        with evaluating(self.model):
             if self.replicas is not None:
                 self.replicas.drop_copies()
-            for module, training in modes:
-                module.training = training
+            try:
+                with matmul_precision(self.plan.matmul), torch.no_grad():
+                    yield
+            finally:
+                if self.replicas is not None:
+                    self.replicas.drop_copies()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.models.anatomy import evaluating
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.agree import add_up, slowest
 from penstock.tasks import Task
@@ -53,11 +54,9 @@ def evaluate(
     and all get the result of all. A sharded model can only run on all ranks at once: a rank whose batches end before
     `rounds` runs it on `blank`, arguments for one sample of nothing, and throws the outputs away.
     """
-    training = model.training
-    model.eval()
     samples = batches_done = 0
     totals: Tensor | None = None
-    try:
+    with evaluating(model):
         for batch in batches:
             batches_done += 1
             sums = task.assess(model, batch)
@@ -66,8 +65,6 @@ def evaluate(
         for _ in range(rounds - batches_done):
             assert blank is not None
             task.accompany(model, blank)
-    finally:
-        model.train(training)
     own_sums = torch.zeros(0, dtype=torch.float64) if totals is None else totals
     # A rank that had no batch learns from the others how many sums there are.
     own_sums = F.pad(own_sums, (0, int(slowest(len(own_sums), dims)) - len(own_sums)))

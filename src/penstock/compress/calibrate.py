@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -157,12 +157,10 @@ class _InputRows:
             *((module, self._keep_visits, name) for name, module in visited.items()),
             *((module, self._rows, name) for name, module in self.modules.items()),
         ]
-        handles = [module.register_forward_pre_hook(_named(hook, name)) for module, hook, name in hooks]
-        try:
+        with ExitStack() as stack:
+            for module, hook, name in hooks:
+                stack.enter_context(module.register_forward_pre_hook(_named(hook, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _mask(self, name: str, x: Tensor) -> Tensor | None:
         mask = self.masks.get(self.reads.get(name, ""))
@@ -200,18 +198,14 @@ def watch(
     def stop(*_: Any) -> None:
         raise Enough
 
-    end = None if last is None else last.register_forward_hook(stop)
     count = 0
-    try:
-        with evaluating(model), rows.watched():
-            for arguments in batches:
-                count += 1
-                rows.masks = real_tokens(model, arguments)
-                with suppress(Enough):
-                    model(*arguments)
-    finally:
-        if end is not None:
-            end.remove()
+    end: Any = nullcontext() if last is None else last.register_forward_hook(stop)
+    with end, evaluating(model), rows.watched():
+        for arguments in batches:
+            count += 1
+            rows.masks = real_tokens(model, arguments)
+            with suppress(Enough):
+                model(*arguments)
     if not count:
         raise ConfigError("There is no data to calibrate with; give at least one batch.")
     return count

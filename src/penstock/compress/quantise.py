@@ -224,11 +224,8 @@ class _Work:
         """The outputs of the last block for batches."""
         features: list[Tensor] = []
         block = anatomy_of(self.model).block_modules(self.model)[-1]
-        handle = block.register_forward_hook(lambda _, __, output: features.append(output.detach().clone()))
-        try:
+        with block.register_forward_hook(lambda _, __, output: features.append(output.detach().clone())):
             watch(self.model, batches, (), lambda *_: None, last=block)
-        finally:
-            handle.remove()
         return features
 
     def _score(self, chosen: Collection[str]) -> float:

@@ -113,11 +113,8 @@ class _Gauge:
             else:
                 self._add("squares", x.detach().square(), experts)
 
-        handle = self.linear.register_forward_pre_hook(look)
-        try:
+        with self.linear.register_forward_pre_hook(look):
             yield
-        finally:
-            handle.remove()
 
     def _add(self, name: str, values: Tensor, experts: Tensor | None) -> None:
         values = values.flatten(0, -2).double()
@@ -195,12 +192,10 @@ def _influences(model: Model, run: str, batches: Sequence[Any], loss: Loss) -> l
 
         return hook
 
-    handles = [block.register_forward_hook(look(number)) for number, block in enumerate(blocks)]
-    try:
+    with ExitStack() as hooks:
+        for number, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_hook(look(number)))
         mean_loss(model, batches, loss)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [1.0 - value / len(batches) for value in alike.tolist()]
 
 
@@ -232,10 +227,8 @@ def expert_scores(
             handle = mixture.register_forward_hook(partial(_add_errors, sums, stack, sizes, layer))
         else:
             handle = mixture.down.register_forward_pre_hook(partial(_add_visits, sums))
-        try:
+        with handle:
             mean_loss(model, batches, loss)
-        finally:
-            handle.remove()
         scores.append(sums / len(batches))
     return scores
 

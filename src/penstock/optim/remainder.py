@@ -110,15 +110,11 @@ class RemainderAdamW(OnePass):
 
         # torch would cast every number to the Parameter's bf16. This sees what users' hooks made before, and goes
         # before those that look at what is loaded. What is refused has changed nothing.
-        handles = [
+        with (
             self.register_load_state_dict_pre_hook(take),
             self.register_load_state_dict_post_hook(lambda _: self.state.update(restored), prepend=True),
-        ]
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def adamw_state_dict(self) -> dict[str, Any]:
         """The state that `torch.optim.AdamW` over the same weights in fp32 loads to go on from here; without

@@ -282,16 +282,12 @@ def _watched(model: nn.Module, note: Note) -> Iterator[None]:
 
         return look
 
-    handles = [
-        module.register_forward_hook(hook(name or type(model).__name__))
-        for name, module in model.named_modules()
-        if next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            leaf = next(module.children(), None) is None
+            if leaf or next(module.parameters(recurse=False), None) is not None:
+                hooks.enter_context(module.register_forward_hook(hook(name or type(model).__name__)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def layer_gradients(layer: str, kind: Kind, histogram: Histogram, scale: float) -> LayerGradients:

@@ -4,7 +4,9 @@ begins."""
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,6 +86,8 @@ class PrecisionReport:
     rounded down, or, where that is 1, the one that dynamic loss scaling starts at in fp16."""
     gradients: tuple[LayerGradients, ...]
     """Rows from the first layer of the model to the last; values as in fp32."""
+    totals: tuple[LayerGradients, ...]
+    """All layers as one, for each kind of gradients that there are."""
     overflow: Overflow | None
     """First place where the pass left the finite numbers; None where it did not."""
 
@@ -95,7 +99,7 @@ class PrecisionReport:
 
     def total(self, kind: Any) -> LayerGradients | None:
         """All gradients of a kind, `activations` or `weights`, as one."""
-        return together(self.gradients, kind)
+        return next((row for row in self.totals if row.kind == kind), None)
 
     def __str__(self) -> str:
         return _described(self)
@@ -183,13 +187,16 @@ def report(
         )
     compared = power_of_two(passing) if passing != 1.0 else STARTING_SCALE
     places = {name or type(bare).__name__: place for place, (name, _) in enumerate(bare.named_modules())}
-    rows = [
-        layer_gradients(layer, kind, meters[layer, kind].read(), compared)
-        for layer, kind in sorted(meters, key=lambda key: (places[key[0]], key[1]))
-    ]
+    order = sorted(meters, key=lambda key: (places[key[0]], key[1]))
+    histograms = {key: meters[key].read() for key in order}
+    rows = [layer_gradients(*key, histogram, compared) for key, histogram in histograms.items()]
+    totals = []
+    for kind in sorted({kind for _, kind in order}):
+        whole = functools.reduce(operator.add, (h for (_, own), h in histograms.items() if own == kind))
+        totals.append(layer_gradients("all layers", kind, whole, compared))
     return PrecisionReport(
         precision=settled.describe(), scale=passing, loss=value.item(), loss_fp32=value_fp32.item(),
-        compared_scale=compared, gradients=tuple(rows), overflow=overflow,
+        compared_scale=compared, gradients=tuple(rows), totals=tuple(totals), overflow=overflow,
     )  # fmt: skip
 
 
@@ -299,21 +306,6 @@ def layer_gradients(layer: str, kind: Kind, histogram: Histogram, scale: float) 
     )  # fmt: skip
 
 
-def together(layers: tuple[LayerGradients, ...], kind: Kind) -> LayerGradients | None:
-    """All layers of a kind as one; None where there are none."""
-    chosen = [layer for layer in layers if layer.kind == kind]
-    values = sum(layer.values for layer in chosen)
-    if not values:
-        return None
-
-    shares = {
-        name: math.fsum(getattr(layer, name) * layer.values for layer in chosen) / values
-        for name in ("zero", "lost", "lost_scaled", "infinite", "infinite_scaled")
-    }
-    largest = max(layer.largest for layer in chosen)
-    return LayerGradients(layer="all layers", kind=kind, values=values, largest=largest, **shares)
-
-
 # -- as text
 
 
@@ -333,10 +325,8 @@ def _gradients(report: PrecisionReport) -> str:
     rows = [
         ["gradients of", "", "values", "zero", "lost at 1", f"at {at}", "inf at 1", f"at {at}", "largest"]
     ]
-    totals = [report.total(kind) for kind in ("activations", "weights")]
-    rows += [_row(total) for total in totals if total]
     troubled = _troubled(report)
-    rows += [_row(row) for row in troubled[:_MOST_LAYERS]]
+    rows += map(_row, (*report.totals, *troubled[:_MOST_LAYERS]))
     text = (
         "What fp16 would make of the gradients of the pass in fp32: lost is what becomes zero, inf what becomes "
         "infinite, at loss scale 1 and another.\n\n" + _aligned(rows, left=(0, 1))

@@ -205,10 +205,14 @@ def in_chunks(
         step = rows_at_once(budget, len(x), len(weight), dtype, fused=fused)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else sums_type(dtype)
-        sums = _Sums.of(x, cast, dtype, sum_type, smoothing, to_x, to_weight, to_bias)
-        sums = sums._replace(
-            share=share, columns=len(weight), taught=taught, row_weights=row_weights, z_loss=z_loss
-        )
+        sums = _Sums(
+            loss=x.new_zeros((), dtype=sums_type(dtype)),
+            x=torch.empty_like(x) if to_x else x.new_empty(0),
+            weight=cast.new_zeros(cast.shape if to_weight else (0,), dtype=sum_type),
+            bias=cast.new_zeros(cast.shape[:1] if to_bias else (0,), dtype=sums_type(dtype)),
+            scale=FP16_SCALE if dtype == torch.float16 else 1.0, columns=len(weight), smoothing=smoothing, share=share,
+            taught=taught, row_weights=row_weights, z_loss=z_loss,
+        )  # fmt: skip
         for first in range(0, len(x), step):
             here = slice(first, first + step)
             sums.add(here, x[here].to(dtype), cast, offset, targets[here])
@@ -246,27 +250,12 @@ class _Sums(NamedTuple):
     bias: Tensor
     smoothing: float
     scale: float
-    share: Share | None = None
-    columns: int = 0
+    share: Share | None
+    columns: int
     """V, without padding."""
-    taught: Taught | None = None
-    row_weights: Tensor | None = None
-    z_loss: float = 0.0
-
-    @classmethod
-    def of(
-        cls, x: Tensor, weight: Tensor, dtype: torch.dtype, sum_type: torch.dtype, smoothing: float, to_x: bool,
-        to_weight: bool, to_bias: bool,
-    ) -> _Sums:  # fmt: skip
-        wide = sums_type(dtype)
-        return cls(
-            loss=x.new_zeros((), dtype=wide),
-            x=torch.empty_like(x) if to_x else x.new_empty(0),
-            weight=weight.new_zeros(weight.shape if to_weight else (0,), dtype=sum_type),
-            bias=weight.new_zeros(weight.shape[:1] if to_bias else (0,), dtype=wide),
-            smoothing=smoothing,
-            scale=FP16_SCALE if dtype == torch.float16 else 1.0,
-        )
+    taught: Taught | None
+    row_weights: Tensor | None
+    z_loss: float
 
     def add(self, here: slice, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
         """Take some rows: x (r, D), and weight (V, D) in the type of products, which may be padded."""

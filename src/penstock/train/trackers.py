@@ -27,8 +27,7 @@ class _Tracker(Callback):
     def on_step(self, record: Record) -> None:
         self.log(dict(numbers(record)), record["step"])
 
-    def on_evaluation(self, record: Record) -> None:
-        self.log(dict(numbers(record)), record["step"])
+    on_evaluation = on_step
 
 
 class TensorBoard(_Tracker):

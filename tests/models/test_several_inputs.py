@@ -19,7 +19,7 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.attention import Scores, attention
-from penstock.kernels.batches import AlikeSamples, Batches
+from penstock.kernels.documents import AlikeSamples, Batches
 from penstock.models import create
 from penstock.models.positions import visible
 from penstock.planner.describe import describe, totals

@@ -1,8 +1,9 @@
-"""Attention within each of the documents that are packed into samples, one document after the other; or within each of
-the samples that make one without padding.
+"""Attention in pieces: within each of the documents that are packed into samples, one document after the other, or each
+of the samples that make one without padding; and of batches that lie one after the other, each with a mask of its own.
 
-No mask is made, and what one document would not see of another is not computed. Where a document ends must be known on
-the host, so this serves a CPU; elsewhere a mask tells documents apart, which is the reference too.
+No mask is made of all, and what one piece would not see of another is not computed: every batch goes through the kernel
+that its mask allows. Where a document ends must be known on the host, so `Documents` serves a CPU; elsewhere a mask
+tells documents apart. One mask for each sample of all is the reference of both.
 
 Shapes: B samples, H heads, G KV heads, N tokens, K features per head.
 """
@@ -10,6 +11,7 @@ Shapes: B samples, H heads, G KV heads, N tokens, K features per head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,3 +82,29 @@ class Documents:
 def _runs(documents: Tensor) -> list[list[int]]:
     """Lengths of the runs of one number in each sample."""
     return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]
+
+
+class AlikeSamples(NamedTuple):
+    """Consecutive samples that are seen alike."""
+
+    samples: int
+    causal: bool
+    """Whether a token sees itself and those before it only, where no mask says so."""
+    mask: Tensor | Sight | None = None
+
+
+class Batches:
+    """The batches that samples are in, in their order."""
+
+    def __init__(self, batches: list[AlikeSamples]) -> None:
+        self.batches = batches
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
+        """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
+        sizes = [batch.samples for batch in self.batches]
+        pieces = zip(*(torch.split(each, sizes) for each in (q, k, v)))
+        outputs = []
+        for batch, (one, keys, values) in zip(self.batches, pieces, strict=True):
+            inside = scores._replace(mask=batch.mask, causal=batch.causal and batch.mask is None)
+            outputs.append(attention(one, keys, values, backend, inside))
+        return torch.cat(outputs)

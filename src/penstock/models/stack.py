@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from penstock.config.graph import Run
 from penstock.config.plan import AttentionBackend, Padding
 from penstock.kernels.attention import Sight, type_of_scores
-from penstock.kernels.batches import AlikeSamples, Batches
-from penstock.kernels.documents import Documents
+from penstock.kernels.documents import AlikeSamples, Batches, Documents
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real, Unpadded
 from penstock.kernels.varlen import Varlen, serves

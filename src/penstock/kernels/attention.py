@@ -103,10 +103,7 @@ def attention(
     if backend == "sdpa":
         return _fused(q, k, v, scores)
     if backend == "native":
-        mask: Tensor | None = scores.mask
-        return native_attention(
-            q, k, v, mask=mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale
-        )
+        return native_attention(q, k, v, scores.mask, *scores[1:])
     return _pinned(q, k, v, backend, scores)
 
 
@@ -251,15 +248,7 @@ def packed_attention(packed: Tensor, head_width: int, *, sequence_first: bool, s
     takes apart: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
     mask: Tensor | None = scores.mask  # type: ignore[assignment]  # a Sight takes heads apart
     heads = packed.view(*packed.shape[:2], -1, 3, head_width)
-    out = native_packed_attention(
-        heads,
-        sequence_first=sequence_first,
-        mask=mask,
-        causal=scores.causal,
-        dropout=scores.dropout,
-        scale=scores.scale,
-    )
-    return out.flatten(2)
+    return native_packed_attention(heads, sequence_first, mask, *scores[1:]).flatten(2)
 
 
 def token_attention(

@@ -10,14 +10,13 @@ Where several numbers are equal, the first is taken.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.beams import Beams, Step, Terms
+from penstock.kernels.triton.common import on, power_above
 
 SPAN = 4096
 MOST = 16384
@@ -177,14 +176,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(new_hopeful + text, (hope & beats).to(tl.int32))
 
 
-def _wide(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
 def fits(terms: Terms, size: int) -> bool:
     """Whether one program can take a text's candidates, over a vocabulary of `size`."""
     parts = -(-size // SPAN)
-    return _wide(terms.size) * _wide(parts * min(terms.kept, size)) <= MOST
+    return power_above(terms.size) * power_above(parts * min(terms.kept, size)) <= MOST
 
 
 def launch(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: bool) -> Step:
@@ -201,7 +196,7 @@ def launch(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: boo
     finished = torch.empty(texts, terms.size, dtype=torch.bool, device=device)
     hopeful = torch.empty(texts, 1, dtype=torch.bool, device=device)
     divisor, ahead = terms.divisors(step)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on(logits):
         candidates_kernel[(count, parts)](
             logits.contiguous(), largest, sums, values, tokens, size, SPAN=SPAN, KEPT=each_beam, num_warps=8
         )
@@ -211,8 +206,8 @@ def launch(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: boo
             _stops(terms.stops, device), scores, done_scores, done, finished.view(torch.int8), hopeful.view(torch.int8),
             parents, chosen, step, int(step + 1 == terms.steps), float(divisor), float(ahead), parts, parts * each_beam,
             BEAMS=terms.size, KEPT=kept, ENDS=len(terms.stops), NORMED=normed, FULL=terms.stopping == "full",
-            BEAMS_WIDE=_wide(terms.size), PARTS_WIDE=_wide(parts), EACH_WIDE=_wide(parts * each_beam),
-            KEPT_WIDE=_wide(max(kept, terms.size)), num_warps=8,
+            BEAMS_WIDE=power_above(terms.size), PARTS_WIDE=power_above(parts), EACH_WIDE=power_above(parts * each_beam),
+            KEPT_WIDE=power_above(max(kept, terms.size)), num_warps=8,
         )  # fmt: skip
     return Step(Beams(scores, done_scores, done, finished, hopeful, False), parents, chosen)
 

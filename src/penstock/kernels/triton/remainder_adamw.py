@@ -15,7 +15,6 @@ the result is the same on every GPU and in the interpreter. The update waits for
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from penstock.dtypes import HALVES, format_of
 from penstock.errors import ConfigError
-from penstock.kernels.triton.common import narrow
+from penstock.kernels.triton.common import narrow, on
 
 BLOCK = 2048
 WARPS = 4
@@ -181,7 +180,7 @@ def launch(
         kinds.setdefault((gradient.dtype, aligned), []).append(index)
     device = gradients[0].device
     _, remainder, *_, copy, average = arrays[0]
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on(gradients[0]):
         for (dtype, aligned), members in kinds.items():
             blocks, table = _tables([arrays[i] for i in members], device)
             addresses = _on_device(tuple(gradients[i].data_ptr() for i in members), device)

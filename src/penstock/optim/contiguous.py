@@ -244,24 +244,18 @@ class Contiguous(Optimizer):
 
     def _lay_out_moved(self) -> None:
         """Lay out again after parameters moved: their state follows them to their dtype and device."""
+        fused = any(group.get("fused") or group.get("capturable") for group in self.param_groups)
         for parameter, state in self.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and key not in _SCALARS and value.is_floating_point():
                     state[key] = value.to(device=parameter.device, dtype=parameter.dtype)
-                elif isinstance(value, Tensor) and value.device.type != "cpu":
+                elif isinstance(value, Tensor) and (value.device.type != "cpu" or (fused and key == "step")):
                     state[key] = value.to(device=parameter.device)
-        fused = any(group.get("fused") or group.get("capturable") for group in self.param_groups)
-        for parameter, state in self.state.items():
-            if fused and isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(parameter.device)
         gradients = [(p, p.grad) for b in self.buckets() for p in b.parameters]
         self._lay_out()
         for parameter, gradient in gradients:
-            if (
-                gradient is not None
-                and gradient.device == parameter.device
-                and gradient.dtype == parameter.dtype
-            ):
+            there = (parameter.device, parameter.dtype)
+            if gradient is not None and (gradient.device, gradient.dtype) == there:
                 parameter.grad = gradient
 
     def _split(self, bucket: Bucket, segment: Segment, active: list[bool]) -> None:

@@ -210,17 +210,16 @@ def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) 
                 'precision="O2", where the op lists decide, or as "O3", half throughout.'
             )
         dtype = half
-    if own is None:
-        return properties_of("O1" if precision is None else precision, dtype=dtype, device=device_of([model]))
-    if (
-        precision is not None
-        and properties_of(precision, dtype=dtype, device=device_of([model])).level != own.level
-    ):
+    if own is not None and precision is None:
+        return own
+    level = "O1" if precision is None else precision
+    wanted = properties_of(level, dtype=dtype, device=device_of([model]))
+    if own is not None and wanted.level != own.level:
         raise ConfigError(
             f"This model is accelerated as {own.level}, but the report was asked for as {precision}; leave precision "
             f"out to see it as it is, or give a fresh model."
         )
-    return own
+    return own or wanted
 
 
 def _half_of(model: nn.Module) -> torch.dtype | None:

@@ -32,9 +32,7 @@ class RoundedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         clipped = PRODUCTS[self.products].clips and not torch.is_autocast_enabled(x.device.type)
-        if not clipped and not _in_8_bits(self.products, x):
-            return super().forward(x)
-        if not x.numel():
+        if not x.numel() or not (clipped or _in_8_bits(self.products, x)):
             return super().forward(x)
         return self.multiplied(x, x.dtype if clipped else torch.bfloat16)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
@@ -262,15 +262,9 @@ class Pairing:
 
     def _owned(self, root: nn.Module) -> set[int]:
         """The ids by which optimizers know a module's parameters: those of masters where there are any."""
-        sessions = {id(s): s for o in self.accelerated if (s := gradients_beside(o).session).masters}
-        ids = set()
-        for parameter in root.parameters():
-            held: Tensor = parameter
-            for session in sessions.values():
-                assert session.masters is not None
-                held = session.masters.master_of(held)
-            ids.add(id(held))
-        return ids
+        all_masters = (gradients_beside(optimizer).session.masters for optimizer in self.accelerated)
+        masters = next(filter(None, all_masters), None)  # one at most: see `_require_one`
+        return {id(p if masters is None else masters.master_of(p)) for p in root.parameters()}
 
     # -- what cannot be, or need not
 

@@ -69,13 +69,13 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert path.name == "step-7"
     assert (tmp_path / "latest").read_text() == "step-7\n"
     assert_same(checkpoint.load(path), snapshot(7))
-    loaded = checkpoint.newest(tmp_path)
+    loaded = checkpoint.find(tmp_path)
     assert loaded is not None
     assert loaded.step == 7
 
 
 def test_nothing_saved_is_none_and_not_an_error(tmp_path: Path) -> None:
-    assert checkpoint.newest(tmp_path / "absent") is None
+    assert checkpoint.find(tmp_path / "absent") is None
 
 
 def test_two_are_kept_at_least_and_the_older_pruned(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_every_single_flipped_bit_is_refused_by_name(
     checkpoint.load(path)
     files[0].write_bytes(bytes(reversed(files[0].read_bytes())))
     with caplog.at_level(logging.WARNING):
-        before = checkpoint.newest(tmp_path)
+        before = checkpoint.find(tmp_path)
     assert before is not None
-    assert_same(before, snapshot(1))
+    assert_same(before.load(), snapshot(1))
     assert f"step-2 is refused: {files[0].name}" in caplog.text
     assert (tmp_path / "latest").read_text() == "step-1\n"
     assert (tmp_path / "step-2.refused").is_dir()
@@ -158,7 +158,7 @@ def test_none_valid_is_an_error_and_moves_nothing(tmp_path: Path) -> None:
     for step in (1, 2):
         (checkpoint.save(tmp_path, snapshot(step)) / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="No checkpoint") as caught:
-        checkpoint.newest(tmp_path)
+        checkpoint.find(tmp_path)
     assert caught.value.exit_code == 5
     assert "step-1" in str(caught.value)
     assert "step-2" in str(caught.value)
@@ -214,11 +214,11 @@ def test_a_kill_at_every_instant_of_a_save_leaves_a_checkpoint_that_loads(
             except Killed:
                 pass
         checkpoint.clean(folder)
-        loaded = checkpoint.newest(folder)
+        loaded = checkpoint.find(folder)
         found = loaded.step if loaded else 0
         assert found in (done, done + 1)
         if loaded:
-            assert_same(loaded, snapshot(found))
+            assert_same(loaded.load(), snapshot(found))
         seen.add((done, found))
         checkpoint.save(folder, snapshot(4))
         assert not list(folder.glob("*.tmp"))
@@ -323,7 +323,7 @@ def test_rubbish_of_a_killed_save_is_removed(tmp_path: Path) -> None:
 def test_a_damaged_latest_is_named_and_repaired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint.save(tmp_path, snapshot(1))
     (tmp_path / "latest").write_text("step-8\n")
-    loaded = checkpoint.newest(tmp_path)
+    loaded = checkpoint.find(tmp_path)
     assert loaded is not None
     assert loaded.step == 1
     assert "latest does not name step-1" in caplog.text

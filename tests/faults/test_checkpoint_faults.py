@@ -88,7 +88,7 @@ def test_after_a_kill_during_a_save_the_newest_committed_loads(
         begun = int((tmp_path / "done").read_text())
         started = time.perf_counter()
         checkpoint.clean(folder)
-        found = checkpoint.newest(folder)
+        found = checkpoint.find(folder)
         slowest = max(slowest, time.perf_counter() - started)
         done = found.step if found else 0
         # One step later where the kill came between the rename and the note of it.
@@ -131,8 +131,8 @@ for check in (True, False):
     except EnvironmentProblem as problem:
         told.append(str(problem))
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-1"], list(folder.iterdir())
-    found = checkpoint.newest(folder)
-    assert found is not None and same_snapshot(found, numbered(1, rows=20_000))
+    found = checkpoint.find(folder)
+    assert found is not None and same_snapshot(found.load(), numbered(1, rows=20_000))
 assert "MB free" in told[0], told
 assert "No space left on device" in told[1], told
 checkpoint.save(folder, numbered(2, rows=20_000))  # and it goes on
@@ -207,7 +207,7 @@ def test_one_of_two_ranks_that_cannot_write_stops_both_and_both_go_on(tmp_path: 
     assert first == second
     assert "(rank 1): [Errno 27] File too large" in first[0]
     assert first[1] == 3
-    found = checkpoint.newest(tmp_path)
+    found = checkpoint.find(tmp_path)
     assert found is not None
     assert found.step == 2
 

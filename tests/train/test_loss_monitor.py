@@ -103,9 +103,9 @@ def test_a_spike_sends_the_run_back_and_on_with_later_samples(config: RunConfig,
     assert weights[64] != weights[60], "on other samples"
     windows = records(config, "steps")
     assert [record["step"] for record in windows] == sorted({record["step"] for record in windows})
-    state = checkpoint.newest(Path(config.output) / "checkpoints")
+    state = checkpoint.find(Path(config.output) / "checkpoints")
     assert state is not None
-    assert state.state["watch"]["rewinds"] == 1
+    assert state.load().state["watch"]["rewinds"] == 1
 
 
 def test_a_run_does_not_go_back_for_ever(config: RunConfig, disturbed: Any) -> None:

@@ -16,8 +16,6 @@ A run on any number of ranks saves and resumes like this. Where torch.distribute
     snapshot = stored.load(dict(model.named_parameters()), rank=rank, world=world)
     model.load_state_dict(snapshot.weights["weights"])
     optimizer.load_state_dict(by_index(snapshot.state["optimizer"], optimizer.state_dict()))
-
-`newest` reads everything whole, for models that each rank holds whole.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from penstock.checkpoint.names import by_name as by_name
 from penstock.checkpoint.reader import Checkpoint as Checkpoint
 from penstock.checkpoint.reader import find as find
 from penstock.checkpoint.reader import load as load
-from penstock.checkpoint.reader import newest as newest
 from penstock.checkpoint.reader import open_verified as open_verified
 from penstock.checkpoint.reader import settle as settle
 from penstock.checkpoint.reader import trusted as trusted

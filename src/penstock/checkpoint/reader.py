@@ -346,10 +346,3 @@ def settle(folder: Path, refused: Iterable[Path], name: str) -> None:
     for bad in refused:
         set_aside(bad)
     repair_latest(folder, name)
-
-
-def newest(folder: Path, *, group: dist.ProcessGroup | None = None) -> Snapshot | None:
-    """Read the checkpoint that `find` returns, all of it on every rank: for models that each rank holds whole."""
-    coordinator = current_coordinator(group)
-    stored = find(folder, group=group)
-    return stored.load(rank=coordinator.rank, world=coordinator.world) if stored else None

@@ -17,8 +17,7 @@ Say = Callable[[str], None]
 class Account:
     """Gathers what happened and reports it with `say`, on the first rank, when the next optimizer step is over."""
 
-    def __init__(self, level: str, dtype: str, say: Say) -> None:
-        self._level = level
+    def __init__(self, dtype: str, say: Say) -> None:
         self._dtype = dtype
         self._say = say
         self._header: str | None = None

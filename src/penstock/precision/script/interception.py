@@ -56,7 +56,7 @@ class Interception:
             "precision": precision, "dtype": dtype, "say": say, "switches": switches, **overrides
         }  # fmt: skip
         self._plain = level.dtype is None and switches is None
-        self._account = Account(level.level, dtype, say)
+        self._account = Account(dtype, say)
         self._switches = switches
         self._pairing = Pairing(precision, dtype, overrides, self._account, switches)
         self._patches = ExitStack()

@@ -68,57 +68,37 @@ CPU_WHOLE = _in("torch.", "inner tensordot linalg.multi_dot")
 
 GROUPS: tuple[Group, ...] = (
     Group(
-        key="products",
-        policy="half",
-        names=PRODUCTS,
+        key="products", policy="half", names=PRODUCTS,
         reason="Matrix products are what half-width units are for. They accumulate in fp32 and round once, at the end.",
     ),
     Group(
-        key="cuda_products",
-        policy="half",
-        names=_CUDA_PRODUCTS,
-        devices=("cuda",),
+        key="cuda_products", policy="half", names=_CUDA_PRODUCTS, devices=("cuda",),
         reason="Matrix products too. On a CPU they are made of the products above, or too rare to watch each call for.",
     ),
     Group(
-        key="whole_products",
-        policy="half",
-        names=CPU_WHOLE,
-        devices=("cpu",),
+        key="whole_products", policy="half", names=CPU_WHOLE, devices=("cpu",),
         reason=(
             "Made of the products above, but torch refuses mixed arguments before it comes to these. Registered with "
             "torch, not watched."
         ),
     ),
     Group(
-        key="range",
-        policy="fp32",
-        names=_LARGE,
-        dtypes=("fp16",),
+        key="range", policy="fp32", names=_LARGE, dtypes=("fp16",),
         reason="The result passes 65,504 for ordinary inputs.",
     ),
     Group(
-        key="small_probabilities",
-        policy="fp32",
-        names=_in(_F, "softmax softmin"),
-        dtypes=("fp16",),
+        key="small_probabilities", policy="fp32", names=_in(_F, "softmax softmin"), dtypes=("fp16",),
         reason="Probabilities under 6e-8 become 0, and those under 6e-5 lose bits.",
     ),
     Group(
-        key="log_softmax",
-        policy="fp32",
-        names=_in(_F, "log_softmax"),
-        dtypes=("fp16",),
+        key="log_softmax", policy="fp32", names=_in(_F, "log_softmax"), dtypes=("fp16",),
         reason=(
             "The backward pass takes exp of the rounded result, which multiplies its rounding error by its size; small "
             "gradients vanish besides."
         ),
     ),
     Group(
-        key="log_softmax_bf16",
-        policy="fp32",
-        names=_in(_F, "log_softmax"),
-        dtypes=("bf16",),
+        key="log_softmax_bf16", policy="fp32", names=_in(_F, "log_softmax"), dtypes=("bf16",),
         devices=("cuda",),
         reason=(
             "The backward pass takes exp of the rounded result, which multiplies its rounding error by its size. On a "
@@ -127,50 +107,31 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
-        key="norm_gradients",
-        policy="fp32",
-        names=_NORMS,
-        dtypes=("fp16",),
+        key="norm_gradients", policy="fp32", names=_NORMS, dtypes=("fp16",),
         reason=(
             "The forward pass is exact to the final rounding, but gradients of weight and bias are sums of scaled "
             "gradients over all tokens, and pass 65,504."
         ),
     ),
     Group(
-        key="losses_fp16",
-        policy="fp32",
-        names=_SUMMED_LOSSES,
-        dtypes=("fp16",),
+        key="losses_fp16", policy="fp32", names=_SUMMED_LOSSES, dtypes=("fp16",),
         reason="A loss summed over a batch passes 65,504.",
     ),
     Group(
-        key="losses_bf16",
-        policy="fp32",
-        names=_SUMMED_LOSSES,
-        dtypes=("bf16",),
+        key="losses_bf16", policy="fp32", names=_SUMMED_LOSSES, dtypes=("bf16",),
         reason="A loss of 8 bits is off by up to 0.4 %, which hides what a step or a seed changes.",
     ),
     Group(
-        key="running",
-        policy="fp32",
-        names=_in("torch.", "cumsum cumprod"),
-        dtypes=("bf16",),
+        key="running", policy="fp32", names=_in("torch.", "cumsum cumprod"), dtypes=("bf16",),
         devices=("cuda",),
         reason="CUDA's scan adds up in the type of its input, so errors grow with length. A CPU adds up in fp32.",
     ),
     Group(
-        key="prod",
-        policy="fp32",
-        names=_in("torch.", "prod"),
-        dtypes=("bf16",),
+        key="prod", policy="fp32", names=_in("torch.", "prod"), dtypes=("bf16",),
         reason="A CPU rounds after each factor, so errors grow with their number.",
     ),
     Group(
-        key="keep",
-        policy="keep",
-        names=(*_NORMS, *_in(_F, "softmax")),
-        dtypes=("bf16",),
-        devices=("cuda",),
+        key="keep", policy="keep", names=(*_NORMS, *_in(_F, "softmax")), dtypes=("bf16",), devices=("cuda",),
         reason=(
             "The kernel computes in fp32 and rounds once, at the end, and bf16 has the range: an fp32 copy of the "
             "input and an fp32 result only cost time and memory. On a CPU torch.autocast widens none of them, and "
@@ -178,41 +139,26 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
-        key="promote_cuda",
-        policy="promote",
-        names=_CUDA_PROMOTED,
-        devices=("cuda",),
+        key="promote_cuda", policy="promote", names=_CUDA_PROMOTED, devices=("cuda",),
         reason="Takes arguments of one type only, so mixed ones become the widest.",
     ),
     Group(
-        key="promote_cpu",
-        policy="promote",
-        names=_in("torch.", "cat stack index_copy"),
-        devices=("cpu",),
+        key="promote_cpu", policy="promote", names=_in("torch.", "cat stack index_copy"), devices=("cpu",),
         reason="Mixed arguments become the widest.",
     ),
     Group(
-        key="promote_registered",
-        policy="promote",
-        names=CPU_PROMOTED,
-        devices=("cpu",),
+        key="promote_registered", policy="promote", names=CPU_PROMOTED, devices=("cpu",),
         reason=(
             "Takes arguments of one type only, as weights and activations seldom are, so mixed ones become the widest. "
             "Registered with torch, not watched."
         ),
     ),
     Group(
-        key="banned",
-        policy="banned",
-        names=_in(_F, "binary_cross_entropy"),
-        dtypes=("fp16",),
+        key="banned", policy="banned", names=_in(_F, "binary_cross_entropy"), dtypes=("fp16",),
         reason="A probability near 1 rounds to 1 in a half type, whose logarithm says the wrong loss and no gradient.",
     ),
     Group(
-        key="banned_cuda",
-        policy="banned",
-        names=_in(_F, "binary_cross_entropy"),
-        dtypes=("bf16",),
+        key="banned_cuda", policy="banned", names=_in(_F, "binary_cross_entropy"), dtypes=("bf16",),
         devices=("cuda",),
         reason=(
             "A probability near 1 rounds to 1 in a half type, whose logarithm says the wrong loss and no gradient. On "

@@ -97,15 +97,9 @@ def _ending(chosen: Tensor, terms: Terms) -> Tensor | None:
 
 
 def _ended(
-    beams: Beams,
-    scores: Tensor,
-    parents: Tensor,
-    chosen: Tensor,
-    ending: Tensor | None,
-    step: int,
-    terms: Terms,
-    cover: Tensor | None,
-) -> Beams:
+    beams: Beams, scores: Tensor, parents: Tensor, chosen: Tensor, ending: Tensor | None, step: int,
+    terms: Terms, cover: Tensor | None,
+) -> Beams:  # fmt: skip
     """Take over candidates that end, among the best b, if they are better than what has ended so far."""
     size = beams.scores.shape[1]
     tokens = chosen + 1 if ending is None else torch.where(ending, 0, chosen + 1)

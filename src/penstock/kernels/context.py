@@ -35,16 +35,9 @@ class Shared:
     keeps_scores = False
 
     def __init__(
-        self,
-        cut: Cut,
-        tokens: int,
-        *,
-        window: int | None = None,
-        lengths: Tensor | None = None,
-        documents: Tensor | None = None,
-        queries: int | None = None,
-        biases: Tensor | None = None,
-    ) -> None:
+        self, cut: Cut, tokens: int, *, window: int | None = None, lengths: Tensor | None = None,
+        documents: Tensor | None = None, queries: int | None = None, biases: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.cut, self.tokens = cut, tokens
         self.queries = queries
         """How many this rank has, where they are of other samples: the tokens are then a memory's. None: the same."""

@@ -129,14 +129,9 @@ def _(x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, visits: int, token
 
 @torch.library.custom_op("penstock::grouped_outer_product", mutates_args=())
 def _outer(
-    grad: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    order: Tensor,
-    visits: int,
-    shares: Tensor | None,
+    grad: Tensor, x: Tensor, ends: Tensor, order: Tensor, visits: int, shares: Tensor | None,
     gathers_grad: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Each expert's gradient (E, N, K), where either grad or x is by token and the other by visit."""
     out = x.new_empty(len(ends), grad.shape[1], x.shape[1])
     if _fuses(x) and len(order):

@@ -165,27 +165,11 @@ def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype, *, fu
 
 
 def in_chunks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    smoothing: float,
-    budget: int,
-    dtype: torch.dtype,
-    to_x: bool,
-    to_weight: bool,
-    to_bias: bool,
-    group: str,
-    start: int,
-    whole: int,
-    taught_x: Tensor | None = None,
-    taught_weight: Tensor | None = None,
-    taught_bias: Tensor | None = None,
-    taught_share: float = 0.0,
-    temperature: float = 1.0,
-    row_weights: Tensor | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
+    dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, group: str, start: int, whole: int,
+    taught_x: Tensor | None = None, taught_weight: Tensor | None = None, taught_bias: Tensor | None = None,
+    taught_share: float = 0.0, temperature: float = 1.0, row_weights: Tensor | None = None, z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise. With
     `row_weights`, (R,), the gradients are those of the sum of the rows' losses times these."""
     with torch.autocast(x.device.type, enabled=False):

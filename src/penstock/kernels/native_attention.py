@@ -124,15 +124,9 @@ def _by_token(like: Tensor) -> Tensor:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    added: Tensor | None,
-    seed: Tensor,
-    causal: bool,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, seed: Tensor, causal: bool, dropout: float,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result, and the logarithm of the sum of each query's exponentials, (B, H, N) in fp32."""
     return _attend_into(_by_token(q), q, k, v, added, seed, causal, dropout, scale)
 
@@ -213,14 +207,9 @@ _Direct = _differentiable(_attend, _forward, torch.ops.penstock.attend_gradient,
 
 
 def _forward_packed(
-    packed: Tensor,
-    added: Tensor | None,
-    seed: Tensor,
-    causal: bool,
-    dropout: float,
-    scale: float,
+    packed: Tensor, added: Tensor | None, seed: Tensor, causal: bool, dropout: float, scale: float,
     sequence_first: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result in the order of the projection, and the sums as above."""
     q, k, v = _heads_of(packed, sequence_first)
     out = packed.new_empty(*packed.shape[:3], packed.shape[4])

@@ -32,16 +32,9 @@ from penstock.kernels.seeded_norm import seeded_norm
 
 
 def reference(
-    x: Tensor,
-    branch: Tensor,
-    kept: Tensor | None,
-    scale: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    out: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, branch: Tensor, kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None,
+    eps: float, rms: bool, out: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """s, in the type of x, and its norm in the type `out`, by torch's operators. Shapes (…, D); `kept` is bool."""
     added = branch if kept is None else torch.where(kept, branch, 0.0) * scale
     s = x + added.to(x.dtype)
@@ -57,16 +50,9 @@ def reference(
 
 
 def _forward(
-    x: Tensor,
-    branch: Tensor,
-    kept: Tensor | None,
-    scale: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    out: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, branch: Tensor, kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None,
+    eps: float, rms: bool, out: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """s, its norm, and the mean and the inverse deviation of each row, fp32."""
     shape, n = x.shape, x.shape[-1]
     kernels = library() if _fits(x, branch, weight, out) else None
@@ -102,18 +88,10 @@ def _add_norm_shapes(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _make_gradient(
-    normed_gradient: Tensor,
-    sum_gradient: Tensor | None,
-    s: Tensor,
-    means: Tensor,
-    inverses: Tensor,
-    kept: Tensor | None,
-    scale: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rms: bool,
+    normed_gradient: Tensor, sum_gradient: Tensor | None, s: Tensor, means: Tensor, inverses: Tensor,
+    kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None, rms: bool,
     branch_type: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, branch, weight and bias; empty where it is the gradient of x too, or where there is none."""
     n = s.shape[-1]
     own_gradient = kept is not None or branch_type != s.dtype

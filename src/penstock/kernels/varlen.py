@@ -84,16 +84,9 @@ def varlen_attention(
 
 
 def _kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_keys: int,
-    scale: float | None,
-    reach: tuple[int, int],
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_keys: int,
+    scale: float | None, reach: tuple[int, int],
+) -> Tensor:  # fmt: skip
     """torch's: q (T, H, K), k and v (T', H, K)."""
     from torch.nn.attention.varlen import varlen_attn
 

@@ -95,14 +95,9 @@ def divergence_and_gradient(
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        counted: Tensor,
-        smoothing: float,
-        share: Share,
+        ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, smoothing: float, share: Share,
         z_loss: float,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         p = logits.clone()
         row = normalised_(p, targets, smoothing, share, z_loss)
         ctx.save_for_backward(p, counted, row.column, row.here, row.sums)

@@ -37,11 +37,7 @@ _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def contiguous(
-    optimizer_class: type[Optimizer],
-    params: Iterable[Any],
-    *,
-    elementwise: bool = False,
-    **options: Any,
+    optimizer_class: type[Optimizer], params: Iterable[Any], *, elementwise: bool = False, **options: Any
 ) -> Contiguous:
     """`optimizer_class(params, **options)` over flat buffers, with the same results, groups and state dict.
 

@@ -289,9 +289,7 @@ class MasterWeights:
         return {name: self.master_of(parameter) for name, parameter in model.named_parameters()}
 
 
-def _parallel_around(
-    weights: Mapping[Parameter, Parameter],
-) -> Iterator[nn.parallel.DistributedDataParallel]:
+def _parallel_around(weights: Mapping[Parameter, Parameter]) -> Iterator[nn.parallel.DistributedDataParallel]:
     """The living DistributedDataParallel that average gradients of some weights."""
     for parallel in living(nn.parallel.DistributedDataParallel):
         if any(parameter in weights for parameter in parallel.parameters()):

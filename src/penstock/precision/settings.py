@@ -120,11 +120,7 @@ class Precision:
 
 
 def properties_of(
-    level: str,
-    *,
-    dtype: str | torch.dtype = "auto",
-    device: torch.device | str = "cpu",
-    **overrides: Any,
+    level: str, *, dtype: str | torch.dtype = "auto", device: torch.device | str = "cpu", **overrides: Any
 ) -> Precision:
     """The properties of a level, with overrides; `dtype` is bf16, fp16 or auto, which chooses by the hardware.
 

@@ -89,13 +89,9 @@ class RoundedExpertLinear(ExpertLinear):
     emulate: bool
 
     def forward(
-        self,
-        x: Tensor,
-        ends: Tensor,
-        experts: Tensor,
-        gathered: SortedVisits | None = None,
+        self, x: Tensor, ends: Tensor, experts: Tensor, gathered: SortedVisits | None = None,
         scattered: SortedVisits | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See `ExpertLinear`. On a GPU this waits to know how many rows an expert has."""
         if not _in_8_bits(self.products, x):
             return super().forward(x, ends, experts, gathered, scattered)

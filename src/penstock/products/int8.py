@@ -194,15 +194,9 @@ class _Int8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        clip: Tensor | None,
-        dtype: torch.dtype,
-        passes: tuple[ProductPass, ...],
-        emulate: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, clip: Tensor | None, dtype: torch.dtype,
+        passes: tuple[ProductPass, ...], emulate: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.types = (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
         ctx.passes, ctx.emulate = passes, emulate
         if clip is None:

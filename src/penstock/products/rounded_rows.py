@@ -210,13 +210,9 @@ class NormedInt8Linear(nn.Module):
     is made, and never written in half precision. It keeps the parameters of both, under `norm` and `linear`."""
 
     def __init__(
-        self,
-        norm: nn.LayerNorm | nn.RMSNorm,
-        linear: nn.Linear,
-        *,
-        weights_too: bool = False,
+        self, norm: nn.LayerNorm | nn.RMSNorm, linear: nn.Linear, *, weights_too: bool = False,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises ConfigError for a norm that is not over the last dimension alone."""
         super().__init__()
         if tuple(norm.normalized_shape) != (linear.in_features,):

@@ -52,12 +52,7 @@ def random_states(device: torch.device) -> list[dict[str, Any]]:
 
 
 def restore_random(
-    states: Sequence[Mapping[str, Any]],
-    device: torch.device,
-    dims: ParallelDims,
-    *,
-    seed: int,
-    step: int,
+    states: Sequence[Mapping[str, Any]], device: torch.device, dims: ParallelDims, *, seed: int, step: int
 ) -> None:
     """Go on with this rank's generators in their states of `random_states` at `step`.
 

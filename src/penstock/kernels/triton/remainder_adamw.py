@@ -152,15 +152,9 @@ Arrays = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Ten
 
 
 def launch(
-    arrays: Sequence[Arrays],
-    gradients: Sequence[Tensor],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    *,
-    maximize: bool,
-    average_part: float,
-    **numbers: float,
-) -> None:
+    arrays: Sequence[Arrays], gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None,
+    *, maximize: bool, average_part: float, **numbers: float,
+) -> None:  # fmt: skip
     """One launch per type and alignment of gradients, normally one in all; the steps count this one already.
 
     `numbers` are lr, beta1, beta2, eps and weight_decay. Nothing waits for the device: tables of addresses are built on

@@ -134,14 +134,8 @@ def round_rows(
 
 
 def multiply(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    out: Tensor,
-) -> None:
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, activation: str, out: Tensor,
+) -> None:  # fmt: skip
     """Fill `out`, of contiguous factors."""
     (m, k), n = a.shape, len(b)
     with on(a):

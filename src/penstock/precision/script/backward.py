@@ -29,12 +29,7 @@ class ScaledBackward:
         self._original = original
 
     def __call__(
-        self,
-        optimizers: Sequence[Optimizer],
-        tensors: Any,
-        grad_tensors: Any,
-        inputs: Any,
-        **options: Any,
+        self, optimizers: Sequence[Optimizer], tensors: Any, grad_tensors: Any, inputs: Any, **options: Any
     ) -> None:
         """Run a backward pass; `tensors` to `inputs` are those of torch.autograd.backward.
 
@@ -92,11 +87,7 @@ class ScaledBackward:
         unscale_gradients(rest, scale)
 
     def _true_again(
-        self,
-        own: Gradients,
-        scale: Tensor,
-        before: dict[int, tuple[Tensor | None, int]],
-        done: set[int],
+        self, own: Gradients, scale: Tensor, before: dict[int, tuple[Tensor | None, int]], done: set[int]
     ) -> None:
         own.collect()
         new = False

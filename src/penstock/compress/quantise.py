@@ -115,7 +115,8 @@ class _Work:
     """One model on its way to few bits."""
 
     def __init__(self, model: nn.Module, options: QuantiseOptions, data: QuantiseData | None) -> None:
-        self.model, self.options, self.data = model, options, data
+        self.model, self.options = model, options
+        self.data = data or QuantiseData(batches=tuple)
         assert options.format is not None
         self.form: StoredFormat = options.format
         self.linears, self.kept = candidates(model, self.form)
@@ -127,7 +128,7 @@ class _Work:
 
     def run(self) -> Quantised:
         options, model = self.options, self.model
-        before = None if self.data is None or self.data.score is None else self.data.score(model)
+        before = None if self.data.score is None else self.data.score(model)
         whole = sum(tensor.numel() for tensor in model.parameters()) * 4
         records = self._record()
         gains = smooth(model, records, options.smooth) if options.smooth else {}
@@ -155,7 +156,6 @@ class _Work:
     def _record(self) -> dict[str, InputRecord]:
         if not self.options.smooth and self.options.inputs == "token":
             return {}
-        assert self.data is not None
         norms = norm_readers(self.model) if self.options.smooth else ()
         read = [name for norm in norms for name in norm.linears]
         # Experts that no token visits say nothing of what their norm gives, and the router sees all of it.
@@ -165,7 +165,6 @@ class _Work:
         options = self.options
         by_gptq = {name: layer for name, layer in self.linears.items() if isinstance(layer, nn.Linear)}
         if options.weights == "gptq":
-            assert self.data is not None
             # Layers that stay as they are keep these.
             before = {name: layer.weight.detach().clone() for name, layer in by_gptq.items()}
             self.rounded |= round_by_blocks(self.model, self.data.batches, dict.fromkeys(by_gptq, self.form))
@@ -186,7 +185,6 @@ class _Work:
         """The layers that are faster here in their format, or all where speed is not asked for."""
         if not self.options.speed:
             return list(self.linears)
-        assert self.data is not None
         rows: dict[str, int] = {}
 
         def count(name: str, x: Tensor) -> None:
@@ -207,7 +205,6 @@ class _Work:
     def _control(self, chosen: list[str], before: float | None) -> Controlled:
         assert self.options.drop is not None
         assert before is not None
-        assert self.data is not None
         batches = list(islice(self.data.batches(), _HARM_BATCHES))
         plain = self._features(batches)
 
@@ -229,7 +226,6 @@ class _Work:
         return features
 
     def _score(self, chosen: Collection[str]) -> float:
-        assert self.data is not None
         assert self.data.score is not None
         with self.swapped(chosen), torch.no_grad():
             return self.data.score(self.model)

@@ -89,7 +89,7 @@ class Contiguous(Optimizer):
         self._class = optimizer_class
         self._options = options
         self._buckets: list[list[Bucket]] = []  # by group
-        self._inner: Optimizer | None = None
+        self._inner: Optimizer
         self.generation = 0
         """Counts how often the buffers were laid out; views taken before a change are stale."""
         super().__init__(params, optimizer_class([torch.zeros(1)], **options).defaults)
@@ -107,7 +107,6 @@ class Contiguous(Optimizer):
         with torch.no_grad():
             self._collect()
             inner = self._inner
-            assert inner is not None
             for own_group, inner_group in zip(self.param_groups, inner.param_groups):
                 inner_group.update({k: v for k, v in own_group.items() if k not in ("params", "param_names")})
             scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
@@ -149,7 +148,7 @@ class Contiguous(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; the buffers are laid out again."""
         super().add_param_group(param_group)
-        if self._inner is not None:
+        if self._buckets:
             self._lay_out()
 
     def lay_out_again(self) -> None:
@@ -234,7 +233,6 @@ class Contiguous(Optimizer):
                     self._split(bucket, segment, share)
                     split = True
         if split:
-            assert self._inner is not None
             for group, fresh in zip(self._inner.param_groups, self._inner_groups()):
                 group["params"] = fresh["params"]
 
@@ -256,9 +254,7 @@ class Contiguous(Optimizer):
 
     def _split(self, bucket: Bucket, segment: Segment, active: list[bool]) -> None:
         """Cut a segment where parameters with and without a gradient meet: from now on their states differ in age."""
-        inner = self._inner
-        assert inner is not None
-        state = inner.state.pop(segment.leaf, {})
+        state = self._inner.state.pop(segment.leaf, {})
         edges = [0, *(i for i in range(1, len(active)) if active[i] != active[i - 1]), len(active)]
         at = bucket.segments.index(segment)
         parts = []
@@ -268,7 +264,7 @@ class Contiguous(Optimizer):
             part.leaf.grad = part.gradient if active[low] else None
             span = slice(bucket.offsets[part.start] - origin, bucket.offsets[part.stop] - origin)
             if state:
-                inner.state[part.leaf] = {
+                self._inner.state[part.leaf] = {
                     key: (value[span] if _elementwise(key, value, segment.leaf) else _own(value))
                     for key, value in state.items()
                 }
@@ -277,11 +273,9 @@ class Contiguous(Optimizer):
 
     def _expose_state(self) -> None:
         """Show the inner optimizer's flat state as views per parameter; cheap when nothing was added."""
-        inner = self._inner
-        assert inner is not None
         for bucket in self.buckets():
             for segment in bucket.segments:
-                state = inner.state.get(segment.leaf, {})
+                state = self._inner.state.get(segment.leaf, {})
                 identity = tuple(map(id, state.values()))
                 if identity == segment.exposed:
                     continue

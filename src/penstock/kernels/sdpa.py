@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,19 +57,17 @@ def own_sdpa(
     return out.reshape(*lead, *out.shape[-2:])
 
 
+@dataclass(eq=False)
 class Switch:
     """The choice of a backend for a module and the blocks in it."""
 
-    def __init__(
-        self, backend: AttentionBackend, *, again: bool = False, around: Switch | None = None
-    ) -> None:
-        self.backend = backend
-        self.again = again
-        """Whether the backward pass computes scores again, where they would be kept for it."""
-        self.around = around
-        """For a block, the switch of the model around it."""
-        self.used = False
-        """Whether torch's attention has been called since. Only ever set, so that compiled code needs no guard."""
+    backend: AttentionBackend
+    again: bool = False
+    """Whether the backward pass computes scores again, where they would be kept for it."""
+    around: Switch | None = None
+    """For a block, the switch of the model around it."""
+    used: bool = False
+    """Whether torch's attention has been called since. Only ever set, so that compiled code needs no guard."""
 
     def note(self) -> None:
         """Say that attention has been called."""

@@ -12,18 +12,22 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from penstock.kernels.remainder_adamw import have_triton
 
 needs_triton = pytest.mark.skipif(not have_triton(), reason="Triton is not installed (pip install triton)")
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 """Bytes of shared memory that a program of each architecture may have."""
+REGISTERS = 65_536
+"""Registers of 32 bits that a program may have."""
 
 
 def interpret(file: str) -> None:
@@ -69,8 +73,6 @@ def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path
 
 
 def _main(file: str) -> None:
-    import torch
-
     torch.set_num_threads(1)
     case = _loaded("case", Path(file))
     case.check("cpu")
@@ -80,20 +82,6 @@ def _main(file: str) -> None:
     print("all equal")
 
 
-class Compiled(NamedTuple):
-    """Facts about a kernel that was compiled ahead of time."""
-
-    registers: int
-    spilled: int
-    """Bytes of a thread's stack and local memory."""
-    shared: int
-    ptx: str
-
-    def count(self, pattern: str) -> int:
-        """How often a pattern is in the program."""
-        return len(re.findall(pattern, self.ptx))
-
-
 def compile_for(
     architecture: int,
     kernel: Any,
@@ -101,10 +89,13 @@ def compile_for(
     constants: Mapping[str, Any],
     *,
     aligned: Collection[str] = (),
+    single: int | None = 0,
     **options: Any,
-) -> Compiled:
+) -> Callable[[str], int]:
     """Compile a kernel for an architecture, of arguments of these types; pointers, and the numbers named in `aligned`,
-    are multiples of 16. It fits into shared memory."""
+    are multiples of 16. It fits into shared memory and registers, spills none of these, and reads memory in vectors or
+    asynchronously, but for `single` halves; None does not ask for that. Returns how to count a pattern in the program.
+    """
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -126,7 +117,16 @@ def compile_for(
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
     assert made.metadata.shared <= SHARED[architecture]
-    return Compiled(used["REG"], used["STACK"] + used["LOCAL"], made.metadata.shared, made.asm["ptx"])
+    assert used["STACK"] + used["LOCAL"] == 0, f"{names} spill registers"
+    assert used["REG"] * made.metadata.num_warps * 32 <= REGISTERS
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, made.asm["ptx"]))
+
+    if single is not None:
+        assert count(r"cp\.async|ld\.global\S*\.v[48]\.") > 0, "nothing is read in vectors"
+        assert count(r"ld\.global\S*\.b16") <= single, "a number at a time"
+    return count
 
 
 def assert_close_to_exact(found: Any, eager: Any, exact: Any, *, least: float = 0.0) -> None:
@@ -138,6 +138,17 @@ def assert_close_to_exact(found: Any, eager: Any, exact: Any, *, least: float = 
         return
     errors = [float((each.detach().double() - exact.detach()).norm()) for each in (found, eager)]
     assert errors[0] <= 2 * errors[1] + least * float(exact.detach().norm()), errors
+
+
+def after_steps(loss: Callable[..., Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Weights after 32 steps of gradient descent on their loss."""
+    leaves = [weight.detach().clone().requires_grad_() for weight in weights]
+    for _ in range(32):
+        gradients = torch.autograd.grad(loss(*leaves), leaves)
+        with torch.no_grad():
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.sub_(gradient, alpha=0.1)
+    return [leaf.detach() for leaf in leaves]
 
 
 if __name__ == "__main__":

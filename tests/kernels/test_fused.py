@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.native_kernels import assert_changes_are_seen, needs_compiler
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import bias_activation as activations
@@ -23,8 +22,6 @@ from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.dropout import dropout
 from penstock.kernels.residual_norm import add_norm, residual_norm
 
-HAS_COMPILER = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
 FORMS = pytest.mark.parametrize("form", [pytest.param("native", marks=needs_compiler), "python"])
 
 
@@ -137,6 +134,10 @@ def test_residual_norm_of_two_types_and_of_one_output(form: str, monkeypatch: py
 @FORMS
 def test_dropout_inside_draws_what_dropout_draws(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _use(form, monkeypatch)
+    _hold_dropout()
+
+
+def _hold_dropout() -> None:
     norm = nn.RMSNorm(64, eps=1e-6)
     inputs = [torch.randn(8, 16, 64), torch.randn(8, 16, 64)]
     upstream = [torch.randn(8, 16, 64), torch.randn(8, 16, 64)]
@@ -197,6 +198,8 @@ MUTANTS = (
     ("tail = tail * t + 0.593852520f", "tail = tail * t + 0.593f"),
     ("0.214064449f", "0.0713548162f"),
     ("sums[n + i] += into_up", "sums[i] += into_up"),
+    ("wide(b[i]) * scale : 0.0f", "wide(b[i]) : 0.0f"),
+    ("here[i] ? d[i] * scale : 0.0f", "d[i] * scale"),
 )
 """Changes of one term of the kernels, each of which the tests above see."""
 
@@ -204,23 +207,17 @@ MUTANTS = (
 @pytest.mark.slow
 @needs_compiler
 def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(native.__file__).with_name("fused.cpp").read_text()
-    for number, (term, other) in enumerate(MUTANTS):
-        assert source.count(term) == 1, term
-        path, made = tmp_path / f"{number}.cpp", tmp_path / f"{number}.so"
-        path.write_text(source.replace(term, other))
-        flags = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", f"-I{Path(native.__file__).parent}")
-        subprocess.run([native._compiler(), *flags, str(path), "-o", str(made)], check=True)
-        mutant = ctypes.CDLL(str(made))
+    def use(mutant: ctypes.CDLL) -> None:
         for module in (norms, activations):
-            monkeypatch.setattr(module, "library", lambda mutant=mutant: mutant)
-        seen = False
-        try:
-            _hold_norms(torch.float32, ((5, 33), (40, 9)))
-            _hold_activations(torch.float32, ((9, 34),))
-        except AssertionError:
-            seen = True
-        assert seen, f"{other} in place of {term}"
+            monkeypatch.setattr(module, "library", lambda: mutant)
+
+    def hold() -> None:
+        _hold_norms(torch.float32, ((5, 33), (40, 9)))
+        _hold_activations(torch.float32, ((9, 34),))
+        _hold_dropout()
+
+    changes = [("fused.cpp", *change) for change in MUTANTS]
+    assert_changes_are_seen("fused", changes, use, hold, tmp_path)
 
 
 @needs_compiler

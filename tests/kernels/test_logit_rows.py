@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.triton_kernels import assert_close_to_exact, compile_for, interpret, needs_triton
+from helpers.native_kernels import assert_changes_are_seen, needs_compiler
+from helpers.triton_kernels import after_steps, assert_close_to_exact, compile_for, interpret, needs_triton
 from penstock.errors import ConfigError
+from penstock.kernels import native_losses
 from penstock.kernels.distil import Taught, divergences
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.logit_rows import logit_rows_
@@ -59,6 +63,7 @@ def check(device: str) -> None:
     cases = [
         (5, 20_001, torch.float32, plain),
         (4, 50, torch.bfloat16, plain | {"smoothing": 0.1, "z_loss": 0.02}),
+        (3, 5_000, torch.float32, plain | {"smoothing": 0.2, "z_loss": 0.01}),
         (6, 8_200, torch.bfloat16, {"smoothing": 0.1, "z_loss": 0.01, "share": 0.4, "temperature": 2.0}),
         (3, 2, torch.float32, plain | {"share": 0.7, "temperature": 0.5}),
         (7, 33, torch.float16, plain | {"smoothing": 0.3, "share": 1.0, "temperature": 3.0}),
@@ -130,9 +135,49 @@ def check_in_chunks(device: str) -> None:
         assert float(loss.detach()) == 0.0
         assert all(not grad.any() for grad in torch.autograd.grad(loss, leaves))
 
+    def mean(*leaves: Tensor, budget: int | None) -> Tensor:
+        return linear_cross_entropy(*leaves, targets.to(device), smoothing=0.1, z_loss=0.01, budget=budget) / 8
 
-def test_the_plain_form_is_as_exact_as_eager() -> None:
+    weights = [each.to(device) for each in (x, weight, bias)]
+    whole, ours = (after_steps(partial(mean, budget=budget), weights) for budget in (None, 4 * 30 * 4))
+    torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_plain_form_is_as_exact_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_losses, "library", lambda _: None)
     check("cpu")
+
+
+@needs_compiler
+def test_the_native_form_is_as_exact_as_eager() -> None:
+    check("cpu")
+
+
+NATIVE_MUTANTS = (
+    ("total > 0 ? total * std::exp(most - now) : 0.0f", "total"),
+    ("if (now == -INFINITY) continue;", ""),
+    ("sum += plain;", "sum = plain;"),
+    ("(1.0f - smoothing) * wide(z[t]) - mean", "wide(z[t]) - mean"),
+    ("z_loss * float(l * l)", "z_loss * float(l)"),
+    ("2.0f * z_loss * high", "z_loss * high"),
+    ("low = float(lse[row] - high)", "low = 0.0f"),
+    ("std::memset(g, 0, columns * sizeof(T));", ""),
+    ("* up - s) * f);", "* up) * f);"),
+    ("put(g[t], own);", ""),
+    ("* up - s - (1.0f - smoothing)) * f", "* up - s - 1.0f) * f"),
+    ("float f = factors[row]", "float f = factors[0]"),
+)
+"""Changes of one term of the kernels in C++, each of which `check` sees."""
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(mutant: ctypes.CDLL) -> None:
+        monkeypatch.setattr(native_losses, "library", lambda _: mutant)
+
+    changes = [("losses.cpp", *change) for change in NATIVE_MUTANTS]
+    assert_changes_are_seen("losses", changes, use, lambda: check("cpu"), tmp_path)
 
 
 @needs_triton
@@ -176,7 +221,7 @@ def test_the_kernel_compiles_without_spilling_and_reads_in_vectors(
     types |= {"sums": "*fp32"} | dict.fromkeys(("stride", "taught_stride", "columns"), "i32")
     types |= dict.fromkeys(("smoothing", "z_loss", "share", "temperature", "scale"), "fp32")
     for taught in (False, True):
-        made = compile_for(
+        compile_for(
             architecture,
             kernels.logit_rows_kernel,
             types,
@@ -188,9 +233,6 @@ def test_the_kernel_compiles_without_spilling_and_reads_in_vectors(
                 "BLOCK": kernels.BLOCK // (2 if taught else 1),
             },
             aligned=["stride", "taught_stride", "columns"],
+            single=2,  # the logit of the target
             num_warps=kernels.WARPS,
         )
-        assert made.spilled == 0, taught
-        assert made.registers <= 255
-        assert made.count(r"ld\.global\S*\.v[48]\.") > 0
-        assert made.count(r"ld\.global\S*\.b16") <= 2, "only the target's logit is read by itself"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.native_kernels import assert_changes_are_seen, needs_compiler
 from penstock.build import build, compile_model
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
+from penstock.kernels import native_attention
 from penstock.kernels.attention import Scores, attention, packed_attention, plain_attention, split_heads
 
 needs_pairs = pytest.mark.skipif(
@@ -63,6 +67,10 @@ CASES = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_errors_are_those_of_bf16_at_most(case: str, padded: bool) -> None:
+    _hold_errors(case, padded=padded)
+
+
+def _hold_errors(case: str, *, padded: bool) -> None:
     *sizes, causal = CASES[case]
     tensors = inputs(*sizes)
     samples, keys = sizes[0], sizes[4]
@@ -82,20 +90,29 @@ def test_errors_are_those_of_bf16_at_most(case: str, padded: bool) -> None:
 
 @needs_pairs
 def test_dropout_is_drawn_once_for_both_directions() -> None:
-    """Weights are seen where values are the identity; the gradients are those of the weights that were kept."""
+    _hold_dropout()
+
+
+def _hold_dropout() -> None:
+    """Weights are seen where values are the identity; the gradients are those of the weights that were kept. Each is
+    kept by chance, whatever happens to its neighbours."""
     share, keys = 0.25, 64
     q, k, _ = tensors = inputs(2, 2, 2, 100, keys, 64)
     unit = torch.eye(keys).bfloat16().expand(2, 2, keys, keys)
     torch.manual_seed(3)
     dropped = attention(q, k, unit, "native", Scores(dropout=share))
     whole = attention(q, k, unit, "native")
-    kept = (dropped != 0).double() / (1 - share)
-    torch.testing.assert_close(dropped.double(), whole.double() * kept, rtol=2e-2, atol=1e-3)
-    assert abs((dropped != 0).double().mean() - (1 - share)) < 0.02
-    assert (dropped[0, 0] != 0).ne(dropped[1, 1] != 0).double().mean() > 0.2  # heads and samples differ
+    kept = (dropped != 0).double()
+    torch.testing.assert_close(dropped.double(), whole.double() * kept / (1 - share), rtol=2e-2, atol=1e-3)
+    assert abs(kept.mean() - (1 - share)) < 0.02
+    assert (kept.mean((0, 1, 2)) - (1 - share)).abs().max() < 0.1  # 4.6 standard deviations of 400
+    neighbours = [(kept[..., 1:, :], kept[..., :-1, :]), (kept[:, 0], kept[:, 1]), (kept[0], kept[1])]
+    neighbours += [(kept[..., by:], kept[..., :-by]) for by in (1, 16)]
+    for one, other in neighbours:  # alike as often as by chance
+        assert abs((one == other).double().mean() - share**2 - (1 - share) ** 2) < 0.02
     torch.manual_seed(3)
     ours = with_gradients(tensors, "native", Scores(dropout=share))
-    exact = with_gradients([t.double() for t in tensors], "plain", Scores(), weights=kept)
+    exact = with_gradients([t.double() for t in tensors], "plain", Scores(), weights=kept / (1 - share))
     assert max(errors(ours, exact)) < 0.01
     torch.manual_seed(3)
     again = attention(*tensors, "native", Scores(dropout=share))
@@ -167,3 +184,43 @@ def test_what_the_kernel_cannot_take_is_said() -> None:
             attention(q, k, v, "native", biased)
         with pytest.raises(ConfigError, match="multiples of 16"):
             attention(*inputs(1, 2, 2, 5, 5, 24), "native")
+
+
+MUTANTS = (
+    ("\n      i64 limit = s.causal ? std::min(s.m, first + r + 1", "\n      i64 limit = s.causal ? std::min(s.m, first + r"),
+    ("\n        if (m_row) x = _mm512_add_ps", "\n        if (false) x = _mm512_add_ps"),
+    ("total = _mm512_add_ps(total, e)", "total = e"),
+    ("lse[first + r] = top + std::log(t)", "lse[first + r] = std::log(t)"),
+    ("_mm512_set1_ps(0.693359375f)", "_mm512_set1_ps(0.69f)"),
+    ("vv = v.data + b * v.sample + h / shared * v.head", "vv = v.data + b * v.sample"),
+    ("totals[r] > 0 ? up_scale / totals[r]", "totals[r] > 0 ? 1.0f / totals[r]"),
+    ("if (least) e = _mm512_maskz_mov_ps(keeps(seed, first + r, j, least), e);", ""),
+    ("u32(row) * 0x9E3779B9u", "u32(row) * 0u"),
+    ("_mm512_set1_epi32(int(column))", "_mm512_set1_epi32(0)"),
+    ("\n    u32 seed = s.seed + u32(b * s.heads + h)", "\n    u32 seed = s.seed + u32(b * s.heads)"),
+    ("_mm512_sub_ps(into, sum)", "into"),
+    ("_mm512_mul_ps(_mm512_mul_ps(p, ", "_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(1.0f), "),
+    ("into = _mm512_maskz_mul_ps(kept, into, up_scale)", "into = _mm512_mul_ps(into, up_scale)"),
+    ("dropped = _mm512_maskz_mul_ps(kept, p, up_scale)", "dropped = _mm512_mul_ps(p, up_scale)"),
+    ("if (r % 2) {", "if (false) {"),
+    ("grads2, s.k, dv, s.k, true)", "grads2, s.k, dv, s.k, false)"),
+    ("queries2, s.k, dk, s.k, true)", "queries2, s.k, dk, s.k, false)"),
+    ("keys, s.k, dq, s.k, false)", "keys_t, s.k, dq, s.k, false)"),
+)  # fmt: skip
+"""Changes of one term of the kernels, each of which the tests above see."""
+
+
+@pytest.mark.slow
+@needs_pairs
+@needs_compiler
+def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(kernels: ctypes.CDLL) -> None:
+        monkeypatch.setattr(native_attention, "library", lambda _: kernels)
+
+    def hold() -> None:
+        for case in CASES:
+            _hold_errors(case, padded=case == "whole")
+        _hold_dropout()
+
+    changes = [("attention.cpp", *change) for change in MUTANTS]
+    assert_changes_are_seen("attention", changes, use, hold, tmp_path)

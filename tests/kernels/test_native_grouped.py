@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.native_kernels import assert_changes_are_seen
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
-from penstock.kernels import native, native_grouped
+from penstock.kernels import native_grouped
 from penstock.kernels.native_grouped import grouped_outer, grouped_product, takes_grouped
 from penstock.models.experts import ExpertLinear
 
@@ -184,25 +184,11 @@ MUTANTS = (
 @pytest.mark.slow
 @needs_kernels
 def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(native.__file__).parent
-    flags = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", *native._ISA_FLAGS["AVX512"])
-    flags += native._OWN_FLAGS["grouped"]
-    for number, (name, term, other) in enumerate((("grouped.cpp", "", ""), *MUTANTS)):
-        for file in ("grouped.cpp", "products.h", "numbers.h"):
-            text = (folder / file).read_text()
-            if file == name:
-                assert text.count(term) == 1 or not term, term
-                text = text.replace(term, other) if term else text
-            (tmp_path / file).write_text(text)
-        made = tmp_path / f"{number}.so"
-        source = tmp_path / "grouped.cpp"
-        subprocess.run([native._compiler(), *flags, str(source), "-o", str(made)], check=True)
-        kernels = ctypes.CDLL(str(made))
-        monkeypatch.setattr(native_grouped, "library", lambda name, kernels=kernels: kernels)
-        seen = False
-        try:
-            for dtype in TYPES:
-                _hold(dtype)
-        except AssertionError:
-            seen = True
-        assert seen == bool(term), f"{other} in place of {term}"
+    def use(kernels: ctypes.CDLL) -> None:
+        monkeypatch.setattr(native_grouped, "library", lambda name: kernels)
+
+    def hold() -> None:
+        for dtype in TYPES:
+            _hold(dtype)
+
+    assert_changes_are_seen("grouped", MUTANTS, use, hold, tmp_path)

@@ -461,33 +461,33 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
-    "(modules)": 1670,
+    "(modules)": 1680,
     "boundary": 1640,
-    "checkpoint": 2040,
+    "checkpoint": 2030,
     "cli": 4370,
-    "compress": 2740,
+    "compress": 2670,
     "config": 6270,
     "data": 6980,
     "decode": 2610,
     "doctor": 450,
     "export": 940,
     "infer": 1750,
-    "kernels": 6690,
-    "ladder": 5510,
+    "kernels": 6410,
+    "ladder": 5520,
     "launch": 1550,
     "models": 9040,
-    "optim": 1890,
+    "optim": 1860,
     "parallel": 4150,
-    "planner": 6670,
-    "precision": 5610,
+    "planner": 6690,
+    "precision": 5510,
     "probe": 1270,
-    "products": 1590,
+    "products": 1570,
     "report": 1390,
     "schedules": 1040,
     "serve": 3420,
     "step": 710,
     "tasks": 3480,
-    "train": 3290,
+    "train": 3280,
     "tune": 1650,
 }
 
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_500
+    assert sum(LINES.values()) <= 90_000
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

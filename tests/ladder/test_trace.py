@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.machine import Machine
-from penstock.config.model import ViTConfig
+from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.ladder.trace import trace
 from penstock.models import create
+from penstock.models.perceptron import MLP
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
@@ -137,6 +140,39 @@ def test_softmax_that_masks_may_hide_rows_from_is_four_kernels() -> None:
             op.function for op in operators if op.kind == "activation" and op.forward == forward
         )
         assert activations == ["gelu", "gelu_tanh", "silu"]
+
+
+def test_activations_of_several_operators_are_counted_as_they_run() -> None:
+    """x · σ(1.702 x) as it is listed of our own models, and GELU's tanh form as libraries write it: operators of a tensor
+    each, of which one computes tanh."""
+    config = replace(PRESETS["gpt-tiny"], mlp="gelu_quick")
+    stack = config.graph.runs[0].stack
+    rows = config.sequence
+    work = trace(MLP(stack, stack.layers[0]), torch.randn(rows, stack.width), _square, 1)
+    (block,) = describe(config, Plan(), "cpu").blocks
+    size = rows * stack.layers[0].hidden
+    traced = [op for _, op in work.operators() if op.elements == size and op.kind != "gemm"]
+    listed = [op for op in (*block.forward, *block.backward) if op.name.startswith("mlp.activation")]
+    for forward in (True, False):
+        ours, theirs = ([op for op in each if op.forward == forward] for each in (listed, traced))
+        assert sum(op.read + op.written for op in theirs) == pytest.approx(sum(op.read + op.written for op in ours))
+        assert {op.function for op in theirs} == {op.function for op in ours} == {"", "sigmoid"}
+    assert len(traced) == sum(op.launches for op in listed)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        x = model(x)
+        return (0.5 * x * (1.0 + torch.tanh(0.79788 * (x + 0.044715 * torch.pow(x, 3.0))))).sum()
+
+    work = trace(nn.Linear(8, 16), torch.randn(4, 8), loss, 1)
+    tanhs = [op for _, op in work.operators() if op.function]
+    assert [(op.name, op.function, op.kind, op.elements) for op in tanhs] == [
+        ("tanh", "tanh", "activation", 64), ("tanh_backward", "tanh", "activation", 64),
+    ]  # fmt: skip
+    # Compiled, one kernel moves what the largest of them moves, and computes the tanh.
+    compiled = as_planned(work, Plan(compile="whole"))
+    (kernel, tanh) = [op for _, op in compiled.operators() if op.forward and op.kind != "gemm"]
+    assert (kernel.kind, kernel.read, kernel.written) == ("pointwise", 2 * 4 * 64.0, 4 * 64.0)
+    assert (tanh.function, tanh.elements, tanh.read, tanh.written, tanh.launches) == ("tanh", 64, 0, 0, 0)
 
 
 def test_the_loss_of_half_logits_is_fp32() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -164,13 +165,14 @@ def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> N
 def test_an_activation_takes_the_time_that_was_measured_of_its_function() -> None:
     """Its own, fused where the plan fuses it; GELU's where a probe did not measure it."""
     rates = {"gelu": 2e9, "gelu_backward": 1e9, "gelu_tanh": 5e8, "gelu_tanh_backward": 4e8, "silu": 3e9,
-             "fused_gelu_tanh": 1.6e9, "fused_gelu_tanh_backward": 1.1e9}  # fmt: skip
+             "fused_gelu_tanh": 1.6e9, "fused_gelu_tanh_backward": 1.1e9, "sigmoid": 7e8, "sigmoid_backward": 9e9,
+             "fused_silu": 1.3e9}  # fmt: skip
     measured = tuple(KernelSample(name=name, per_second=rate) for name, rate in rates.items())
 
-    def seconds_of(model: str, line: str, *, forward: bool = True) -> float:
+    def seconds_of(model: str, line: str, *, forward: bool = True, **changes: Any) -> float:
         """Seconds of the activation in a block, less those of what it moves, for each of its elements."""
         plan = Plan.parse(line)
-        (block,) = describe(preset(model), plan, "cpu").blocks
+        (block,) = describe(replace(preset(model), **changes), plan, "cpu").blocks
         operators = block.forward if forward else block.backward
         op = next(one for one in operators if one.name == "mlp.activation")
         on_machine, without = (rates_of(replace(CPU, kernels=kernels), plan) for kernels in (measured, ()))
@@ -185,9 +187,14 @@ def test_an_activation_takes_the_time_that_was_measured_of_its_function() -> Non
     assert seconds_of("gpt2", fused) == pytest.approx(1 / rates["fused_gelu_tanh"])
     assert seconds_of("gpt2", fused, forward=False) == pytest.approx(1 / rates["fused_gelu_tanh_backward"])
     assert seconds_of("bert-base", fused) == pytest.approx(1 / rates["gelu"])
-    assert seconds_of("llama-tiny", fused) == pytest.approx(1 / rates["silu"])
+    assert seconds_of("llama-tiny", fused) == pytest.approx(1 / rates["fused_silu"])
     # A compiler makes the tanh form of exponentials, as the fused kernel does.
     assert seconds_of("gpt2", "compile=blocks") == pytest.approx(1 / rates["fused_gelu_tanh"])
+    quick: dict[str, Any] = {"mlp": "gelu_quick"}  # with an exponential as SiLU has it, where it is one kernel
+    assert seconds_of("gpt2", "", **quick) == pytest.approx(1 / rates["sigmoid"])
+    assert seconds_of("gpt2", "", forward=False, **quick) == pytest.approx(1 / rates["sigmoid_backward"])
+    assert seconds_of("gpt2", "compile=blocks", **quick) == pytest.approx(1 / rates["silu"])
+    assert seconds_of("gpt2", fused, **quick) == pytest.approx(1 / rates["fused_silu"])
 
 
 def test_an_operator_of_a_training_step_costs_what_was_measured_of_it() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from penstock.config.fused import FUSED_FORM
 from penstock.containers import tensors
 from penstock.errors import ConfigError
 from penstock.kernels.linear_cross_entropy import in_chunks
@@ -24,7 +25,7 @@ from penstock.planner.operators import Op, OpKind, Workload
 from penstock.planner.traced import recorded
 
 _KINDS: tuple[tuple[str, OpKind], ...] = (
-    ("norm", "norm"), ("softmax", "softmax"), ("gelu", "activation"), ("silu", "activation"),
+    ("norm", "norm"), ("softmax", "softmax"),
     ("bernoulli", "torch_dropout"),
     ("clone", "copy"), ("copy", "copy"), ("cat", "copy"),
     ("sum", "reduce"), ("mean", "reduce"),
@@ -35,6 +36,8 @@ SAFE_SOFTMAX_KERNELS, SAFE_SOFTMAX_READ, SAFE_SOFTMAX_WRITTEN = 4, 4 + 1 + 4, 1 
 """Kernels of torch's softmax that masks may hide whole rows from, and bytes per score that it moves besides those of
 its softmax: scores are compared with −∞, to a byte each, each row is reduced to one of these, and rows are chosen by it
 (`_safe_softmax` in torch's SoftMax.cpp)."""
+_COMPUTING = ("norm", "activation")
+"""Kinds of which one result has as many elements as were computed, and others may be written beside it."""
 _ALLOCATING = ("empty", "new_empty")
 _LOOKING_UP = ("embedding", "index_select", "gather", "index")
 
@@ -132,6 +135,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read, written = tensors
         name = func.overloadpacket.__name__
         kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
+        function = _function(name, args, kwargs)
+        kind = "activation" if function else kind
         count = sum(tensor.numel() for tensor in written)
         # Of a table only the rows that are looked up are read.
         reads = count if name in _LOOKING_UP else sum(tensor.numel() for tensor in read)
@@ -143,10 +148,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Op(
             name, kind, self.forward, batch, m, n, k,
             4.0 * reads + SAFE_SOFTMAX_READ * count * safe, 4.0 * count + SAFE_SOFTMAX_WRITTEN * count * safe,
-            batch * m * k if kind == "attention" else count,
+            batch * m * k if kind == "attention" else written[0].numel() if kind in _COMPUTING else count,
             weights=m * n if learns else 0, narrow=kind == "gemm" and frozenset(sides) in self._linears,
             module="attention" if kind in ("bmm", "attention") else "", in_place=_in_place(func, kwargs),
-            row=_row(name, args, written[0]) if kind == "softmax" else 0, function=_function(name, kwargs),
+            row=_row(name, args, written[0]) if kind == "softmax" else 0, function=function,
             launches=SAFE_SOFTMAX_KERNELS if safe else 1,
         )  # fmt: skip
 
@@ -157,11 +162,14 @@ def _row(name: str, args: tuple[Any, ...], result: Tensor) -> int:
     return result.shape[args[place]] if len(args) > place and result.dim() else 0
 
 
-def _function(name: str, kwargs: dict[str, Any]) -> str:
+def _function(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The function of an activation, forward or backward; "" of other operations."""
-    if "gelu" in name:
+    if name.startswith("bias_activation"):
+        return FUSED_FORM + next(arg for arg in args if isinstance(arg, str))
+    base = name.rstrip("_").removesuffix("_backward")
+    if base == "gelu":
         return "gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu"
-    return "silu" if "silu" in name else ""
+    return "relu" if base == "threshold" else base if base in ("silu", "relu", "tanh", "sigmoid") else ""
 
 
 class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -424,7 +424,9 @@ def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     d, tanh = stack.width, head.before == "tanh"
     to.gemm("pooler", samples, d, d, bias=tanh or stack.bias, narrow=False, group="output")
     size = samples * d
-    to.move("pooler.activation", size, (c, c), kind="activation", group="output", kept=size * c)
+    to.move(
+        "pooler.activation", size, (c, c), kind="activation", group="output", kept=size * c, function="tanh" * tanh
+    )
     if not tanh:
         to.norm("pooler.norm", samples, stack)
     if head.dropout:

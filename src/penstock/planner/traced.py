@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 
 from penstock.config.formats import BYTES, PRODUCTS, Product
+from penstock.config.fused import FUSED_FORM
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import MATRIX, Op, Part, Workload
@@ -14,7 +16,8 @@ from penstock.planner.operators import MATRIX, Op, Part, Workload
 _LOSSES = ("log_softmax", "nll_loss")
 """Parts of the names of operators that make a loss of logits: op lists and libraries compute it in fp32."""
 _ALONE = MATRIX | {"attention"}
-"""Kinds of operators that no compiler merges with their neighbours."""
+_COMPUTING = ("norm", "softmax", "activation")
+"""Kinds of operators that take longer on a CPU than their bytes."""
 
 
 def recorded(
@@ -111,18 +114,25 @@ def _casts(operators: Iterable[Op], part: Part) -> list[Op]:
 
 
 def _merged(operators: Iterable[Op]) -> list[Op]:
-    """Neighbouring operators other than matrix products become one kernel: it reads what the largest reads."""
+    """Neighbouring operators that a compiler makes one kernel of: it reads what the largest reads, and computes what
+    each computes."""
     merged: list[Op] = []
-    for op in operators:
-        last = merged[-1] if merged else None
-        if last is not None and last.kind not in _ALONE and op.kind not in _ALONE:
-            merged[-1] = Op(
-                f"{last.name}+{op.name}", "pointwise", op.forward, read=max(last.read, op.read),
-                written=max(last.written, op.written), elements=max(last.elements, op.elements),
-            )  # fmt: skip
-        else:
-            merged.append(op)
+    for alone, neighbours in groupby(operators, _stands_alone):
+        group = list(neighbours)
+        if alone or len(group) == 1:
+            merged += group
+            continue
+        merged.append(Op(
+            "+".join(op.name for op in group), "pointwise", group[0].forward, read=max(op.read for op in group),
+            written=max(op.written for op in group), elements=max(op.elements for op in group),
+        ))  # fmt: skip
+        merged += [op._replace(read=0.0, written=0.0, launches=0) for op in group if op.kind in _COMPUTING]
     return merged
+
+
+def _stands_alone(op: Op) -> bool:
+    """Whether no compiler merges it with its neighbours: products, attention, fused operators."""
+    return op.kind in _ALONE or op.function.startswith(FUSED_FORM) or op.name.startswith("add_norm")
 
 
 def _is_narrow(op: Op, row: Product) -> bool:

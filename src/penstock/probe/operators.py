@@ -104,6 +104,10 @@ class _Kernels:
             "gelu_tanh_backward": (x, lambda: aten.gelu_backward(gradient, x, approximate="tanh")),
             "silu": (x, lambda: F.silu(x)),
             "silu_backward": (x, lambda: aten.silu_backward(gradient, x)),
+            "tanh": (x, lambda: torch.tanh(x)),
+            "tanh_backward": (x, lambda: aten.tanh_backward(gradient, x)),
+            "sigmoid": (x, lambda: torch.sigmoid(x)),
+            "sigmoid_backward": (x, lambda: aten.sigmoid_backward(gradient, x)),
             "relu": (x, lambda: F.relu(x)),
             "relu_backward": (x, lambda: aten.threshold_backward(gradient, x, 0.0)),
         }

@@ -25,6 +25,7 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.rungs import all_rungs
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
+from penstock.planner.operators import Op
 
 CPU = Machine(
     name="toy",
@@ -189,6 +190,39 @@ def test_a_foreign_encoder_is_forecast_without_what_its_plan_leaves_out() -> Non
     assert chunked["32 to 400"] == 8  # of the tokens that have labels
     both = replace(subject.first, plan=replace(subject.first.plan, padding="remove", loss="chunked"))
     assert subject.model_flops(both) == subject.model_flops(subject.first)
+
+
+def test_fused_operators_of_a_foreign_model_are_forecast() -> None:
+    """BERT's norms of sums and activations with their biases, each as one operator that moves fewer bytes; a name that
+    fits nowhere changes nothing, for a Plan that has it is refused when it is built."""
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+    tokens = torch.ones(4, 16, dtype=torch.long)
+
+    def subject_of_model(name: str, **more: int) -> Own:
+        config = getattr(transformers, f"{name}Config")(**sizes, **more)
+        model = getattr(transformers, f"{name}Model")(config)
+        return _own(lambda: (model, {"input_ids": tokens}, lambda m, b: m(**b).last_hidden_state.mean()))
+
+    def listed(subject: Own, line: str) -> list[Op]:
+        setting = replace(subject.first, plan=Plan.parse(f"micro_batch=4 {line}"))
+        return [op for _, op in subject.workload(setting).operators()]
+
+    bert = subject_of_model("Bert", hidden_size=32, intermediate_size=64)
+    plain = listed(bert, "")
+    for line, name, count, elements in (
+        ("fuse=residual_norm", "add_norm", 4, 4 * 16 * 32),
+        ("fuse=bias_activation", "bias_activation", 2, 4 * 16 * 64),
+    ):
+        fused = listed(bert, line)
+        assert sum(op.read + op.written for op in fused) < sum(op.read + op.written for op in plain)
+        for direction in ("", "_gradient"):
+            own = [op for op in fused if op.name == f"{name}{direction}"]
+            assert [op.elements for op in own] == [elements] * count
+            assert {op.kind for op in own} == {"norm" if name == "add_norm" else "activation"}
+    assert {op.function for op in own} == {"fused_gelu"}
+    gpt2 = subject_of_model("GPT2", n_embd=32, n_layer=2, n_head=2)
+    assert listed(gpt2, "fuse=residual_norm") == listed(gpt2, "")
 
 
 def test_a_factory_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.build import Built, build
-from penstock.config.plan import LossForm, Padding, Plan
+from penstock.config.plan import Padding, Plan
 from penstock.config.run import Recipe
 from penstock.containers import replaced
+from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.kernels.sdpa import Switch, Watch
 from penstock.ladder.factory import (
@@ -31,6 +32,7 @@ from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured, Subject
 from penstock.ladder.trace import trace
 from penstock.models.anatomy import anatomy_of, set_switch, set_switches
+from penstock.models.fuse import fuse, places_for
 from penstock.planner.operators import Workload
 from penstock.tasks import Loss, mean_loss
 
@@ -55,7 +57,7 @@ class Own(Subject):
         self.switches = self._switches_of(model)
         if "remove" in self.switches["padding"]:
             self.padding_share = padding_of(self._batch)
-        self._traces: dict[tuple[int, LossForm, Padding], Workload] = {}
+        self._traces: dict[tuple[Any, ...], Workload] = {}
 
     def build(self, setting: Setting, seed: int) -> Built:
         model, _, loss = self._make(seed)
@@ -70,10 +72,12 @@ class Own(Subject):
     def workload(self, setting: Setting) -> Workload:
         """Traced once, in fp32, per batch size and what else changes its operators."""
         plan = setting.plan
-        key = plan.micro_batch, plan.loss, plan.padding
+        auto = (plan.precision, plan.dtype, plan.compile) if "auto" in plan.fuse else ()
+        key = plan.micro_batch, plan.loss, plan.padding, plan.fuse, auto
         if key not in self._traces:
             model, _, loss = self._make(0)
             set_switches(model, Plan(loss=plan.loss, padding=plan.padding))
+            _fuse(model, plan, self.device)
             batch = self._enlarged(plan.micro_batch)
             self._traces[key] = trace(
                 model.to(self.device),
@@ -87,7 +91,7 @@ class Own(Subject):
     def model_flops(self, setting: Setting) -> int:
         """FLOPs for tokens that are not padding, whatever is computed, as far as the model can leave padding out."""
         padding: Padding = "remove" if self.padding_share else "keep"
-        plain = replace(setting.plan, loss="whole", padding=padding)
+        plain = replace(setting.plan, loss="whole", padding=padding, fuse=())
         return super().model_flops(replace(setting, plan=plain))
 
     def train_command(self, setting: Setting) -> str:
@@ -132,6 +136,15 @@ def subject_of(config: LadderConfig, factory: str | Factory | None, device: torc
     if config.factory is not None:
         return Own(load_factory(config.factory), config.factory, config, device)
     return Configured(config, device)
+
+
+def _fuse(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Put in place those fused operators of a Plan that fit. A Plan that names others is refused when it is built."""
+    fits = places_for(model, device.type)
+    names = tuple(name for name in plan.fuse if (any(fits.values()) if name == "auto" else fits[name]))
+    dtype = torch.float32 if plan.precision == "O0" else DTYPES[plan.dtype]
+    if names:
+        fuse(model, names, device=device, dtype=dtype, compiled=plan.compile != "none")
 
 
 def _blocks_in(model: nn.Module) -> int:

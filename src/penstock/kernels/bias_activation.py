@@ -7,7 +7,7 @@ Shapes: rows of any leading dimensions, N features. Of a gated activation the pr
 Forward reads the product and writes `out`. Backward reads the product and the gradient of `out`, writes that of the
 product, and sums that of the bias, in fp32, on the way: single operators read it once more, and of gated activations
 join two halves. GELU (Hendrycks & Gimpel, 2016) takes one exponential for the value and its slope; its tanh form is
-x · sigmoid(2u), as in `gelu.py`.
+x · sigmoid(2u), as in `gelu.py`, and its quick form x · sigmoid(1.702 x).
 
 On a CPU the kernel is C++ (`native/fused.cpp`); `reference` is the form in torch's own operators, and what other
 devices and types compute.
@@ -16,7 +16,7 @@ devices and types compute.
 from __future__ import annotations
 
 from ctypes import c_void_p
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,13 @@ from torch import Tensor
 
 from penstock.dtypes import widened
 from penstock.errors import ConfigError
+from penstock.kernels.gelu import gelu_tanh
 from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
-_CODES: dict[str, int] = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "gelu_quick"]
+_CODES: dict[str, int] = {name: code for code, name in enumerate(get_args(Activation))}
+QUICK = 1.702
+"""Factor of x in the sigmoid of the quick form (Hendrycks & Gimpel, 2016, section 2)."""
 
 
 def reference(product: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
@@ -35,16 +38,19 @@ def reference(product: Tensor, bias: Tensor | None, activation: str, gated: bool
     wide = widened(product)
     wide = wide if bias is None else wide + bias
     if not gated:
-        return _activated(wide, activation).to(product.dtype)
+        return apply_activation(wide, activation).to(product.dtype)
     gate, x = wide.chunk(2, dim=-1)
-    return (_activated(gate, activation) * x).to(product.dtype)
+    return (apply_activation(gate, activation) * x).to(product.dtype)
 
 
-def _activated(x: Tensor, activation: str) -> Tensor:
+def apply_activation(x: Tensor, activation: str) -> Tensor:
+    """An `Activation` at every element, by torch's operators."""
     if activation == "gelu":
         return F.gelu(x)
     if activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
+        return gelu_tanh(x)
+    if activation == "gelu_quick":
+        return x * torch.sigmoid(QUICK * x)
     return F.silu(x) if activation == "silu" else F.relu(x)
 
 
@@ -114,7 +120,7 @@ def _plain_gradient(
     wide, given = wide if bias is None else wide + bias, gradient.to(wide.dtype)
     if gated:
         gate, x = wide.chunk(2, dim=-1)
-        into = torch.cat([_sloped(given * x, gate, activation), given * _activated(gate, activation)], dim=-1)
+        into = torch.cat([_sloped(given * x, gate, activation), given * apply_activation(gate, activation)], dim=-1)
     else:
         into = _sloped(given, wide, activation)
     by_bias = product.new_empty(0) if bias is None else into.reshape(-1, into.shape[-1]).sum(0).to(bias.dtype)
@@ -127,6 +133,9 @@ def _sloped(gradient: Tensor, x: Tensor, activation: str) -> Tensor:
         return torch.ops.aten.threshold_backward(gradient, x, 0.0)  # type: ignore[no-any-return]
     if activation == "silu":
         return torch.ops.aten.silu_backward(gradient, x)  # type: ignore[no-any-return]
+    if activation == "gelu_quick":
+        share = torch.sigmoid(QUICK * x)
+        return gradient * (share + QUICK * x * share * (1.0 - share))
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     return torch.ops.aten.gelu_backward(gradient, x, approximate=approximate)  # type: ignore[no-any-return]
 

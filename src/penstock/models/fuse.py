@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -183,8 +183,8 @@ def _activate(linear: Any, activation: Activation, *, gated: bool = False, trans
 
 _KINDS: dict[str, Activation] = {
     "GELU": "gelu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh", "FastGELUActivation": "gelu_tanh", "SiLU": "silu", "SiLUActivation": "silu",
-    "ReLU": "relu",
+    "PytorchGELUTanh": "gelu_tanh", "FastGELUActivation": "gelu_tanh", "QuickGELUActivation": "gelu_quick",
+    "QuickGELU": "gelu_quick", "SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu",
 }  # fmt: skip
 """Activations by the name of their module's class, in torch, timm and transformers."""
 
@@ -207,8 +207,7 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
         if not plain:
             continue
         if isinstance(parent, MLP):
-            if UNGATED.get(parent.activation, parent.activation) in get_args(Activation):
-                yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
+            yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
             continue
         inside = [(name, kind) for name, child in parent.named_children() if (kind := _activation_of(child))]
         if len(inside) == 1 and role.up.fused == (1,):

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.stack import Layer, Mlp, Stack
+from penstock.config.stack import UNGATED, Layer, Mlp, Stack
+from penstock.kernels.bias_activation import apply_activation
 from penstock.kernels.dropout import Dropout
-from penstock.kernels.gelu import gelu_tanh
 
 
 def activate(x: Tensor, activation: Mlp) -> Tensor:
     """The activation at every element; of gated ones (Shazeer, 2020), that of the first half times the second half."""
-    match activation:
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return gelu_tanh(x)
-        case "gelu_quick":
-            return x * torch.sigmoid(1.702 * x)
-        case "relu":
-            return F.relu(x)
-        case "silu":
-            return F.silu(x)
+    if activation not in UNGATED:
+        return apply_activation(x, activation)
     gate, x = x.chunk(2, dim=-1)
-    if activation == "swiglu":
-        return F.silu(gate) * x
-    return (gelu_tanh(gate) if activation == "geglu_tanh" else F.gelu(gate)) * x
+    return apply_activation(gate, UNGATED[activation]) * x
 
 
 class MLP(nn.Module):

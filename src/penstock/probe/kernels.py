@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from penstock.config.fused import FusedName
 from penstock.host_memory import set_host_memory
-from penstock.kernels.bias_activation import bias_activation
-from penstock.kernels.gelu import gelu_tanh
+from penstock.kernels.bias_activation import apply_activation, bias_activation
 from penstock.kernels.residual_norm import add_norm
 
 WARM_UP = 2
@@ -85,17 +84,12 @@ def _norm_case(variant: str, norm: Callable[..., Any], rows: int, features: int)
 def _activation_case(variant: str, activation: Any, rows: int, features: int, *, gated: bool = False) -> Case:
     wide = features * (1 + gated)
 
-    def act(x: Tensor) -> Tensor:
-        if activation == "silu":
-            return F.silu(x)
-        return gelu_tanh(x) if activation == "gelu_tanh" else F.gelu(x)
-
     def plain(product: Tensor, bias: Tensor) -> Tensor:
         x: Tensor = _BiasInProduct.apply(product, bias)  # type: ignore[no-untyped-call]
         if not gated:
-            return act(x)
+            return apply_activation(x, activation)
         gate, x = x.chunk(2, dim=-1)
-        return act(gate) * x
+        return apply_activation(gate, activation) * x
 
     def fused(product: Tensor, bias: Tensor) -> Tensor:
         return bias_activation(product, bias, activation, gated=gated)
@@ -115,6 +109,7 @@ def cases(rows: tuple[int, ...] = (512, 4096)) -> list[Case]:
             _norm_case("rms_norm", nn.RMSNorm, count, 768),
             _activation_case("gelu", "gelu", count, 3072),
             _activation_case("gelu_tanh", "gelu_tanh", count, 3072),
+            _activation_case("gelu_quick", "gelu_quick", count, 3072),
             _activation_case("silu", "silu", count, 3072),
             _activation_case("swiglu", "silu", count, 2048, gated=True),
         ]

@@ -93,7 +93,7 @@ std::vector<float> vector_of(const void* data, int type, i64 n, float filler) {
   return values;
 }
 
-enum Kind { GELU = 0, GELU_TANH = 1, SILU = 2, RELU = 3 };
+enum Kind { GELU = 0, GELU_TANH = 1, SILU = 2, RELU = 3, GELU_QUICK = 4 };
 
 // The share of x that an activation returns, a(x) = x * share, and its slope a'(x).
 template <int kind>
@@ -122,9 +122,10 @@ inline void activate(float x, float& share, float& slope) {
     share = std::fabs(x) < 1.0f ? 0.5f + x * near : x < 0 ? tail : 1.0f - tail;
     slope = share + x * bell * 0.398942280f;
   } else {
-    // x * sigmoid(u): u is x of SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) of GELU's tanh form.
-    float u = kind == SILU ? x : x * (1.59576912f + 0.0713548162f * x * x);
-    float du = kind == SILU ? 1.0f : 1.59576912f + 0.214064449f * x * x;
+    // x * sigmoid(u): u is x of SiLU, 1.702 x of the quick GELU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) of the tanh form.
+    float linear = kind == SILU ? 1.0f : kind == GELU_QUICK ? 1.702f : 1.59576912f;
+    float u = kind == GELU_TANH ? x * (linear + 0.0713548162f * x * x) : linear * x;
+    float du = kind == GELU_TANH ? linear + 0.214064449f * x * x : linear;
     float small = exponential(-std::fabs(u));
     float large = 1.0f / (1.0f + small);
     share = u < 0 ? small * large : large;
@@ -356,6 +357,7 @@ void penstock_add_norm_gradient(
     case GELU: OF_TYPE(FUNCTION, GELU, __VA_ARGS__);      \
     case GELU_TANH: OF_TYPE(FUNCTION, GELU_TANH, __VA_ARGS__); \
     case SILU: OF_TYPE(FUNCTION, SILU, __VA_ARGS__);      \
+    case GELU_QUICK: OF_TYPE(FUNCTION, GELU_QUICK, __VA_ARGS__); \
     default: OF_TYPE(FUNCTION, RELU, __VA_ARGS__);        \
   }
 

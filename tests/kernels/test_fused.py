@@ -166,15 +166,18 @@ def test_bias_activation_is_as_exact_as_torch(
 
 
 def _hold_activations(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
-    for shape, kind, gated, biased in itertools.product(
-        shapes, get_args(activations.Activation), (False, True), (True, False)
-    ):
+    forms = (("plain", False), ("plain", True), ("gated", False), ("gated", True), ("apart", False))
+    for shape, kind, (form, biased) in itertools.product(shapes, get_args(activations.Activation), forms):
+        gated = form != "plain"
         inputs = [_strided((3 * torch.randn(shape)).to(dtype))]
         inputs += [torch.randn(shape[-1]).to(dtype)] * biased
         upstream = [_strided(torch.randn(*shape[:-1], shape[-1] // (1 + gated)))]
 
-        def ours(product: Tensor, *bias: Tensor, kind: Any = kind, gated: bool = gated) -> Tensor:
-            return bias_activation(product, bias[0] if bias else None, kind, gated=gated)
+        def ours(product: Tensor, *bias: Tensor, kind: Any = kind, form: str = form) -> Tensor:
+            if form == "apart":  # the gate and what it multiplies are products of their own
+                gate, x = product.chunk(2, dim=-1)
+                return bias_activation(gate, None, kind, second=x)
+            return bias_activation(product, bias[0] if bias else None, kind, gated=form == "gated")
 
         def plain(product: Tensor, *bias: Tensor, kind: str = kind, gated: bool = gated) -> Tensor:
             x = product + bias[0] if bias else product
@@ -199,6 +202,8 @@ MUTANTS = (
     ("0.214064449f", "0.0713548162f"),
     ("1.702f", "1.7f"),
     ("sums[n + i] += into_up", "sums[i] += into_up"),
+    ("wide(up[i]) + bias[n + i]", "wide(up[i])"),
+    ("static_cast<T*>(second_out) + row * stride", "static_cast<T*>(second_out) + row * n"),
     ("wide(b[i]) * scale : 0.0f", "wide(b[i]) : 0.0f"),
     ("here[i] ? d[i] * scale : 0.0f", "d[i] * scale"),
 )
@@ -257,6 +262,8 @@ def test_shapes_that_differ_are_refused() -> None:
         residual_norm(torch.zeros(2, 8), torch.zeros(1, 8), nn.LayerNorm(8))
     with pytest.raises(ConfigError, match="as many features"):
         bias_activation(torch.zeros(2, 8), torch.zeros(4), "gelu")
+    with pytest.raises(ConfigError, match="in place of both"):
+        bias_activation(torch.zeros(2, 8), torch.zeros(8), "gelu", second=torch.zeros(2, 8))
 
 
 @needs_compiler
@@ -269,7 +276,7 @@ def test_torch_accepts_the_operators() -> None:
         (kept, 1.5, weight, None, 1e-5, True, torch.bfloat16),
     ):
         torch.library.opcheck(torch.ops.penstock.add_norm.default, (x, branch, *more))
-    for more in ((bias, "gelu", False), (None, "silu", True)):
+    for more in ((bias, "gelu", False, None), (None, "silu", True, None), (None, "gelu_quick", False, branch)):
         torch.library.opcheck(torch.ops.penstock.bias_activation.default, (x, *more))
 
     def both(x: Tensor, branch: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Shapes: rows of any leading dimensions, N features. Of a gated activation the pr
 
     out = a(product[:N] + bias[:N]) · (product[N:] + bias[N:])           (Shazeer, 2020)
 
+or the second factor is a product of its own, (…, N), without biases.
+
 Forward reads the product and writes `out`. Backward reads the product and the gradient of `out`, writes that of the
 product, and sums that of the bias, in fp32, on the way: single operators read it once more, and of gated activations
 join two halves. GELU (Hendrycks & Gimpel, 2016) takes one exponential for the value and its slope; its tanh form is
@@ -15,7 +17,7 @@ devices and types compute.
 
 from __future__ import annotations
 
-from ctypes import c_void_p
+from ctypes import c_int64, c_void_p
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,14 +35,24 @@ QUICK = 1.702
 """Factor of x in the sigmoid of the quick form (Hendrycks & Gimpel, 2016, section 2)."""
 
 
-def reference(product: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+def reference(
+    product: Tensor, bias: Tensor | None, activation: str, gated: bool, second: Tensor | None
+) -> Tensor:
     """The same by torch's operators, in fp32 or wider, in the type of the product."""
+    wide, second = _widened(product, bias, gated, second)
+    out = apply_activation(wide, activation)
+    return (out if second is None else out * second).to(product.dtype)
+
+
+def _widened(
+    product: Tensor, bias: Tensor | None, gated: bool, second: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The input of the activation, and the factor of its output if there is one, in fp32 or wider."""
     wide = widened(product)
     wide = wide if bias is None else wide + bias
-    if not gated:
-        return apply_activation(wide, activation).to(product.dtype)
-    gate, x = wide.chunk(2, dim=-1)
-    return (apply_activation(gate, activation) * x).to(product.dtype)
+    if gated:
+        wide, second = wide.chunk(2, dim=-1)
+    return wide, None if second is None else second.to(wide.dtype)
 
 
 def apply_activation(x: Tensor, activation: str) -> Tensor:
@@ -54,50 +66,58 @@ def apply_activation(x: Tensor, activation: str) -> Tensor:
     return F.silu(x) if activation == "silu" else F.relu(x)
 
 
-def _forward(product: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+def _forward(
+    product: Tensor, bias: Tensor | None, activation: str, gated: bool, second: Tensor | None
+) -> Tensor:
     kernels = library() if _fits(product, bias) else None
     if kernels is None:
-        return reference(product, bias, activation, gated)
+        return reference(product, bias, activation, gated, second)
     product, n = product.contiguous(), product.shape[-1] // (1 + gated)
-    bias = None if bias is None else bias.contiguous()
+    bias, second = (None if one is None else one.contiguous() for one in (bias, second))
     out = product.new_empty((*product.shape[:-1], n))
     if out.numel():
         kernels.penstock_activation(
-            address(product), address(bias), address(out), *sizes(out.numel() // n, n), _CODES[activation], int(gated),
-            TYPES[product.dtype], 0 if bias is None else TYPES[bias.dtype], threads_for(out.numel()),
+            *_places(product, gated, second), c_int64(product.shape[-1]), address(bias), address(out),
+            *sizes(out.numel() // n, n), _CODES[activation], TYPES[product.dtype],
+            0 if bias is None else TYPES[bias.dtype], threads_for(out.numel()),
         )  # fmt: skip
     return out
+
+
+def _places(product: Tensor, gated: bool, second: Tensor | None) -> tuple[c_void_p, c_void_p]:
+    """Addresses of the input of the activation and of the factor of its output; null without one."""
+    return address(product), address(product[..., product.shape[-1] // 2 :] if gated else second)
 
 
 _bias_activation = torch.library.custom_op("penstock::bias_activation", _forward, mutates_args=())
 
 
 @_bias_activation.register_fake
-def _shape(product: Tensor, bias: Tensor | None, activation: str, gated: bool) -> Tensor:
+def _shape(product: Tensor, bias: Any, activation: str, gated: bool, second: Any) -> Tensor:
     return product.new_empty((*product.shape[:-1], product.shape[-1] // (1 + gated)))
 
 
 def _make_gradient(
-    product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the product and of the bias, the latter of no elements where there is none."""
+    product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the product, of the bias and of the second product, of no elements where there is none."""
     kernels = library() if _fits(product, bias) and gradient.dtype in TYPES else None
     if kernels is None:
-        return _plain_gradient(product, bias, gradient, activation, gated)
+        return _plain_gradient(product, bias, gradient, activation, gated, second)
     product, gradient = product.contiguous(), gradient.to(product.dtype).contiguous()
-    into, n = torch.empty_like(product), product.shape[-1] // (1 + gated)
-    by_bias = (
-        product.new_empty(0)
-        if bias is None
-        else torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    )
+    bias, second = (None if one is None else one.contiguous() for one in (bias, second))
+    into, by_bias, into_second = _gradient_shapes(product, bias, gradient, activation, gated, second)
+    n = gradient.shape[-1]
     if into.numel():
         kernels.penstock_activation_gradient(
-            address(product), address(None if bias is None else bias.contiguous()), address(gradient), address(into),
-            c_void_p(None) if bias is None else address(by_bias), *sizes(gradient.numel() // n, n), _CODES[activation],
-            int(gated), TYPES[product.dtype], 0 if bias is None else TYPES[bias.dtype], threads_for(into.numel()),
+            *_places(product, gated, second), c_int64(product.shape[-1]), address(bias), address(gradient),
+            *_places(into, gated, None if second is None else into_second), address(None if bias is None else by_bias),
+            *sizes(gradient.numel() // n, n), _CODES[activation], TYPES[product.dtype],
+            0 if bias is None else TYPES[bias.dtype], threads_for(into.numel()),
         )  # fmt: skip
-    return into, by_bias
+    else:
+        by_bias.zero_()
+    return into, by_bias, into_second
 
 
 _gradient = torch.library.custom_op("penstock::bias_activation_gradient", _make_gradient, mutates_args=())
@@ -105,26 +125,27 @@ _gradient = torch.library.custom_op("penstock::bias_activation_gradient", _make_
 
 @_gradient.register_fake
 def _gradient_shapes(
-    product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool
-) -> tuple[Tensor, Tensor]:
-    into = torch.empty_like(product, memory_format=torch.contiguous_format)
-    return into, product.new_empty(0) if bias is None else torch.empty_like(
-        bias, memory_format=torch.contiguous_format
+    product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = (
+        product.new_empty(0) if one is None else torch.empty_like(one, memory_format=torch.contiguous_format)
+        for one in (product, bias, second)
     )
+    return tuple(made)  # type: ignore[return-value]
 
 
 def _plain_gradient(
-    product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool
-) -> tuple[Tensor, Tensor]:
-    wide = widened(product)
-    wide, given = wide if bias is None else wide + bias, gradient.to(wide.dtype)
+    product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide, factor = _widened(product, bias, gated, second)
+    given, into_second = gradient.to(wide.dtype), product.new_empty(0)
+    into = _sloped(given if factor is None else given * factor, wide, activation)
+    if factor is not None:
+        into_second = given * apply_activation(wide, activation)
     if gated:
-        gate, x = wide.chunk(2, dim=-1)
-        into = torch.cat([_sloped(given * x, gate, activation), given * apply_activation(gate, activation)], dim=-1)
-    else:
-        into = _sloped(given, wide, activation)
+        into, into_second = torch.cat([into, into_second], dim=-1), product.new_empty(0)
     by_bias = product.new_empty(0) if bias is None else into.reshape(-1, into.shape[-1]).sum(0).to(bias.dtype)
-    return into.to(product.dtype, copy=True), by_bias
+    return into.to(product.dtype, copy=True), by_bias, into_second.to(product.dtype, copy=True)
 
 
 def _sloped(gradient: Tensor, x: Tensor, activation: str) -> Tensor:
@@ -141,15 +162,15 @@ def _sloped(gradient: Tensor, x: Tensor, activation: str) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    product, bias, ctx.activation, ctx.gated = inputs
-    ctx.save_for_backward(product, bias)
+    product, bias, ctx.activation, ctx.gated, second = inputs
+    ctx.save_for_backward(product, bias, second)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-    product, bias = ctx.saved_tensors
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    product, bias, second = ctx.saved_tensors
     make = _make_gradient if direct(gradient) else torch.ops.penstock.bias_activation_gradient
-    into, by_bias = make(product, bias, gradient, ctx.activation, ctx.gated)
-    return into, None if bias is None else by_bias, None, None
+    into, by_bias, into_second = make(product, bias, gradient, ctx.activation, ctx.gated, second)
+    return into, None if bias is None else by_bias, None, None, None if second is None else into_second
 
 
 _bias_activation.register_autograd(_backward, setup_context=_save)
@@ -157,18 +178,30 @@ _DirectActivation = direct_function("_DirectActivation", _forward, _save, _backw
 
 
 def bias_activation(
-    product: Tensor, bias: Tensor | None, activation: Activation, *, gated: bool = False
+    product: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    *,
+    gated: bool = False,
+    second: Tensor | None = None,
 ) -> Tensor:
     """activation(product + bias), (…, N), in the type of the product: (…, N), or (…, 2N) where it is `gated`; bias:
-    as many features as the product, or None. Differentiable in both. Raises ConfigError for other shapes."""
-    if (bias is not None and bias.shape != product.shape[-1:]) or product.shape[-1] % (1 + gated):
+    as many features as the product, or None. `second`: the factor of the activation where it is another product, in
+    shape and type like the first, without biases. Differentiable in all three. Raises ConfigError for other shapes."""
+    features = product.shape[-1:]
+    fits = (bias is None or (bias.shape == features and second is None)) and features[0] % (1 + gated) == 0
+    fits = fits and (second is None or not gated)
+    fits = fits and (second is None or (second.shape == product.shape and second.dtype == product.dtype))
+    if not fits:
         raise ConfigError(
-            f"bias_activation takes a bias of as many features as the product, an even number of a gated one, but was "
-            f"given {tuple(product.shape)} and {None if bias is None else tuple(bias.shape)}."
+            "bias_activation takes a bias of as many features as the product, an even number of a gated one, and a "
+            "second product like the first in place of both, but was given "
+            f"{[None if each is None else (*each.shape, each.dtype) for each in (product, bias, second)]}."
         )
+    inputs = product, bias, activation, gated, second
     if direct(product):
-        return _DirectActivation.apply(product, bias, activation, gated)  # type: ignore[no-any-return]
-    return torch.ops.penstock.bias_activation(product, bias, activation, gated)  # type: ignore[no-any-return]
+        return _DirectActivation.apply(*inputs)  # type: ignore[no-any-return]
+    return torch.ops.penstock.bias_activation(*inputs)  # type: ignore[no-any-return]
 
 
 def _fits(product: Tensor, bias: Tensor | None) -> bool:

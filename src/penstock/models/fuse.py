@@ -181,6 +181,17 @@ def _activate(linear: Any, activation: Activation, *, gated: bool = False, trans
     _swap(linear, _ActivatedLinear)
 
 
+class _GatedPerceptron(_Swapped):
+    """down(activation(gate(x)) · up(x)), each a linear of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = cast(Any, self)
+        gate, up, down = (getattr(own, name) for name in own.gated_parts)
+        return down(bias_activation(gate(x), None, own.gate_activation, second=up(x)))  # type: ignore[no-any-return]
+
+
+GATED: dict[str, str] = {activation: gated for gated, activation in UNGATED.items()}
+"""The variant of a gated perceptron by the activation of its gate."""
 _KINDS: dict[str, Activation] = {
     "GELU": "gelu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh", "FastGELUActivation": "gelu_tanh", "QuickGELUActivation": "gelu_quick",
@@ -197,11 +208,16 @@ def _activation_of(module: nn.Module) -> Activation | None:
 
 
 def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
-    """The perceptrons whose first linear is a plain one."""
+    """The perceptrons whose first linear is a plain one, and those whose gate is a linear of its own."""
     for role in () if anatomy.unknown else anatomy.parts(Perceptron):
         linear = _module(model, role.up.name)
         parent = _module(model, role.up.name.rpartition(".")[0])
-        if linear is None or parent is None or role.gate is not None:
+        if linear is None or parent is None:
+            continue
+        if role.gate is not None:
+            names = tuple(one.name.rpartition(".")[2] for one in (role.gate, role.up, role.down))
+            if kind := _gated_kind(parent, names):
+                yield Place(role.name, GATED[kind], functools.partial(_activate_gated, parent, names, kind))
             continue
         plain = type(linear).forward is nn.Linear.forward or (role.up.transposed and hasattr(linear, "nf"))
         if not plain:
@@ -218,6 +234,22 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
                     _activate_foreign, parent, linear, *inside[0], transposed=role.up.transposed
                 ),
             )
+
+
+def _gated_kind(parent: nn.Module, names: tuple[str, ...]) -> Activation | None:
+    """The activation of a module that is gate, up, down and an activation, and nothing else."""
+    children = dict(parent.named_children())
+    others = [child for name, child in children.items() if name not in names]
+    takes = [*inspect.signature(type(parent).forward).parameters]
+    if len(children) != 4 or len(others) != 1 or len(takes) != 2:
+        return None
+    kind = _activation_of(others[0])
+    return kind if kind in GATED else None
+
+
+def _activate_gated(parent: Any, names: tuple[str, ...], activation: Activation) -> None:
+    parent.gated_parts, parent.gate_activation = names, activation
+    _swap(parent, _GatedPerceptron)
 
 
 def _activate_ours(mlp: MLP) -> None:

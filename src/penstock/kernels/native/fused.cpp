@@ -134,16 +134,18 @@ inline void activate(float x, float& share, float& slope) {
 }
 
 template <int kind, typename T>
-void activation_rows(const void* product, const float* bias, void* out, i64 begin, i64 end, i64 n, bool gated) {
+void activation_rows(const void* product, const void* second, i64 stride, const float* bias, void* out, i64 begin,
+                     i64 end, i64 n) {
   for (i64 row = begin; row < end; ++row) {
-    const T* z = static_cast<const T*>(product) + row * (gated ? 2 * n : n);
+    const T* z = static_cast<const T*>(product) + row * stride;
     T* result = static_cast<T*>(out) + row * n;
-    if (gated) {
+    if (second) {
+      const T* up = static_cast<const T*>(second) + row * stride;
 #pragma omp simd
       for (i64 i = 0; i < n; ++i) {
         float x = wide(z[i]) + bias[i], share, slope;
         activate<kind>(x, share, slope);
-        put(result[i], x * share * (wide(z[n + i]) + bias[n + i]));
+        put(result[i], x * share * (wide(up[i]) + bias[n + i]));
       }
     } else {
 #pragma omp simd
@@ -158,21 +160,22 @@ void activation_rows(const void* product, const float* bias, void* out, i64 begi
 
 template <int kind, typename T>
 void activation_gradient_rows(
-    const void* product, const float* bias, const void* gradient, void* out, float* sums, i64 begin, i64 end, i64 n,
-    bool gated) {
-  i64 width = gated ? 2 * n : n;
+    const void* product, const void* second, i64 stride, const float* bias, const void* gradient, void* out,
+    void* second_out, float* sums, i64 begin, i64 end, i64 n) {
   for (i64 row = begin; row < end; ++row) {
-    const T* z = static_cast<const T*>(product) + row * width;
+    const T* z = static_cast<const T*>(product) + row * stride;
     const T* g = static_cast<const T*>(gradient) + row * n;
-    T* result = static_cast<T*>(out) + row * width;
-    if (gated) {
+    T* result = static_cast<T*>(out) + row * stride;
+    if (second) {
+      const T* up_row = static_cast<const T*>(second) + row * stride;
+      T* up_result = static_cast<T*>(second_out) + row * stride;
 #pragma omp simd
       for (i64 i = 0; i < n; ++i) {
-        float x = wide(z[i]) + bias[i], up = wide(z[n + i]) + bias[n + i], share, slope;
+        float x = wide(z[i]) + bias[i], up = wide(up_row[i]) + bias[n + i], share, slope;
         activate<kind>(x, share, slope);
         float into_gate = wide(g[i]) * up * slope, into_up = wide(g[i]) * x * share;
         put(result[i], into_gate);
-        put(result[n + i], into_up);
+        put(up_result[i], into_up);
         sums[i] += into_gate;
         sums[n + i] += into_up;
       }
@@ -361,24 +364,26 @@ void penstock_add_norm_gradient(
     default: OF_TYPE(FUNCTION, RELU, __VA_ARGS__);        \
   }
 
-// out = a(product + bias), (rows, n); gated: a(first half) times second half, of product (rows, 2n).
+// out = a(product + bias), (rows, n); gated: times `second` + the second half of the bias. Rows of both are `stride` numbers
+// apart: n, or 2n of two halves of one tensor. Without a gate `second` is null.
 void penstock_activation(
-    const void* product, const void* bias, void* out, i64 rows, i64 n, int kind, int gated, int type, int bias_type,
-    int threads) {
-  std::vector<float> biases = vector_of(bias, bias_type, gated ? 2 * n : n, 0.0f);
+    const void* product, const void* second, i64 stride, const void* bias, void* out, i64 rows, i64 n, int kind, int type,
+    int bias_type, int threads) {
+  std::vector<float> biases = vector_of(bias, bias_type, second ? 2 * n : n, 0.0f);
   over_rows(threads, rows, [&](int, i64 begin, i64 end) {
-    BY_KIND(activation_rows, product, biases.data(), out, begin, end, n, gated)
+    BY_KIND(activation_rows, product, second, stride, biases.data(), out, begin, end, n)
   });
 }
 
 void penstock_activation_gradient(
-    const void* product, const void* bias, const void* gradient, void* out, void* bias_gradient, i64 rows, i64 n,
-    int kind, int gated, int type, int bias_type, int threads) {
-  i64 width = gated ? 2 * n : n;
+    const void* product, const void* second, i64 stride, const void* bias, const void* gradient, void* out,
+    void* second_out, void* bias_gradient, i64 rows, i64 n, int kind, int type, int bias_type, int threads) {
+  i64 width = second ? 2 * n : n;
   std::vector<float> biases = vector_of(bias, bias_type, width, 0.0f), sums(width * threads, 0.0f);
   over_rows(threads, rows, [&](int thread, i64 begin, i64 end) {
     float* part = sums.data() + thread * width;
-    BY_KIND(activation_gradient_rows, product, biases.data(), gradient, out, part, begin, end, n, gated)
+    BY_KIND(activation_gradient_rows, product, second, stride, biases.data(), gradient, out, second_out, part, begin,
+            end, n)
   });
   write_sums(sums, threads, width, 0, width, bias_gradient, bias_type);
 }

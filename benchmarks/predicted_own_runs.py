@@ -10,10 +10,10 @@ beside them. On one CPU thread, time is processor time, which other processes do
 processes wait for each other, it is wall-clock time. Memory is the peak of all tensors within a step of one process, as
 the ladder counts them, without the batch. A GPU has larger cases, which share this process.
 
-Whether forecasts of fused Plans are within 10 % (in median over the rounds, each of them) is what this answers, also by
-its exit status:
+Whether forecasts of Plans with each fused operator are within 10 % (in median over the rounds, each of them) is what this
+answers in seven minutes, also by its exit status; `--only fuse=auto` takes those of larger batches:
 
-    OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --only fuse=auto --within 0.1
+    OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --only fuse= --skip fuse=auto --rounds 1 --within 0.1
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from penstock.config.trainable import require_vision
 from penstock.containers import tensors as tensors_in
 from penstock.cpu import this_cpu
 from penstock.ladder.trace import trace
+from penstock.models.fuse import fuse, unfuse
 from penstock.planner.prediction import Prediction, predict, predict_workload
 from penstock.probe import probe, resolve_device
 from penstock.report.record import environment
@@ -95,6 +96,16 @@ CASES = (
     ("bert-base of 128 tokens", f"micro_batch=4 precision=O1 {FUSED}"),
     ("bert-base of 128 tokens", "micro_batch=4 optimizer=fused fuse=auto host_memory=keep"),
     ("marian-base of 128 tokens", f"micro_batch=4 precision=O1 {FUSED}"),
+    *(
+        (model, f"micro_batch=2 {line}")
+        for model in ("vit-s16", "bert-base of 64 tokens", "gpt2 of 64 tokens", "marian-base of 64 tokens")
+        for line in (
+            "optimizer=fused fuse=bias_activation host_memory=keep",
+            f"precision=O1 {FUSED.replace('auto', 'residual_norm')}",
+        )
+    ),
+    ("bert, 4 blocks", "micro_batch=4 optimizer=fused fuse=residual_norm,bias_activation host_memory=keep"),
+    ("gpt2, 4 blocks", "micro_batch=4 optimizer=fused fuse=bias_activation host_memory=keep"),
 )
 GPU_CASES = (
     ("vit-s16", "micro_batch=128 optimizer=fused matmul=high"),
@@ -231,7 +242,9 @@ def prepared(case: Case, device: torch.device) -> tuple[Built, Any, Callable[[Ma
         return built, (images, targets), lambda machine: predict(config, machine, plan)
     module, loss = foreign(case.model, device)
     tokens = torch.randint(0, SIZES[case.model][-1], (batch, TOKENS), device=device)
+    fuse(module, plan.fuse)
     work = trace(module, (tokens, tokens), loss, batch)
+    unfuse(module)  # `build` does it again
     built = build(module, plan, device=device, recipe=recipe, loss=loss)
     return built, (tokens, tokens), lambda machine: predict_workload(work, machine, plan)
 

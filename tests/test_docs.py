@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -319,3 +320,42 @@ def test_the_picture_of_the_readme_is_of_what_was_measured() -> None:
         "nothing within the noise is drawn as a gain"
     )
     assert list(states.values()).count("kept") >= 5
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_cited_measurements_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    cited = re.findall(r"(?<!--output )benchmarks/results/(\w+\.json)|`(\w+_(?:cpu|amx|h200)\.json)`", text)
+    for name in map("".join, cited):
+        measured = (RESULTS / name).read_text(encoding="utf-8")
+        assert '"machine"' in measured, f"{name} does not say on which machine it was measured"
+
+
+def test_tables_of_fused_operators_are_what_was_measured() -> None:
+    page = (ROOT / "docs" / "how-to" / "fuse.md").read_text(encoding="utf-8")
+    cells = json.loads((RESULTS / "step_parts_cpu.json").read_text(encoding="utf-8"))["cells"]
+    columns = [
+        next(cell for key, cell in cells.items() if key.startswith(f"{model}, ") and "AMD EPYC AVX512" in key)
+        for model in ("vit-s16", "bert-base", "gpt2", "marian-base")
+    ]
+    kinds = ("products", "attention", "between products")
+    named = [*(f"{kind}, {way}" for kind in kinds for way in ("forward", "backward")), "optimizer"]
+    for name in (*named, "the rest", "whole step"):
+        words = []
+        for cell in columns:
+            parts = [one for one in cell["parts"] if name == "whole step" or one["name"] == name]
+            parts = [one for one in cell["parts"] if one["name"] not in named] if name == "the rest" else parts
+            took, least = (
+                sum(one[key] or 0.0 for one in parts) for key in ("milliseconds", "least_milliseconds")
+            )
+            words.append(f"{took:,.0f} of {least:,.0f}")
+        assert f"| {name} | {' | '.join(words)} |\n" in page, words
+    rows: dict[tuple[str, str, int], list[str]] = {}
+    for one in json.loads((RESULTS / "kernels_cpu.json").read_text(encoding="utf-8"))["times"]:
+        gains = [f"{one['gains'][form]:.2f}" for form in ("eager", "compiled")]
+        rows.setdefault((one["operator"], one["variant"], one["rows"]), []).extend(gains)
+    for (operator, variant, count), words in rows.items():
+        assert f"| `{operator}` | `{variant}` | {count:,} | {' | '.join(words)} |\n" in page, (variant, words)

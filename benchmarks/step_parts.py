@@ -4,8 +4,9 @@
     python benchmarks/step_parts.py --model gpt2 --plan 'precision=O1 compile=blocks optimizer=fused loss=chunked'
 
 Each cell is a model, a batch and a Plan: one of those that the ladder finds fastest on such machines, unless --plan
-names others. A step is profiled after warm-up and compilation; beside it stands the median time of steps that are not.
-Cells of other machines in the output stay.
+names others. The step of `generation` is a whole call: GPT-2 reads a batch of prompts and continues each by as many
+tokens. A step is profiled after warm-up and compilation; beside it stands the median time of steps that are not. Cells
+of other machines in the output stay.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,28 +26,38 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from language_train import batch_of, our_loss, sized
 from penstock.build import build
+from penstock.config.decoding import Decoding
 from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.planner.ideal import least_of_step
+from penstock.infer.generator import Generator
+from penstock.models import create
+from penstock.planner.ideal import Least, least_of_generation, least_of_step
+from penstock.planner.serve import Serving
 from penstock.probe import machine_for, resolve_device
 from penstock.report.record import environment
 from penstock.train.step_table import STEP, as_text, step_table
 
 CELLS = {"vit-s16": (8, 0), "bert-base": (4, 128), "gpt2": (1, 512), "marian-base": (4, 128)}
 """Samples of a batch, and tokens of each, by model."""
+GENERATION, PROMPTS, PROMPT, NEW = "generation", 8, 64, 32
+"""Texts of a batch, tokens of their prompts, and tokens that each gets."""
 MASKED = 0.15
 WARM_UP, TIMED, PROFILED = 3, 5, 2
+
+
+def faster_in_half(machine: Machine) -> bool:
+    """Whether it multiplies bf16 faster than fp32."""
+    return machine.achievable_flops.get("bf16", 0.0) > 1.1 * machine.achievable_flops.get("fp32", 1.0)
 
 
 def plans(machine: Machine, model: ModelConfig) -> list[Plan]:
     """The fastest of `vit_train.py` and `language_train.py` on such a machine."""
     base = Plan(matmul="medium", optimizer="fused", host_memory="keep", compile="whole")
-    half = machine.achievable_flops.get("bf16", 0.0) > 1.1 * machine.achievable_flops.get("fp32", 1.0)
     if machine.device == "cuda":
         base = Plan(precision="O1", matmul="high", optimizer="fused", compile="whole")
-    elif half:
+    elif faster_in_half(machine):
         base = replace(base, precision="O3", attention="auto")
     return [replace(base, compile="blocks") if model.graph.vision else base]
 
@@ -64,6 +75,20 @@ def stepper(model: ModelConfig, samples: int, plan: Plan, device: torch.device) 
     batch = batch_of(model, samples, device)
     built = build(model, plan, device=device, recipe=recipe, loss=our_loss, seed=0)
     return lambda: built.step([batch])
+
+
+def generation(plan: Plan, machine: Machine, device: torch.device) -> tuple[Callable[[], Any], Mapping[str, Least]]:
+    """One call that generates a batch of texts, and the least work of it."""
+    torch.manual_seed(0)
+    model = PRESETS["gpt2"]
+    generator = Generator(create(model), plan, ends=(), device=device)
+    prompts = torch.randint(0, model.vocabulary, (PROMPTS, PROMPT)).tolist()
+    settings = Decoding(max_tokens=NEW)
+    width = 4.0 if plan.precision == "O0" else 2.0
+    serving = Serving(
+        batch=PROMPTS, prompt=PROMPT, generated=NEW, half=width == 2, weight_bytes=width, cache_bytes=width
+    )
+    return lambda: generator.generate(prompts, settings), least_of_generation(model, machine, serving)
 
 
 def profiled(step: Callable[[], Any], device: torch.device, trace: Path) -> float:
@@ -96,7 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", action="append", choices=CELLS, help="all by default; may be given again")
+    every = *CELLS, GENERATION
+    parser.add_argument("--model", action="append", choices=every, help="all by default; may be given again")
     parser.add_argument("--plan", action="append", help="a Plan to profile; may be given again")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, help="other cells in it stay")
@@ -105,23 +131,33 @@ def main() -> None:
     machine = machine_for(device)
     stored = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
     cells = stored.get("cells", {})
-    for name in options.model or CELLS:
+
+    def keep(key: str, step: Callable[[], Any], least: Mapping[str, Least]) -> None:
+        """Measure a cell, print it, and store it."""
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            seconds = profiled(step, device, trace)
+            rows = step_table(trace, least)
+        cells[key] = {"step_ms": 1e3 * seconds, "parts": rows, "environment": environment()}
+        print(f"{key}: {1e3 * seconds:.1f} ms a step\n{as_text(rows)}", flush=True)
+        if options.output:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
+
+    given = [Plan.parse(line) for line in options.plan or []]
+    for name in options.model or every:
+        if name == GENERATION:
+            for plan in given or [Plan(precision="O3" if faster_in_half(machine) else "O0")]:
+                key = f"{name}, gpt2, {PROMPTS} x {PROMPT} + {NEW} tokens, {plan.line()}, {machine.name}"
+                keep(key, *generation(plan, machine, device))
+            continue
         samples, sequence = CELLS[name]
         model = PRESETS[name] if not sequence else sized(PRESETS[name], sequence)
-        chosen = [Plan.parse(line) for line in options.plan or []] or plans(machine, model)
-        for plan in (replace(one, micro_batch=samples) for one in chosen):
+        for plan in (replace(one, micro_batch=samples) for one in given or plans(machine, model)):
             words = MASKED if name.startswith("bert") else 1.0
-            with tempfile.TemporaryDirectory() as folder:
-                trace = Path(folder) / "trace.json"
-                seconds = profiled(stepper(model, samples, plan, device), device, trace)
-                rows = step_table(trace, least_of_step(model, machine, plan, words=words))
             size = f"{samples} x {sequence} tokens" if sequence else f"{samples} images"
             key = f"{name}, {size}, {plan.line()}, {machine.name}"
-            cells[key] = {"step_ms": 1e3 * seconds, "parts": rows, "environment": environment()}
-            print(f"{key}: {1e3 * seconds:.1f} ms a step\n{as_text(rows)}", flush=True)
-            if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
+            keep(key, stepper(model, samples, plan, device), least_of_step(model, machine, plan, words=words))
 
 
 if __name__ == "__main__":

@@ -194,6 +194,18 @@ class Passes:
         token = sum(part.count * _seconds(part, rates, serving, again=True) for part in blocks)
         return token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
 
+    def parts(self) -> Iterator[tuple[int, Part]]:
+        """The parts of all passes of a decoder's batch, each with how often it runs: the prompts, then one token of each
+        text after the other. What is outside the blocks is computed for the last tokens alone."""
+        serving, samples = self.serving, self.serving.batch
+        lengths = range(serving.prompt, serving.prompt + serving.generated - 1)
+        works = [workload_of(_sized(self.model, serving.prompt), self._terms(samples))]
+        works += [workload_of(_sized(self.model, 1), self._terms(samples, cached)) for cached in lengths]
+        for work in works:
+            yield from ((part.count, part) for part in work.blocks)
+        ends = workload_of(_sized(self.model, 1), self._terms(samples))
+        yield from ((serving.generated, part) for part in ends.parts if part.block is None)
+
     def _terms(self, samples: int, cached: int = 0) -> OpTerms:
         rates, serving = self.rates, self.serving
         return OpTerms(

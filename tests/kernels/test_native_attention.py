@@ -89,6 +89,16 @@ def _hold_errors(case: str, *, padded: bool) -> None:
 
 
 @needs_pairs
+@pytest.mark.parametrize(("samples", "queries"), [(0, 5), (2, 0)])
+def test_without_queries_nothing_is_learned(samples: int, queries: int) -> None:
+    tensors = inputs(samples, 2, 2, queries, 7, 16)
+    out, *gradients = with_gradients(tensors, "native", Scores())
+    assert out.shape == tensors[0].shape
+    assert [each.shape for each in gradients] == [each.shape for each in tensors]
+    assert not any(each.any() for each in gradients)
+
+
+@needs_pairs
 def test_dropout_is_drawn_once_for_both_directions() -> None:
     _hold_dropout()
 

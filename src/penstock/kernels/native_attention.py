@@ -172,6 +172,9 @@ def _write_gradients(
             _strides(q, k, v, out, gradient, *into), address(added), address(sums), *map(address, into),
             threads_for(sums.numel() * k.shape[2]),
         )  # fmt: skip
+    else:  # keys without a query learn nothing
+        for each in into:
+            each.zero_()
 
 
 _gradients = torch.library.custom_op("penstock::attend_gradient", _make_gradients, mutates_args=())

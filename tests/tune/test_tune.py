@@ -31,10 +31,16 @@ def _tuned(words: str, output: Path, *, procs: int = 1, **options: Any) -> TuneR
 
 
 @pytest.fixture
-def forked_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts run in processes that have torch already; races end undecided."""
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Races end undecided."""
+    for most in ("MOST_ROUNDS", "CONTROL_ROUNDS"):
+        monkeypatch.setattr(f"penstock.tune.search.{most}", 3)
+
+
+@pytest.fixture
+def forked_scripts(few_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts run in processes that have torch already."""
     monkeypatch.setattr("penstock.tune.process.subprocess", forked.instead())
-    monkeypatch.setattr("penstock.tune.search.MOST_ROUNDS", 3)
 
 
 @pytest.mark.usefixtures("forked_scripts")
@@ -160,6 +166,7 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_rounds")
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
     report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer",), rounds=3)
     assert next(step for step in report.steps if step.name == "optimizer-fused").ratio is not None
@@ -167,6 +174,7 @@ def test_ranks_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_rounds")
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", "--budget", "400", "--rungs", "optimizer-fused", "--output", str(tmp_path), "--all"]
     assert main([*words, str(SCRIPTS / "plain.py"), ENDLESS]) == 0

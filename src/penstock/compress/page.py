@@ -142,11 +142,7 @@ def card(config: CompressConfig, name: str, rows: Sequence[Mapping[str, Any]]) -
     `name` says what the original was.
     """
     source = config.model or ""
-    head = {
-        "library_name": "penstock",
-        "tags": ["penstock", "compressed"],
-        "base_model": on_hub(source),
-    }
+    head = {"library_name": "penstock", "tags": ["penstock", "compressed"], "base_model": on_hub(source)}
     table = "\n".join(
         f"| {row['title']} | {row['parameters']:,} | {row['bytes'] / 1e6:,.2f} | {1e3 * row['seconds']:.3g} | "
         f"{row['words']} |"

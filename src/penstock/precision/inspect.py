@@ -28,15 +28,7 @@ from penstock.precision.session import device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
-from penstock.precision.undisturbed import (
-    Loss,
-    checked,
-    default_loss,
-    gradients,
-    in_fp32,
-    moved,
-    undisturbed,
-)
+from penstock.precision.undisturbed import Loss, checked, default_loss, gradients, in_fp32, moved, undisturbed
 from penstock.report.precision_figures import percent
 
 Kind = Literal["activations", "weights"]

@@ -23,13 +23,7 @@ from penstock.optim import EMA, clipped_step
 from penstock.parallel import ALONE, DataParallel
 from penstock.parallel.data import add_up_all
 from penstock.parallel.dims import LOSS
-from penstock.precision import (
-    LossScaler,
-    MasterWeights,
-    Overflow,
-    OverflowTrace,
-    matmul_precision,
-)
+from penstock.precision import LossScaler, MasterWeights, Overflow, OverflowTrace, matmul_precision
 from penstock.step.runner import Accumulate, Runner
 from penstock.tasks import Loss, classification_loss
 

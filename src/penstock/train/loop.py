@@ -397,9 +397,7 @@ class _Run:
             folder = export(self.built.model, self.output, self.dims, self.config.recipe.lora, about)
         if speed := self.speedometer.whole_run():
             self._record(
-                "summary",
-                predicted=_prediction_values(self.prediction),
-                measured=speed | self.memory.read(),
+                "summary", predicted=_prediction_values(self.prediction), measured=speed | self.memory.read()
             )
         return TrainResult(
             classes=None if (head := self.config.model.graph.classes) is None else head.classes,

@@ -472,7 +472,7 @@ LINES = {
     "doctor": 450,
     "export": 940,
     "infer": 1750,
-    "kernels": 6450,
+    "kernels": 6460,
     "ladder": 5530,
     "launch": 1550,
     "models": 9060,

@@ -71,7 +71,8 @@ class Beams(NamedTuple):
 
     def only(self, rows: Tensor) -> Beams:
         """The beams of some texts."""
-        return Beams(*(each[rows] for each in self[:5]), self.fresh)
+        scores, done_scores, done, finished, hopeful = (each[rows] for each in self[:5])
+        return Beams(scores, done_scores, done, finished, hopeful, self.fresh)
 
 
 class Step(NamedTuple):

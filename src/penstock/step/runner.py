@@ -6,7 +6,6 @@ One after the other is one order; a pipeline schedule is another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -36,20 +35,26 @@ class Runner(Protocol):
         """The norm of all gradients of the model, from that of those that this rank holds, 0-d."""
 
 
-@dataclass(eq=False)
 class Accumulate:
     """Takes one micro-batch after the other through the whole model, so that their gradients add up."""
 
-    model: nn.Module
-    loss: Loss
-    scaler: LossScaler | None = None
-    masters: MasterWeights | None = None
-    replicas: DataParallel | None = None
-    divisor: Tensor | None = None
-    parts: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.mixed = bool(mixtures_of(self.model))
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        scaler: LossScaler | None = None,
+        masters: MasterWeights | None = None,
+        replicas: DataParallel | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.scaler = scaler
+        self.masters = masters
+        self.replicas = replicas
+        self.divisor: Tensor | None = None
+        self.parts: Tensor | None = None
+        self.mixed = bool(mixtures_of(model))
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         dims = ALONE if self.replicas is None else self.replicas.dims

@@ -77,7 +77,9 @@ def stepper(model: ModelConfig, samples: int, plan: Plan, device: torch.device) 
     return lambda: built.step([batch])
 
 
-def generation(plan: Plan, machine: Machine, device: torch.device) -> tuple[Callable[[], Any], Mapping[str, Least]]:
+def generation(
+    plan: Plan, machine: Machine, device: torch.device
+) -> tuple[Callable[[], Any], Mapping[str, Least]]:
     """One call that generates a batch of texts, and the least work of it."""
     torch.manual_seed(0)
     model = PRESETS["gpt2"]

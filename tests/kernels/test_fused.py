@@ -276,7 +276,11 @@ def test_torch_accepts_the_operators() -> None:
         (kept, 1.5, weight, None, 1e-5, True, torch.bfloat16),
     ):
         torch.library.opcheck(torch.ops.penstock.add_norm.default, (x, branch, *more))
-    for more in ((bias, "gelu", False, None), (None, "silu", True, None), (None, "gelu_quick", False, branch)):
+    for more in (
+        (bias, "gelu", False, None),
+        (None, "silu", True, None),
+        (None, "gelu_quick", False, branch),
+    ):
         torch.library.opcheck(torch.ops.penstock.bias_activation.default, (x, *more))
 
     def both(x: Tensor, branch: Tensor) -> Tensor:

@@ -55,7 +55,9 @@ def weights_after_steps(name: str, line: str) -> list[Tensor]:
 def test_weights_are_those_of_the_plain_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of SGD: AdamW divides by magnitudes, so that rounding alone turns signs of tiny gradients."""
     name, line, plain_line, module, chooses = CASES[case]
-    if (case == "attention" and not this_cpu().bf16_pairs) or (case == "experts" and this_cpu().isa != "AVX512"):
+    if (case == "attention" and not this_cpu().bf16_pairs) or (
+        case == "experts" and this_cpu().isa != "AVX512"
+    ):
         pytest.skip("this CPU has not the instructions that the kernel is made of")
     ours = weights_after_steps(name, line)
     if module is not None:

@@ -197,7 +197,7 @@ def test_what_the_kernel_cannot_take_is_said() -> None:
 
 
 MUTANTS = (
-    ("\n      i64 limit = s.causal ? std::min(s.m, first + r + 1", "\n      i64 limit = s.causal ? std::min(s.m, first + r"),
+    ("first + r + 1 + s.m - s.n) : s.m;\n      V most", "first + s.m - s.n) : s.m;\n      V most"),
     ("\n        if (m_row) x = _mm512_add_ps", "\n        if (false) x = _mm512_add_ps"),
     ("total = _mm512_add_ps(total, e)", "total = e"),
     ("lse[first + r] = top + std::log(t)", "lse[first + r] = std::log(t)"),

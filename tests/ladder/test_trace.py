@@ -143,19 +143,21 @@ def test_softmax_that_masks_may_hide_rows_from_is_four_kernels() -> None:
 
 
 def test_activations_of_several_operators_are_counted_as_they_run() -> None:
-    """x · σ(1.702 x) as it is listed of our own models, and GELU's tanh form as libraries write it: operators of a tensor
+    """x · σ(1.702 x) as it is listed of our own models, and GELU by tanh as libraries write it: operators of a tensor
     each, of which one computes tanh."""
     config = replace(PRESETS["gpt-tiny"], mlp="gelu_quick")
     stack = config.graph.runs[0].stack
     rows = config.sequence
     work = trace(MLP(stack, stack.layers[0]), torch.randn(rows, stack.width), _square, 1)
-    (block,) = describe(config, Plan(), "cpu").blocks
+    (block,) = describe(config, Plan(micro_batch=1), "cpu").blocks
     size = rows * stack.layers[0].hidden
     traced = [op for _, op in work.operators() if op.elements == size and op.kind != "gemm"]
     listed = [op for op in (*block.forward, *block.backward) if op.name.startswith("mlp.activation")]
     for forward in (True, False):
         ours, theirs = ([op for op in each if op.forward == forward] for each in (listed, traced))
-        assert sum(op.read + op.written for op in theirs) == pytest.approx(sum(op.read + op.written for op in ours))
+        assert sum(op.read + op.written for op in theirs) == pytest.approx(
+            sum(op.read + op.written for op in ours)
+        )
         assert {op.function for op in theirs} == {op.function for op in ours} == {"", "sigmoid"}
     assert len(traced) == sum(op.launches for op in listed)
 

@@ -62,7 +62,13 @@ def test_ours_compute_the_same_fused(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(_gradients(model, inputs), before))
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 60}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 60,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "Bert": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 32, "resid_pdrop": 0.0,
@@ -91,7 +97,7 @@ def _foreign(name: str, **changes: Any) -> tuple[nn.Module, tuple[Any, ...]]:
     if name == "timm":
         try:
             import timm
-        except Exception as error:  # noqa: BLE001 - timm fails in many ways without a torchvision that fits
+        except Exception as error:  # without a torchvision that fits
             pytest.skip(f"timm cannot be imported: {error}")
         return timm.create_model("vit_tiny_patch16_224", depth=2), (torch.randn(1, 3, 224, 224),)
     transformers = pytest.importorskip("transformers")

@@ -190,7 +190,9 @@ def test_an_activation_takes_the_time_that_was_measured_of_its_function() -> Non
     assert seconds_of("llama-tiny", fused) == pytest.approx(1 / rates["fused_silu"])
     # A compiler makes the tanh form of exponentials, as the fused kernel does.
     assert seconds_of("gpt2", "compile=blocks") == pytest.approx(1 / rates["fused_gelu_tanh"])
-    quick: dict[str, Any] = {"mlp": "gelu_quick"}  # with an exponential as SiLU has it, where it is one kernel
+    quick: dict[str, Any] = {
+        "mlp": "gelu_quick"
+    }  # with an exponential as SiLU has it, where it is one kernel
     assert seconds_of("gpt2", "", **quick) == pytest.approx(1 / rates["sigmoid"])
     assert seconds_of("gpt2", "", forward=False, **quick) == pytest.approx(1 / rates["sigmoid_backward"])
     assert seconds_of("gpt2", "compile=blocks", **quick) == pytest.approx(1 / rates["silu"])

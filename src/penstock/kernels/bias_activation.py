@@ -99,7 +99,7 @@ def _shape(product: Tensor, bias: Any, activation: str, gated: bool, second: Any
 
 def _make_gradient(
     product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the product, of the bias and of the second product, of no elements where there is none."""
     kernels = library() if _fits(product, bias) and gradient.dtype in TYPES else None
     if kernels is None:
@@ -126,7 +126,7 @@ _gradient = torch.library.custom_op("penstock::bias_activation_gradient", _make_
 @_gradient.register_fake
 def _gradient_shapes(
     product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     made = (
         product.new_empty(0) if one is None else torch.empty_like(one, memory_format=torch.contiguous_format)
         for one in (product, bias, second)
@@ -136,7 +136,7 @@ def _gradient_shapes(
 
 def _plain_gradient(
     product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     wide, factor = _widened(product, bias, gated, second)
     given, into_second = gradient.to(wide.dtype), product.new_empty(0)
     into = _sloped(given if factor is None else given * factor, wide, activation)

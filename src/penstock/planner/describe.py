@@ -426,7 +426,7 @@ def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     size = samples * d
     to.move(
         "pooler.activation", size, (c, c), kind="activation", group="output", kept=size * c, function="tanh" * tanh
-    )
+    )  # fmt: skip
     if not tanh:
         to.norm("pooler.norm", samples, stack)
     if head.dropout:

@@ -66,8 +66,8 @@ def least_of_step(
 
 
 def least_of_generation(model: ModelConfig, machine: Machine, serving: Serving) -> dict[str, Least]:
-    """The least work of generating a batch of texts with a decoder, by the same rows, in the operators of forward passes:
-    weights and keys are read once for each token.
+    """The least work of generating a batch of texts with a decoder, by the same rows: operators of forward passes,
+    which read weights and keys once for each token.
 
     Raises ConfigError for degrees that the model does not admit.
     """

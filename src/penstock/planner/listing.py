@@ -323,8 +323,8 @@ class Lister:
         group: str = "", fused: bool = False,
     ) -> None:  # fmt: skip
         """An activation of `size` elements, of the first half where `mlp` is gated. Those that are `fused` compute as
-        the kernels of `plan.fuse` do. So does compiled code on a CPU of GELU's tanh form, without a tanh. x · σ(1.702 x)
-        is three operators unless it is one kernel, which computes as SiLU's does."""
+        the kernels of `plan.fuse` do. So does compiled code on a CPU of GELU's tanh form, with no tanh. x · σ(1.702 x)
+        is three operators, or one kernel that computes as SiLU's does."""
         function = UNGATED.get(mlp, mlp)
         if mlp == "gelu_quick" and not (fused or self.terms.fused):
             c = ahead[0]
@@ -333,7 +333,9 @@ class Lister:
                 name, size, (c, c), (2 * c, c), kind="activation", kept=kept, group=group, function="sigmoid"
             )
             # Backward two products, and the sum of both gradients of x: four launches in all.
-            self.move(f"{name}.gate", size, (2 * c, c), (6 * c, 3 * c), kept=size * c, group=group, launches=2)
+            self.move(
+                f"{name}.gate", size, (2 * c, c), (6 * c, 3 * c), kept=size * c, group=group, launches=2
+            )
             return
         function = "silu" if mlp == "gelu_quick" else function
         fused = fused or (self.terms.fused and self.terms.host and function == "gelu_tanh")

@@ -195,8 +195,8 @@ class Passes:
         return token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
 
     def parts(self) -> Iterator[tuple[int, Part]]:
-        """The parts of all passes of a decoder's batch, each with how often it runs: the prompts, then one token of each
-        text after the other. What is outside the blocks is computed for the last tokens alone."""
+        """The parts of all passes of a decoder's batch, each with how often it runs: of the prompts, then of one token
+        after the other. Outside the blocks only last tokens are computed."""
         serving, samples = self.serving, self.serving.batch
         lengths = range(serving.prompt, serving.prompt + serving.generated - 1)
         works = [workload_of(_sized(self.model, serving.prompt), self._terms(samples))]

@@ -24,7 +24,8 @@ def test_a_remainder_takes_half_of_a_copy(form: Master, missing: float, held: fl
     plan = replace(O2, master=form)
     numerics = numerics_of(plan)
     assert numerics.master_bytes == missing
-    assert BYTES[numerics.weights] + numerics.state_bytes == held
+    moments = numerics.moments_per_weight * BYTES[numerics.moments]
+    assert BYTES[numerics.weights] + numerics.master_bytes + moments == held
     for precision in ("O0", "O1", "O3"):
         assert numerics_of(replace(plan, precision=precision)).master_bytes == 0.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from penstock.config.formats import BYTES, HALVES, Dtype, Products
+from penstock.config.formats import HALVES, Dtype, Products
 from penstock.config.plan import Plan
 
 Masters = Literal["none", "copy", "remainder", "shards"]
@@ -60,11 +60,6 @@ class Numerics:
     def master_bytes(self) -> float:
         """Bytes of one master weight, in addition to the weight."""
         return MASTER_BYTES[self.masters]
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes that the optimizer keeps per weight: master weight and moments."""
-        return self.master_bytes + self.moments_per_weight * BYTES[self.moments]
 
     @property
     def half(self) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Sequence
 
 from penstock.ladder.arena import Arena
 from penstock.ladder.judge import DEVIATIONS, tail_mean
@@ -85,8 +83,3 @@ class Losses:
             wished, self.steps = self.steps, affordable if affordable >= LEAST_STEPS else 0
             length = f"to {self.steps} steps" if self.steps else "to none"
             self.notes.append(f"The budget shortened loss runs from {wished} steps {length}.")
-
-
-def finite(curve: Sequence[float]) -> bool:
-    """Whether all losses are numbers."""
-    return all(math.isfinite(loss) for loss in curve)

@@ -72,10 +72,6 @@ class Journal(Generic[K]):
         self._rounds.append({setting: math.log(spent) for setting, spent in seconds.items()})
         self._solved = None
 
-    def rounds_of(self, *settings: K) -> int:
-        """Rounds in which all of these took turns."""
-        return sum(all(setting in turn for setting in settings) for turn in self._rounds)
-
     def joint(self) -> Joint[K]:
         """The estimate from all rounds so far."""
         if self._solved is None:

@@ -45,24 +45,6 @@ class Place:
     install: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """A fused operator on one kind of device."""
-
-    name: FusedName
-    device: str
-    """torch's name of the kind of device, such as `cpu`."""
-    places: Callable[[nn.Module, Anatomy], Iterable[Place]]
-
-
-_FUSIONS: dict[tuple[str, str], Fusion] = {}
-
-
-def register(fusion: Fusion) -> None:
-    """Make a fused operator known for a device; another of the same name and device is replaced."""
-    _FUSIONS[fusion.name, fusion.device] = fusion
-
-
 def fuse(
     model: nn.Module,
     names: Sequence[Fuse] = ("auto",),
@@ -87,14 +69,14 @@ def fuse(
     chosen = [name for name in FUSED if name in names or "auto" in names]
     counts: dict[FusedName, int] = {}
     for name in chosen:
-        fusion = _FUSIONS.get((name, place))
-        places = list(fusion.places(model, anatomy_of(model))) if fusion else []
+        find = _FUSIONS.get((name, place))
+        places = list(find(model, anatomy_of(model))) if find else []
         if not places and name in names:
             raise ConfigError(
                 f"plan.fuse={name} fits nowhere in {type(model).__qualname__} on {place}: "
                 + (
                     f"it has kernels for {' and '.join(FUSED[name].devices)} only"
-                    if fusion is None
+                    if find is None
                     else _NOWHERE[name]
                 )
                 + "; leave it out."
@@ -120,8 +102,8 @@ def places_for(model: nn.Module, device: str) -> dict[FusedName, int]:
         anatomy = anatomy_of(model)
     except ConfigError:
         return dict.fromkeys(FUSED, 0)
-    fusions = {name: _FUSIONS.get((name, device)) for name in FUSED}
-    return {name: len([*fusion.places(model, anatomy)]) if fusion else 0 for name, fusion in fusions.items()}
+    finders = {name: _FUSIONS.get((name, device)) for name in FUSED}
+    return {name: len([*find(model, anatomy)]) if find else 0 for name, find in finders.items()}
 
 
 def unfuse(model: nn.Module) -> None:
@@ -305,6 +287,9 @@ def _adds_input(module: nn.Module) -> bool:
     )
 
 
-register(Fusion("residual_norm", "cpu", _norm_places))
-register(Fusion("residual_norm", "cuda", _norm_places))
-register(Fusion("bias_activation", "cpu", _activation_places))
+_FUSIONS: dict[tuple[FusedName, str], Callable[[nn.Module, Anatomy], Iterable[Place]]] = {
+    ("residual_norm", "cpu"): _norm_places,
+    ("residual_norm", "cuda"): _norm_places,
+    ("bias_activation", "cpu"): _activation_places,
+}
+"""The function that finds the places of a fused operator, by its name and torch's name of a kind of device."""

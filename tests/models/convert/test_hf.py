@@ -179,7 +179,7 @@ def test_config_defaults_are_transformers() -> None:
 
 
 def test_sizes_given_as_pairs_are_read() -> None:
-    assert config_from_hf({"image_size": [96, 96], "patch_size": [8, 8]}).patches == 144
+    assert config_from_hf({"image_size": [96, 96], "patch_size": [8, 8]}).tokens == 145
     with pytest.raises(ConfigError, match=r"image_size \[96, 64\].*square"):
         config_from_hf({"image_size": [96, 64]})
 

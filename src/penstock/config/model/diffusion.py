@@ -53,17 +53,12 @@ class DiffusionConfig(Stack, ModelFamily):
     norm_eps: Positive = 1e-6
     router: Router = "given"
 
-    @property
-    def tokens(self) -> int:
-        """Patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
     @cached_property
     def graph(self) -> Graph:
         """Noisy images, a modulated run over their patches, images; before them texts and a run over these."""
         images = PatchInput(image_size=self.image_size, patch_size=self.patch_size, channels=self.channels)
         denoiser = Run(
-            name="denoiser", stack=self, reads="images", rows=self.tokens, most=self.tokens, last_norm=False,
+            name="denoiser", stack=self, reads="images", rows=images.length, most=images.length, last_norm=False,
             modulated=True, memories=() if self.text is None else ("text",),
         )  # fmt: skip
         head = PixelHead(run="denoiser", predicts=self.predicts, schedule=self.schedule, min_snr=self.min_snr)

@@ -33,7 +33,11 @@ class ModelFamily(Checked, where="model"):
     @classmethod
     def parse(cls, name: str) -> Any:
         """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
-        return named(name)
+        if name not in NAMED:
+            raise ConfigError(
+                f"There is no model preset {quoted(name)}.{nearest(name, NAMED)} Presets are {', '.join(NAMED)}."
+            )
+        return NAMED[name]
 
     @cached_property
     def graph(self) -> Graph:
@@ -43,13 +47,18 @@ class ModelFamily(Checked, where="model"):
     def _problems(self) -> Iterator[str]:
         yield from self.graph.problems()
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample of the first input."""
+        return self.graph.inputs[0].length
+
     def with_lengths(self, *lengths: int) -> Any:
         """The same model for samples of so many tokens in each of its inputs. Images have the tokens that they have."""
         return self
 
     def with_labels(self, count: int) -> Any:
         """The same model for samples of so many labels, by which mixtures count visits; without mixtures, itself."""
-        return self
+        return with_stacks(self, lambda one: replace(one, labels=count) if one.experts else one)
 
     def with_classes(self, count: int) -> Any:
         """The same model with a head for so many classes of texts. Raises ConfigError where it cannot have one."""
@@ -84,12 +93,3 @@ def with_stacks(config: AnyConfig, change: Callable[[Stack], Any]) -> AnyConfig:
         without: dict[str, Any] = dict.fromkeys(inner)
         outer = change(replace(outer, **without) if inner else outer)
     return replace(outer, **inner) if inner else outer  # type: ignore[no-any-return]
-
-
-def named(name: str) -> Any:
-    """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
-    if name not in NAMED:
-        raise ConfigError(
-            f"There is no model preset {quoted(name)}.{nearest(name, NAMED)} Presets are {', '.join(NAMED)}."
-        )
-    return NAMED[name]

@@ -83,8 +83,3 @@ class MultimodalConfig(TextFamily):
 
     def with_lengths(self, *lengths: int) -> Any:
         return replace(self, sequence=lengths[1], writer_sequence=lengths[2])
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a source."""
-        return self.sequence

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.model.diffusion import DiffusionConfig
 from penstock.config.model.every import ModelConfig
-from penstock.config.model.family import NAMED, named
+from penstock.config.model.family import NAMED, ModelFamily
 from penstock.config.model.multimodal import MultimodalConfig
 from penstock.config.model.text import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from penstock.config.model.universal import UniversalConfig
@@ -17,7 +17,7 @@ from penstock.config.stack import Rotary, Stack
 
 def preset(name: str) -> ModelConfig:
     """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
-    return named(name)  # type: ignore[no-any-return]
+    return ModelFamily.parse(name)  # type: ignore[no-any-return]
 
 
 def _dit(width: int, depth: int, heads: int) -> DiffusionConfig:

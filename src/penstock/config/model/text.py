@@ -36,6 +36,9 @@ class TextFamily(ModelFamily):
     residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
     inputs and outputs (Glorot & Bengio, 2010)."""
 
+    def with_lengths(self, *lengths: int) -> Any:
+        return replace(self, sequence=lengths[0])
+
     def _run(self, name: str, stack: Stack, reads: str, length: int, **changes: Any) -> Run:
         return Run(
             name=name, stack=stack, reads=reads, rows=self.max_positions or self.sequence,
@@ -59,23 +62,7 @@ class TextFamily(ModelFamily):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneStack(Stack, TextFamily):
-    """A text model with one stack of blocks."""
-
-    def with_lengths(self, *lengths: int) -> Any:
-        return replace(self, sequence=lengths[0])
-
-    def with_labels(self, count: int) -> Any:
-        return replace(self, labels=count) if self.experts else self
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one sample that the blocks process."""
-        return self.sequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig(OneStack):
+class DecoderConfig(Stack, TextFamily):
     """A causal language model (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners")."""
 
     family: Literal["decoder"] = "decoder"
@@ -91,7 +78,7 @@ class DecoderConfig(OneStack):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderConfig(OneStack):
+class EncoderConfig(Stack, TextFamily):
     """A bidirectional encoder with a head for masked words (Devlin et al., NAACL 2019, "BERT")."""
 
     family: Literal["encoder"] = "encoder"
@@ -151,14 +138,3 @@ class Seq2SeqConfig(TextFamily):
 
     def with_lengths(self, *lengths: int) -> Any:
         return replace(self, sequence=lengths[0], decoder_sequence=lengths[1])
-
-    def with_labels(self, count: int) -> Any:
-        encoder, decoder = (
-            replace(side, labels=count) if side.experts else side for side in (self.encoder, self.decoder)
-        )
-        return replace(self, encoder=encoder, decoder=decoder)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one sample that the encoder processes."""
-        return self.sequence

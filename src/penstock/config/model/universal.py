@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from penstock.boundary.files import quoted
 from penstock.config.convert import NotNegative, Range, Share, word
 from penstock.config.graph import Before, ClassHead, Graph, Head
-from penstock.config.model.family import Branch, Words, with_stacks
+from penstock.config.model.family import Branch, Words
 from penstock.config.model.text import DecoderConfig, EncoderConfig, TextFamily
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
@@ -108,9 +108,6 @@ class UniversalConfig(TextFamily):
         inputs = ((tokens,) * generates) + ((hidden,) * understands)
         return Graph(inputs=inputs, runs=tuple(runs), heads=tuple(heads), init=self.init)
 
-    def with_lengths(self, *lengths: int) -> Any:
-        return replace(self, sequence=lengths[0])
-
     def with_classes(self, count: int) -> Any:
         if "understanding" not in self.branches:
             raise ConfigError("model.branches lacks understanding, which classes are told by; add it.")
@@ -118,14 +115,6 @@ class UniversalConfig(TextFamily):
 
     def telling(self) -> Any:
         return replace(self, head="classes", branches=("understanding",))
-
-    def with_labels(self, count: int) -> Any:
-        return with_stacks(self, lambda stack: replace(stack, labels=count) if stack.experts else stack)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one sample that the body processes."""
-        return self.sequence
 
     def branch(self, name: str) -> Any:
         if name not in self.branches:

@@ -56,16 +56,6 @@ class ViTConfig(Stack, ModelFamily):
                 f"{self.classifier!r}; use classifier 'token', or set model.distilled to false."
             )
 
-    @property
-    def patches(self) -> int:
-        """Patches in an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the blocks process: the patches, and the learned tokens before them."""
-        return self.patches + (self.classifier == "token") + self.distilled
-
     @cached_property
     def graph(self) -> Graph:
         """Patches, one run, classes."""
@@ -74,9 +64,8 @@ class ViTConfig(Stack, ModelFamily):
             image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, stem=self.stem,
             class_token=token, distil_token=self.distilled,
         )  # fmt: skip
-        run = Run(
-            name="encoder", stack=self, reads="images", rows=self.tokens, most=self.tokens, last_norm=False
-        )
+        rows = images.length
+        run = Run(name="encoder", stack=self, reads="images", rows=rows, most=rows, last_norm=False)
         head = ClassHead(
             run="encoder", classes=self.classes, pool="first" if token else "mean",
             norm_first=not token and self.pool_norm == "before", distilled=self.distilled,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -54,18 +55,18 @@ class Room(Checked, where="place"):
             f"place has {name}={value}, which {of} does not divide; choose one that does."
             for name, value, part, of in (
                 ("gpus", self.gpus, self.nodes, f"nodes={self.nodes}"),
-                ("groups", self.groups, self._cells, f"nodes={self.nodes}"),
+                ("groups", self.groups, self.cells, f"nodes={self.nodes}"),
             )
             if value % part
         ]
         if experts % self.groups:
             problems.append(f"place has groups={self.groups}, which must divide the {experts} experts.")
-        if not experts <= slots <= experts * self.gpus // self._cells:
+        if not experts <= slots <= experts * self.gpus // self.cells:
             problems.append(
                 f"place has slots={slots}, but {experts} experts need at least {experts}, and fill at most "
-                f"{experts * self.gpus // self._cells}, one replica of each on every device that it may be on."
+                f"{experts * self.gpus // self.cells}, one replica of each on every device that it may be on."
             )
-        if slots % self._cells:
+        if slots % self.cells:
             problems.append(
                 f"place has slots={slots}, which nodes={self.nodes} must divide where there are groups."
             )
@@ -74,7 +75,7 @@ class Room(Checked, where="place"):
         return replace(self, slots=slots)
 
     @property
-    def _cells(self) -> int:
+    def cells(self) -> int:
         """Nodes that experts cannot leave."""
         return self.nodes if self.groups > 1 else 1
 
@@ -117,15 +118,14 @@ def place(
     """
     room = room.fitted(len(loads))
     assert room.slots is not None
-    cells = 1 if room.groups == 1 else room.nodes
-    own = room.gpus // cells
+    own = room.gpus // room.cells
     if before is not None:
-        _require_same(before, len(loads), room, cells)
+        _require_same(before, len(loads), room)
         budget = room.slots // 20 if moves is None else moves
-        cell_slots = [list(map(list, before.devices[cell * own : (cell + 1) * own])) for cell in range(cells)]
-        filled = [_Cell(loads, each, room.slots // cells) for each in cell_slots]
+        cells = (before.devices[cell * own : (cell + 1) * own] for cell in range(room.cells))
+        filled = [_Cell(loads, list(map(list, each)), room.slots // room.cells) for each in cells]
         for cell in sorted(filled, key=lambda cell: -max(cell.device_loads)):
-            budget -= cell.descend(budget, uneven=uneven)
+            budget -= cell.descend(budget)
     else:
         filled = _best_cells(loads, room, own, uneven=uneven)
     devices = [sorted(e for e in slots if e != HOLE) for cell in filled for slots in cell.slots]
@@ -141,11 +141,10 @@ def bound(loads: Sequence[int], room: Room, *, uneven: bool = False) -> float:
     if not total:
         return 1.0
     mean, least = total / room.gpus, 1.0
-    cells = 1 if room.groups == 1 else room.nodes
-    if cells > 1:
-        least = max(least, _heaviest_node(loads, room) * cells / total)
-    devices = room.gpus // cells
-    spare = room.slots // cells - len(loads) // cells + 1
+    if room.cells > 1:
+        least = max(least, _heaviest_node(loads, room) * room.cells / total)
+    devices = room.gpus // room.cells
+    spare = room.slots // room.cells - len(loads) // room.cells + 1
     most = min(devices, spare)
     if uneven:
         return max(least, max(loads) / most / mean)
@@ -161,8 +160,7 @@ def slots_needed(
     """The fewest slots with which a placement's figure is at most `target`; None where no number that is tried is
     enough, up to one replica on every device. Where there are many numbers to try, more slots are taken to be no worse.
     """
-    cells = 1 if room.groups == 1 else room.nodes
-    choices = range(len(loads), len(loads) * room.gpus // cells + 1, cells)
+    choices = range(len(loads), len(loads) * room.gpus // room.cells + 1, room.cells)
     room.fitted(len(loads))
 
     def enough(slots: int) -> bool:
@@ -329,11 +327,7 @@ class _Cell:
         self.loads = loads
         per_device = -(-count // len(slots))
         self.slots = [[*experts, *[HOLE] * (per_device - len(experts))] for experts in slots]
-        self.replicas: dict[int, int] = {}
-        for experts in slots:
-            for expert in experts:
-                if expert != HOLE:
-                    self.replicas[expert] = self.replicas.get(expert, 0) + 1
+        self.replicas = dict(Counter(e for experts in slots for e in experts if e != HOLE))
         self.device_loads: list[float] = []
         self._weigh()
         self.mean = sum(self.device_loads) / len(self.device_loads)
@@ -354,13 +348,11 @@ class _Cell:
         """Smaller is better: the largest load, then how far loads are apart."""
         return round(max(self.device_loads), 6), round(sum(load * load for load in self.device_loads), 3)
 
-    def descend(self, budget: int | None = None, *, uneven: bool = False) -> int:
+    def descend(self, budget: int | None = None) -> int:
         """Improve the device with the most load step by step, until nothing does, or more than `budget` slots would
         have other experts. Returns how many have."""
         start = [set(experts) for experts in self.slots]
-        while True:
-            if budget is not None and budget <= self._changed(start):
-                break
+        while budget is None or self._changed(start) < budget:
             top = max(range(len(self.device_loads)), key=self.device_loads.__getitem__)
             if self.device_loads[top] <= self.mean * (1 + 1e-9):
                 break
@@ -368,8 +360,7 @@ class _Cell:
             if not (self._swap(top) or self._convert(top)):
                 break
             if before is not None and budget is not None and self._changed(start) > budget:
-                self.slots, self.device_loads = before.slots, before.device_loads
-                self.replicas, self.piece = before.replicas, before.piece
+                vars(self).update(vars(before))
                 break
         return self._changed(start)
 
@@ -406,13 +397,10 @@ class _Cell:
         """Give an expert of `top` a replica more in place of one of another expert, or of `top`'s a replica fewer.
         Whether that lowers the load of `top` without any other reaching it."""
         best, choice = self.device_loads[top] * (1 - 1e-9), None
-        holders: dict[int, list[int]] = {}
-        for device, experts in enumerate(self.slots):
-            for expert in experts:
-                holders.setdefault(expert, []).append(device)
+        holders = _holders(self.slots)
         gains = [more for more in self.slots[top] if more != HOLE]
         for less, where in holders.items():
-            if less == HOLE or len(where) < 2:
+            if len(where) < 2:
                 continue
             up = self.loads[less] / (len(where) - 1) - self.piece[less]
             over = [device for device in where if device != top and self.device_loads[device] + up >= best]
@@ -501,16 +489,22 @@ def _top(cell: _Cell) -> float:
     return max(_balanced(cell.loads, cell.slots)[1])
 
 
-def _balanced(
-    loads: Sequence[int], slots: Sequence[Sequence[int]], rounds: int = 60
-) -> tuple[dict[int, dict[int, float]], list[float]]:
-    """Loads of each expert by device that make the loads of devices as even as can be, and these. Experts in turn fill
-    the devices that hold them, the least loaded first, which converges to the most even flow."""
+def _holders(slots: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """The devices that hold each expert."""
     holders: dict[int, list[int]] = {}
     for device, experts in enumerate(slots):
         for expert in experts:
             if expert != HOLE:
                 holders.setdefault(expert, []).append(device)
+    return holders
+
+
+def _balanced(
+    loads: Sequence[int], slots: Sequence[Sequence[int]], rounds: int = 60
+) -> tuple[dict[int, dict[int, float]], list[float]]:
+    """Loads of each expert by device that make the loads of devices as even as can be, and these. Experts in turn fill
+    the devices that hold them, the least loaded first, which converges to the most even flow."""
+    holders = _holders(slots)
     flows = {e: dict.fromkeys(where, loads[e] / len(where)) for e, where in holders.items()}
     device_loads = [0.0] * len(slots)
     for flow in flows.values():
@@ -540,29 +534,24 @@ def _balanced(
 def _with_shares(loads: Sequence[int], devices: list[list[int]], *, uneven: bool) -> Placement:
     """The placement with the shares of each replica."""
     flows = _balanced(loads, devices, 1000)[0] if uneven else {}
-    counts: dict[int, int] = {}
-    for experts in devices:
-        for expert in experts:
-            counts[expert] = counts.get(expert, 0) + 1
-    shares = []
-    for device, experts in enumerate(devices):
-        even = [1 / counts[expert] for expert in experts]
-        by_flow = [
-            flows[e][device] / loads[e] if uneven and loads[e] else share for e, share in zip(experts, even)
-        ]
-        shares.append(tuple(by_flow))
+    counts = Counter(expert for experts in devices for expert in experts)
+
+    def share(device: int, expert: int) -> float:
+        return flows[expert][device] / loads[expert] if uneven and loads[expert] else 1 / counts[expert]
+
+    shares = (tuple(share(device, e) for e in experts) for device, experts in enumerate(devices))
     return Placement(tuple(map(tuple, devices)), tuple(shares))
 
 
-def _require_same(before: Placement, experts: int, room: Room, cells: int) -> None:
+def _require_same(before: Placement, experts: int, room: Room) -> None:
     """Raise ConfigError where a placement before is not one of these experts on these devices."""
     slots = [expert for device in before.devices for expert in device]
-    devices, size = room.gpus // cells, experts // room.groups
+    devices, size = room.gpus // room.cells, experts // room.groups
     nodes: dict[int, set[int]] = {}
     for device, each in enumerate(before.devices):
         for expert in each:
             nodes.setdefault(expert // size, set()).add(device // max(1, devices))
-    groups_split = cells > 1 and any(len(where) > 1 for where in nodes.values())
+    groups_split = room.cells > 1 and any(len(where) > 1 for where in nodes.values())
     twice = any(len(set(device)) < len(device) for device in before.devices)
     if (
         len(before.devices) != room.gpus

@@ -11,7 +11,7 @@ from penstock.config.convert import nearest
 from penstock.config.formats import HalfDtype
 from penstock.config.fused import FUSED, FusedName
 from penstock.config.model import stacks, with_stacks
-from penstock.config.plan import AttentionBackend, Sharding
+from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
@@ -149,39 +149,23 @@ def group_size(procs: int) -> int:
     return max((size for size in range(1, procs // 2 + 1) if procs % size == 0), default=1)
 
 
-def _parallel(sharding: Sharding, place: int, title: str, why: str) -> Rung:
-    """A rung of several processes, each with the baseline's micro-batch."""
+def _procs(situation: Situation) -> int:
+    return situation.procs
 
-    def shard(situation: Situation) -> int:
-        return group_size(situation.procs) if sharding == "hsdp" else 1
+
+def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung:
+    """A rung of several processes: replicas with the baseline's micro-batch each, sharded or not, or one replica that
+    they have together."""
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if situation.procs == 1:
             return "it takes several processes: give their number, such as --procs 2"
-        if sharding == "hsdp" and group_size(situation.procs) == 1:
+        if kind == "hsdp" and group_size(situation.procs) == 1:
             return (
                 f"{situation.procs} processes do not make two groups of two or more: give a number that does, such "
                 "as --procs 4"
             )
-        return None
-
-    apply = plan(**{**_ALONE, "dp": lambda situation: situation.procs, "sharding": sharding, "shard": shard})
-    return Rung(
-        name=f"parallel-{sharding}", place=place, title=title, why=why, apply=apply, obstacle=obstacle,
-        twin=True,
-    )  # fmt: skip
-
-
-_ALONE: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1, "tp": 1}
-
-
-def _split(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung:
-    """A rung of several processes that have one replica of the model together."""
-
-    def obstacle(setting: Setting, situation: Situation) -> str | None:
-        if situation.procs == 1:
-            return "it takes several processes: give their number, such as --procs 2"
-        if setting.model is None:
+        if "sharding" not in fields and setting.model is None:
             return "your model is not one of Penstock's own"
         if "pp" in fields and situation.micro_batch % situation.procs:
             return (
@@ -190,9 +174,10 @@ def _split(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung:
             )
         return None
 
+    alone: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1, "tp": 1}
     return Rung(
-        name=f"parallel-{kind}", place=place, title=title, why=why, apply=plan(**{**_ALONE, **fields}),
-        obstacle=obstacle, twin=True,
+        name=f"parallel-{kind}", place=place, title=title, why=why, apply=plan(**alone | fields), obstacle=obstacle,
+        twin=True,
     )  # fmt: skip
 
 
@@ -407,52 +392,59 @@ for _rung in (
     ),
     _batch(2, 800),
     _batch(4, 810),
-    _split(
+    _several(
         "pipeline",
         840,
         "stages (pipeline)",
         "Each process holds some of the blocks, and a batch passes through them in pieces: memory per process shrinks, "
         "and little is sent, but stages wait for the first piece and the last.",
-        pp=lambda situation: situation.procs,
-        accumulate=lambda situation: situation.procs,
+        pp=_procs,
+        accumulate=_procs,
         micro_batch=lambda situation: situation.micro_batch // situation.procs,
     ),
-    _split(
+    _several(
         "tensor",
         842,
         "layers split (tensor)",
         "Each process holds a part of every layer, and what they compute is added up twice a block: for blocks that "
         "are too large for one, over links as quick as those within a node.",
-        tp=lambda situation: situation.procs,
+        tp=_procs,
     ),
-    _split(
+    _several(
         "context",
         845,
         "tokens split (context)",
         "Each process computes some of the tokens of every sample, and keys and values are passed round: for samples "
         "whose activations are too long for one.",
-        cp=lambda situation: situation.procs,
+        cp=_procs,
     ),
-    _parallel(
+    _several(
         "ddp",
         850,
         "replicas (DDP)",
         "Each process has a copy of the model and its own samples; gradients are averaged while the backward pass goes "
         "on. The global batch grows with the number of processes, which a recipe must allow for.",
+        dp=_procs,
+        sharding="ddp",
     ),
-    _parallel(
+    _several(
         "fsdp",
         860,
         "shards (FSDP)",
         "Each process keeps its rows of weights, gradients and optimizer states, and gathers one block ahead: memory "
         "per process shrinks, and more is sent than by replicas.",
+        dp=_procs,
+        sharding="fsdp",
     ),
-    _parallel(
+    _several(
         "hsdp",
         870,
         "grouped shards (HSDP)",
         "Shards within groups of neighbours, whole copies between them: gathering stays within a group, and between "
         "groups only gradients go, once a step.",
+        dp=_procs,
+        sharding="hsdp",
+        shard=lambda situation: group_size(situation.procs),
     ),
     Rung(
         name="image",

@@ -16,7 +16,6 @@ from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
 from penstock.config.plan import LOSS_BUDGET, Plan
 from penstock.cpu import this_cpu
 from penstock.models import create
-from penstock.models.base import Switched
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
@@ -70,7 +69,6 @@ def test_flops_equal_torchs(name: str) -> None:
     # Which experts a token visits is not known on the meta device, and of grouped products torch counts nothing.
     mixed = any(stack.experts for stack in stacks(PRESETS[name]))
     model = create(PRESETS[name], device="cpu" if mixed else "meta", dtype=torch.float64 if mixed else None)
-    assert isinstance(model, Switched)
     model.set_attention("plain")
     with FlopCounterMode(display=False) as counter:
         _made(model, _inputs(PRESETS[name], 2, "cpu" if mixed else "meta")).backward()  # type: ignore[no-untyped-call]
@@ -84,7 +82,6 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, att
     plan = Plan(precision=precision, attention=attention, micro_batch=4)  # type: ignore[arg-type]
     dtype = torch.bfloat16 if precision == "O3" else torch.float32
     model = create(PRESETS[name], dtype=dtype)
-    assert isinstance(model, Switched)
     model.set_attention(plan.attention)
     kept = _kept_bytes(model, _inputs(PRESETS[name], 4, dtype=dtype), autocast=precision == "O1")
     described = describe(PRESETS[name], plan, "cpu", avx512=this_cpu().avx512)
@@ -122,7 +119,6 @@ def test_routers_keep_what_is_predicted(precision: str) -> None:
 def test_unequal_layers_keep_what_is_predicted() -> None:
     plan = Plan(micro_batch=4, attention="plain")
     model = create(PRUNED)
-    assert isinstance(model, Switched)
     model.set_attention("plain")
     kept = _kept_bytes(model, _inputs(PRUNED, 4), autocast=False)
     assert pass_bytes(describe(PRUNED, plan, "cpu"), plan).kept == pytest.approx(kept, rel=0.02)

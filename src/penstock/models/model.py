@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.config.graph import (
     ClassHead,
@@ -27,12 +28,12 @@ from penstock.config.graph import (
     WordHead,
 )
 from penstock.config.model import ModelConfig
-from penstock.config.plan import ExpertProducts, LossForm, Padding
+from penstock.config.plan import AttentionBackend, ExpertProducts, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
+from penstock.kernels.attention import BACKENDS
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
-from penstock.models.base import Switched, Undrawn
 from penstock.models.block import (
     Attention,
     Block,
@@ -51,7 +52,19 @@ from penstock.models.stems import ConvStem, PatchStem, images_of
 T = TypeVar("T")
 
 
-class Model(Switched):
+class _Undrawn(TorchFunctionMode):
+    """Inside, torch's modules leave their weights as allocated: `init_weights` draws them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+class Model(nn.Module):
     """The inputs of `config.graph` to the output of its head; of several heads, to outputs by their names. Weights are
     drawn from torch's global generator.
 
@@ -90,6 +103,9 @@ class Model(Switched):
     which also sets what no state dict has.
     """
 
+    sequence_first = False
+    """Whether tokens come before samples inside the blocks."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -109,7 +125,7 @@ class Model(Switched):
         self.both_logits = False
         """Whether a distilled head gives the logits of both its linears, (B, 2, classes), in place of their mean."""
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
-        with Undrawn():
+        with _Undrawn():
             self._build(device=device, dtype=dtype)
         self.init_weights()
 
@@ -541,23 +557,42 @@ class Model(Switched):
 
     # -- choices
 
+    def _set(self, name: str, value: Any, kind: type[nn.Module] = nn.Module) -> None:
+        """Set an attribute of all modules of a kind that have it."""
+        for module in self.modules():
+            if isinstance(module, kind) and hasattr(module, name):
+                setattr(module, name, value)
+
+    @property
+    def token_order(self) -> TokenOrder:
+        """Order of the token tensor inside the blocks."""
+        return "batch_second" if self.sequence_first else "batch_first"
+
+    def set_token_order(self, token_order: TokenOrder) -> None:
+        """Choose the order of the token tensor inside the blocks; results stay as they are."""
+        if token_order not in ("batch_first", "batch_second"):
+            raise ConfigError(f"There is no token order {token_order!r}; choose batch_first or batch_second.")
+        self._set("sequence_first", token_order == "batch_second")
+
+    def set_attention(self, backend: AttentionBackend) -> None:
+        """Choose the kernel of attention in every block; results stay as they are."""
+        if backend not in BACKENDS:
+            raise ConfigError(
+                f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}."
+            )
+        self._set("backend", backend)
+
     def set_padding(self, padding: Padding) -> None:
         """Choose whether tokens of padding are computed; what is read of results stays as it is."""
-        for module in self.modules():
-            if isinstance(module, TokenStack):
-                module.padding = padding
+        self._set("padding", padding, TokenStack)
 
     def set_experts(self, products: ExpertProducts) -> None:
         """Choose how experts multiply; results stay as they are but for rounding."""
-        for module in self.modules():
-            if isinstance(module, ExpertLinear):
-                module.plain = products == "loop"
+        self._set("plain", products == "loop", ExpertLinear)
 
     def set_loss(self, form: LossForm) -> None:
         """Choose how the loss is made of targets; results stay as they are."""
-        for module in self.modules():
-            if isinstance(module, Vocabulary):
-                module.chunked = form == "chunked"
+        self._set("chunked", form == "chunked", Vocabulary)
 
     def share_tokens(self, cut: Cut) -> None:
         """Compute this rank's tokens of each sample alone. All ranks are given whole samples and get the same outputs.

@@ -9,7 +9,6 @@ from penstock.config.graph import Head as GraphHead
 from penstock.config.stack import Layer
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Block, Family, Stack, Switches, enrol
-from penstock.models.base import Switched
 from penstock.models.model import Model, part_of
 from penstock.models.roles import (
     Attention,
@@ -218,8 +217,8 @@ def _set_heads(model: Any, place: tuple[int, int]) -> None:
 def _switches(model: Model) -> Switches:
     """The fields of a Plan that a model's graph has something for."""
     switches: dict[str, Any] = {
-        "attention": Switched.set_attention,
-        "token_order": Switched.set_token_order,
+        "attention": Model.set_attention,
+        "token_order": Model.set_token_order,
         "recompute": _recompute_scores,
         "cp": Model.share_tokens,
         "tp": _set_heads,

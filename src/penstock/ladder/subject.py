@@ -10,7 +10,7 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, cast, get_args
 
@@ -59,41 +59,27 @@ class Subject(ABC):
     """The baseline."""
     device: torch.device
     recipe: Recipe
-    procs: int = 1
-    """Processes that rungs of several may start."""
     rank: int = 0
-    """The number of this one among them."""
+    """The number of this process among those that rungs of several start."""
     path: str | None = None
     """The factory as `package.module:name`, where other processes can find it so."""
-    splittable: bool = True
-    """Whether its batch can be made larger."""
     data: str
     """The origin of its batches."""
 
+    # Facts that rungs may ask for: see `Situation`.
+    procs: int = 1
+    splittable: bool = True
     switches: Mapping[str, tuple[str, ...]] = {name: get_args(field_types(Plan)[name]) for name in SWITCHES}
-    """Values of the Plan's `SWITCHES` that its model can take."""
     padding_share = 0.0
-    """How much of a batch's tokens is padding."""
-    unpacked_padding: float | None = None
-    """How much of them would be, with one document in each sample, where documents are packed."""
     groupable = False
-    """Whether its samples differ in length and are taken in an order of chance."""
     packable = False
-    """Whether each of its samples is one document, or a piece of one, and padded."""
+    unpacked_padding: float | None = None
 
     def situation(self, machine: Machine) -> Situation:
         """The facts that rungs may ask for."""
-        return Situation(
-            machine=machine,
-            micro_batch=self.first.plan.micro_batch,
-            splittable=self.splittable,
-            switches=self.switches,
-            padding_share=self.padding_share,
-            groupable=self.groupable,
-            packable=self.packable,
-            unpacked_padding=self.unpacked_padding,
-            procs=self.procs,
-        )
+        names = (one.name for one in fields(Situation) if hasattr(self, one.name))
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Situation(machine=machine, micro_batch=self.first.plan.micro_batch, **facts)
 
     @abstractmethod
     def build(self, setting: Setting, seed: int) -> Built:

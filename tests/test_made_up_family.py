@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -144,6 +145,14 @@ class Given(Narration):
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return super().loss(outputs, Batch(batch))
+
+
+def test_it_takes_fewer_than_60_lines_and_none_of_the_program() -> None:
+    _, family, _ = re.split(r"(?m)^# -- .*$", Path(__file__).read_text(encoding="utf-8"))
+    assert CONFIG.family in family
+    assert len(family.strip().splitlines()) < 60
+    for file in Path(model.__file__).parents[2].rglob("*.py"):
+        assert not re.search(rf"\b{CONFIG.family}\b", file.read_text(encoding="utf-8"), re.IGNORECASE), file
 
 
 def test_its_parameters_and_bytes_are_predicted() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -82,20 +82,22 @@ class _Place(nn.Module):
 
 
 @contextmanager
-def plain_places(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's state dict has the names and shapes that it has with plain weights."""
-    frozen = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, FrozenLinear)
-    }
+def exchanged(model: nn.Module, instead: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, the model has other modules under these names."""
+    before = {name: model.get_submodule(name) for name in instead}
     try:
-        for name, module in frozen.items():
-            model.set_submodule(name, _Place(module))
+        for name, module in instead.items():
+            model.set_submodule(name, module)
         yield
     finally:
-        for name, module in frozen.items():
+        for name, module in before.items():
             model.set_submodule(name, module)
+
+
+def plain_places(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, the model's state dict has the names and shapes that it has with plain weights."""
+    every = model.named_modules(remove_duplicate=False)
+    return exchanged(model, {name: _Place(one) for name, one in every if isinstance(one, FrozenLinear)})
 
 
 def freeze_linears(model: nn.Module, base: BaseWeights, inside: str) -> dict[str, str]:

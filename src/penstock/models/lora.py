@@ -8,7 +8,7 @@ and B learn. In a state dict W lies at `NAME.base_layer.weight`, A at `NAME.lora
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +20,7 @@ from penstock.config.graph import ClassHead
 from penstock.config.run import Lora
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of, evaluating
-from penstock.models.frozen import freeze_linears, with_plain_weights
+from penstock.models.frozen import exchanged, freeze_linears, with_plain_weights
 from penstock.models.roles import Attention, Embedding, Head, Linear, Perceptron, Pooler, Role, walk
 
 BASE, FIRST, SECOND = "base_layer", "lora_A.default", "lora_B.default"
@@ -129,17 +129,10 @@ def scale_of(lora: Lora) -> float:
     return (lora.alpha or 2 * lora.rank) / lora.rank
 
 
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, the model has its frozen linears alone, under their own names: for loading weights into them."""
-    adapters = {name: module for name, module in model.named_modules() if is_adapted(module)}
-    try:
-        for name, module in adapters.items():
-            model.set_submodule(name, module.get_submodule(BASE))
-        yield
-    finally:
-        for name, module in adapters.items():
-            model.set_submodule(name, module)
+    names = (name for name, module in model.named_modules() if is_adapted(module))
+    return exchanged(model, {name: model.get_submodule(f"{name}.{BASE}") for name in names})
 
 
 def base_outputs(model: nn.Module, *inputs: Any) -> Any:

@@ -19,7 +19,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.config.recipes import require_adaptable, require_comparable, require_teachable
+from penstock.config.recipes import require_recipe
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
@@ -123,9 +123,7 @@ def build(
     device = torch.device(device)
     config = None if isinstance(model, nn.Module) or callable(model) else model
     require(plan, run=True)
-    require_teachable(recipe, plan)
-    require_comparable(recipe, plan, preferences=isinstance(loss, Preferences))
-    require_adaptable(recipe, plan, preferences=isinstance(loss, Preferences))
+    require_recipe(recipe, plan, preferences=isinstance(loss, Preferences))
     if config is not None and machine is not None:
         require(plan, config, machine, run=True)
     if dims is None:

@@ -68,9 +68,7 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
     """Raise ConfigError for what can be told of a run before a rank starts: a Plan that this model refuses, and a
     warm-up that does not fit. The Plan of an `elastic` run changes with its ranks, and is checked alone."""
     require(config.plan, None if elastic else config.model, run=True)
-    require_teachable(config.recipe, config.plan)
-    require_comparable(config.recipe, config.plan, preferences=config.task == "preferences")
-    require_adaptable(config.recipe, config.plan, preferences=config.task == "preferences")
+    require_recipe(config.recipe, config.plan, preferences=config.task == "preferences")
     if config.task == "preferences" and config.init_from is None:
         raise ConfigError(
             "task=preferences compares the model with the weights that it starts from; name them with --from "
@@ -80,122 +78,117 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
         config.recipe.warmup(config.recipe.steps)
 
 
-def require_teachable(recipe: Recipe, plan: Plan) -> None:
-    """Raise ConfigError where a Plan cannot train beside the recipe's teacher, or settings of one have no teacher."""
-    if recipe.teacher is None:
-        usual, idle = (
-            Recipe(),
-            ("teacher_weight", "teacher_hidden", "teacher_attention", "teacher_beams", "temperature"),
-        )
-        problems = [
-            f"recipe.{name} is {getattr(recipe, name):g}, but there is no recipe.teacher to learn from; name one, or "
-            f"leave {name} out."
-            for name in idle
-            if getattr(recipe, name) != getattr(usual, name)
-        ]
-        if recipe.teacher_targets != usual.teacher_targets:
-            problems.append(
-                f"recipe.teacher_targets is {recipe.teacher_targets}, but there is no recipe.teacher; name one."
+def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
+    """Raise ConfigError, with every reason, where a Plan cannot train as a recipe says, or where settings of a recipe
+    have no use. `preferences`: whether it trains by them.
+    """
+    problems = [
+        *(_unteachable(recipe, plan) if recipe.teacher is not None else _idle(recipe)),
+        *_incomparable(recipe, plan, preferences),
+        *(_unadaptable(recipe, plan, preferences) if recipe.lora.base != "plain" else ()),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _idle(recipe: Recipe) -> Iterator[str]:
+    """Settings of a teacher where there is none."""
+    usual = Recipe()
+    for name in ("teacher_weight", "teacher_hidden", "teacher_attention", "teacher_beams", "temperature"):
+        if getattr(recipe, name) != getattr(usual, name):
+            yield (
+                f"recipe.{name} is {getattr(recipe, name):g}, but there is no recipe.teacher to learn from; name one, "
+                f"or leave {name} out."
             )
-        if recipe.teacher_cache is not None:
-            problems.append(
-                "recipe.teacher_cache keeps a teacher's outputs, but there is no recipe.teacher; name one."
-            )
-    else:
-        problems = [
+    if recipe.teacher_targets != usual.teacher_targets:
+        yield f"recipe.teacher_targets is {recipe.teacher_targets}, but there is no recipe.teacher; name one."
+    if recipe.teacher_cache is not None:
+        yield "recipe.teacher_cache keeps a teacher's outputs, but there is no recipe.teacher; name one."
+
+
+def _degrees(plan: Plan, *names: str) -> Iterator[tuple[str, int]]:
+    """The degrees of these names that split something."""
+    return ((name, degree) for name in names if (degree := getattr(plan, name)) > 1)
+
+
+def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    for name, degree in _degrees(plan, "pp", "cp"):
+        yield (
             f"plan.{name}={degree} splits the student's outputs, which recipe.teacher is compared with as a whole; use "
             f"{name}=1."
-            for name in ("pp", "cp")
-            if (degree := getattr(plan, name)) > 1
-        ]
-        if recipe.teacher_targets == "hard" and recipe.temperature != Recipe().temperature:
-            problems.append(
-                f"recipe.temperature is {recipe.temperature:g}, but the likeliest class is the same at any; leave it "
-                "out, or use recipe.teacher_targets soft."
-            )
-        inside = [name for name in ("teacher_hidden", "teacher_attention") if getattr(recipe, name)]
-        if recipe.teacher_cache is not None and inside:
-            problems.append(
-                f"recipe.teacher_cache keeps outputs, and recipe.{inside[0]} looks into the teacher's blocks each "
-                "time; leave one of them out."
-            )
-        if inside and plan.tp > 1:
-            problems.append(
-                f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
-            )
-        if recipe.teacher_attention and plan.compile == "blocks":
-            problems.append(
-                "recipe.teacher_attention looks into blocks, which plan.compile=blocks closes; use compile=none."
-            )
-        if inside and plan.padding == "remove":
-            problems.append(
-                f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove puts together; "
-                "use padding=keep."
-            )
-        if plan.compile == "whole":
-            problems.append(
-                "plan.compile=whole compiles the student's head, whose loss changes with each batch of "
-                "recipe.teacher; use compile=blocks."
-            )
-    if problems:
-        raise ConfigError(problems)
-
-
-def require_comparable(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
-    """Raise ConfigError where a Plan or a recipe cannot train by preferences, or where their β has no use."""
-    problems = []
-    if not preferences and recipe.preference_beta != Recipe().preference_beta:
-        problems.append(
-            f"recipe.preference_beta is {recipe.preference_beta:g}, but only task=preferences uses it; leave it out."
         )
-    if preferences:
-        problems += [
-            f"plan.{name}={degree} splits the model, which task=preferences compares with a whole copy; use {name}=1."
-            for name in ("pp", "tp", "cp")
-            if (degree := getattr(plan, name)) > 1
-        ]
-        if plan.compile == "whole":
-            problems.append(
-                "plan.compile=whole compiles the model's head, which task=preferences makes the logits of again in the "
-                "backward pass; use compile=blocks."
-            )
-        if recipe.teacher is not None:
-            problems.append(
-                "task=preferences has a reference in place of a recipe.teacher; leave the teacher out."
-            )
-    if problems:
-        raise ConfigError(problems)
+    if recipe.teacher_targets == "hard" and recipe.temperature != Recipe().temperature:
+        yield (
+            f"recipe.temperature is {recipe.temperature:g}, but the likeliest class is the same at any; leave it out, "
+            "or use recipe.teacher_targets soft."
+        )
+    inside = [name for name in ("teacher_hidden", "teacher_attention") if getattr(recipe, name)]
+    if recipe.teacher_cache is not None and inside:
+        yield (
+            f"recipe.teacher_cache keeps outputs, and recipe.{inside[0]} looks into the teacher's blocks each time; "
+            "leave one of them out."
+        )
+    if inside and plan.tp > 1:
+        yield f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
+    if recipe.teacher_attention and plan.compile == "blocks":
+        yield "recipe.teacher_attention looks into blocks, which plan.compile=blocks closes; use compile=none."
+    if inside and plan.padding == "remove":
+        yield (
+            f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove puts together; use "
+            "padding=keep."
+        )
+    if plan.compile == "whole":
+        yield (
+            "plan.compile=whole compiles the student's head, whose loss changes with each batch of recipe.teacher; use "
+            "compile=blocks."
+        )
 
 
-def require_adaptable(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
-    """Raise ConfigError where weights that do not learn cannot be stored as `recipe.lora.base` says."""
-    lora = recipe.lora
-    if lora.base == "plain":
+def _incomparable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str]:
+    """Why training by preferences is not possible, or why their β has no use."""
+    if not preferences:
+        if recipe.preference_beta != Recipe().preference_beta:
+            yield (
+                f"recipe.preference_beta is {recipe.preference_beta:g}, but only task=preferences uses it; leave it "
+                "out."
+            )
         return
-    problems = []
+    for name, degree in _degrees(plan, "pp", "tp", "cp"):
+        yield (
+            f"plan.{name}={degree} splits the model, which task=preferences compares with a whole copy; use {name}=1."
+        )
+    if plan.compile == "whole":
+        yield (
+            "plan.compile=whole compiles the model's head, which task=preferences makes the logits of again in the "
+            "backward pass; use compile=blocks."
+        )
+    if recipe.teacher is not None:
+        yield "task=preferences has a reference in place of a recipe.teacher; leave the teacher out."
+
+
+def _unadaptable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str]:
+    """Why weights that do not learn cannot be stored as `recipe.lora.base` says."""
+    lora = recipe.lora
     if not lora.rank:
-        problems.append(
+        yield (
             f"recipe.lora.base={lora.base} stores weights that do not learn, but without adapters all of them do; set "
             "recipe.lora.rank, such as 16, or leave base out."
         )
     if plan.products != "plain":
-        problems.append(
+        yield (
             f"recipe.lora.base={lora.base} makes weights of few bits for products in the compute type, which "
             f"plan.products={plan.products} would round again; use products=plain, or leave base out."
         )
-    problems += [
-        f"plan.{name}={degree} splits weights, which recipe.lora.base={lora.base} stores as a whole; use {name}=1, or "
-        "sharding=fsdp."
-        for name in ("tp", "pp", "ep")
-        if (degree := getattr(plan, name)) > 1
-    ]
+    for name, degree in _degrees(plan, "tp", "pp", "ep"):
+        yield (
+            f"plan.{name}={degree} splits weights, which recipe.lora.base={lora.base} stores as a whole; use {name}=1, "
+            "or sharding=fsdp."
+        )
     if preferences and lora.also:
-        problems.append(
+        yield (
             "task=preferences compares with the weights beside the adapters, which "
             f"recipe.lora.base={lora.base} rounds and recipe.lora.also changes; leave one of them out."
         )
-    if problems:
-        raise ConfigError(problems)
 
 
 def require_alike(teacher: ModelConfig, student: ModelConfig, name: str) -> None:

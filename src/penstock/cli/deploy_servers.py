@@ -14,7 +14,6 @@ from penstock.config.formats import FORMATS, Dtype
 from penstock.config.machine import Machine
 from penstock.config.model import stacks, title
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.planner.serve import generates
 from penstock.serve.deploy import Layout, experts_of
 from penstock.serve.measure import CHUNK, Client, Measured, compare
 from penstock.serve.scheduler import Limits
@@ -37,12 +36,12 @@ def files_for(config: DeployConfig, machine: Machine, layout: Layout) -> dict[st
     files: dict[str, str] = {}
     # Each rank of ours has whole KV heads.
     whole_heads = all(stack.kv % layout.tp == 0 for stack in stacks(config.model))
-    split = layout.tp == 1 or (generates(config.model) and whole_heads and layout.type != "fp8")
+    split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
     if config.weights is not None and layout.pp == 1 and split and layout.type in SERVED:
         files["penstock.sh"] = _script(
             "Penstock, one server for each replica", penstock(config, model, machine, layout)
         )
-    decoder = generates(config.model) and not config.model.graph.remembered
+    decoder = config.model.graph.generates and not config.model.graph.remembered
     if decoder and machine.device == "cuda" and layout.type in SERVED:
         files["vllm.sh"] = _script("vLLM, one server over all replicas", vllm(model, layout))
     return files
@@ -105,7 +104,7 @@ def measure(config: DeployConfig, machine: Machine, layout: Layout, arrivals: Se
         raise ConfigError(
             f"--measure starts one server on one device, but the choice is {layout.words()}; use --gpus 1."
         )
-    if not generates(config.model):
+    if not config.model.graph.generates:
         raise ConfigError(
             "--measure sends prompts to be continued, and an encoder makes vectors; leave it out."
         )

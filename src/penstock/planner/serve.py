@@ -93,7 +93,7 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
     Raises ConfigError, with every reason, for sizes that cannot be and degrees that the model does not admit.
     """
     problems = check_fields(serving, "serving") or [*_degrees(model, serving)]
-    if not generates(model) or model.graph.remembered:
+    if not model.graph.generates or model.graph.remembered:
         problems.append(
             f"The model reads {model.graph.form}, but only decoders are predicted to generate text."
         )
@@ -134,16 +134,11 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
 
     Where there are more devices than KV heads, several devices keep the same head.
     """
-    if not generates(model):
+    if not model.graph.generates:
         return 0.0
     stack = stacks(model)[-1]
     heads = sum(max(1.0, layer.kv / serving.tp) for layer in stack.layers)
     return 2 * heads * stack.head_width * serving.cache_bytes / serving.pp
-
-
-def generates(model: ModelConfig) -> bool:
-    """Whether a model makes text token by token."""
-    return model.graph.generates
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
@@ -176,7 +171,7 @@ class Passes:
         """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
         rates, serving = self.rates, self.serving
         work = workload_of(_sized(self.model, tokens), self._terms(samples))
-        if not generates(self.model):
+        if not self.model.graph.generates:
             return sum(part.count * _seconds(part, rates, serving) for part in work.parts)
         # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
         blocks = sum(part.count * _seconds(part, rates, serving) for part in work.blocks)
@@ -321,7 +316,7 @@ def predicted_costs(
     if model.graph.vision:
         sizes = [1, max(2, counted_tokens(model))]
     decodes = []
-    for batch in [size for size in BATCHES if size < slots] + [slots] if generates(model) else ():
+    for batch in [size for size in BATCHES if size < slots] + [slots] if model.graph.generates else ():
         short, long = passes.decode(batch, 1), passes.decode(batch, max(2, longest))
         decodes.append((float(batch), short, (long - short) / max(1, longest - 1)))
     return StepCosts(tuple((float(size), passes.prefill(size)) for size in sizes), tuple(decodes))

@@ -22,7 +22,6 @@ from penstock.planner.serve import (
     Serving,
     StepCosts,
     cache_bytes_per_token,
-    generates,
     predicted_costs,
     weights_bytes,
 )
@@ -121,7 +120,7 @@ def explore(
         raise ConfigError(
             "A vision model takes images and no requests of tokens; penstock deploy is for text models."
         )
-    if not generates(model):
+    if not model.graph.generates:
         arrivals = [arrival._replace(made=1) for arrival in arrivals]
     learned = [run.rows for run in model.graph.runs if run.stack.positions == "learned"]
     most = min(learned, default=context)
@@ -130,7 +129,7 @@ def explore(
             f"The longest request has {context:,} tokens, but the model has {most:,} positions."
         )
     chosen = types_of(config.types, machine)
-    offered = [kind for kind in CHANGES if kind not in chosen and generates(model)]
+    offered = [kind for kind in CHANGES if kind not in chosen and model.graph.generates]
     offered = [kind for kind in offered if kind != "fp8" or kind in machine.peak_flops]
     experts = experts_of(model)
     if config.loads is not None and not experts:

@@ -422,15 +422,14 @@ class Search:
         return sum(map(self.arena.turn_seconds, self._path_settings()))
 
     def _path_settings(self) -> list[Setting]:
-        steps = self.space.path(self.best, self._sure_speed)
-        return [self.arena.baseline, *(step.setting for _, step in steps)]
+        return self._settings_of(self.space.path(self.best, self._sure_speed))
 
     def path(self, best: Candidate, end: float) -> tuple[Candidate, list[tuple[str, Candidate]]]:
         """The rungs from the baseline to the best, all settings on the way measured in turn, and the candidate that
         they lead to: rungs that nothing shows to gain are left out, unless the best is surely faster with them."""
-        path = self._walked(best, end, share=0.5)
+        path = self._walked(best, end)
         while (simpler := self._simpler(best, path, end)) is not None:
-            best, path = simpler, self._walked(simpler, end, share=0.5)
+            best, path = simpler, self._walked(simpler, end)
         self._race_steps(path, end)
         self.took(best)
         return best, path
@@ -466,7 +465,7 @@ class Search:
         ):
             return None
         pair = best.setting, simpler.setting
-        self.race(pair, [pair], _before(end, 0.5))
+        self.race(pair, [pair], _halfway(end))
         faster = self.arena.verdict_of(*pair, self.rounds) == "faster"
         return simpler if self._judged(best, simpler) and not faster else None
 
@@ -475,8 +474,8 @@ class Search:
         ratio = self.arena.ratio(candidate.setting, over.setting)
         return ratio is not None and ratio.rounds >= FEWEST
 
-    def _walked(self, best: Candidate, end: float, share: float) -> list[tuple[str, Candidate]]:
-        """The steps to a candidate, built and raced for a share of the time until `end`. What cannot be built on the
+    def _walked(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
+        """The steps to a candidate, built and raced for half of the time until `end`. What cannot be built on the
         way is left out. Where time is short, no step is looked at before all take turns."""
         path = self.space.path(best, self._sure_speed)
         for _ in range(3 * len(path)):
@@ -493,7 +492,7 @@ class Search:
         self.arena.clear()
         if path:
             self.arena.play(settings, 1)
-        self._race_steps(path, _before(end, share))
+        self._race_steps(path, _halfway(end))
         return path
 
     def _settings_of(self, path: Sequence[tuple[str, Candidate]]) -> list[Setting]:
@@ -506,7 +505,6 @@ class Search:
         self.race(settings, [*pairs, (settings[-1], settings[0])] if path else [], end)
 
 
-def _before(end: float, share: float) -> float:
-    """The time at which a share of what is left until `end` has gone."""
-    now = time.perf_counter()
-    return now + share * (end - now)
+def _halfway(end: float) -> float:
+    """The time at which half of what is left until `end` has gone."""
+    return (time.perf_counter() + end) / 2

@@ -21,6 +21,7 @@ from penstock.host_memory import set_host_memory
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject, close
 from penstock.parallel.agree import average, slowest
+from penstock.probe.rates import wait
 from penstock.step.memory import step_with_memory
 
 
@@ -175,12 +176,12 @@ def _timed(contender: Warm, steps: int) -> Timing:
     device, dims = contender.device, contender.built.dims
     if set_host_memory(keep=contender.setting.plan.host_memory == "keep"):
         contender.step()  # the switch has emptied the allocator, or left it unfilled
-    _wait(device)
+    wait(device)
     slowest(0.0, dims)  # all begin together
     busy, start = time.process_time(), time.perf_counter()
     for _ in range(steps):
         contender.step()
-    _wait(device)
+    wait(device)
     wall, busy = time.perf_counter() - start, time.process_time() - busy
     return Timing(slowest(wall / steps, dims), busy / steps)
 
@@ -205,8 +206,3 @@ def side_by_side() -> Iterator[None]:
         automatic_dynamic_shapes=False,
     ):
         yield
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from penstock.config.machine import Link, LinkRates
+from penstock.probe.rates import wait
 
 _all_gather, _reduce_scatter = (
     # torch 2.13 warns of the older names, which are all that torch 2.11 has.
@@ -163,8 +164,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
         distributed.barrier()
         start = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         times.append(time.perf_counter() - start)
     longest = torch.tensor(sorted(times)[REPEATS // 2], dtype=torch.float64, device=device)
     distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.probe.rates import wait
+
 log = logging.getLogger(__name__)
 
 SECONDS = 60.0
@@ -30,10 +32,10 @@ def under_load(call: Callable[[], object], device: torch.device, seconds: float 
 
     Clock and power are None where the driver or the package nvidia-ml-py does not report them.
     """
-    _wait(device)
+    wait(device)
     start = last = time.perf_counter()
     call()
-    _wait(device)
+    wait(device)
     once = max(time.perf_counter() - start, 1e-6)
     batch = max(1, round(min(1.0, seconds / 10) / once))
     readings: list[Reading] = []
@@ -43,7 +45,7 @@ def under_load(call: Callable[[], object], device: torch.device, seconds: float 
             call()
         # Read while the queued calls still run.
         clock, watts = _clock(device), _power(device)
-        _wait(device)
+        wait(device)
         now = time.perf_counter()
         readings.append(Reading(batch / (now - last), clock, watts))
         last = now
@@ -85,8 +87,3 @@ def _reading(read: Callable[[], float], device: torch.device) -> float | None:
     except (RuntimeError, ImportError, AttributeError) as error:
         log.info("the driver does not report it: %s", str(error).partition("\n")[0])
         return None
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

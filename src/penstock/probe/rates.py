@@ -82,16 +82,20 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return time.process_time if alone else time.perf_counter
 
 
-def _time(call: Callable[[], object], device: torch.device, batch: int) -> float:
-    """Seconds of one of `batch` calls."""
+def wait(device: torch.device) -> None:
+    """Return when a device has computed all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _time(call: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Seconds of one of `batch` calls."""
+    wait(device)
     clock = _clock(device)
     start = clock()
     for _ in range(batch):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return (clock() - start) / batch
 
 

@@ -52,6 +52,10 @@ class Line:
         return line
 
 
+Transfer = Callable[[Tensor, Line], Tensor]
+"""See the table above."""
+
+
 def all_reduce(x: Tensor, line: Line) -> Tensor:
     """The sum over ranks."""
     summed: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "sum", line.group))
@@ -213,25 +217,17 @@ class _OncePerRank(torch.autograd.Function):
         return grad, None
 
 
+copy: Transfer = _Copy.apply
+reduce: Transfer = _Reduce.apply
+gather: Transfer = _Gather.apply
+scatter: Transfer = _Scatter.apply
+unite: Transfer = _Unite.apply
+
+
 def largest(x: Tensor, line: Line) -> Tensor:
     """The largest of all ranks, element by element; no gradient."""
     maximum: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "max", line.group))
     return maximum
-
-
-def copy(x: Tensor, line: Line) -> Tensor:
-    """See the table above."""
-    return _Copy.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def reduce(x: Tensor, line: Line) -> Tensor:
-    """See the table above."""
-    return _Reduce.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def gather(x: Tensor, line: Line) -> Tensor:
-    """See the table above."""
-    return _Gather.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def call_on_all(x: Tensor, line: Line, call: Callable[[Tensor], Any]) -> Any:
@@ -244,20 +240,10 @@ def call_on_all(x: Tensor, line: Line, call: Callable[[Tensor], Any]) -> Any:
         return call(whole)
 
 
-def scatter(x: Tensor, line: Line) -> Tensor:
-    """See the table above."""
-    return _Scatter.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def divide(x: Tensor, line: Line) -> Tensor:
     """See the table above. Notes how many tokens there are."""
     line.tokens = x.shape[line.dim]
     return _Divide.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def unite(x: Tensor, line: Line) -> Tensor:
-    """See the table above."""
-    return _Unite.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def columns(x: Tensor, line: Line, whole: int) -> Tensor:

@@ -466,25 +466,25 @@ LINES = {
     "checkpoint": 2030,
     "cli": 4370,
     "compress": 2670,
-    "config": 6270,
+    "config": 6200,
     "data": 6980,
     "decode": 2610,
     "doctor": 450,
     "export": 940,
     "infer": 1750,
     "kernels": 6460,
-    "ladder": 5530,
+    "ladder": 5490,
     "launch": 1550,
-    "models": 9060,
+    "models": 9020,
     "optim": 1860,
-    "parallel": 4150,
-    "planner": 6720,
+    "parallel": 4140,
+    "planner": 6700,
     "precision": 5510,
     "probe": 1270,
     "products": 1570,
     "report": 1390,
     "schedules": 1040,
-    "serve": 3420,
+    "serve": 3410,
     "step": 710,
     "tasks": 3480,
     "train": 3280,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_100
+    assert sum(LINES.values()) <= 89_900
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

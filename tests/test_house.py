@@ -462,7 +462,7 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 # in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
 LINES = {
     "(modules)": 1680,
-    "boundary": 1640,
+    "boundary": 1710,
     "checkpoint": 2030,
     "cli": 4370,
     "compress": 2670,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 89_900
+    assert sum(LINES.values()) <= 90_000
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

@@ -31,6 +31,7 @@ def _seeds() -> dict[str, bytes]:
         "text/skip/a.txt": plain * 10,
         "text/skip/a.jsonl": (json_lines + b"\n") * 12,
         "single/fail/a.jsonl": json_lines,
+        "single/skip/a.json": json.dumps(_LINES * 12, indent=1).encode(),
         "pair/fail/a.tsv": table.encode(),
         "pair/skip/a.tsv": table.encode() + b"\n" + "\n".join(_PAIRS * 12).encode(),
         "translation/fail/a.csv": quoted.encode(),

@@ -218,6 +218,32 @@ def test_columns_inside_others_are_read(tmp_path: Path) -> None:
     assert len(open_conversations(data, _tokenizer(), "train", length=60)) == 16
 
 
+@pytest.mark.parametrize("form", ["list", "parquet", "hub"])
+def test_conversations_are_the_same_in_every_kind_of_file(form: str, tmp_path: Path) -> None:
+    rows = [{"messages": [ASKED[0] | {"content": f"{n}?"}, ASKED[1]], "source": "x"} for n in range(20)]
+    wanted = open_conversations(DataConfig(source=_file(tmp_path, rows)), _tokenizer(), "train", length=60)
+    if form == "list":
+        (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+        source = f"text:{tmp_path}/a.json"
+    elif form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        # A table has every field in every message.
+        named = [{**row, "messages": [{**turn, "name": None} for turn in row["messages"]]} for row in rows]
+        parquet.write_table(pyarrow.Table.from_pylist(named), tmp_path / "a.parquet")
+        source = f"text:{tmp_path}/a.parquet"
+    else:
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        source = f"hf:{tmp_path}/saved"
+    read = open_conversations(DataConfig(source=source), _tokenizer(), "train", length=60)
+    ours, theirs = (np.zeros(len(wanted), wanted.sample) for _ in range(2))
+    assert len(read) == len(wanted) > 3
+    read.read_into(np.arange(len(read)), ours)
+    wanted.read_into(np.arange(len(read)), theirs)
+    assert ours.tobytes() == theirs.tobytes()
+
+
 def test_without_conversations_the_task_says_how_to_name_some(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--data text:FILE\.jsonl"):
         Chat().open(DataConfig(), SMALL, "train")

@@ -1,10 +1,12 @@
-"""Text files from outside: line by line, of which none may be endless, plain or compressed."""
+"""Text files from outside: line by line or element by element, of which none may be endless, plain or compressed."""
 
 from __future__ import annotations
 
 import codecs
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.boundary.compressed import BROKEN, expanded
@@ -13,6 +15,8 @@ from penstock.boundary.files import AnyPath, open_regular
 LINE_BYTES = 16 << 20
 """A longer line is not read."""
 _CHUNK = 1 << 16
+_MARKS, _IN_QUOTES = re.compile(rb'["\[\]{},]'), re.compile(rb'["\\]')
+"""Bytes of JSON that say where an element ends, outside of quotation marks and between them."""
 
 
 class Line(NamedTuple):
@@ -32,30 +36,94 @@ def read_lines(
     the next follows. What breaks the file itself is the problem of the last line. At most `longest` bytes are held.
     Raises DataError for what is no file.
     """
+    return _read(path, what, encoding, partial(_lines, longest=longest))
+
+
+def read_json_texts(
+    path: AnyPath, what: str, *, longest: int = LINE_BYTES, encoding: str = "utf-8"
+) -> Iterator[Line]:
+    """The texts of JSON in the file `path`: its lines, or of a file that is one list, the elements of that, numbered
+    from 1. Otherwise as `read_lines`."""
+    head = next(_read(path, what, encoding, _beginning)).text
+    split = _elements if head.lstrip("\ufeff \t\r\n").startswith("[") else _lines
+    return _read(path, what, encoding, partial(split, longest=longest))
+
+
+def _read(
+    path: AnyPath, what: str, encoding: str, split: Callable[[io.BufferedIOBase], Iterator[Line]]
+) -> Iterator[Line]:
+    """The parts of a file, expanded and in UTF-8, and what breaks it as the last of them."""
     number = 0
     with open_regular(path, what) as file:
         try:
             with expanded(file) as stream:
                 if not _is_utf8(encoding):
                     stream = io.BufferedReader(_Utf8(stream, encoding))
-                while raw := stream.readline(longest + 1):
-                    number += 1
-                    if len(raw) > longest:
-                        size = len(raw)
-                        while raw and not raw.endswith(b"\n"):
-                            raw = stream.readline(1 << 16)
-                            size += len(raw)
-                        yield Line(
-                            number, "", f"it has {size:,} bytes, and at most {longest:,} are read of a line"
-                        )
-                        continue
-                    yield _decoded(number, raw)
+                for line in split(stream):
+                    number = line.number
+                    yield line
         except UnicodeError as error:
             why = f"it is not text in {encoding} ({error}); data.encoding says in which it is read"
             yield Line(number + 1, "", f"the file cannot be read further: {why}")
         except BROKEN as error:
             why = str(error) or "its compressed data are broken"
             yield Line(number + 1, "", f"the file cannot be read further: {why}")
+
+
+def _beginning(stream: io.BufferedIOBase) -> Iterator[Line]:
+    yield Line(0, stream.read(1 << 12).decode("utf-8", "replace"))
+
+
+def _lines(stream: io.BufferedIOBase, longest: int) -> Iterator[Line]:
+    number = 0
+    while raw := stream.readline(longest + 1):
+        number, size = number + 1, len(raw)
+        if size > longest:
+            while raw and not raw.endswith(b"\n"):
+                raw = stream.readline(1 << 16)
+                size += len(raw)
+            yield _too_long(number, size, longest)
+        else:
+            yield _decoded(number, raw)
+
+
+def _elements(stream: io.BufferedIOBase, longest: int) -> Iterator[Line]:
+    """The elements of a list in JSON, found by its brackets, commas and quotation marks alone."""
+    held, number, size, depth = bytearray(), 0, 0, 0
+    quotes = escaped = False
+    while chunk := stream.read(_CHUNK):
+        begin, at = 0, int(escaped)
+        while match := (_IN_QUOTES if quotes else _MARKS).search(chunk, at):
+            at, mark = match.end(), match[0]
+            depth += (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
+            if mark == b"\\":
+                at += 1
+            elif mark == b'"':
+                quotes = not quotes
+            elif mark == b"[" and depth == 1:  # the list begins
+                begin, size = at, 0
+                held.clear()
+            elif depth == 0 or (mark == b"," and depth == 1):
+                part, number = chunk[begin : at - 1], number + 1
+                size += len(part)
+                whole = bytes(held) + part
+                yield _too_long(number, size, longest) if size > longest else _decoded(number, whole.strip())
+                begin, size = at, 0
+                held.clear()
+                if depth == 0:
+                    if (chunk[at:] + stream.read(_CHUNK)).strip():
+                        yield Line(number + 1, "", "text follows the list that the file begins with")
+                    return
+        escaped = at > len(chunk)
+        size += len(chunk) - begin
+        held += chunk[begin : begin + max(0, longest + 1 - len(held))]
+    yield Line(
+        number + 1, "", "the list that the file begins with does not end: the file is cut off, or no JSON"
+    )
+
+
+def _too_long(number: int, size: int, longest: int) -> Line:
+    return Line(number, "", f"it has {size:,} bytes, and at most {longest:,} are read of a line")
 
 
 def _decoded(number: int, raw: bytes) -> Line:

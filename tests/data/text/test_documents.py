@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import logging
 import lzma
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.boundary import compressed
-from penstock.boundary.text import LINE_BYTES, read_lines
+from penstock.boundary.text import LINE_BYTES, read_json_texts, read_lines
 from penstock.config.run import DataConfig
 from penstock.data.text.build import Bad, RowOrBad, Shape, TextRow
 from penstock.data.text.columns import TextColumns
@@ -224,6 +225,43 @@ def test_json_lines_with_holes(tmp_path: Path) -> None:
         "the column 'text' is int, not text",
         "the column 'text' is empty",
     ]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_in_json_is_read_element_by_element(
+    chunk: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As data sets of instructions are stored: one list in a file, on one line or on many."""
+    monkeypatch.setattr("penstock.boundary.text._CHUNK", chunk)
+    said = ['a "quoted" word', "[, {", "\\", 'ends with \\"', "ü, 雪", "]}"]
+    rows = [{"text": text, "of": [{"a": [1, {}]}, "]"]} for text in said]
+    for name, encoding in (("a.json", "utf-8-sig"), ("b.json", "utf-16"), ("c.jsonl", "utf-8")):
+        (tmp_path / name).write_text(json.dumps(rows, indent=indent, ensure_ascii=False), encoding=encoding)
+        columns = replace(DOCUMENTS, encoding="utf-16" if encoding == "utf-16" else "utf-8")
+        assert texts(tmp_path / name, columns) == [(text,) for text in said]
+    (tmp_path / "d.json.gz").write_bytes(
+        gzip.compress(json.dumps([rows[0], 5, rows[1]], indent=indent).encode())
+    )
+    assert texts(tmp_path / "d.json.gz") == [(said[0],), (said[1],)]
+    assert [line for line, _ in problems(tmp_path / "d.json.gz")] == [2]
+
+
+def test_lists_in_json_that_are_broken_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for content, expected in (
+        ('[{"text": "a"}, {"text": "b"', "the list that the file begins with does not end"),
+        ('[{"text": "a"}]\n{"text": "b"}', "text follows the list"),
+        ('[{"text": "a"}, {"text": "b}]', "does not end"),
+        ("[]", "it is empty"),
+    ):
+        path.write_text(content)
+        assert expected in problems(path)[-1][1]
+        assert texts(path) == [("a",)] * (content != "[]")
+    path.write_text('[{"text": "' + "x" * 200_000 + '"}, {"text": "b"}]')
+    long, short = read_json_texts(path, "The text file", longest=1000)
+    assert (long.number, long.text, short.text) == (1, "", '{"text": "b"}')
+    assert "it has 200,012 bytes, and at most 1,000 are read" in long.problem
 
 
 def test_tables_with_missing_columns_and_labels(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Documents and rows in files: text as it is, JSON lines, tables with tabs or commas, Parquet; plain or compressed."""
+"""Documents and rows in files: text as it is, JSON, tables with tabs or commas, Parquet; plain or compressed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.boundary.files import open_regular, printable, quoted, shown, visible_files
 from penstock.boundary.packages import package
-from penstock.boundary.text import Line, read_lines
+from penstock.boundary.text import Line, read_json_texts, read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.data.text.build import Bad, RowOrBad, TextRow
 from penstock.data.text.columns import TextColumns, row_of, value_in
@@ -145,7 +145,7 @@ def _document(path: Path, encoding: str) -> Iterator[RowOrBad]:
 def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
     where = shown(path)
     names: list[str] = []
-    for line in read_lines(path, _DESCRIPTION, encoding=columns.encoding):
+    for line in read_json_texts(path, _DESCRIPTION, encoding=columns.encoding):
         if line.problem:
             yield Bad(where, line.number, line.problem)
             continue

@@ -104,6 +104,21 @@ def test_a_conversation_that_teaches_nothing_or_too_much_is_refused(
         rendered(messages, Template(PLAIN, {"eos_token": "<end>"}), ["<end>"])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.getcwd() }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/hostname' %}",
+        "{% for n in range(1000000) %}.{% endfor %}",
+    ],
+)
+def test_a_template_from_outside_reaches_only_the_messages(text: str) -> None:
+    with pytest.raises(ConfigError, match="chat template does not take these messages: "):
+        Template(text, {}).text(ASKED)
+
+
 def test_numbers_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
     """By a tokenizer with merges and special tokens, and a template with transformers' own mark of answers."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")

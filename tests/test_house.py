@@ -475,7 +475,7 @@ LINES = {
     "kernels": 6460,
     "ladder": 5490,
     "launch": 1550,
-    "models": 9020,
+    "models": 9030,
     "optim": 1860,
     "parallel": 4140,
     "planner": 6700,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
                 f"recipe.lora.also names {pattern!r}, but the model has no such part.{nearest(pattern, parameters)}"
             )
     peft.inject_adapter_in_model(config, model)
+    for module in filter(is_adapted, model.modules()):
+        # Else half inputs become fp32 before autocast makes them half again, and so do their gradients.
+        cast(Any, module).cast_input_dtype_enabled = False
     for name, parameter in model.named_parameters():
         for pattern in (*learning, *lora.also):
             if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):

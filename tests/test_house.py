@@ -478,7 +478,7 @@ LINES = {
     "models": 9030,
     "optim": 1860,
     "parallel": 4140,
-    "planner": 6700,
+    "planner": 6720,
     "precision": 5510,
     "probe": 1270,
     "products": 1570,

@@ -1,8 +1,9 @@
 """Bytes on the fullest device of a layout, by what takes them: what is alive when.
 
-Two moments compete. When the backward pass begins, nearly all activations are there, and the gradients that one block,
-or the output, computes with. At its end all gradients of weights are there and no activation is, and the optimizer may
-want temporaries. The moments between them trade one for the other, block by block.
+Three moments compete. When the backward pass begins, nearly all activations are there, and the gradients that one
+block, or the output, computes with. When it reaches the first block, all other gradients of weights are there, and all
+that this block computes with. At its end all gradients of weights are there and no activation is, and the optimizer may
+want temporaries. The moments between them trade one for the other, block by block, so that none of them is the worst.
 
 A pipeline's first stage keeps as many micro-batches as there are stages; the last one also keeps the output.
 """
@@ -51,12 +52,17 @@ class PassBytes(NamedTuple):
 
 def pass_bytes(work: Workload, plan: Plan) -> PassBytes:
     """Bytes that a micro-batch keeps, and that its backward pass needs beyond them."""
+    return _pass_bytes(work, Recompute.of(plan, work), *_gradient_bytes(plan))
+
+
+def _gradient_bytes(plan: Plan) -> tuple[float, float]:
+    """Bytes of a weight's gradient within the pass that makes it, and while it is made; 0 where they are counted
+    elsewhere."""
     numerics = numerics_of(plan)
     gradient, product = BYTES[numerics.gradients], BYTES[numerics.compute]
     sharded = plan.sharding in ("fsdp", "hsdp") and plan.replicas > 1 and plan.pp == 1
     outlives = _outlive(plan) or plan.replicas > 1
-    how = Recompute.of(plan, work)
-    return _pass_bytes(work, how, 0.0 if outlives else gradient, 0.0 if sharded else min(gradient, product))
+    return 0.0 if outlives else gradient, 0.0 if sharded else min(gradient, product)
 
 
 def _outlive(plan: Plan) -> bool:
@@ -147,8 +153,8 @@ def memory(
 
 
 def _moments(work: Workload, plan: Plan, share: DeviceShare, *, cpu: bool) -> dict[str, float]:
-    """Bytes beside weights and states at the worse of two moments: when the backward pass begins, and when it has
-    ended."""
+    """Bytes beside weights and states at the worst of three moments: when the backward pass begins, when it is in the
+    first block, and when it has ended."""
     numerics = numerics_of(plan)
     reduced_gradient, gradient = BYTES[numerics.reduction], BYTES[numerics.gradients]
     shards = plan.replicas
@@ -197,7 +203,21 @@ def _moments(work: Workload, plan: Plan, share: DeviceShare, *, cpu: bool) -> di
     temporary = max(added, _temporary(work, plan, share))
     after = {"gradients": gradients, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after
-    return max(begun, ended, key=lambda moment: sum(moment.values()))
+    moments = [begun, ended]
+    if not standing and plan.pp == 1 and work.blocks:
+        entrance, first = work.parts[0], work.blocks[0]
+        made = 1.0 - (entrance.learned - work.tied + first.learned) / work.parameters
+        moments.append(
+            begun | _in_first_block(work, plan) | {"gradients": made * gradients, "buckets": made * buckets}
+        )
+    return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _in_first_block(work: Workload, plan: Plan) -> dict[str, float]:
+    """Bytes of activations while the first block runs backward, recomputed ones included, and of what it works with."""
+    entrance, first = work.parts[0], work.blocks[0]
+    kept = sum(sum(kept_by(part, NOTHING).values()) for part in (entrance, first))
+    return {"activations": kept, "output": 0.0, "working": live_bytes(first, *_gradient_bytes(plan))[0]}
 
 
 @lru_cache(maxsize=1024)

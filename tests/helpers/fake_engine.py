@@ -75,3 +75,9 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     seconds = int(settings["model"].rpartition("-")[2]) / 1e3
     about = {"writes": True, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY, "never": []}
     return Opened(Fake(limits.slots, seconds), None, Asked, about, scores)
+
+
+def encoder_opened(settings: dict[str, Any], limits: Limits) -> Opened:
+    """A fake encoder: the vector of a text is its number of tokens and a quarter of its first one."""
+    about = {"writes": False, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY, "never": []}
+    return Opened(None, lambda rows: [[float(len(row)), row[0] / 4] for row in rows], Asked, about)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import contextlib
 import json
@@ -10,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -128,6 +130,21 @@ def test_log_probabilities_are_told_as_evaluation_harnesses_ask_for_them(quick: 
     assert [one["token"] for one in said["logprobs"]["content"][0]["top_logprobs"]] == ["a", "b"]
 
 
+def test_an_evaluation_harness_reads_the_scores_of_its_batches(quick: Running) -> None:
+    """lm-evaluation-harness's `local-completions` sends several texts as token numbers, sorts choices by their place,
+    and adds up what follows the context, without the token that was made."""
+    shared = {"model": "fake-1", "temperature": 0, "seed": 1234}
+    body = {"prompt": [[97, 98, 99], [110, 111]], "max_tokens": 1, "logprobs": 1, "echo": True}
+    choices = sorted(ask(quick, "/v1/completions", shared | body)[1]["choices"], key=lambda one: one["index"])
+    logs = [one["logprobs"]["token_logprobs"][1:-1] for one in choices]
+    assert logs == [[-0.98, -0.99], [-1.11]]
+    tops = [one["logprobs"]["top_logprobs"][1:-1] for one in choices]
+    assert [[max(top.values()) for top in row] for row in tops] == [[-0.97, -0.97], [-0.97]]
+    body = {"prompt": ["ab", [110]], "max_tokens": 5, "stop": ["e", "\n"]}
+    made = ask(quick, "/v1/completions", shared | body)[1]["choices"]
+    assert [one["text"] for one in made] == ["cd", "opqrs"]
+
+
 def test_of_several_texts_the_likeliest_are_told(quick: Running) -> None:
     body = {"prompt": ["a", "k"], "max_tokens": 2, "n": 1, "best_of": 3}
     choices = ask(quick, "/v1/completions", body)[1]["choices"]
@@ -194,6 +211,19 @@ def test_messages_go_through_the_models_template(quick: Running) -> None:
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in text.split("\n\n")[:-2]]
     assert deltas[0] == {"role": "assistant"}
     assert "".join(delta.get("content", "") for delta in deltas) == ";<"
+
+
+def test_vectors_come_in_base64_where_a_client_asks_for_it(tmp_path: Path) -> None:
+    """As OpenAI's own client does, unless it is told otherwise."""
+    with served(folder(tmp_path, 1), opener="helpers.fake_engine:encoder_opened") as running:
+        body = {"input": ["a", "hello"], "model": "fake-1"}
+        plain = [one["embedding"] for one in running.ask("/v1/embeddings", body)[1]["data"]]
+        assert plain[1][0] == plain[0][0] + 4
+        packed = running.ask("/v1/embeddings", body | {"encoding_format": "base64"})[1]["data"]
+        assert [[*struct.unpack("<2f", base64.b64decode(one["embedding"]))] for one in packed] == plain
+        status, answer, _ = running.ask("/v1/embeddings", body | {"encoding_format": "hex"})
+        assert status == 400
+        assert "encoding_format is 'hex', but must be" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

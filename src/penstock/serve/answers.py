@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,6 +160,11 @@ def _logs(
         "tokens": words, "token_logprobs": logs[first:], "top_logprobs": best,
         "text_offset": [begin, *(begin + end for end in itertools.accumulate(map(len, words)))][: len(words)],
     }  # fmt: skip
+
+
+def base64_of(vector: Sequence[float]) -> str:
+    """A vector's elements as fp32, little-endian, in base64."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def delta(place: int, more: dict[str, str], finished: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from penstock.boundary.files import quoted
 from penstock.boundary.trees import Bounds, parse_json
@@ -153,6 +153,12 @@ def _scored(request: TextRequest) -> TextRequest:
         named = " and ".join(name for name, there in unstreamable.items() if there)
         raise ConfigError(f"{named} cannot be streamed; leave stream out.")
     return request
+
+
+def in_base64(body: Mapping[str, Any]) -> bool:
+    """Whether a request wants vectors in base64, as clients of OpenAI's do unless they are told otherwise. Raises
+    ConfigError for another form than that and `float`."""
+    return bool(_field(body, "encoding_format", Literal["float", "base64"], "float") == "base64")
 
 
 def translation(body: Mapping[str, Any]) -> TextRequest:

@@ -184,14 +184,16 @@ class Service:
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
         body = await self._table(request, "embeddings")
-        if body.get("encoding_format", "float") != "float":
-            raise Fault(400, "encoding_format must be float.")
+        packed = parse.in_base64(body)
         if self.backend.about and self.backend.about["writes"]:
             raise Fault(400, "This model makes text; embeddings come from encoders.")
         vectors, count = await self._vectors(request, body, "texts")
         return JSONResponse({
             "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
-            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
+            "data": [
+                {"object": "embedding", "index": i, "embedding": answers.base64_of(vector) if packed else vector}
+                for i, vector in enumerate(vectors)
+            ],
         })  # fmt: skip
 
     async def classify(self, request: Request) -> Response:

@@ -484,7 +484,7 @@ LINES = {
     "products": 1570,
     "report": 1390,
     "schedules": 1040,
-    "serve": 3430,
+    "serve": 3440,
     "step": 710,
     "tasks": 3480,
     "train": 3280,

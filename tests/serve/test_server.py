@@ -30,6 +30,7 @@ from penstock.errors import ConfigError
 from penstock.planner.serve import StepCosts
 from penstock.serve.measure import Client, replay, step_costs
 from penstock.serve.scheduler import Limits
+from penstock.serve.serve import usual_name
 from penstock.serve.simulate import simulate
 from penstock.serve.traffic import Arrival, Rate
 from penstock.serve.worker import Opened
@@ -57,6 +58,15 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     settings = ["slots=4", "waiting=8", "body_seconds=1", "body_bytes=20000", "key=secret", "seconds=20"]
     with served(where, *settings) as running:
         yield running
+
+
+def test_a_model_is_called_as_its_user_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "chat" / "export").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "runs" / "chat")
+    for model in ("export", ".", f"{tmp_path}/runs/chat", f"{tmp_path}/runs/chat/export/"):
+        assert usual_name(model) == "chat"
+    assert usual_name(str(tmp_path / "runs")) == "runs"
+    assert usual_name("Qwen/Qwen2.5-0.5B@main") == "Qwen/Qwen2.5-0.5B"
 
 
 @pytest.mark.parametrize(

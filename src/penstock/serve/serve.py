@@ -34,7 +34,7 @@ def serve(
         package(name, f"penstock serve needs the package {name}", "serve")
     if config.model is None:
         raise ConfigError(
-            "penstock serve needs a model: a run's export, or a folder that transformers wrote."
+            "penstock serve needs a model: a run's folder, one that transformers wrote, or a name on the hub."
         )
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
@@ -45,7 +45,7 @@ def serve(
         folder = local_weights(config.model)
     if not folder.is_dir():
         raise ConfigError(
-            f"There is no folder {folder}. Give a run's export, or a folder that transformers wrote."
+            f"There is no folder {folder}. Give a run's folder, or one that transformers wrote."
         )
     asyncio.run(_serve(config, folder, key, tell, opener))
 
@@ -61,6 +61,15 @@ def key_of(config: ServeConfig, environment: str | None) -> str | None:
     return key
 
 
+def usual_name(model: str) -> str:
+    """The name by which clients ask for a model: that on the hub, of its folder, or of the run that exported it."""
+    path = Path(model)
+    if not path.exists():
+        return model.partition("@")[0]
+    path = path.resolve()
+    return (path.name == "export" and path.parent.name) or path.name
+
+
 async def _serve(
     config: ServeConfig, folder: Path, key: str | None, tell: Callable[[str], None], opener: str
 ) -> None:
@@ -73,7 +82,7 @@ async def _serve(
     backend = Backend(_settings(config, folder), opener=opener, stall_seconds=config.stall_seconds)
     tokenizer = found_in(folder)
     service = Service(
-        backend=backend, config=config, name=config.name or folder.resolve().name, tokenizer=tokenizer,
+        backend=backend, config=config, name=config.name or usual_name(str(config.model)), tokenizer=tokenizer,
         template=None if tokenizer is None else template_of(tokenizer), key=key,
     )  # fmt: skip
     logging.getLogger("uvicorn.error").setLevel(

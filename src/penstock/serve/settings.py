@@ -110,7 +110,7 @@ class ServeConfig(Checked):
     port: Annotated[int, Range(0, 65535)] = 8000
     """Port to listen on; 0 is any free one."""
     name: FilledText | None = None
-    """Name of the model for clients; by default its folder's name."""
+    """Name of the model for clients; by default that of its run, of its folder or on the hub."""
     api_key_file: FilledText | None = None
     """File with the key that clients must send; by default $PENSTOCK_API_KEY, and without one there is no key."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -464,7 +464,7 @@ LINES = {
     "(modules)": 1680,
     "boundary": 1710,
     "checkpoint": 2030,
-    "cli": 4370,
+    "cli": 4380,
     "compress": 2670,
     "config": 6200,
     "data": 6980,

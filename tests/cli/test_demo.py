@@ -36,12 +36,12 @@ RISES = (
 FOUND = Tuned(plan="compile=whole", rises=RISES, predicted=1.7, within_noise=True, machine="a CPU")
 
 
-def test_the_bare_command_greets_with_three_things_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bare_command_greets_with_four_things_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     told = capsys.readouterr().out
     assert told == f"{GREETING}\n"
     assert [line.split()[1] for line in told.splitlines() if line.startswith("  penstock ")] == [
-        "demo", "ladder", "plan",
+        "demo", "tune", "ladder", "plan",
     ]  # fmt: skip
     assert all(len(line) <= 80 for line in told.splitlines())
 
@@ -103,7 +103,7 @@ def test_what_to_type_next_are_commands_that_exist(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     told = next_lines(tmp_path)
     assert not any("activate" in line for line in told)
-    assert [line.split()[1] for line in told[2:]] == ["ladder", "ladder", "run", "plan"]
+    assert [line.split()[1] for line in told[2:]] == ["ladder", "ladder", "tune", "plan"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     monkeypatch.setattr("shutil.which", lambda name: None)

@@ -76,10 +76,12 @@ app.register_install_completion_command(help="Have the shell complete verbs and 
 
 GREETING = f"""\
 Penstock {__version__} makes Transformers train and serve as fast as hardware allows.
-Three things to type:
+Four things to type:
 
-  penstock demo            tunes a small model and trains it on real images
+  penstock demo            tunes two small models and trains one on real images
                            (about four minutes, nothing is downloaded)
+  penstock tune train.py   finds the fastest settings for a training script,
+                           without a change to it
   penstock ladder vit-s16  measures which optimisations pay on this machine;
                            --model my_module:factory measures your own model
   penstock plan gpt-175b --machine a100-80g --gpus 1024

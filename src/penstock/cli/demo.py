@@ -278,7 +278,7 @@ def next_lines(output: Path) -> list[str]:
     rows = {
         "penstock ladder vit-s16": "the same for a larger model",
         "penstock ladder --model mine:factory": "for yours: docs/how-to/own-model.md",
-        "penstock run --precision O1 train.py": "mixed precision for your script, unchanged",
+        "penstock tune train.py": "the fastest settings for your script, unchanged",
         f"penstock plan gpt-175b --machine a100-80g --gpus {GPUS}": "before you rent",
     }
     wide = max(map(len, rows))

@@ -92,7 +92,7 @@ def open_dataset(name: str, configuration: str | None = None, *, streaming: bool
         raise EnvironmentProblem(
             f"The dataset {name} is not in the cache ({os.fspath(datasets.config.HF_DATASETS_CACHE)}), and cannot be "
             f"fetched without a network. Fetch it where there is one, with datasets.load_dataset({name!r}), and set "
-            f"HF_HOME to a copy of that cache; or use a folder: --data imagefolder:PATH."
+            f"HF_HOME to a copy of that cache; or read files that are here: --data text:PATH or imagefolder:PATH."
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"The dataset {name} cannot be read: {error}.") from error

@@ -26,7 +26,7 @@ RUN pip install --constraint /src/constraints.txt --index-url "https://download.
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
-RUN pip install --constraint /src/constraints.txt "/src[images]"
+RUN pip install --constraint /src/constraints.txt "/src[images,hf]"
 
 # Ubuntu's images have a user of this number already.
 RUN useradd --create-home --non-unique --uid 1000 penstock && mkdir /work && chown penstock /work

@@ -19,7 +19,7 @@ INPUTS := pyproject.toml constraints.txt
 # Without bytecode each process of the tests compiles all of ours that it imports, and pytest rewrites every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs test test-slow test-sweeps test-faults test-all test-isa test-gpu check format install install-all reference relock clean clean-runs
+.PHONY: help demo docs image test test-slow test-sweeps test-faults test-all test-isa test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-faults  run each fault (kills, full disks, flipped bits) as often as faults.md says"
 	@echo "make check     format and lint checks, and types"
 	@echo "make docs      build the site of docs/ into build/site; nothing in it needs a network"
+	@echo "make image     build the Docker image and start it, where docker is"
 	@echo "make format    fix what the formatter and the linter can fix"
 	@echo "make clean     remove .venv, caches and the demo's runs"
 
@@ -126,6 +127,11 @@ format: $(VENV)/.check
 docs: $(VENV)/.test
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "open build/site/index.html; for its search: $(PY) -m http.server -d build/site"
+
+image:
+	@if docker pull --quiet "$$(sed -n 's/^ARG BASE=//p' Dockerfile)" >/dev/null 2>&1; then \
+	  docker build -t penstock . && docker run --rm penstock --version; \
+	else echo "No docker that reaches a registry is here, so the image is not built; tests/test_packaging.py tries its commands."; fi
 
 reference: $(VENV)/.core
 	$(PY) tools/reference.py

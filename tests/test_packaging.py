@@ -1,7 +1,8 @@
 """What is published: wheel and source archive, the citation, and the container's recipe.
 
-The containers cannot be built here. Their recipe is read word for word instead: its instructions, and that what it
-copies and installs is there. The wheel is built of the files that it copies, and of no others.
+Where no container can be built, the recipe is read word for word: its instructions, and that what it copies and
+installs is there. Its commands for Python run in an environment of their own, without a network. The wheel is built of
+the files that it copies, and of no others.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def test_the_dockerfile_names_only_what_is_there() -> None:
 def test_the_dockerfile_copies_what_a_wheel_needs() -> None:
     copied = {name for word, rest in _instructions() if word == "COPY" for name in rest.split()[:-1]}
     assert {"pyproject.toml", "src", PROJECT["readme"], *PROJECT["license-files"]} <= copied
-    extras = re.search(r"/src\[(\w+)\]", " ".join(rest for _, rest in _instructions()))
+    extras = re.search(r"/src\[([\w,]+)\]", " ".join(rest for _, rest in _instructions()))
     assert extras is not None
-    assert extras[1] in PROJECT["optional-dependencies"]
+    assert {*extras[1].split(",")} <= PROJECT["optional-dependencies"].keys()
 
 
 def test_the_dockerfile_uses_only_what_stands_before() -> None:
@@ -115,16 +116,75 @@ def test_the_dockerfile_uses_only_what_stands_before() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source archive, which are built without a network: the wheel of what the
-    Dockerfile copies alone."""
-    folder, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("src")
+@pytest.mark.parametrize("fails", ["", "pull", "build", "run"])
+def test_the_image_is_built_where_docker_reaches_a_registry(fails: str, tmp_path: Path) -> None:
+    make = shutil.which("make")
+    assert make is not None
+    script = f'#!/bin/sh\necho "$@" >> {tmp_path}/called\ntest "$1" != "{fails}"\n'
+    (tmp_path / "docker").write_text(script, encoding="utf-8")
+    (tmp_path / "docker").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([make, "image"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    base = next(rest for word, rest in _instructions() if word == "ARG").partition("=")[2]
+    called = [f"pull --quiet {base}", "build -t penstock .", "run --rm penstock --version"]
+    names = [line.partition(" ")[0] for line in called]
+    assert (tmp_path / "called").read_text().splitlines() == called[: names.index(fails) + 1 if fails else 3]
+    assert (done.returncode == 0) == (fails in ("", "pull"))
+    assert ("the image is not built" in done.stdout) == (fails == "pull")
+
+
+def _copied(source: Path) -> Path:
+    """A folder with the files that the Dockerfile copies."""
     for name in (name for word, rest in _instructions() if word == "COPY" for name in rest.split()[:-1]):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
+    return source
+
+
+def _beside_installed(folder: Path) -> Path:
+    """A new environment that finds the packages of this one behind its own."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    # Python before 3.12 puts an old one there.
+    subprocess.run([str(folder / "bin" / "pip"), "uninstall", "--quiet", "--yes", "setuptools"], check=True)
+    site = next((folder / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+    return folder / "bin"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_dockerfile_install_it(tmp_path: Path) -> None:
+    """In its order, with packages that are installed here in place of those of an index."""
+    (tmp_path / "src").mkdir()
+    source, programs = _copied(tmp_path / "src"), _beside_installed(tmp_path / "venv")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"PATH": f"{programs}:{os.environ['PATH']}", "PIP_NO_INDEX": "1", "TORCH": "cpu"}
+    commands = [rest for word, rest in _instructions() if word == "RUN" and rest.startswith("pip install ")]
+    assert len(commands) == 2
+    for command in commands:
+        here = re.sub(r"/src(?=[/\[])", str(source), command)
+        here = here.replace("pip install", "pip install --no-build-isolation", 1)
+        done = subprocess.run(
+            ["sh", "-c", here], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    (entry,) = (json.loads(rest) for word, rest in _instructions() if word == "ENTRYPOINT")
+    told = subprocess.run(
+        [*entry, "--version"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == penstock.__version__
+    which = subprocess.run(
+        ["sh", "-c", f"command -v {entry[0]}"], env=env, capture_output=True, text=True, check=True
+    )
+    assert which.stdout.strip() == str(programs / "penstock")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source archive, which are built without a network: the wheel of what the
+    Dockerfile copies alone."""
+    folder, source = tmp_path_factory.mktemp("dist"), _copied(tmp_path_factory.mktemp("src"))
     for place, form in ((source, "wheel"), (ROOT, "sdist")):
         command = [sys.executable, "-m", "hatchling", "build", "-t", form, "-d", str(folder)]
         subprocess.run(command, cwd=place, check=True, capture_output=True)
@@ -174,15 +234,11 @@ def test_the_archives_hold_what_they_should(built: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_installs_into_an_empty_environment_and_works(built: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    # Dependencies are those of this environment: found behind the new one's own packages, without this checkout.
+    python = _beside_installed(tmp_path / "venv") / "python"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     (wheel,) = built.glob("*.whl")
     install = [str(python), "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", str(wheel)]
     subprocess.run(install, check=True, env=env)
-    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
 
     def told(*words: str) -> str:
         command = [str(tmp_path / "venv" / "bin" / "penstock"), *words]

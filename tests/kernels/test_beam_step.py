@@ -29,7 +29,6 @@ MUTANTS = [
     (KERNEL, "part * SPAN + where", "where"),
     (KERNEL, "tl.sum(total * tl.exp(most - top[:, None]), 1)", "tl.sum(total, 1)"),
     (KERNEL, "(ending | (last != 0)) & own", "ending & own"),
-    (KERNEL, "hope & (tl.min(there_real, 0) == 0)", "hope"),
     (KERNEL, "best / divisor", "best"),
     (KERNEL, "(parent << 32)", "(parent << 31)"),
     (KERNEL, "tl.where(newer, new_code, there_code)", "there_code"),

@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from helpers.caches import SHARED, new_cache
+
 # A busy machine is slow, not wrong.
 hypothesis.settings.register_profile("penstock", deadline=None)
 hypothesis.settings.load_profile("penstock")
@@ -21,6 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["PENSTOCK_CACHE"] = str(SHARED)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,9 +55,7 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _isolated(_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test sees its own cache folder and starts from seed 0 on one thread."""
-    cache = next(_caches)
-    cache.mkdir()
-    monkeypatch.setenv("PENSTOCK_CACHE", str(cache))
+    monkeypatch.setenv("PENSTOCK_CACHE", str(new_cache(next(_caches))))
     import torch
 
     torch.set_num_threads(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -72,11 +71,7 @@ def written(config: RunConfig) -> Path:
 def live(config: RunConfig, faults: Sequence[str], *, timeout: float = 240) -> list[str]:
     """Run `config` through `faults`; how each life ended."""
     command = [sys.executable, "-W", "error", "-m", "helpers.faults", str(written(config)), *faults]
-    # Of the test itself: this may be a fixture of the module, which is made before each test has a cache of its own.
-    cache = {"PENSTOCK_CACHE": str(Path(config.output).parent / "cache")}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **cache}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr
     ends = done.stdout.splitlines()
     lives = [fault for fault in faults if not fault.startswith(("flip:", "cut:", "in:"))]

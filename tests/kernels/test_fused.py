@@ -311,6 +311,7 @@ def test_the_library_is_compiled_once_and_a_broken_compiler_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native, "_FLAGS", tuple(flag for flag in native._FLAGS if flag != "-O3"))  # quicker
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "empty"))
     first = native._built("fused")
     stamp = first.stat().st_mtime_ns
     assert native._built("fused") == first

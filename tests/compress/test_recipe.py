@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import penstock
+from helpers.toy import toy_machine
 from penstock.cli import main
 from penstock.compress import measure, run
 from penstock.compress.page import front
@@ -36,9 +37,11 @@ SMALL = {
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run, and measurements that take no time."""
-    folder = tmp_path_factory.mktemp("teacher") / "run"
-    train(load_run(overrides={**SMALL, "recipe.steps": "20", "output": str(folder)}))
-    return folder
+    folder = tmp_path_factory.mktemp("teacher")
+    machine = toy_machine(folder)  # so that nothing is probed
+    options = {"recipe.steps": "20", "output": str(folder / "run"), "machine": machine}
+    train(load_run(overrides={**SMALL, **options}))
+    return folder / "run"
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ def assert_same_end(run: RunConfig, undisturbed: RunConfig) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("job", sweep(JOBS, ["vit"], slow=["decoder"]))
+@pytest.mark.parametrize("job", sweep(JOBS, (), slow=["vit", "decoder"]))
 def test_a_kill_a_flipped_bit_a_kill_in_a_save_and_a_full_disk_change_nothing(
     tmp_path: Path, job: str
 ) -> None:
@@ -127,7 +127,7 @@ mostly_vit = pytest.mark.parametrize(
 """The other jobs in the whole fault suite only."""
 
 
-@pytest.fixture(scope="module", params=sweep(JOBS, ["vit"], slow=["encoder-decoder"]))
+@pytest.fixture(scope="module", params=sweep(JOBS, (), slow=["vit"]))
 def job(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

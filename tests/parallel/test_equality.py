@@ -168,7 +168,9 @@ def test_compiled_blocks_equal_one_eager_process(precision: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "fsdp", "hsdp shard=1"])
+@pytest.mark.parametrize(
+    "sharding", ["ddp", "zero1", "zero2", "fsdp", pytest.param("hsdp shard=1", marks=pytest.mark.sweep)]
+)
 def test_every_optimizer_form_steps_over_shards(sharding: str) -> None:
     lines = [f"dp=2 micro_batch=2 sharding={sharding} optimizer={form} accumulate=2" for form in
              ("loop", "foreach", "fused", "contiguous")]  # fmt: skip

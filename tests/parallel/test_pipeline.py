@@ -201,7 +201,7 @@ def test_all_that_splits_a_model_goes_together(name: str, line: str) -> None:
     _compare(name, line)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 def test_what_is_split_can_be_compiled() -> None:
     # Inductor takes a minute where its cache is empty.

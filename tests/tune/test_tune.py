@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from helpers import forked
+from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.tune.process import ScriptCommand, ScriptProcess
@@ -114,6 +115,8 @@ def test_bad_command_lines(
     assert message in capsys.readouterr().err
 
 
+STANDS_FOR = {"mingpt.py": "nanogpt.py", "imagenet.py": "mnist.py"}
+"""Scripts that `make test-sweeps` tunes, and those that stand for them in `make test-all`."""
 KNOWN: dict[str, dict[str, Any]] = {
     f"plain.py {ENDLESS}": {"attention": [], "blocks": 0},
     f"nanogpt.py --max_iters={ENDLESS}": {"blocks": 2},
@@ -136,9 +139,10 @@ KNOWN: dict[str, dict[str, Any]] = {
 """What is found out about each script."""
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_scripts")
-@pytest.mark.parametrize("words", KNOWN)
+@pytest.mark.parametrize(
+    "words", sweep(KNOWN, (), slow=[words for words in KNOWN if words.split()[0] not in STANDS_FOR])
+)
 def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     name = words.split()[0]
     if name == "lightning_fit.py":
@@ -168,7 +172,7 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
-    report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer",), rounds=3)
+    report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer-fused",), rounds=3)
     assert next(step for step in report.steps if step.name == "optimizer-fused").ratio is not None
     assert re.match(r"torchrun --nproc-per-node 2 ", report.command)
 

@@ -45,8 +45,8 @@ from penstock.launch import ELASTIC
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
-    "chat", "checkpoints", "fine-tune", "fine-tune-text", "ladder", "language-model", "launch", "own-model",
-    "place-experts", "train", "translation",
+    "chat", "checkpoints", "deploy", "fine-tune", "fine-tune-text", "fuse", "ladder", "language-model", "launch",
+    "own-model", "place-experts", "train", "translation",
 )  # fmt: skip
 """Pages whose commands take ten seconds and more."""
 STEPS = 6

@@ -118,6 +118,7 @@ def test_ranks_that_do_not_end_show_where_they_stand(tmp_path: Path) -> None:
     assert not _alive(tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         textwrap.dedent(

@@ -59,9 +59,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tup
         (("single", 1), ("fsdp", 2)),
         (("fsdp", 2), ("single", 1)),
         (("fsdp", 2), ("fsdp", 2)),
-        (("fsdp", 2), ("ddp", 2)),
+        pytest.param(("fsdp", 2), ("ddp", 2), marks=pytest.mark.slow),
         (("fsdp", 2), ("fsdp", 3)),
-        (("hsdp", 4), ("fsdp", 2)),
+        pytest.param(("hsdp", 4), ("fsdp", 2), marks=pytest.mark.slow),
         (("hsdp", 4), ("single", 1)),
         pytest.param(("fsdp", 2), ("fsdp", 4), marks=pytest.mark.slow),
         pytest.param(("fsdp", 2), ("hsdp", 4), marks=pytest.mark.slow),
@@ -154,7 +154,13 @@ def fail_on_one_rank(folder: Path, rank: int, how: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "how"), [(0, "tensors"), (1, "tensors"), (0, "documents"), (1, "documents")]
+    ("rank", "how"),
+    [
+        (0, "tensors"),
+        (1, "documents"),
+        pytest.param(1, "tensors", marks=pytest.mark.slow),
+        pytest.param(0, "documents", marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(tmp_path: Path, rank: int, how: str) -> None:
     told = spawn(fail_on_one_rank, 2, tmp_path, rank, how)
@@ -182,6 +188,7 @@ def find_step(folder: Path) -> tuple[int, str]:
     return (stored.step if stored else 0), ""
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_finds_is_refused_by_all(
     tmp_path: Path, saved: dict[tuple[str, int], tuple[Path, Run]]
 ) -> None:

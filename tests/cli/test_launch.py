@@ -198,6 +198,7 @@ def test_the_agent_of_one_node_needs_no_torch_and_little_time(tmp_path: Path) ->
     assert statistics.median(times) < 0.6, "the agent and one empty rank, in processor seconds"
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_command_line_train_one_model(tmp_path: Path) -> None:
     from penstock.config.machine import Machine, save_machine
 

@@ -109,6 +109,7 @@ print(json.dumps(ended))
 """
 
 
+@pytest.mark.slow
 def test_an_output_that_takes_nothing_ends_every_verb_with_3(tmp_path: Path) -> None:
     """On a disk that is read-only, and on one that is full."""
     from helpers.checkpoints import numbered

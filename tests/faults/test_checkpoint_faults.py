@@ -70,7 +70,12 @@ def save_until_killed(folder: Path, doomed: int, first: int, after: float, backg
 @pytest.mark.timeout(1200)  # 100 kills take four minutes on two idle cores
 @pytest.mark.parametrize(
     ("world", "kills"),
-    [(1, 3), (2, 3), pytest.param(1, 50, marks=whole), pytest.param(2, 50, marks=whole)],
+    [
+        pytest.param(1, 3, marks=pytest.mark.slow),
+        (2, 3),
+        pytest.param(1, 50, marks=whole),
+        pytest.param(2, 50, marks=whole),
+    ],
 )
 def test_after_a_kill_during_a_save_the_newest_committed_loads(
     tmp_path: Path, world: int, kills: int

@@ -115,6 +115,7 @@ def test_the_plain_form_is_as_exact_as_eager() -> None:
     check("cpu")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_are_as_exact_as_eager_and_mutants_are_not() -> None:
     interpret(__file__)

@@ -191,6 +191,7 @@ def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch
     assert_changes_are_seen("losses", changes, use, _hold_native, tmp_path)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernel_is_as_exact_as_eager_and_mutants_are_not() -> None:
     interpret(__file__)

@@ -476,6 +476,7 @@ def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch
     assert_changes_are_seen("adamw", changes, use, lambda: check("cpu", "native"), tmp_path)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_triton_equals_the_reference_bit_by_bit_in_the_interpreter_and_mutants_do_not() -> None:
     interpret(__file__)

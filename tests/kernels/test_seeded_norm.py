@@ -121,6 +121,7 @@ def check_a_model(device: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_are_as_exact_as_eager_and_mutants_are_not() -> None:
     interpret(__file__)

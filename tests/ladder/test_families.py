@@ -117,7 +117,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "name", sweep(FOREIGN, ["GPT2LMHeadModel", "MarianMTModel"], slow=["ViTForImageClassification"])
+    "name", sweep(FOREIGN, ["GPT2LMHeadModel"], slow=["MarianMTModel", "ViTForImageClassification"])
 )
 def test_the_ladder_of_a_foreign_transformer(name: str, machine: str) -> None:
     transformers = pytest.importorskip("transformers")

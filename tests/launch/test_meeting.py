@@ -43,6 +43,7 @@ def test_ranks_of_both_nodes_are_one_world_and_restart_together(tmp_path: Path) 
     no_orphans(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_code_reaches_all_nodes(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2", "12", "code:1:7:4")
     with nodes.start("a", 1, "--node-rank", "0") as a, nodes.start("b", 1, "--node-rank", "1") as b:

@@ -629,7 +629,8 @@ def test_choices_that_ranks_would_make_otherwise_are_refused(
     assert not any(words in problem for problem in problems(Plan.parse("dp=2 ep=2"), config, run=True))
 
 
-def test_a_plan_lets_experts_multiply_one_after_the_other() -> None:
+def test_a_plan_lets_experts_multiply_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend="aot_eager"))
     config = replace(PRESETS["mixtral-tiny"], depth=1, width=32)
     tokens = torch.randint(0, 2048, (2, 16), generator=torch.Generator().manual_seed(1))
     losses = []

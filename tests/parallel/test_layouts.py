@@ -125,6 +125,10 @@ def test_a_sample_of_settings_learns_the_same_beside_split_layers() -> None:
     _hold(2, [("gpt", "tp=2 sp=true micro_batch=2 loss=chunked fuse=residual_norm"),
               ("bert", "tp=2 micro_batch=2 padding=remove"),
               ("bert", "dp=2 sharding=fsdp micro_batch=2 fuse=residual_norm,bias_activation")], steps=4)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_sample_of_levels_learns_the_same_beside_split_layers() -> None:
     _hold(2, [("llama", line) for line in (LEVELS[1], LEVELS[4])], steps=4)
     # Ranks round their own parts of a layer, in which scales are finer.
     _hold(2, [("llama", "tp=2 sp=true micro_batch=2 precision=O1 products=int8"),

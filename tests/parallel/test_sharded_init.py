@@ -152,6 +152,7 @@ def _limited() -> tuple[bool, float, int]:
     return refused, float(output.double().sum()), held
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_a_ranks_memory_is_made() -> None:
     torch.manual_seed(1)
     with torch.no_grad():

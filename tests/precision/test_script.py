@@ -321,7 +321,7 @@ def test_o0_is_plain_python_to_the_bit() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "key", "most"),
     [
-        (("bare.py",), 0, "loss", 0.06),
+        pytest.param(("bare.py",), 0, "loss", 0.06, marks=pytest.mark.slow),
         pytest.param(("closure.py", "LBFGS"), 3, "loss", 1e-3, marks=pytest.mark.slow),
         pytest.param(("gan.py",), 0, "distance", 0.3, marks=pytest.mark.slow),
         pytest.param(("accumulate.py",), 0, "loss", 1.2, marks=pytest.mark.slow),

@@ -119,6 +119,7 @@ def test_the_plain_form_rounds_as_products_do() -> None:
     check("cpu")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_round_as_products_do_and_mutants_do_not() -> None:
     interpret(__file__)

@@ -360,6 +360,7 @@ def test_a_full_queue_says_so_and_one_that_was_taken_is_served(tmp_path: Path) -
         assert running.gauge('requests_total{route="completions",status="429"}') == 6
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_what_it_had_is_made_anew(tmp_path: Path) -> None:
     with served(folder(tmp_path, 20), "slots=2", "waiting=2") as running:
         first = worker_of(running)

@@ -27,11 +27,9 @@ from penstock.data.text.chat import Template, template_of
 from penstock.data.text.open import in_folder
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
-from penstock.planner.serve import StepCosts
-from penstock.serve.measure import Client, replay, step_costs
+from penstock.serve.measure import Client, replay
 from penstock.serve.scheduler import Limits
 from penstock.serve.serve import usual_name
-from penstock.serve.simulate import simulate
 from penstock.serve.traffic import Arrival, Rate
 from penstock.serve.worker import Opened
 
@@ -440,24 +438,6 @@ def memory(running: Running) -> int:
         for pid in (running.process.pid, worker_of(running))
     ]
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_the_simulation_knows_a_server_whose_steps_are_known(tmp_path: Path) -> None:
-    """Load of others on the machine makes the server slower than it can be: hence the width."""
-    with served(folder(tmp_path, 20), "slots=4", "waiting=64") as running:
-        client = Client(host="127.0.0.1", port=running.port, vocabulary=VOCABULARY)
-        measured = asyncio.run(step_costs(client, slots=4, longest=32))
-        assert 0.02 < measured.decode(1, 8) < 0.08
-        known = StepCosts(
-            ((1.0, 0.0), (2.0, 0.0)), ((1.0, 0.022, 0.0),)
-        )  # prompts are read in the same steps
-        arrivals = Rate(rate=10, prompt=(4, 8), made=(4, 20)).arrivals(40)
-        told = simulate(arrivals, Limits(slots=4, waiting=64), known)
-        found = asyncio.run(replay(client, arrivals))
-        assert found.tokens_per_second == pytest.approx(told.tokens_per_second, rel=0.3)
-        assert 0.8 < found.latency.p95 / told.latency.p95 < 3
 
 
 def tiny(family: str, where: Path) -> Path:

@@ -73,6 +73,7 @@ def _own(node: ast.Attribute) -> bool:
 def uses(tree: ast.Module, own: set[str]) -> Iterator[str]:
     """What a module takes of torch's internals, class swaps, and what it changes for the whole process."""
     inner: set[ast.AST] = set()
+    own = own | NOT_TORCHS
     # A name that is put together begins with its first part; `f"{field}_length"` is none of torch's.
     later = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values[1:]}
     for node in ast.walk(tree):
@@ -89,7 +90,7 @@ def uses(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in later:
             name = node.value  # asked for by getattr, or looked for
-            theirs = name in TORCHS or name not in own | NOT_TORCHS
+            theirs = name in TORCHS or name not in own
             if re.fullmatch(r"_[a-z][a-z_]+", name) and not name.startswith("_penstock") and theirs:
                 yield f".{name}"
             elif re.fullmatch(r"torch(\.\w+)+", name) and _private(name):
@@ -108,7 +109,7 @@ def _of_attribute(node: ast.Attribute, own: set[str]) -> Iterator[str]:
             or part.attr.startswith("_penstock")
         ):
             continue
-        if part.attr not in own | NOT_TORCHS or (part.attr in TORCHS and not _own(part)):
+        if part.attr not in own or (part.attr in TORCHS and not _own(part)):
             yield f".{part.attr}"
     if node.attr == "__class__" and isinstance(node.ctx, ast.Store):
         yield "__class__"

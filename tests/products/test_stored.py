@@ -16,12 +16,14 @@ from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.infer.generator import Generator
 from penstock.models import create
 from penstock.models.convert import save_pretrained
+from penstock.models.rounded import round_rows
 from penstock.products.convert import STORED, _stored, store_linears
 from penstock.products.eight_bits import Fp8
+from penstock.products.integers import Int8, Int8Twice
 from penstock.products.stored import Stored, StoredExperts
 
 ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12, "fp8": 0.05}
@@ -118,6 +120,38 @@ def test_experts_are_stored_each_by_itself(weights: Weights) -> None:
         assert float((found - expected).std() / expected.std()) < (0.2 if weights == "int4" else 0.05)
     compiled = torch.compile(stored, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens), found)
+
+
+@pytest.mark.parametrize("kind", ["here", "avx2"])
+@pytest.mark.parametrize("form", [Int8, Int8Twice])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_row_in_int8_changes_another(
+    form: type[Int8], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind != "here":
+        pretend(monkeypatch, kind)
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48).to(dtype).requires_grad_(False)
+    packed, x = form(linear), torch.randn(6, 64).to(dtype)
+    x[1], x[4] = x[1].abs(), 0.0  # of one sign, as activations are, and padding
+    found, outlier = packed(x), x.clone()
+    outlier[3] *= 1000
+    for row in range(len(x)):
+        assert torch.equal(packed(x[row]), found[row])
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(packed(outlier)[others], found[others])
+    if form is Int8 and dtype == torch.float32:
+        low, high = x.amin(1, keepdim=True).double(), x.amax(1, keepdim=True).double()
+        middle, step = (low + high) / 2, (high - low) / (2 * packed.most) + 1e-12
+        inputs = ((x - middle) / step).round() * step + middle
+        expected = inputs @ round_rows(linear.weight).values().double().t() + linear.bias.double()
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_int8_is_refused_where_torch_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.products.integers._ENGINES", ())
+    with pytest.raises(EnvironmentProblem, match="use weights=int8_weights, or weights=plain"):
+        store_linears(tiny("gpt", dtype=torch.float32), "int8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

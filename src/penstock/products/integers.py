@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from penstock.config.formats import FORMATS
 from penstock.cpu import this_cpu
-from penstock.models.rounded import RoundedWeight, round_groups, round_rows
+from penstock.errors import EnvironmentProblem
+from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
 from penstock.products.stored import Stored
 
 _GROUP = FORMATS["int4"].group
@@ -20,10 +21,22 @@ _FEW = 16
 
 _BEYOND = 64
 """Bytes of memory behind weights in int8."""
+_ENGINES = ("x86", "fbgemm")
+"""torch's quantised engines that have `fused_product`."""
+_LEAST = 1e-12
+"""The least step between rounded inputs."""
 
 
 def packed_numbers(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> object:
-    """int8 numbers (out, in) with a scale for each output (out,), as torch's quantised products take them."""
+    """int8 numbers (out, in) with a scale for each output (out,), as torch's quantised products take them.
+
+    Raises EnvironmentProblem where torch has no kernel that rounds inputs by a given scale.
+    """
+    if torch.backends.quantized.engine not in _ENGINES:
+        raise EnvironmentProblem(
+            f"torch's quantised engine {torch.backends.quantized.engine} cannot round inputs by a given scale, as "
+            "int8 needs here; use weights=int8_weights, or weights=plain."
+        )
     with warnings.catch_warnings():
         # torch will take its quantised tensors out one day; the kernels that take this one are its fastest so far.
         warnings.simplefilter("ignore", UserWarning)
@@ -32,45 +45,57 @@ def packed_numbers(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> obje
         return torch.ops.quantized.linear_prepack(weight, bias)
 
 
+def fused_product(x: Tensor, scale: float, zero: int, packed: object) -> Tensor:
+    """Rows (M, in) rounded by one scale, to bytes of which `zero` stands for 0, times packed numbers: (M, out) fp32."""
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(  # type: ignore[no-any-return]
+        x.contiguous(), scale, zero, packed
+    )
+
+
 class Int8(Stored):
-    """Weights and inputs in int8."""
+    """Weights in int8, and inputs in int8 with a range for each row, so that no row changes another.
+
+    A row x from `low` to `high` becomes q = round((x − middle) / s), s = (high − low) / (2 · `most`), so that
+
+        y[n] = s · scale[n] · Σ_k q[k] · numbers[n, k] + middle · Σ_k weight[n, k] + bias[n]
+
+    with the rounded weights. Of inputs of nearly one sign, as activations give them, all levels are used.
+    """
 
     wide = True
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         rounded = round_rows(linear.weight)
-        self.weight = packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
+        self.packed = packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
+        self.sums = rounded.numbers.sum(1) * rounded.scales[:, 0]
+        self.bias = None if self.bias is None else self.bias.float()
         # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
-        self.narrow = not this_cpu().vnni
+        self.most = MOST if this_cpu().vnni else MOST // 2
 
     def product(self, x: Tensor) -> Tensor:
-        # The kernel has one scale for all rows. So each is divided by its largest number first: one row with an outlier
-        # would leave the others few levels.
-        sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
-        product = self.multiplied(x.float() / sizes)
-        product = product * sizes if self.bias is None else torch.addcmul(self.bias, product, sizes)
-        return product.to(x.dtype)
+        wide = x.float()
+        low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+        middle, scale = (low + high) / 2, ((high - low) / (2 * self.most)).clamp(min=_LEAST)
+        product = self.multiplied((wide - middle) * scale.reciprocal())
+        offset = middle * self.sums if self.bias is None else torch.addcmul(self.bias, middle, self.sums)
+        return torch.addcmul(offset, product, scale).to(x.dtype)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """Rows (N, in) of numbers from −1 to 1 by the weights, in fp32."""
+        """Rows (M, in) from −`most` to `most`, rounded to whole numbers, by the weights: (M, out) fp32."""
         return self.called(x)
 
     def kernel(self, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic.default(x, self.weight, self.narrow)  # type: ignore[no-any-return]
+        return fused_product(x, 1.0, self.most + 1, self.packed)
 
 
 class Int8Twice(Int8):
     """The same with inputs in twice 8 bits."""
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """See `Int8`."""
-        low, high = x.aminmax()
-        # The kernel's own levels, among which is zero: so it rounds these numbers to themselves.
-        levels = 127 if self.narrow else 255
-        step = ((high.clamp(min=0.0) - low.clamp(max=0.0)) / levels).clamp(min=1e-12)
-        coarse = (x / step).round() * step
-        return super().multiplied(coarse) + super().multiplied(x - coarse)
+        """See `Int8`. What the first rounding leaves, from −½ to ½, is rounded once more."""
+        whole, finer = x.round(), 2 * self.most
+        return super().multiplied(whole) + super().multiplied((x - whole) * finer) / finer
 
 
 class Int8Weights(Stored):

@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models.experts import ExpertLinear
 from penstock.models.rounded import MOST, RoundedWeight
 from penstock.products.convert import device_problem
-from penstock.products.integers import Int4, Int8Weights, packed_numbers
+from penstock.products.integers import Int4, Int8Weights, fused_product, packed_numbers
 from penstock.products.stored import Stored, StoredExperts, in_place_of
 
 _EXACT = 1024
@@ -71,9 +71,7 @@ class RoundedInt8(Stored):
     def kernel(self, x: Tensor) -> Tensor:
         scale = 1.0 if self.static is None else self.static
         if self.packed is not None:
-            return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(  # type: ignore[no-any-return]
-                x.contiguous(), scale, 128, self.packed
-            )
+            return fused_product(x, scale, 128, self.packed)
         sums, scales = self.sums(in_8_bits(x, scale)), self.scales * scale
         return (
             sums * scales

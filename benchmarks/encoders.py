@@ -3,11 +3,11 @@
     pip install 'penstock[export]'
     python benchmarks/encoders.py --threads 2 --output benchmarks/results/encoders_cpu.json
 
-BERT gives the vector of each text, the mean of its tokens' features. Of a length such as 128 all texts have as many
-tokens; `ragged` ones have between 16 and 384. Ours computes no padding, the others pad each batch to its longest. ViT
-gives logits of images that lie in memory. Weights are random. The ways of a cell, each in a process of its own, take
-turns in rounds whose order is reversed each time; ratios are medians of the ratios within a round. A way that does not
-work in a cell is left out, and the file says why.
+BERT, and `minilm` with the weights of its package, give the vector of each text, the mean of its tokens' features. Of a
+length such as 128 all texts have as many tokens; `ragged` ones have between 16 and 384. Ours computes no padding, the
+others pad each batch to its longest. ViT gives logits of images that lie in memory. Other weights are random. The ways
+of a cell, each in a process of its own, take turns in rounds whose order is reversed each time; ratios are medians of
+the ratios within a round. A way that does not work in a cell is left out, and the file says why.
 
 ONNX Runtime runs what `penstock export` writes, its int8 is that of `quantize_dynamic`. That of transformers is torch's
 `quantize_dynamic`.
@@ -35,8 +35,9 @@ from penstock.export.export import export
 from penstock.infer.encode import Embedder
 from penstock.infer.load import loaded
 from penstock.models import create
-from penstock.models.convert import save_pretrained
+from penstock.models.convert import from_pretrained, save_pretrained
 from races import Cells, Makes, Run, in_onnx_runtime, options, require_known
+from text_jobs import minilm
 
 TYPES: dict[str, tuple[str, Weights, torch.dtype]] = {
     "fp32": ("baseline", "auto", torch.float32),
@@ -51,13 +52,17 @@ class Case:
     """One model, in a folder that all ways read."""
 
     def __init__(self, name: str, folder: Path, threads: int) -> None:
-        self.folder, self.threads = folder, threads
-        config: Any = PRESETS[name]
-        if isinstance(config, EncoderConfig):
-            config = replace(config, head="none")
-        self.config = config
-        torch.manual_seed(0)
-        save_pretrained(create(config), folder)
+        self.name, self.folder, self.threads = name, folder, threads
+        if name == "minilm":
+            model = from_pretrained(minilm())
+        else:
+            config: Any = PRESETS[name]
+            if isinstance(config, EncoderConfig):
+                config = replace(config, head="none")
+            torch.manual_seed(0)
+            model = create(config)
+        self.config: Any = model.config
+        save_pretrained(model, folder)
         require_known(folder)
         transformers.logging.set_verbosity_error()
 
@@ -83,14 +88,7 @@ class Case:
                 "compiled": lambda: self.theirs_of_images(kind, images, compiled=True),
                 "onnxruntime": lambda: self.onnx(kind, {"images": images}, lambda outputs: outputs),
             }
-        draw = random.Random(batch)
-        most = min(LENGTHS[-1], self.config.sequence)
-        sizes = [draw.randint(LENGTHS[0], most) if length == "ragged" else int(length) for _ in range(batch)]
-        rows = [[draw.randrange(1000, self.config.vocabulary) for _ in range(size)] for size in sizes]
-        lengths = torch.tensor(sizes)
-        tokens = torch.zeros(batch, max(sizes), dtype=torch.int64)
-        for place, row in enumerate(rows):
-            tokens[place, : len(row)] = torch.tensor(row)
+        rows, tokens, lengths = drawn(self.config, length, batch)
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
         feeds = {"tokens": tokens, "lengths": lengths}
         return {
@@ -151,6 +149,18 @@ class Case:
             path = rounded
         run = in_onnx_runtime(path, self.threads)
         return lambda: finish(run(feeds)[0])
+
+
+def drawn(config: Any, length: str, batch: int) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Texts of a cell as numbers, and padded, (B, L), with their lengths (B,)."""
+    draw = random.Random(batch)
+    most = min(LENGTHS[-1], config.sequence)
+    sizes = [draw.randint(LENGTHS[0], most) if length == "ragged" else int(length) for _ in range(batch)]
+    rows = [[draw.randrange(1000, config.vocabulary) for _ in range(size)] for size in sizes]
+    tokens = torch.zeros(batch, max(sizes), dtype=torch.int64)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row)] = torch.tensor(row)
+    return rows, tokens, torch.tensor(sizes)
 
 
 def pooled(features: Tensor, mask: Tensor) -> Tensor:

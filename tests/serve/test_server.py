@@ -543,22 +543,30 @@ def texts_of(one: Opened) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tp"),
+    ("family", "tp", "few_bits"),
     [
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in (("llama-tiny", 1), ("marian-tiny", 1), ("bert-tiny", 1), ("llama-tiny", 2))
+        for case in (
+            ("llama-tiny", 1, False), ("marian-tiny", 1, False), ("bert-tiny", 1, False), ("llama-tiny", 2, False),
+            ("marian-tiny", 1, True), ("bert-tiny", 1, True),
+        )
     ],
-)
-def test_real_models_are_served(family: str, tp: int, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_real_models_are_served(family: str, tp: int, few_bits: bool, tmp_path: Path) -> None:
     """Ids are those of the engine alone, whatever else runs beside it; vectors are those of the encoder alone."""
     import torch
 
+    from penstock.compress.quantise import quantise_folder
     from penstock.config.plan import Plan
+    from penstock.config.quantise import QuantiseOptions
     from penstock.decode.engine import Engine, Request
     from penstock.infer.encode import Embedder
     from penstock.infer.load import loaded
 
     where = tiny(family, tmp_path)
+    if few_bits:
+        quantise_folder(where, tmp_path / "few bits", QuantiseOptions(format="int8"))
+        where = tmp_path / "few bits"
     found = loaded(where, Plan(), weights="auto", tokenizer=None)
     prompts = [
         [draw.randrange(256) for _ in range(draw.randint(2, 40))] for draw in map(random.Random, range(12))

@@ -22,13 +22,12 @@ from penstock.data.source import PADDING, Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.masked_words import PrepareMasked
-from penstock.tasks.next_token import NextToken, draw_prefixes, unseen
+from penstock.tasks.next_token import NextToken, PrepareNextToken
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import (
     MOST_NATS,
     TextBatch,
     Tokens,
-    documents_of,
     on_device,
     tokenizer_of,
 )
@@ -198,39 +197,32 @@ class PrepareUniversal:
     ) -> None:
         graph = model.graph
         self.arguments, self.seed, self.size = graph.arguments, seed, bytes_per_token
-        self.understood, self.continues = graph.padded, graph.writer is not None
-        self.orders = graph.classes is not None
+        self.understood, self.orders = graph.padded, graph.classes is not None
         self.segments = any(one.segments > 1 for one in graph.inputs)
         self.end, self.separator = tokenizer.end, tokenizer.separator
         self.before = int(tokenizer.classify is not None)
         self.tokens = graph.inputs[0].length
         self.weights = (model.next_weight, model.words_weight, model.classes_weight)
-        self.prefix = graph.inputs[0].prefix if mixes and self.continues else 0.0
         self.continued: float = model.continued if mixes else 1.0
         self.masked: float = model.masked if mixes else 1.0
+        prefix = graph.inputs[0].prefix if mixes else 0.0
+        self._next = (
+            None if graph.writer is None else PrepareNextToken(self.end, 0.0, prefix=prefix, seed=seed)
+        )
         self._hide = PrepareMasked(tokenizer, seed) if self.understood else None
 
     def __call__(self, host: HostBatch, device: torch.device) -> UniversalBatch:
         named: dict[str, Any] = {"documents": {}, "targets": {}, "rows": {}}
         counts = [0, 0, 0]
         tokens, labels = 0, None
-        if self.continues:
+        if self._next is not None:
             some, counted = _due(host.positions, self.continued, first=True)
-            windows = host.samples.numpy()[some]
-            before, targets = (
-                windows[:, :-1],
-                windows[:, 1:] if counted else np.full_like(windows[:, 1:], IGNORED),
-            )
-            if self.prefix and counted:
-                prefixes = draw_prefixes(self.seed, host.positions[some], self.prefix, self.tokens)
-                targets = unseen(targets, prefixes)
-                named["prefixes"] = on_device(prefixes, device)
-            documents = documents_of(before, self.end)
-            named["tokens"] = on_device(before, device)
-            named["documents"]["tokens"] = None if documents is None else on_device(documents, device)
-            named["targets"]["next"] = on_device(targets, device)
-            counts[0] = int((targets != IGNORED).sum())
-            tokens += before.size
+            made = self._next(HostBatch(host.samples[some], host.ids[some], host.positions[some], ()), device)
+            named["tokens"], named["documents"]["tokens"], targets, *prefixes = made.inputs
+            named["prefixes"] = prefixes[-1] if prefixes else None
+            named["targets"]["next"] = targets if counted else torch.full_like(targets, IGNORED)
+            counts[0] = (made.count or 0) * counted
+            tokens += made.tokens
         if self._hide is not None:
             some, counted = _due(host.positions, self.masked, first=False)
             texts, orders = self._texts(host.samples.numpy()[some], host.positions[some])

@@ -464,7 +464,7 @@ LINES = {
     "(modules)": 1680,
     "boundary": 1710,
     "checkpoint": 2030,
-    "cli": 4380,
+    "cli": 4360,
     "compress": 2670,
     "config": 6200,
     "data": 6980,
@@ -486,7 +486,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3440,
     "step": 710,
-    "tasks": 3480,
+    "tasks": 3470,
     "train": 3280,
     "tune": 1650,
 }
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_100
+    assert sum(LINES.values()) <= 90_000
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

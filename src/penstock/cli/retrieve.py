@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.boundary.files import shown
+from penstock.boundary.files import shown, write_bytes
 from penstock.boundary.images import EXTENSIONS
 from penstock.cli._app import configured
 from penstock.cli.generate import words
 from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError
-
-_TILE = 96
-"""Pixels of a side of an answer in a picture."""
 
 
 @configured(EncodeConfig, positional="model")
@@ -28,7 +24,10 @@ def retrieve(
     images: Annotated[Path | None, Parameter(help="Folder of images to search.")] = None,
     texts: Annotated[Path | None, Parameter(help="File of texts to search, one per line.")] = None,
     best: Annotated[int, Parameter(help="How many answers to show of each.")] = 5,
-    grid: Annotated[Path | None, Parameter(help="Draw the answers here (PNG), a row for each text.")] = None,
+    grid: Annotated[
+        Path | None,
+        Parameter(help="Draw the answers here (PNG) as the model sees them, a row for each text."),
+    ] = None,
 ) -> None:
     """Find images by texts, or texts by images, with a trained model of both.
 
@@ -45,22 +44,22 @@ def retrieve(
         )
     if grid is not None and image:
         raise ConfigError("--grid draws images, and texts are searched here; leave it out.")
-    searched = _images_in(images) if text and images else [Path(line) for line in words((), texts)]
-    from penstock.infer.encode import Embedder
+    searched: list[Any] = [*(_images_in(images) if text and images else words((), texts))]
+    from penstock.infer.encode import Embedder, read_images
+    from penstock.infer.pictures import grid_of, pixels_of, png
 
     with Embedder(
         model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
     ) as embedder:
-        if text:
-            near = embedder.embed(text) @ embedder.embed_images(searched).T
-        else:
-            near = embedder.embed_images(image) @ embedder.embed([str(text_line) for text_line in searched]).T
-    scores, places = near.topk(min(best, len(searched)), dim=1)
+        queries = embedder.embed(text) if text else embedder.embed_images(image)
+        near = queries @ (embedder.embed_images(searched) if text else embedder.embed(searched)).T
+        scores, places = near.topk(min(best, len(searched)), dim=1)
+        if grid is not None:
+            drawn = [searched[place] for place in places.flatten().tolist()]
+            write_bytes(grid, png(grid_of(pixels_of(read_images(embedder.model, drawn)), places.shape[1])))
     for question, row, order in zip(text or image, scores.tolist(), places.tolist(), strict=True):
         for score, place in zip(row, order, strict=True):
             print(f"{question}\t{score:.4f}\t{searched[place]}")
-    if grid is not None:
-        _draw(grid, [[searched[place] for place in order] for order in places.tolist()])
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -69,19 +68,3 @@ def _images_in(folder: Path) -> list[Path]:
     if not files:
         raise ConfigError(f"There are no images in {shown(folder)}; name a folder that has some.")
     return files
-
-
-def _draw(file: Path, rows: list[list[Path]]) -> None:
-    """Write a picture of images, row by row."""
-    import numpy as np
-    from PIL import Image
-
-    from penstock.disk import write_file
-    from penstock.infer.pictures import grid_of, png
-
-    tiles = []
-    for path in itertools.chain.from_iterable(rows):
-        with Image.open(path) as image:
-            small = image.convert("RGB").resize((_TILE, _TILE), Image.Resampling.NEAREST)
-            tiles.append(np.asarray(small, np.uint8))
-    write_file(file, [png(grid_of(np.stack(tiles), len(rows[0])))])

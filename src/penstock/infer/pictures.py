@@ -24,7 +24,7 @@ def pixels_of(images: Tensor) -> NDArray[np.uint8]:
             "penstock.ImageGenerator returns."
         )
     scaled = (images.float().clamp(-1, 1) + 1) * 127.5
-    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:

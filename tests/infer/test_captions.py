@@ -28,6 +28,7 @@ CONFIG = MultimodalConfig(
     contrast="sigmoid", vision=Stack(**SIZES), text=Stack(**SIZES), writer=Stack(**SIZES),
 )  # fmt: skip
 TEXTS = ["sieben", "ei", "./七"]
+_NOT_LETTERS = tuple(f"{n}=-10000" for n in range(Bytes.size) if not (97 <= n < 123 or n == Bytes.end))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,29 @@ def test_captions_and_translations_are_the_likeliest_tokens(folder: Path) -> Non
         captioner.translate(["far too long a text for this"], "fr")
 
 
+def _log_probability(model: Any, given: dict[str, Any], language: str, text: str, steps: int) -> float:
+    """That of a text, and of its end where it is shorter than `steps`."""
+    opened, said = [Bytes.begin, *f"{language}: ".encode()], [*text.encode()]
+    said += [Bytes.end] * (len(said) < steps)
+    with torch.no_grad():
+        logits = model(target=torch.tensor([[*opened, *said]]), **given)["head"][0, len(opened) - 1 : -1]
+    return float(logits.log_softmax(-1)[torch.arange(len(said)), said].sum())
+
+
+def test_beams_find_likelier_texts(folder: Path) -> None:
+    captioner = Captioner(folder)
+    paths = sorted((folder / "images").iterdir())
+    how: dict[str, Any] = {"max_tokens": 4, "length_penalty": 0.0, "bias": _NOT_LETTERS}
+    greedy, searched = (captioner.caption(paths, "de", beams=beams, **how) for beams in (1, 8))
+    given = [{"images": one[None]} for one in read_images(captioner.model, paths)]
+    scores = [
+        [_log_probability(captioner.model, one, "de", text, 4) for one, text in zip(given, texts)]
+        for texts in (greedy, searched)
+    ]
+    assert all(more >= less - 1e-4 for less, more in zip(*scores))
+    assert sum(scores[1]) > sum(scores[0]) + 0.01
+
+
 def test_vectors_of_both_sides_are_those_of_the_heads(folder: Path) -> None:
     with Embedder(folder, batch=2) as embedder:
         paths = sorted((folder / "images").iterdir())
@@ -116,8 +140,11 @@ def test_the_commands_find_show_and_write(
     assert main(["embed", model, "--image", one, "--image", f"{images}/1.png"]) == 0
     assert [len(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [8, 8]
     assert main(["generate", model, "--image", one, "--label", "de", "--max_tokens", "4"]) == 0
-    assert main(["generate", model, "sieben", "--label", "fr"]) == 0
     assert len(capsys.readouterr().out) > 2
+    assert main(["generate", model, "sieben", "--label", "fr", "--max_tokens", "2"]) == 0
+    (short,) = Captioner(folder).translate(["sieben"], "fr", max_tokens=2)
+    assert capsys.readouterr().out == f"{short}\n"
+    assert short != Captioner(folder).translate(["sieben"], "fr")[0]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +155,8 @@ def test_the_commands_find_show_and_write(
         (["retrieve", "MODEL", "--text", "seven", "--images", "EMPTY"], "There are no images in"),
         (["embed", "MODEL", "text", "--image", "a.png"], "not both"),
         (["generate", "MODEL", "--image", "a.png"], "Say in which language to write"),
+        (["generate", "MODEL", "a", "--label", "de", "--temperature", "1"], "leave decoding.temperature out"),
+        (["generate", "MODEL", "a", "--label", "de", "--json"], "leave --chat and --json out"),
         (["export", "MODEL", "EMPTY", "--head", "kind"], "no head 'kind'; its heads are image_vector,"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What an evaluation says of images and names in one space."""
+"""Batches of images and names in one space, and what an evaluation says of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from penstock.config.model import MultimodalConfig
+from penstock.config.run import DataConfig
+from penstock.config.stack import Stack
 from penstock.data.captions import Captions, Pictures
+from penstock.tasks import Captioning
 from penstock.tasks.captions import _recalls
+from penstock.tasks.text import first_samples
+
+_SMALL = Stack(width=16, depth=1, heads=2, mlp_width=32)
+CONFIG = MultimodalConfig(
+    image_size=8, patch_size=4, channels=1, features=8, sequence=32, writer_sequence=32, vision=_SMALL, text=_SMALL,
+    writer=_SMALL,
+)  # fmt: skip
 
 
 def test_recall_is_told_beside_that_of_a_guess() -> None:
@@ -28,3 +41,20 @@ def test_recall_is_told_beside_that_of_a_guess() -> None:
     # Names of what is not there are asked for by nobody; alike vectors find the first.
     alike = _recalls(source, np.ones_like(shown), np.ones_like(named))
     assert alike["image_to_text"] == pytest.approx((1 / 4 + 1 / 2) / 2)
+
+
+def mirrored(images: Tensor, targets: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+    return images.flip(-1), targets
+
+
+def test_images_are_of_what_is_named_and_go_through_a_transform() -> None:
+    pytest.importorskip("num2words")
+    task, made = Captioning(), []
+    for transform in (None, f"{__name__}:mirrored"):
+        source: Any = task.open(DataConfig(source="captions:en,de", transform=transform), CONFIG, "val")
+        made.append(task.prepare(source, CONFIG)(first_samples(source, 6), torch.device("cpu")))
+    plain, changed = made
+    assert torch.equal(changed.inputs[0], plain.inputs[0].flip(-1))
+    pixels = torch.from_numpy(source.pictures.images[source.rows["image"][:6], ..., 0])
+    torch.testing.assert_close(plain.inputs[0][:, 0], pixels / 127.5 - 1)
+    assert torch.equal(changed.concepts, torch.from_numpy(source.words.concept[source.rows["written"][:6]]))

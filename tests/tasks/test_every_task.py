@@ -133,7 +133,7 @@ def _far_reference() -> Any:
 
 def _captions(task: Task, model: ModelConfig, split: Split) -> Source:
     source = task.open(DataConfig(source="captions:en,de,fr,ja"), model, split)
-    source.rows = source.rows[:40]  # type: ignore[attr-defined]
+    source.rows, source.labels = source.rows[:40], source.labels[:40]  # type: ignore[attr-defined]
     return source
 
 

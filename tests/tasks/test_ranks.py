@@ -71,7 +71,7 @@ def caption(lines: list[tuple[str, str]]) -> list[dict[str, float]]:
     for form, line in lines:
         model = replace(CAPTIONED, contrast=form)
         source: Any = Captioning().open(DataConfig(source="captions:en,de,fr,ja"), model, "val")
-        source.rows = source.rows[:22]
+        source.rows, source.labels = source.rows[:22], source.labels[:22]
         found.append(_train(Captioning(), model, source, line))
     return found
 

@@ -65,9 +65,9 @@ def generate(
     if system is not None and not chat:
         raise ConfigError("--system begins a chat; add --chat, or write it into the prompt.")
     if image or writes_of_either(model):
-        if chat:
+        if chat or as_json:
             raise ConfigError(
-                "A model of images and texts writes captions and translations; leave --chat out."
+                "A model of images and texts writes captions and translations as lines; leave --chat and --json out."
             )
         _caption(config, image, () if image else tuple(words(prompts, file)))
         return
@@ -159,11 +159,8 @@ def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str,
     if config.label is None:
         raise ConfigError("Say in which language to write, as training named it: --label de.")
     made = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
-    most = config.decoding.max_tokens or None
-    lines = (
-        made.caption(images, config.label, max_tokens=most) if images else made.translate(texts, config.label)
-    )
-    for one in lines:
+    how = config.label, config.decoding
+    for one in made.caption(images, *how) if images else made.translate(texts, *how):
         print(one)
 
 

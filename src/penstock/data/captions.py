@@ -8,10 +8,9 @@ of languages, among them all pairs with a language that training sees in caption
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 from penstock.boundary.files import quoted, read_bytes, shown
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
-from penstock.data.source import Pixels, Source, Split
+from penstock.data.source import ImageSource, Pixels, Split
+from penstock.data.text.names import LONGEST, is_held_out
 from penstock.errors import ConfigError, DataError
 
 LANGUAGES = (
@@ -35,8 +35,6 @@ _DRAWN = 109
 _WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _CODES_EVERY = 20, 5, 3, 10
 _LOOKS = 4
 """Samples of each image for validation."""
-_LONGEST = 56
-"""Bytes of an emoji's name."""
 _MOST_FONT = 64 << 20
 _NAMES = Bounds(bytes=1 << 24, values=1 << 20)
 
@@ -67,30 +65,25 @@ class NameTable(NamedTuple):
     texts: tuple[str, ...]
 
 
-class Captions(Source):
+class Captions(ImageSource):
     """Samples of one split: images by number, and all else in tables by number. `rows` has, of each sample, its image,
-    the names that are read and written, and what the writer sees.
+    the names that are read and written, and what the writer sees. Its label is the concept that it shows.
     """
 
-    policy = "data.bad_images"
+    classes = ()
+    crop_share, scalable = 1.0, True
 
     def __init__(self, name: str, pictures: Pictures, split: Split) -> None:
         self.name = f"{name} ({split})"
-        self.pictures = pictures
-        self.words = _words(pictures)
-        self.tokenizer: Any = None
-        self.size, self.channels = pictures.images.shape[1], pictures.images.shape[3]
-        self.sample = np.dtype((np.uint8, pictures.images.shape[1:]))
+        self.pictures, self.words = pictures, _words(pictures)
+        self.size, self.channels = pictures.images.shape[2:]
         self.trained = trained_pairs(self.words.languages)
         """(L, L), pairs of languages between which training translates."""
         samples = list(_training(self) if split == "train" else _validation(self))
-        fields = [(field, np.int64) for field in ("image", "read", "written", "sees")]
-        self.rows = np.array(samples, np.dtype(fields))
-        if not len(self.rows):
+        if not samples:
             raise DataError(f"{name} has no names for {split}; give more languages, or more images.")
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        self.rows = np.array(samples, [(field, np.int64) for field in ("image", "read", "written", "sees")])
+        self.labels = pictures.concepts[self.rows["image"]]
 
     def load(self, index: int, out: Pixels) -> None:
         out[...] = self.pictures.images[self.rows["image"][index]]
@@ -170,7 +163,7 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
         raise DataError(
             f"The font {shown(font)} draws {len(codes)} of the named emoji; name a font of emoji."
         )
-    held_out = np.array([zlib.crc32(code.encode()) % _CODES_EVERY == 0 for code in codes])
+    held_out = np.array([is_held_out(code, _CODES_EVERY) for code in codes])
     named = {language: [names.get(code, "") for code in codes] for language, names in texts.items()}
     return Pictures(np.stack(images), np.arange(len(codes)), named, held_out, words=False)
 
@@ -185,17 +178,12 @@ def _annotations(file: Path) -> dict[str, str]:
         raise DataError(f"The file {shown(file)} holds no annotations.annotations, as CLDR's JSON has them.")
     names = {code: one.get("tts") for code, one in by_code.items() if isinstance(one, dict)}
     joined = {code: " ".join(map(str, name)) for code, name in names.items() if isinstance(name, list)}
-    return {code: name for code, name in joined.items() if len(name.encode()) <= _LONGEST}
+    return {code: name for code, name in joined.items() if len(name.encode()) <= LONGEST}
 
 
 def beginning(language: str) -> str:
     """The words that a text in a language begins with where it is written."""
     return f"{language}: "
-
-
-def _is_held_out(*words: object, every: int) -> bool:
-    """Whether a name or a pair is held out, by its text alone."""
-    return zlib.crc32(":".join(map(str, words)).encode()) % every == 0
 
 
 def _words(pictures: Pictures) -> NameTable:
@@ -207,7 +195,7 @@ def _words(pictures: Pictures) -> NameTable:
         if text
     ]
     held_out = [
-        pictures.words and _is_held_out(languages[number], concept, every=_WORDS_EVERY)
+        pictures.words and is_held_out(f"{languages[number]}:{concept}", _WORDS_EVERY)
         for number, concept, _ in entries
     ]
     numbers, concepts, texts = zip(*entries, strict=True)
@@ -222,7 +210,7 @@ def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
     pairs = np.zeros((count, count), np.bool_)
     for first in range(count):
         for second in range(first):
-            held_out = count > 3 and _is_held_out(languages[first], languages[second], every=_PAIRS_EVERY)
+            held_out = count > 3 and is_held_out(f"{languages[first]}:{languages[second]}", _PAIRS_EVERY)
             pairs[first, second] = pairs[second, first] = not (alone[first] or alone[second] or held_out)
     return pairs
 

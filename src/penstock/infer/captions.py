@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from penstock.config.decoding import Decoding
 from penstock.config.graph import PatchInput, TokenInput
 from penstock.config.plan import Plan
-from penstock.decode.choose import NOTHING
-from penstock.decode.texts import Prompts
-from penstock.decode.write import write
+from penstock.decode.beam import search
+from penstock.decode.texts import Prompts, eagerly
 from penstock.errors import ConfigError
 from penstock.infer.encode import read_images
 from penstock.infer.load import loaded
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 T = TypeVar("T")
+_OTHER_WAYS = ("temperature", "best", "contrastive", "speculate", "coverage_penalty", "stop")
+"""Fields of `Decoding` that ask for more than the likeliest text."""
 
 
 def writes_of_either(folder: str | Path) -> bool:
@@ -35,8 +38,8 @@ def writes_of_either(folder: str | Path) -> bool:
 
 
 class Captioner:
-    """Captions of images, and translations of texts, the likeliest token each time, by a model whose writer sees
-    either."""
+    """Captions of images, and translations of texts, by a model whose writer sees either: the likeliest token each
+    time, or with `beams` the likeliest text of a search."""
 
     def __init__(
         self,
@@ -62,23 +65,25 @@ class Captioner:
         self.start, self.ends = opened.start, opened.ends
 
     def caption(
-        self, paths: Sequence[str | Path], language: str, *, max_tokens: int | None = None
+        self, paths: Sequence[str | Path], language: str, decoding: Decoding | None = None, **settings: Any
     ) -> list[str]:
-        """A caption of each image, in a language by the name that training gave it. Raises DataError for a file that
-        cannot be read."""
-        name = self._inputs[PatchInput].name
+        """A caption of each image, in a language by the name that training gave it. `settings` are fields of
+        `Decoding`. Raises DataError for a file that cannot be read, ConfigError for settings that ask for more than the
+        likeliest text."""
+        name, how = self._inputs[PatchInput].name, replace(decoding or Decoding(), **settings)
         files = [Path(path) for path in paths]
-        return self._written(files, lambda some: {name: read_images(self.model, some)}, language, max_tokens)
+        return self._written(files, lambda some: {name: read_images(self.model, some)}, language, how)
 
-    def translate(self, texts: Sequence[str], language: str, *, max_tokens: int | None = None) -> list[str]:
-        """Each text in another language."""
-        return self._written(texts, self._read, language, max_tokens)
+    def translate(
+        self, texts: Sequence[str], language: str, decoding: Decoding | None = None, **settings: Any
+    ) -> list[str]:
+        """Each text in another language, as `caption` writes it."""
+        return self._written(texts, self._read, language, replace(decoding or Decoding(), **settings))
 
     def _read(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """The model's arguments of some texts."""
-        frame, one = self.tokenizer.frame(), self._inputs[TokenInput]
-        rows = [[*frame.before, *text, *frame.behind] for text in self.tokenizer.encode(texts)]
-        tokens, lengths = padded(rows, 0)
+        one = self._inputs[TokenInput]
+        tokens, lengths = padded(self.tokenizer.framed(texts), 0)
         if tokens.shape[1] > one.length:
             raise ConfigError(
                 f"A text has {tokens.shape[1]} tokens, but the model reads {one.length}; shorten it."
@@ -90,11 +95,15 @@ class Captioner:
         inputs: Sequence[T],
         read: Callable[[Sequence[T]], dict[str, Tensor]],
         language: str,
-        max_tokens: int | None,
+        decoding: Decoding,
     ) -> list[str]:
         """Texts that are written of the inputs, of which `read` makes the model's arguments, a batch at a time."""
         from penstock.data.captions import beginning
 
+        if others := [name for name in _OTHER_WAYS if getattr(decoding, name) != getattr(Decoding(), name)]:
+            raise ConfigError(
+                f"Captions and translations are the likeliest texts; leave decoding.{others[0]} out."
+            )
         device = next(self.model.parameters()).device
         opened: Any = self.tokenizer.encode_target([beginning(language)])[0].tolist()
         ids = torch.tensor([[self.start, *opened]], device=device)
@@ -103,12 +112,16 @@ class Captioner:
             raise ConfigError(
                 f"The name of the language {language[:20]!r} leaves no room for a text; shorten it."
             )
+        decoding = replace(decoding, max_tokens=min(room, decoding.max_tokens or room))
+        if decoding.beams == 1:
+            decoding = replace(decoding, early_stopping="full")
         texts: list[str] = []
         for begin in range(0, len(inputs), self.batch):
             some = inputs[begin : begin + self.batch]
             values = {name: value.to(device) for name, value in read(some).items()}
             lengths = torch.full((len(some),), ids.shape[1], device=device)
             prompts = Prompts(ids.repeat(len(some), 1), lengths, even=True, values=values)
-            tokens = write(self.model, prompts, min(room, max_tokens or room), ends=self.ends).tolist()
-            texts += [self.tokenizer.decode([one for one in row if one != NOTHING]) for row in tokens]
+            with eagerly():
+                made = search(self.model, prompts, decoding, ends=self.ends)
+            texts += self.tokenizer.decode_rows(made.tokens[:, 0].tolist())
         return texts

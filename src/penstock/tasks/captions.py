@@ -14,23 +14,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from penstock.config.decoding import Decoding
 from penstock.config.graph import PatchInput, TokenInput, VectorHead
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
-from penstock.data.augment import augment_batch, center_batch
 from penstock.data.captions import IMAGE, Captions, beginning, open_captions
+from penstock.data.images import PrepareImages
 from penstock.data.loader import HostBatch
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
-from penstock.decode.choose import NOTHING
-from penstock.decode.texts import Prompts, sharded
-from penstock.decode.write import write
+from penstock.data.transform import load_function
+from penstock.decode.beam import search
+from penstock.decode.texts import Prompts, eagerly, sharded
 from penstock.errors import ConfigError
-from penstock.kernels.contrast import contrast
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Fullness, Prepare, plain
 from penstock.tasks.text import (
     DRAWN,
+    TextBatch,
     TextTask,
     first_samples,
     on_device,
@@ -43,8 +44,6 @@ from penstock.tasks.text import (
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
-CHUNK = 4096
-"""Others whose logits are held at a time."""
 MOST = 1 << 22
 """Numbers of the vectors that an evaluation keeps: of larger splits, the first images and names are compared."""
 SHOWN = 3
@@ -58,12 +57,10 @@ class Weights(NamedTuple):
     form: Any
 
 
-@dataclass(frozen=True, slots=True)
-class CaptionBatch:
-    """A batch of images, names that are read, and names that are written."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionBatch(TextBatch):
+    """Batch of images, names that are read, and names that are written."""
 
-    inputs: tuple[Any, ...]
-    """The model's arguments."""
     concepts: Tensor
     """(B,) what each sample shows."""
     rows: NDArray[Any]
@@ -71,11 +68,6 @@ class CaptionBatch:
     beginnings: Tensor
     """(B,) tokens at the beginning of what is written that are given."""
     weights: Weights
-    tokens: int
-    """Tokens that are no padding."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class Captioning(TextTask):
@@ -96,16 +88,16 @@ class Captioning(TextTask):
     unit = "captions"
     compares = True
     augments = frozenset({field.name for field in fields(Augment)} - {"mixup", "cutmix"})
-
-    def __init__(self, init_from: str | None = None) -> None:
-        super().__init__(init_from)
-        self._names: _NameTokens | None = None
+    _names: _NameTokens
+    """The names of the source that `prepare` makes batches of."""
 
     # -- data
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
         source = open_captions(data, split, channels=_images(model).channels)
         source.tokenizer = self.tokenizer(data)
+        if data.transform is not None:
+            source.transform = load_function(data.transform, "data.transform")
         return source
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
@@ -132,10 +124,9 @@ class Captioning(TextTask):
         ids = Stream(len(source), 0).ids(0, DRAWN * batch)
         read = names.read_lengths[rows["read"][ids]].reshape(DRAWN, batch)
         written = names.written_lengths[rows["written"][ids]].reshape(DRAWN, batch)
-        most = [one.length for one in model.graph.inputs_of(TokenInput)]
         sizes = [
             max(1, round(float(np.mean([rounded(int(longest), limit) for longest in each.max(1)]))))
-            for each, limit in zip((read, written), most)
+            for each, limit in zip((read, written), names.limits)
         ]
         sized = replace(model.with_lengths(0, *sizes), max_positions=model.graph.runs[1].rows)
         targets = written - names.beginnings[rows["written"][ids]].reshape(DRAWN, batch)
@@ -143,30 +134,11 @@ class Captioning(TextTask):
 
     # -- training
 
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        inputs: tuple[Any, ...] = batch.inputs
-        return inputs
-
     def loss(self, outputs: Mapping[str, Tensor], batch: CaptionBatch) -> Tensor:
         images, texts, words = outputs.values()
-        parts = self.contrast(images, texts, batch) * batch.weights.contrast
-        return parts + words / len(batch) * batch.weights.words
-
-    def contrast(self, images: Tensor, texts: Tensor, batch: CaptionBatch) -> Tensor:
-        """The mean contrast of vectors (B, E) of images and of texts, 0-d, with those of all ranks."""
-        every = self.peers.gathered(batch.concepts)
-
-        def compared(rows: Tensor, others: Tensor) -> Tensor:
-            wide = self.peers.gathered(others)
-            form, chunk = batch.weights.form, CHUNK if len(wide) > CHUNK else None
-            return contrast(rows, wide, batch.concepts, every, form=form, chunk=chunk).mean()
-
-        if batch.weights.form == "sigmoid":  # each pair once
-            return compared(images, texts)
-        return (compared(images, texts) + compared(texts, images)) / 2
-
-    def tokens(self, batch: Any) -> int:
-        return int(batch.tokens)
+        weights = batch.weights
+        contrast = self.peers.contrast(images, texts, batch.concepts, weights.form)
+        return contrast * weights.contrast + words / len(batch) * weights.words
 
     # -- evaluation
 
@@ -181,54 +153,53 @@ class Captioning(TextTask):
         of translations between trained pairs and between others; and vectors by image and by name, with how often each
         was made."""
         images, texts, words = (output.double() for output in outputs.values())
-        names, rows = self._named, batch.rows
-        source, count = names.source, len(names.source.words.languages)
+        source, rows = self._names.source, batch.rows
+        count, width = len(source.words.languages), images.shape[1]
         exact = np.zeros((2, count + 2))
         for text, row in zip(written, rows):
             language, other = (int(source.words.language[row[side]]) for side in ("written", "read"))
             kind = language if row["sees"] == IMAGE else count + (not source.trained[other, language])
             exact[:, kind] += text == source.words.texts[row["written"]], 1
-        kept = names.kept(images.shape[1])
-        tables = images.new_zeros(sum(kept), images.shape[1] + 1)
-        for begin, side, made, most in ((0, "image", images, kept[0]), (kept[0], "read", texts, kept[1])):
-            numbers = torch.from_numpy(rows[side]).to(images.device)
+        tables = []
+        for side, made, most in zip(("image", "read"), (images, texts), self._names.kept(width)):
+            numbers = torch.from_numpy(rows[side]).to(made.device)
             here = numbers < most
-            ones = made.new_ones(len(made), 1)
-            tables.index_add_(0, begin + numbers[here], torch.cat([made, ones], 1)[here])
-        counted = torch.from_numpy(exact.flatten()).to(images)
-        sizes = images.new_tensor([images.shape[1] + 1.0]) * len(batch)
-        return torch.cat([words[None], sizes, counted, tables.flatten()])
-
-    @property
-    def _named(self) -> _NameTokens:
-        assert self._names is not None  # `prepare` made the batch
-        return self._names
+            counted = torch.cat([made, made.new_ones(len(made), 1)], 1)[here]
+            tables.append(made.new_zeros(most, width + 1).index_add_(0, numbers[here], counted).flatten())
+        sizes = images.new_tensor([width + 1.0]) * len(batch)
+        return torch.cat([words[None], sizes, torch.from_numpy(exact.flatten()).to(images), *tables])
 
     def accompany(self, model: nn.Module, blank: tuple[Any, ...]) -> None:
         model(*blank)
         if sharded(model):
-            images, source, _, lengths = blank[:4]
-            values = {"images": images, "source": source, "lengths": lengths, "sees": blank[-1]}
-            prompts = Prompts(source, lengths, values=values)
-            write(cast(Any, model), prompts, self._named.most, ends=())
+            self._tokens(model, blank, blank[3])
 
-    def _written(self, model: nn.Module, batch: CaptionBatch) -> list[str]:
-        """Each name as the model writes it, behind its language."""
-        names, (images, source, target, lengths, *_, sees) = self._named, batch.inputs
-        begun, end = batch.beginnings + 1, names.tokenizer.end  # the decoder's first token
-        values = {"images": images, "source": source, "lengths": lengths, "sees": sees}
+    def _tokens(self, model: nn.Module, inputs: Sequence[Any], begun: Tensor) -> Tensor:
+        """The likeliest tokens (B, steps) behind the first `begun` (B,) of each target. Where ranks share weights, they
+        take as many steps."""
+        names, (images, source, target, lengths, *_, sees) = self._names, inputs
+        end, values = (
+            names.tokenizer.end,
+            {"images": images, "source": source, "lengths": lengths, "sees": sees},
+        )
         prompts = Prompts(target[:, : names.opened].contiguous(), begun, values=values)
         steps = names.most if sharded(model) else names.longest
-        tokens = write(cast(Any, model), prompts, steps, ends=() if end is None else (end,))
-        return [names.tokenizer.decode([one for one in row if one != NOTHING]) for row in tokens.tolist()]
+        greedy = Decoding(max_tokens=steps, early_stopping="full")
+        with eagerly():
+            return search(cast(Any, model), prompts, greedy, ends=() if end is None else (end,)).tokens[:, 0]
+
+    def _written(self, model: nn.Module, batch: CaptionBatch) -> list[str]:
+        """Each name as the model writes it, behind the decoder's first token and its language."""
+        tokens = self._tokens(model, batch.inputs, batch.beginnings + 1)
+        return self._names.tokenizer.decode_rows(tokens.tolist())
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
-        source = self._named.source
+        source = self._names.source
         languages = source.words.languages
         total, width, *rest = sums
         exact = np.array(rest[: 2 * len(languages) + 4]).reshape(2, -1)
         tables = np.array(rest[exact.size :]).reshape(-1, round(width / samples))
-        kept = self._named.kept(tables.shape[1] - 1)[0]
+        kept = self._names.kept(tables.shape[1] - 1)[0]
         results = _recalls(source, tables[:kept], tables[kept:])
         of_kind = exact[0] / np.maximum(exact[1], 1)
         count = len(languages)
@@ -237,7 +208,7 @@ class Captioning(TextTask):
             f"captions_{name}": float(share) for name, share, of in zip(languages, of_kind, exact[1]) if of
         }
         results |= {"translations": float(of_kind[count]), "unseen_pairs": float(of_kind[count + 1])}
-        weights, results["words_loss"] = self._named.weights, total / samples
+        weights, results["words_loss"] = self._names.weights, total / samples
         loss = weights.contrast * results["contrast_loss"] + weights.words * results["words_loss"]
         return {"loss": loss, **results}
 
@@ -259,8 +230,7 @@ class Captioning(TextTask):
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first captions and translations, each beside its reference."""
         assert isinstance(source, Captions)
-        config: Any = cast(Any, model).config
-        batch = self.prepare(source, config)(first_samples(source, SHOWN), device)
+        batch = self.prepare(source, cast(Any, model).config)(first_samples(source, SHOWN), device)
         texts = source.words.texts
         return "\n".join(
             f"{'an image' if row['sees'] == IMAGE else texts[row['read']]} → {text} "
@@ -280,28 +250,25 @@ class _NameTokens:
         self.source, self.tokenizer = source, cast("Tokenizer", source.tokenizer)
         config: Any = model
         self.weights = Weights(config.contrast_weight, config.words_weight, config.contrast)
+        self.limits = [one.length for one in model.graph.inputs_of(TokenInput)]
         words, tokenizer = source.words, self.tokenizer
-        frame = tokenizer.frame()
         end = () if tokenizer.end is None else (tokenizer.end,)
         opened = tokenizer.encode_target([beginning(words.languages[number]) for number in words.language])
-        read = [[*frame.before, *text, *frame.behind] for text in tokenizer.encode(words.texts)]
-        text = tokenizer.encode_target(words.texts)
+        read, text = tokenizer.framed(words.texts), tokenizer.encode_target(words.texts)
         written = [[*before, *own, *end] for before, own in zip(opened, text, strict=True)]
-        self.beginnings = np.array([len(before) for before in opened])
-        limits = [one.length for one in model.graph.inputs_of(TokenInput)]
-        settings = ("model.sequence", "model.writer_sequence")
-        for rows, limit, setting in zip((read, written), limits, settings):
+        for rows, limit, setting in zip((read, written), self.limits, ("sequence", "writer_sequence")):
             if (longest := max(map(len, rows))) > limit:
                 raise ConfigError(
-                    f"A name of {source.title} has {longest} tokens, but {setting} is {limit}; set it to {longest}."
+                    f"A name of {source.title} has {longest} tokens, but model.{setting} is {limit}; set it to "
+                    f"{longest}."
                 )
         self.read, self.read_lengths = padded(read, tokenizer.pad)
         self.written, self.written_lengths = padded(written, tokenizer.pad)
-        self.longest = int((self.written_lengths - self.beginnings).max()) + 1
+        self.beginnings = np.array([len(before) for before in opened])
         self.opened = int(self.beginnings.max()) + 1
-        self.most = limits[1] - int(self.beginnings.max())
+        self.most = self.limits[1] - int(self.beginnings.max())
         """Tokens that there is room for behind any beginning."""
-        self.longest = min(self.longest, self.most)
+        self.longest = min(self.most, int((self.written_lengths - self.beginnings).max()) + 1)
 
     def kept(self, width: int) -> tuple[int, int]:
         """How many images and names an evaluation keeps the vectors of."""
@@ -346,36 +313,27 @@ class PrepareCaptions:
     def __init__(
         self, source: Captions, model: ModelConfig, names: _NameTokens, augment: Augment | None, seed: int
     ) -> None:
-        self.source, self.names, self.seed = source, names, seed
-        self.size = _images(model).image_size
+        self.source, self.names = source, names
         self.smoothing = 0.0 if augment is None else augment.label_smoothing
-        self.limits = [one.length for one in model.graph.inputs_of(TokenInput)]
-        self.augment = None
         if augment is not None:
-            self.augment = replace(augment, mixup=0.0, cutmix=0.0, label_smoothing=0.0)
+            augment = replace(augment, mixup=0.0, cutmix=0.0, label_smoothing=0.0)
+        size, classes = _images(model).image_size, len(source.classes)
+        self.images = PrepareImages(source, image_size=size, classes=classes, augment=augment, seed=seed)
 
     def __call__(self, host: HostBatch, device: torch.device) -> CaptionBatch:
-        names, rows = self.names, self.source.rows[host.ids]
-        images, concepts = host.samples.to(device, non_blocking=True), self.source.words.concept[rows["read"]]
-        labels = on_device(concepts, device)
-        if self.augment is None:
-            images = center_batch(images, image_size=self.size, crop_share=1.0)
-        else:
-            images, _ = augment_batch(
-                images, labels, self.augment, image_size=self.size, classes=int(concepts.max()) + 1, seed=self.seed,
-                positions=host.positions,
-            )  # fmt: skip
+        names, rows, pictures = self.names, self.source.rows[host.ids], self.images(host, device)
         lengths, ends = names.read_lengths[rows["read"]], names.written_lengths[rows["written"]]
-        source = names.read[rows["read"]][:, : rounded(int(lengths.max()), self.limits[0])]
-        target = names.written[rows["written"]][:, : rounded(int(ends.max()), self.limits[1])]
+        source = names.read[rows["read"]][:, : rounded(int(lengths.max()), names.limits[0])]
+        target = names.written[rows["written"]][:, : rounded(int(ends.max()), names.limits[1])]
         begun = names.beginnings[rows["written"]]
         places = np.arange(target.shape[1])
         targeted = (places < ends[:, None]) & (places >= begun[:, None])
         inputs = (
-            images, on_device(source, device), on_device(shifted(target, names.tokenizer.start), device),
+            pictures.images, on_device(source, device), on_device(shifted(target, names.tokenizer.start), device),
             on_device(lengths, device), on_device(np.where(targeted, target, IGNORED), device), None, self.smoothing,
             None, on_device(rows["sees"], device),
         )  # fmt: skip
         return CaptionBatch(
-            inputs, labels, rows, on_device(begun, device), names.weights, int(lengths.sum() + ends.sum())
-        )
+            inputs=inputs, ids=host.ids, tokens=int(lengths.sum() + ends.sum()), concepts=pictures.targets, rows=rows,
+            beginnings=on_device(begun, device), weights=names.weights,
+        )  # fmt: skip

@@ -196,11 +196,11 @@ def texts_of(
     one = next(iter(graph.inputs_of(TokenInput)), None)
     if one is None:
         return None
-    words = tokenizer or Bytes()
-    frame = words.frame()
-    before, behind = ((words.begin,), ()) if isinstance(words, Bytes) else (frame.before, frame.behind)
-    texts = [[*before, *numbers.tolist(), *behind] or [words.pad] for numbers in words.encode([*classes, ""])]
-    tokens, lengths = padded(texts, words.pad)
+    words, texts = tokenizer or Bytes(), [*classes, ""]
+    rows = words.framed(texts)
+    if isinstance(words, Bytes):
+        rows = [[words.begin, *numbers] for numbers in words.encode(texts)]
+    tokens, lengths = padded([row or [words.pad] for row in rows], words.pad)
     problems = []
     if one.vocabulary < words.size:
         problems.append(

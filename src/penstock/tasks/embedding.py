@@ -59,11 +59,8 @@ class Embedding(TextTask):
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         first, second = vectors(outputs, batch)
-        begin = first.shape[0] * self.peers.place
-        targets = torch.arange(begin, begin + len(first), device=first.device)
-        there = F.cross_entropy(first @ self.peers.gathered(second).T / TEMPERATURE, targets)
-        back = F.cross_entropy(second @ self.peers.gathered(first).T / TEMPERATURE, targets)
-        return (there + back) / 2
+        pairs = len(first) * self.peers.place + torch.arange(len(first), device=first.device)
+        return self.peers.contrast(first / TEMPERATURE, second, pairs)
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         """Width of vectors for each sample that is kept, how many are, and both vectors at its place in the split."""

@@ -1,4 +1,7 @@
-"""Ranks whose samples are compared with each other: those of a group that see different ones."""
+"""Ranks whose samples are compared with each other: those of a group that see different ones.
+
+Shapes: B samples of a rank, E features of a vector.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+from penstock.kernels.contrast import ContrastForm, contrast
+
+CHUNK = 4096
+"""Vectors of others whose logits are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,23 @@ class Peers:
         if self.count == 1:
             return rows
         return _GatheredRows.apply(rows, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def contrast(
+        self, rows: Tensor, others: Tensor, groups: Tensor, form: ContrastForm = "softmax"
+    ) -> Tensor:
+        """Mean contrast of vectors and their others, (B, E) each, with those of all ranks, 0-d: half of finding the
+        others of each row, and half the other way round; of the form `sigmoid` each pair once. Samples of one of the
+        `groups` (B,) belong together. See `penstock.kernels.contrast`."""
+        every = self.gathered(groups)
+
+        def one_way(rows: Tensor, others: Tensor) -> Tensor:
+            wide = self.gathered(others)
+            chunk = CHUNK if len(wide) > CHUNK else None
+            return contrast(rows, wide, groups, every, form=form, chunk=chunk).mean()
+
+        if form == "sigmoid":
+            return one_way(rows, others)
+        return (one_way(rows, others) + one_way(others, rows)) / 2
 
 
 class _GatheredRows(torch.autograd.Function):

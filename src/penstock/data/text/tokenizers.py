@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +102,10 @@ class Tokenizer(ABC):
     def decode(self, numbers: Sequence[int]) -> str:
         """The text of some numbers. Special tokens are left out, and broken characters replaced."""
 
+    def decode_rows(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """The text of each row of numbers; those below 0 are padding."""
+        return [self.decode([number for number in row if number >= 0]) for row in rows]
+
     def opening(self) -> tuple[int, ...]:
         """Special tokens before a text that a decoder continues, and before the texts of a translation, as transformers
         puts them there.
@@ -116,6 +120,11 @@ class Tokenizer(ABC):
         end = self.end if self.separator is None else self.separator
         first, last = (() if number is None else (number,) for number in (begin, end))
         return Frame(first, last if texts == 2 else (), last)
+
+    def framed(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers of each text with its `frame`, as an encoder reads it."""
+        before, _, behind = self.frame()
+        return [[*before, *numbers.tolist(), *behind] for numbers in self.encode(texts)]
 
     @property
     def start(self) -> int:

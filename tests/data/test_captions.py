@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,31 @@ def _annotations(folder: Path, language: str, names: dict[str, Any]) -> None:
     (folder / language / "annotations.json").write_text(json.dumps(tree), encoding="utf-8")
 
 
+def _coloured(font: bytes, red: int, green: int, blue: int) -> bytes:
+    """A font all of whose glyphs have one layer in a colour: with OpenType's tables COLR and CPAL, version 0."""
+    kind, count = struct.unpack(">IH", font[:6])
+    tables = {}
+    for at in range(12, 12 + 16 * count, 16):
+        tag, _, begin, length = struct.unpack(">4sIII", font[at : at + 16])
+        tables[tag] = font[begin : begin + length]
+    glyphs = range(struct.unpack(">H", tables[b"maxp"][4:6])[0])
+    base = b"".join(struct.pack(">HHH", glyph, glyph, 1) for glyph in glyphs)
+    layers = b"".join(struct.pack(">HH", glyph, 0) for glyph in glyphs)
+    tables[b"COLR"] = struct.pack(">HHIIH", 0, len(glyphs), 14, 14 + len(base), len(glyphs)) + base + layers
+    tables[b"CPAL"] = struct.pack(">4HIH4B", 0, 1, 1, 1, 14, 0, blue, green, red, 255)
+    head, body = struct.pack(">IHHHH", kind, len(tables), 0, 0, 0), b""
+    for tag, table in sorted(tables.items()):
+        head += struct.pack(">4sIII", tag, 0, 12 + 16 * len(tables) + len(body), len(table))
+        body += table + bytes(-len(table) % 4)
+    return head + body
+
+
 def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
-    """Letters stand for emoji, and Pillow's own font for one of emoji."""
+    """Letters stand for emoji, and Pillow's own font, in orange, for one of emoji."""
     loaded: Any = ImageFont.load_default(10)
     assert isinstance(loaded.path, io.BytesIO)
     font, folder = tmp_path / "font.ttf", tmp_path / "names"
-    font.write_bytes(loaded.path.getvalue())
+    font.write_bytes(_coloured(loaded.path.getvalue(), 255, 128, 0))
     letters = [chr(n) for n in (*range(48, 58), *range(65, 91), *range(97, 123))]
     _annotations(folder, "en", {code: f"letter {code}" for code in letters})
     _annotations(folder, "de", {code: f"Buchstabe {code}" for code in letters[:-1]})
@@ -110,6 +130,8 @@ def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
     }
     train, val = opened["train"], opened["val"]
     assert train.pictures.images.shape == (62, EMOJI_SIZE, EMOJI_SIZE, 3)
+    assert (train.pictures.images[..., 0] >= 254).all()
+    assert (train.pictures.images.min((0, 1, 2)) <= [255, 140, 20]).all()
     assert len({image.tobytes() for image in train.pictures.images}) > 55
     assert not train.words.held.any()
     seen, unseen = (set(one.pictures.concepts[one.rows["image"]]) for one in (train, val))
@@ -123,3 +145,22 @@ def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
     (folder / "de" / "annotations.json").write_text("{}")
     with pytest.raises(DataError, match=r"holds no annotations\.annotations"):
         open_captions(DataConfig(source=f"emoji:{font},{folder}"), "train", channels=3)
+
+
+def _colour_fonts() -> list[Path]:
+    """Fonts of emoji that are installed where Linux, macOS and users keep theirs."""
+    folders = (Path("/usr/share/fonts"), Path("/System/Library/Fonts"), Path.home() / ".local/share/fonts")
+    return sorted(file for folder in folders for file in folder.rglob("*Color*Emoji*.tt[fc]"))
+
+
+@pytest.mark.skipif(not _colour_fonts(), reason="no colour font is installed (fonts-noto-color-emoji)")
+def test_emoji_of_an_installed_font_have_their_colours(tmp_path: Path) -> None:
+    codes = "🍎🍏🍋🍇🍉🍊🍓🥑🥕🌽🌶🥦"
+    for language, names in (("en", "red green yellow"), ("de", "rot grün gelb")):
+        _annotations(tmp_path, language, dict.fromkeys(codes, names) | dict(zip(codes, names.split())))
+    source = DataConfig(source=f"emoji:{_colour_fonts()[0]},{tmp_path}")
+    pictures = open_captions(source, "train", channels=3).pictures
+    at = {names: number for number, names in enumerate(pictures.names["en"])}
+    apples = [pictures.images[at[name]].reshape(-1, 3).mean(0) for name in ("red", "green")]
+    assert apples[0][0] > apples[0][1]
+    assert apples[1][1] > apples[1][0]

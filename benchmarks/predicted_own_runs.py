@@ -11,7 +11,7 @@ processes wait for each other, it is wall-clock time. Memory is the peak of all 
 the ladder counts them, without the batch. A GPU has larger cases, which share this process.
 
 Whether forecasts of Plans with each fused operator are within 10 % (in median over the rounds, each of them) is what
-this answers in seven minutes, also by its exit status; `--only fuse=auto` takes those of larger batches:
+this answers in eight minutes, also by its exit status; `--only fuse=auto` takes those of larger batches:
 
     OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py --only fuse= --skip fuse=auto --rounds 1 --within 0.1
 """

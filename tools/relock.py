@@ -33,6 +33,7 @@ LICENCES = {
     "numpy": "BSD-3-Clause",
     "opencv-python-headless": "Apache-2.0; its wheel bundles FFmpeg (LGPL-2.1)",
     "pathspec": "MPL-2.0",
+    "peft": "Apache-2.0",
     "protobuf": "BSD-3-Clause",
     "pyyaml": "MIT",
     "rich": "MIT",

@@ -221,14 +221,50 @@ def test_messages_go_through_the_models_template(quick: Running) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == ";<"
 
 
+@pytest.fixture
+def client(quick: Running) -> Iterator[Any]:
+    """OpenAI's own."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"http://127.0.0.1:{quick.port}/v1", api_key="secret", max_retries=0) as opened:
+        yield opened
+
+
+def test_openais_own_client_completes_texts_and_chats(client: Any) -> None:
+    from openai import AuthenticationError, BadRequestError
+
+    (model,) = client.models.list().data
+    common = {"model": model.id, "temperature": 0}
+    drawn = client.completions.create(prompt="a", max_tokens=3, n=2, logprobs=1, echo=True, seed=1, **common)
+    assert [one.text for one in drawn.choices] == ["abcd"] * 2
+    assert drawn.choices[0].logprobs.token_logprobs == [None, -0.98, -0.99, -1.0]
+    assert (drawn.usage.prompt_tokens, drawn.usage.completion_tokens) == (1, 6)
+    stopped = client.completions.create(prompt="a", max_tokens=9, stop=["d"], **common).choices[0]
+    assert (stopped.text, stopped.finish_reason) == ("bc", "stop")
+    with client.completions.create(prompt="a", max_tokens=3, stream=True, **common) as pieces:
+        assert "".join(piece.choices[0].text for piece in pieces) == "bcd"
+    chat = {"messages": [{"role": "user", "content": "How high?"}], "max_tokens": 2, **common}
+    assert client.chat.completions.create(**chat).choices[0].message.content == ";<"
+    with client.chat.completions.create(stream=True, **chat) as deltas:
+        assert "".join(delta.choices[0].delta.content or "" for delta in deltas) == ";<"
+    with pytest.raises(BadRequestError, match="temperature"):
+        client.completions.create(model=model.id, prompt="a", temperature=1e9)
+    with pytest.raises(AuthenticationError):
+        client.with_options(api_key="other").models.list()
+
+
 def test_vectors_come_in_base64_where_a_client_asks_for_it(tmp_path: Path) -> None:
     """As OpenAI's own client does, unless it is told otherwise."""
+    from openai import OpenAI
+
     with served(folder(tmp_path, 1), opener="helpers.fake_engine:encoder_opened") as running:
         body = {"input": ["a", "hello"], "model": "fake-1"}
         plain = [one["embedding"] for one in running.ask("/v1/embeddings", body)[1]["data"]]
         assert plain[1][0] == plain[0][0] + 4
         packed = running.ask("/v1/embeddings", body | {"encoding_format": "base64"})[1]["data"]
         assert [[*struct.unpack("<2f", base64.b64decode(one["embedding"]))] for one in packed] == plain
+        with OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none") as client:
+            assert [one.embedding for one in client.embeddings.create(**body).data] == plain
         status, answer, _ = running.ask("/v1/embeddings", body | {"encoding_format": "hex"})
         assert status == 400
         assert "encoding_format is 'hex', but must be" in answer["error"]["message"]

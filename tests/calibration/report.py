@@ -254,6 +254,12 @@ for overlap. Not counted is that torch's kernel for it is slower than cuBLAS, mo
 leaves the division of gradients to nccl, while a pass over them is counted as the first FSDP made it, whose rows are
 fitted. Without that pass the mean error is 11.1 %, and rows on 128 devices with 405B come nearer.
 
+**Llama 3 405B.** It was trained on 8,192 and 16,384 H100 of 80 GB without recomputation, with tensor degree 8, 16
+stages and gradients in shards (Llama Team, 2024, section 3.3.2). With `virtual=4`, 16 micro-batches, `sharding=zero2`
+and `compile=blocks` 75 GiB are predicted, 64 of them activations: the second device keeps 128 blocks of one micro-batch
+at 508 MiB each. Whole gradients in fp32 (`zero1`) need 87 GiB, and eager blocks, which keep one more array of a gated
+perceptron, 101: both would not have fitted.
+
 **BLOOM, time.** The layout ranked first is within 1.1 % of the fastest in every section. Single figures are less
 certain. Each is one iteration, and one layout differs by up to 6 % between days. A quarter to a half of a section's
 pairs lie closer together than that, so the share of pairs further apart stands beside the rank correlation. The network

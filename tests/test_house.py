@@ -49,12 +49,12 @@ ALLOWED: dict[str, set[str]] = {
     "launch": BASE | {"leftovers"},
     "kernels": BASE | ASKED | {"cpu", "dtypes"},
     "models": BASE | ASKED | {"dtypes", "kernels", "leftovers", "tensorfile"},
-    "decode": BASE | ASKED | {"containers", "kernels", "models", "parallel", "shards"},
+    "decode": BASE | ASKED | {"containers", "dtypes", "kernels", "models", "parallel", "shards"},
     "infer": BASE | ASKED | {"data", "decode", "dtypes", "models", "parallel", "products", "tasks"},
     "serve": BASE | ASKED | {"data", "decode", "infer", "models", "parallel"},
     "export": BASE | ASKED | {"decode", "infer", "models", "products"},
-    "tasks": BASE | {"data", "decode", "kernels", "models"},
-    "optim": BASE | ASKED | {"kernels", "models", "shards"},
+    "tasks": BASE | {"data", "decode", "dtypes", "kernels", "models"},
+    "optim": BASE | ASKED | {"dtypes", "kernels", "models", "shards"},
     "products": BASE | {"cpu", "dtypes", "kernels", "models"},
     "precision": BASE
     | ASKED
@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"cpu", "containers", "dtypes", "kernels", "models", "optim", "precision", "products", "shards"},
     "step": BASE
     | ASKED
-    | {"containers", "host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
+    | {"containers", "dtypes", "host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
     "build": BASE
     | ASKED
     | {"kernels", "models", "precision", "products", "optim", "parallel", "step", "tasks"},
@@ -475,7 +475,7 @@ LINES = {
     "kernels": 6460,
     "ladder": 5490,
     "launch": 1550,
-    "models": 9030,
+    "models": 9020,
     "optim": 1860,
     "parallel": 4140,
     "planner": 6720,

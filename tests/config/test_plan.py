@@ -81,6 +81,20 @@ def test_a_table_of_a_plan_is_read_as_the_plan() -> None:
         Plan.from_toml('model = "vit-b16"\n[plan]\ntp = 2')
 
 
+@pytest.mark.parametrize(
+    ("word", "meaning"),
+    [
+        ("bf16", "O1 with dtype=bf16 is autocast"),
+        ("16-mixed", "O1 with dtype=fp16 is autocast"),
+        ("tf32", "O0 with matmul=high"),
+        ("fp8", "O1 with products=fp8"),
+    ],
+)
+def test_a_type_in_place_of_a_level_is_explained(word: str, meaning: str) -> None:
+    with pytest.raises(ConfigError, match=f"must be 'O0', 'O1', 'O2' or 'O3'. {meaning}"):
+        Plan.parse(f"precision={word}")
+
+
 def test_every_problem_of_a_line_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
         Plan.parse("precison=O1 optimizer=fusd fast compile=none compile=none micro_batch=1.5")

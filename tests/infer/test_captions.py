@@ -156,6 +156,8 @@ def test_the_commands_find_show_and_write(
         (["embed", "MODEL", "text", "--image", "a.png"], "not both"),
         (["generate", "MODEL", "--image", "a.png"], "Say in which language to write"),
         (["generate", "MODEL", "a", "--label", "de", "--temperature", "1"], "leave decoding.temperature out"),
+        (["generate", "MODEL", "a", "--label", "de", "--top-k", "5"], "leave decoding.top_k out"),
+        (["generate", "MODEL", "a", "--label", "de", "--weights", "int8"], "leave --weights out"),
         (["generate", "MODEL", "a", "--label", "de", "--json"], "leave --chat and --json out"),
         (["export", "MODEL", "EMPTY", "--head", "kind"], "no head 'kind'; its heads are image_vector,"),
     ],

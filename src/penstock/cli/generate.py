@@ -158,6 +158,11 @@ def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str,
 
     if config.label is None:
         raise ConfigError("Say in which language to write, as training named it: --label de.")
+    for name in ("weights", "draft", "shortlist"):
+        if getattr(config, name) != getattr(GenerateConfig(), name):
+            raise ConfigError(
+                f"A model of images and texts writes with all its weights as they are; leave --{name} out."
+            )
     made = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
     how = config.label, config.decoding
     for one in made.caption(images, *how) if images else made.translate(texts, *how):

@@ -59,7 +59,7 @@ _LEVELS_OF: dict[str, str] = {
 
 
 def level_of(word: str) -> str:
-    """` O1 … is autocast …`: the levels of precision that a type, or another program's word for it, means; or ""."""
+    """The levels of precision that a type, or another program's word for it, means, behind a space; "" for others."""
     return f" {level}" if (level := _LEVELS_OF.get(word.lower())) else ""
 
 

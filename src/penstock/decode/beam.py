@@ -21,6 +21,7 @@ from penstock.decode.choose import NOTHING, adjust_logits
 from penstock.decode.stages import stages_of
 from penstock.decode.static import Compiled, bucket
 from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sharded
+from penstock.dtypes import sums_type
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
 from penstock.parallel.sequence import all_reduce
@@ -174,7 +175,7 @@ def search(
     sight = _Sight(texts, beams, steps)
     cover = _Cover(texts, decoding) if covers else None
     logits = texts.first()
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = sums_type(logits.dtype)
     stops = () if decoding.ignore_end else ends
     groups = [_Group(decoding, prompts, stops, dtype) for _ in range(decoding.beam_groups)]
     size = groups[0].terms.size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding
+from penstock.dtypes import widened
 from penstock.kernels.beams import NOTHING as NOTHING
 from penstock.kernels.top import largest, top
 
@@ -131,7 +132,7 @@ def next_tokens(
 ) -> Tensor:
     """The next token (R,) after logits (R, V), with the arguments of `adjust_logits` and `choose_tokens`. Logits in
     half precision are converted to single."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = widened(logits)
     return choose_tokens(adjust_logits(wide, settings, history, new, ends), settings, uniform)
 
 

@@ -18,6 +18,7 @@ from penstock.config.decoding import Decoding
 from penstock.decode.choose import adjust_logits, shares
 from penstock.decode.past import Columns, Past, run_pass
 from penstock.decode.texts import Generating
+from penstock.dtypes import widened
 from penstock.kernels.top import largest
 
 _LONGEST = 3
@@ -89,7 +90,7 @@ class Chooser:
     def changed(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
         """Logits (V,) after `ids` with penalties and biases."""
         history = torch.tensor([list(ids)], device=logits.device) if self.decoding.looks_back else None
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = widened(logits)
         return adjust_logits(wide[None], self.decoding, history, len(ids) - self.prompt, self.stops)[0]
 
     def shares(self, logits: Tensor) -> Tensor:

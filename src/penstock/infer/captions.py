@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
 
 T = TypeVar("T")
-_OTHER_WAYS = ("temperature", "best", "contrastive", "speculate", "coverage_penalty", "stop")
+_OTHER_WAYS = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "best", "contrastive", "speculate", "coverage_penalty", "stop",
+)  # fmt: skip
 """Fields of `Decoding` that ask for more than the likeliest text."""
 
 

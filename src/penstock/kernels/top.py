@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.dtypes import sums_type
+
 SPAN = 64
 """Numbers of a span."""
 _PIECE = 1 << 18
@@ -49,7 +51,7 @@ def likeliest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     fp32 at least.
     """
     values, places = top(x, k)
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    wide = sums_type(x.dtype)
     if x.device.type != "cpu":
         return values.to(wide) - torch.logsumexp(x.to(wide), dim=-1, keepdim=True), places
     # torch makes all log-probabilities in one pass, where `logsumexp` takes several.

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.stack import Layer, Stack
+from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.grouped import gathered_product, scattered_product
@@ -234,19 +235,15 @@ class Router(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) to logits (T, E)."""
         noisy = self.training and len(self.weight) > self.experts
-        x = _wide(x)
+        x = widened(x)
         if self.training and self.jitter:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         with torch.autocast(x.device.type, enabled=False):
-            made = F.linear(x, _wide(self.weight if noisy else self.weight[: self.experts]))
+            made = F.linear(x, widened(self.weight if noisy else self.weight[: self.experts]))
             if not noisy:
                 return made
             logits, spread = made.chunk(2, dim=1)
             return logits + torch.randn_like(logits) * F.softplus(spread)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class _Choices(threading.local):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock.config.graph import Condition, VectorHead
 from penstock.config.plan import LOSS_BUDGET
 from penstock.config.stack import UNGATED, Stack
+from penstock.dtypes import widened
 from penstock.kernels.attention import autocasts
 from penstock.kernels.distil import Taught
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
@@ -148,7 +149,7 @@ class UnitVectors(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.weight)
-        x = F.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
+        x = F.normalize(widened(x), dim=-1)
         last = x.new_ones(1)
         if self.learned is not None:
             learned = self.learned.to(x.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import folded, folds
@@ -77,7 +78,7 @@ def _norm(gradient: Tensor) -> Tensor:
     flat = gradient.view(-1)
     whole = flat.numel() // _ROW * _ROW
     rows = vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    rows = rows if rows.dtype == torch.float64 else rows.float()
+    rows = widened(rows)
     if whole == flat.numel():
         return vector_norm(rows)
     rest = vector_norm(flat[whole:], dtype=rows.dtype)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from penstock.config.plan import Plan
+from penstock.dtypes import sums_type
 from penstock.errors import ConfigError, PenstockError
 from penstock.kernels.split_linear import Later, put_off
 from penstock.models.experts import balancing
@@ -105,7 +106,7 @@ class Pipeline:
     def _shared_loss(self, loss: StepLoss | None) -> Tensor:
         """The loss of the micro-batches, and its parts, which the last stage sends to the others."""
         stages = self.stages
-        dtype = torch.float64 if stages.like() == torch.float64 else torch.float32
+        dtype = sums_type(stages.like())
         values = torch.zeros(1 + len(self.task.losses), dtype=dtype, device=stages.device)
         if loss is not None:
             values[0] = loss.result()[0]

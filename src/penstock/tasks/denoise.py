@@ -22,6 +22,7 @@ from penstock.data.resample import to_device
 from penstock.data.source import ImageSource, Source, Split
 from penstock.data.text.open import open_tokenizer
 from penstock.data.text.tokenizers import Bytes, Tokenizer
+from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.tasks.image_classification import fit_classes
 from penstock.tasks.noise import NoiseSchedule, ranges_of
@@ -226,7 +227,7 @@ def _images(graph: Graph) -> PatchInput:
 
 def _errors(outputs: Tensor, batch: NoisyBatch) -> Tensor:
     """The mean over pixels of the weighted squared error of each image, (B,)."""
-    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+    outputs = widened(outputs)
     squares = (outputs - batch.target).square()
     return (squares if batch.weights is None else squares * batch.weights).flatten(1).mean(1)
 

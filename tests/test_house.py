@@ -473,12 +473,12 @@ LINES = {
     "export": 940,
     "infer": 1770,
     "kernels": 6460,
-    "ladder": 5490,
+    "ladder": 5500,
     "launch": 1550,
     "models": 9020,
     "optim": 1860,
     "parallel": 4140,
-    "planner": 6720,
+    "planner": 6740,
     "precision": 5510,
     "probe": 1270,
     "products": 1590,
@@ -513,3 +513,59 @@ def test_nobody_asks_for_the_family_of_a_model() -> None:
             lines = path.read_text(encoding="utf-8").splitlines()
             found = [f"{place}:{i}" for i, line in enumerate(lines, 1) if asked.search(line)]
             assert not found, f"ask the graph instead: {found}"
+
+
+# Names that modules about operators compare, and why none is an operator's: what an operator is stands in its fields.
+NAMES_THAT_DECIDE = {
+    ("ladder/trace.py", "e.router.name"): "a part of a model",
+    ("planner/describe.py", "run.name"): "a run of the graph",
+    ("planner/intervals.py", "machine.name"): "a machine",
+    ("planner/rates.py", "s.name"): "what a probe has measured",
+    ("planner/serve.py", "source.name"): "an input of the graph",
+    ("planner/blocks.py", "core.name"): "names the operators that take the place of a kernel",
+}
+_SPLITS = """
+    count endswith find index partition removeprefix removesuffix replace rfind rpartition rsplit split startswith
+"""
+_LOOK_UPS = "fnmatch fnmatchcase fullmatch get match search setdefault"
+
+
+def _names_that_decide(text: str) -> set[str]:
+    """Attributes `name` that are compared, taken apart, looked up or stored: all but those that name something else."""
+    tree = ast.parse(text)
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and node.attr == "name" and isinstance(node.ctx, ast.Load)):
+            continue
+        around = above[node]
+        taken = isinstance(around, ast.Attribute) and around.attr in _SPLITS.split()
+        while isinstance(around, ast.Tuple):
+            around = above[around]
+        called = isinstance(around, ast.Call) and isinstance(around.func, ast.Attribute)
+        looked_up = called and ast.unparse(around.func).rpartition(".")[2] in _LOOK_UPS.split()
+        kinds = ast.Compare | ast.Subscript | ast.Dict | ast.DictComp | ast.SetComp | ast.Assign | ast.Match
+        if taken or looked_up or isinstance(around, kinds | ast.NamedExpr):
+            names.add(ast.unparse(node))
+    return names
+
+
+def test_no_operator_is_known_by_its_name() -> None:
+    decided: set[tuple[str, str]] = set()
+    for path in SOURCE.rglob("*.py"):
+        place, text = path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8")
+        if place.startswith("planner/") or "penstock.planner.operators" in text:
+            decided |= {(place, name) for name in _names_that_decide(text)}
+    assert decided == set(NAMES_THAT_DECIDE), "give the operator a field that says it, and ask that"
+
+
+def test_the_check_of_operators_sees_all_places() -> None:
+    seen = (
+        "a.name == 'x'", "'x' in b.name", "c.name.startswith('x')", "if d.name.partition('.')[2]: pass", "t[e.name]",
+        "t.get(f.name, 0)", "{g.name: g}", "{h.name for h in ops}", "{i.name: i for i in ops}", "x, y = j.name, 1",
+        "re.match('x', k.name)", "match l.name:\n    case 'x': pass", "(n := m.name)",
+    )  # fmt: skip
+    for text in seen:
+        assert len(_names_that_decide(text)) == 1, text
+    for text in ("f'{op.name}.left'", "Op(op.name, op.kind)", "op._replace(name=op.name)", "op.name = 'x'"):
+        assert not _names_that_decide(text), text

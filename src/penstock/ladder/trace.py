@@ -21,7 +21,7 @@ from penstock.kernels.linear_cross_entropy import in_chunks
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Experts
-from penstock.planner.operators import Op, OpKind, Workload
+from penstock.planner.operators import Module, Op, OpKind, Workload
 from penstock.planner.traced import recorded
 
 _KINDS: tuple[tuple[str, OpKind], ...] = (
@@ -38,6 +38,10 @@ its softmax: scores are compared with −∞, to a byte each, each row is reduce
 (`_safe_softmax` in torch's SoftMax.cpp)."""
 _COMPUTING = ("norm", "activation")
 """Kinds of which one result has as many elements as were computed, and others may be written beside it."""
+_LOSSES = ("log_softmax", "nll_loss")
+"""Parts of the names of operations that make a loss of logits."""
+_FUSED = ("add_norm", "bias_activation")
+"""Beginnings of the names of kernels that `Plan.fuse` chooses."""
 _ALLOCATING = ("empty", "new_empty")
 _LOOKING_UP = ("embedding", "index_select", "gather", "index")
 
@@ -145,14 +149,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)
         safe = name == "_safe_softmax"
         sides = (m, n) if learns else (n, k)
+        module: Module = "attention" if kind in ("bmm", "attention") else ""
+        module = "loss" if any(part in name for part in _LOSSES) else module
         return Op(
             name, kind, self.forward, batch, m, n, k,
             4.0 * reads + SAFE_SOFTMAX_READ * count * safe, 4.0 * count + SAFE_SOFTMAX_WRITTEN * count * safe,
             batch * m * k if kind == "attention" else written[0].numel() if kind in _COMPUTING else count,
             weights=m * n if learns else 0, narrow=kind == "gemm" and frozenset(sides) in self._linears,
-            module="attention" if kind in ("bmm", "attention") else "", in_place=_in_place(func, kwargs),
+            module=module, in_place=_in_place(func, kwargs), launches=SAFE_SOFTMAX_KERNELS if safe else 1,
             row=_row(name, args, written[0]) if kind == "softmax" else 0, function=function,
-            launches=SAFE_SOFTMAX_KERNELS if safe else 1,
+            fused=name.startswith(_FUSED),
         )  # fmt: skip
 
 

@@ -251,16 +251,18 @@ def _composed(
     if t.copies:
         to.move(f"{name}.split", own, (c, c), kind="copy")
 
-    def product(ending: str, m: float, n: int, k: float, read: float, written: float) -> Op:
+    def product(
+        ending: str, m: float, n: int, k: float, read: float, written: float, forward: bool = False
+    ) -> Op:
         """A product that reads and writes `read` and `written` elements."""
         return Op(
-            f"{name}.{ending}", "bmm", "." not in ending, core.batch, m, n, k, read * each, written * each,
+            f"{name}.{ending}", "bmm", forward, core.batch, m, n, k, read * each, written * each,
             window=core.window, scores=True,
         )  # fmt: skip
 
     tokens, seen, f = core.m, core.n, int(core.k)
     to.add(
-        product("scores", tokens, seen, f, queries + keys, scores)._replace(
+        product("scores", tokens, seen, f, queries + keys, scores, True)._replace(
             kept=kept, group="attention", given=core.read
         ),
         product("scores.left", tokens, f, seen, scores + keys, queries),
@@ -272,7 +274,7 @@ def _composed(
     if block.stack.weights_dropout:
         to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=t.form == "math", scores=True)
     to.add(
-        product("values", tokens, f, seen, scores + keys, queries),
+        product("values", tokens, f, seen, scores + keys, queries, True),
         product("values.left", tokens, seen, f, queries + keys, scores),
         product("values.right", seen, f, tokens, scores + queries, keys),
     )

@@ -13,15 +13,14 @@ from functools import lru_cache
 
 from penstock.config.formats import BYTES, PRODUCTS
 from penstock.config.run import Lora
-from penstock.planner.operators import Op, Part, Workload
+from penstock.planner.operators import Module, Op, Part, Workload
 
-_PARTS = {
-    "attention": ("attention.", "cross."),
-    "perceptron": ("mlp.",),
-    "all": ("attention.", "cross.", "mlp."),
+_MODULES: dict[str, tuple[Module, ...]] = {
+    "attention": ("attention", "cross"),
+    "perceptron": ("perceptron",),
+    "all": ("attention", "cross", "perceptron"),
 }
-"""Beginnings of the names of linears that have adapters, by `Lora.parts`."""
-
+"""Modules whose linears have adapters, by `Lora.parts`."""
 
 UNPACKING = 6
 """Operators that make a weight of its numbers in few bits."""
@@ -64,15 +63,13 @@ def learning_part(work: Workload, how: Learning) -> Workload:
 
 def _is_stored(op: Op, lora: Lora) -> bool:
     """Whether the weight of a forward product is stored in few bits."""
-    linear = op.kind == "gemm" and op.weights > 0 and op.batch == 1 and op.name.startswith(_PARTS["all"])
-    own = not op.name.endswith((".lora_A", ".lora_B"))
-    return linear and own and op.k % PRODUCTS[lora.base].multiple[0] == 0
+    return _is_linear(op, "all") and not op.adapter and op.k % PRODUCTS[lora.base].multiple[0] == 0
 
 
 def _stored(part: Part, lora: Lora, stored_bytes: float) -> Part:
     """A part whose frozen products make their weights of few bits, forward and for the gradients of inputs, in place
     of what autocast casts."""
-    stored = {op.name: op for op in part.forward if _is_stored(op, lora)}
+    stored = {op.linear: op for op in part.forward if _is_stored(op, lora)}
 
     def unpack(op: Op, forward: bool) -> Op:
         weights = op.n * op.k
@@ -83,51 +80,54 @@ def _stored(part: Part, lora: Lora, stored_bytes: float) -> Part:
 
     forward: list[Op] = []
     for op in part.forward:
-        if op.name in stored:
-            if forward and forward[-1].name == "cast.weights":
-                del forward[-1]
-            forward.append(unpack(op, True))
-        forward.append(op)
+        if op.linear not in stored:
+            forward.append(op)
+        elif op.kind != "copy":
+            forward += unpack(op, True), op
     backward: list[Op] = []
     for op in part.backward:
-        if (product := stored.get(op.name.removesuffix(".input"))) and op.form == "input":
-            backward.append(unpack(product, False))
+        if op.linear in stored and op.kind == "gemm" and op.form == "input":
+            backward.append(unpack(stored[op.linear], False))
         backward.append(op)
     return replace(part, forward=tuple(forward), backward=tuple(backward))
 
 
 def _adapted(part: Part, how: Learning, work: Workload) -> Part:
     """A part whose own weights are frozen, with adapters."""
-    if part.name == "entrance":  # nothing before it learns, so that it has no backward pass
+    if part.place == "entrance":  # nothing before it learns, so that it has no backward pass
         return replace(part, forward=tuple(op._replace(kept=0.0) for op in part.forward), backward=())
-    if part.name == "exit":
+    if part.place == "exit":
         return part if how.classes else replace(part, backward=tuple(_frozen(part.backward)))
-    adapted = {op.name: op for op in part.forward if _has_adapter(op, how.lora)}
+    adapted = {op.linear: op for op in part.forward if _is_linear(op, how.lora.parts)}
     rank = how.lora.rank
     # Nothing needs the input of a frozen product but an attention kernel whose output it is.
     unneeded = {
-        op.name
+        op.linear
         for op in part.forward
-        if op.kind == "gemm" and op.weights and op.name not in adapted and op.group != "attention"
+        if op.kind == "gemm" and op.weights and op.linear not in adapted and op.group != "attention"
     }
-    ahead = [op._replace(kept=0.0) if op.name in unneeded else op for op in part.forward]
-    forward = [listed for op in ahead for listed in (op, *(_ahead(op, rank) if op.name in adapted else ()))]
-    added = [op for op in forward if op.name.endswith((".lora_A", ".lora_B"))]
+
+    def kept(op: Op) -> Op:
+        return op._replace(kept=0.0) if op.linear in unneeded and op.kind != "copy" else op
+
+    forward: list[Op] = []
+    for op in part.forward:
+        added = _ahead(op, rank) if op.kind == "gemm" and op.linear in adapted else ()
+        forward += kept(op), *added
+    matrices = [op for op in forward if op.adapter and op.weights]
     backward: list[Op] = []
     for op in part.backward:
-        product = adapted.get(op.name.removesuffix(".weight"))
-        if product is None or not op.over_rows:
-            backward.append(op._replace(kept=0.0) if op.name.rpartition(".")[0] in unneeded else op)
-        else:
-            backward += _behind(product, rank)
+        learns = op.over_rows and op.linear in adapted
+        backward += _behind(adapted[op.linear], rank) if learns else (kept(op),)
     return replace(
-        part, forward=tuple(forward), backward=tuple(_frozen(backward)), tensors=part.tensors + len(added),
-        parameters=part.parameters + sum(op.weights for op in added),
+        part, forward=tuple(forward), backward=tuple(_frozen(backward)), tensors=part.tensors + len(matrices),
+        parameters=part.parameters + sum(op.weights for op in matrices),
     )  # fmt: skip
 
 
-def _has_adapter(op: Op, lora: Lora) -> bool:
-    return op.kind == "gemm" and op.weights > 0 and op.batch == 1 and op.name.startswith(_PARTS[lora.parts])
+def _is_linear(op: Op, parts: str) -> bool:
+    """Whether it is the forward product of a linear in these parts of a block."""
+    return op.kind == "gemm" and op.weights > 0 and op.batch == 1 and op.module in _MODULES[parts]
 
 
 def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
@@ -137,11 +137,12 @@ def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
     return (
         op._replace(
             name=f"{op.name}.lora_A", n=rank, read=(op.m * op.k + rank * op.k) * each, written=inner * each, kept=0.0,
-            given=0.0, weights=int(rank * op.k), tensors=1, narrow=False, pieces=(),
+            given=0.0, weights=int(rank * op.k), tensors=1, narrow=False, pieces=(), linear="", adapter=True,
         ),
         op._replace(
             name=f"{op.name}.lora_B", k=rank, read=(inner + rank * op.n) * each, written=outer * each,
-            kept=inner * each, given=0.0, weights=int(rank * op.n), tensors=1, narrow=False, pieces=(),
+            kept=inner * each, given=0.0, weights=int(rank * op.n), tensors=1, narrow=False, pieces=(), linear="",
+            adapter=True,
         ),
         Op(f"{op.name}.lora_sum", "pointwise", read=3 * outer * each, written=2 * outer * each, launches=2,
            module=op.module),
@@ -156,7 +157,8 @@ def _behind(op: Op, rank: int) -> tuple[Op, ...]:
 
     def product(name: str, m: float, n: float, k: float, read: float, written: float, weights: int = 0) -> Op:
         return Op(
-            name, "gemm", False, 1, m, int(n), k, read * each, written * each, weights=weights, module=op.module
+            name, "gemm", False, 1, m, int(n), k, read * each, written * each, weights=weights, module=op.module,
+            adapter=True,
         )  # fmt: skip
 
     return (
@@ -180,8 +182,9 @@ def _frozen(backward: tuple[Op, ...] | list[Op]) -> Iterator[Op]:
     with the next."""
     freed, last = 0.0, None
     for op in backward:
-        learns = not op.weights or op.name.endswith(".learned")
-        if not learns or op.name == "cast.gradients" or op.module == "shared_table":
+        frozen = op.weights > 0 and not op.adapter
+        cast = op.linear != "" and op.kind == "copy"
+        if frozen or cast or op.module == "shared_table":
             freed += op.kept
             continue
         if last is not None:

@@ -13,7 +13,7 @@ from penstock.config.formats import BYTES, PRODUCTS, Products
 from penstock.config.fused import FUSED_FORM, FusedName
 from penstock.config.machine import ProductForm
 from penstock.config.stack import UNGATED, Mlp, Stack
-from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part
+from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part, Place
 from penstock.planner.shapes import BlockKind
 from penstock.planner.software import PENSTOCK, Software
 
@@ -134,11 +134,11 @@ class Lister:
     def _placed(self, op: Op) -> Op:
         return op if op.kind in COLLECTIVE or op.module else op._replace(module=self._module)
 
-    def part(self, name: str, block: BlockKind | None = None, *, entering: float = 0.0) -> Part:
+    def part(self, place: Place, block: BlockKind | None = None, *, entering: float = 0.0) -> Part:
         """The part that was listed, with the sums over its operators."""
         experts = sum(op.weights for op in self._forward if op.module == "experts")
         return Part(
-            name=name,
+            place=place,
             count=block.count if block else 1,
             forward=tuple(self._forward),
             backward=tuple(op for gradients in reversed(self._gradients) for op in gradients),
@@ -200,26 +200,29 @@ class Lister:
             launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
             self.add(
                 Op("cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, kept=stays, group="cast_weights",
-                   launches=launches),
-                Op("cast.gradients", "copy", False, read=2.0 * cast, written=4.0 * cast, launches=launches),
+                   launches=launches, linear=name),
+                Op("cast.gradients", "copy", False, read=2.0 * cast, written=4.0 * cast, launches=launches,
+                   linear=name),
             )  # fmt: skip
         ahead = Op(
             name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c,
             outputs * (4.0 if integers else c), kept=kept, group=group, weights=own, tensors=count, narrow=eight,
-            pieces=pieces, exact=t.exact, launches=launched,
+            pieces=pieces, exact=t.exact, launches=launched, linear=name,
         )  # fmt: skip
         into = Op(
             f"{name}.input", kind, False, batch, rows, k, n, (outputs + weights) * into_size,
             inputs * (4.0 if integers else c), narrow="input" in row.passes, exact=t.exact, launches=launched,
+            linear=name,
         )  # fmt: skip
         learn = Op(
             f"{name}.weight", kind, False, batch, n, k, rows, (outputs + inputs) * learn_size,
             weights * (4.0 if integers and "weight" in row.passes else c), weights=weights,
-            narrow="weight" in row.passes, exact=t.exact, launches=launched,
+            narrow="weight" in row.passes, exact=t.exact, launches=launched, linear=name,
         )  # fmt: skip
         read = outputs * c * sums_bias
         add = Op(
-            f"{name}.bias", "reduce", False, read=read, written=biases * c, weights=biases, launches=int(sums_bias)
+            f"{name}.bias", "reduce", False, read=read, written=biases * c, weights=biases, launches=int(sums_bias),
+            linear=name,
         )  # fmt: skip
         self.add(ahead, *[into] * (not first), learn, *[add] * bool(biases))
 

@@ -86,11 +86,11 @@ def _pass_bytes(work: Workload, how: Recompute, gradient: float, fresh: float) -
     for part in reversed(work.parts):
         ways = [(way.share, kept_by(part, way)) for way in how.ways(part)]
         kept_plainly = sum(kept_by(part, NOTHING).values())
-        if part.name == "exit":
+        if part.place == "exit":
             output, learned = live_bytes(part, gradient, fresh)
             after = kept_plainly
             continue
-        if part.name == "entrance":
+        if part.place == "entrance":
             before = kept_plainly
         else:
             remade = max(0.0, kept_plainly - min(sum(kinds.values()) for _, kinds in ways))

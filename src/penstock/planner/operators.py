@@ -30,6 +30,8 @@ Module = Literal[
     "loss",
 ]
 Axis = Literal["", "tensor", "expert", "context"]
+Place = Literal["entrance", "block", "exit", "model"]
+"""Where a part is: before the blocks, one of them, behind them, or all of a model that is not divided."""
 MATRIX = frozenset(("gemm", "conv", "bmm"))
 COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 
@@ -96,6 +98,12 @@ class Op(NamedTuple):
     """Whether it makes the scores of attention, what follows from them, or values: no fused kernel does it."""
     pieces: tuple[int, ...] = ()
     """Outputs of each of the projections that a product packs; none: it is one."""
+    linear: str = ""
+    """The linear whose product, cast or gradient it is, by the name of its forward product; "" of others."""
+    adapter: bool = False
+    """Whether it is of an adapter, which learns beside weights that do not."""
+    fused: bool = False
+    """Whether it is a kernel that `Plan.fuse` chose, which no compiler merges with its neighbours."""
 
     @property
     def flops(self) -> float:
@@ -129,7 +137,7 @@ class Op(NamedTuple):
 class Part:
     """Operators of one part of a model: its entrance, one of `count` equal blocks, or its exit."""
 
-    name: str
+    place: Place
     count: int
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]

@@ -32,7 +32,7 @@ from penstock.config.plan import Plan
 from penstock.planner import traffic
 from penstock.planner.collectives import exposed_seconds
 from penstock.planner.memory import pass_bytes
-from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Workload
+from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Place, Workload
 from penstock.planner.pipeline import StageTimes, stage_blocks, zero_bubble_idle
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates
@@ -157,7 +157,7 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[
                 context += collective_seconds(op, rates, layout.cp, layout.tp)
             continue
         taken = seconds(op, rates)
-        if op.name.startswith("shared."):
+        if op.module == "perceptron":  # beside a mixture these are the experts that every token visits
             shared += taken
         if kind in _ATTENTION and op.module in ("attention", "cross"):
             attention += taken
@@ -261,12 +261,12 @@ class _Times(NamedTuple):
 @lru_cache(maxsize=8192)
 def _times(work: Workload, rates: Rates, layout: PartLayout) -> _Times:
     block, launches = PartTime(), 0.0
-    ends = {"entrance": 0.0, "exit": 0.0}
+    ends: dict[Place, float] = {"entrance": 0.0, "exit": 0.0}
     for part in work.parts:
         time = part_time(part, rates, layout)
         launches += part.count * time.launches
-        if part.name in ends:
-            ends[part.name] = time.forward.total + time.back
+        if part.place in ends:
+            ends[part.place] = time.forward.total + time.back
         else:
             block = block.plus(time, part.count / max(1, work.depth))
     return _Times(block, ends["entrance"], ends["exit"], launches)

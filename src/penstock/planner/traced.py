@@ -8,13 +8,10 @@ from functools import lru_cache
 from itertools import groupby
 
 from penstock.config.formats import BYTES, PRODUCTS, Product
-from penstock.config.fused import FUSED_FORM
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.operators import MATRIX, Op, Part, Workload
 
-_LOSSES = ("log_softmax", "nll_loss")
-"""Parts of the names of operators that make a loss of logits: op lists and libraries compute it in fp32."""
 _ALONE = MATRIX | {"attention"}
 _COMPUTING = ("norm", "softmax", "activation")
 """Kinds of operators that take longer on a CPU than their bytes."""
@@ -46,7 +43,7 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
         for run in (part.forward, part.backward):
             # Compiled, a loss reads half logits where it computes.
             exact = product == 2 and not compiled
-            ops = [op if exact and _of_loss(op) else _retyped(op, stream, product) for op in run]
+            ops = [op if exact and op.module == "loss" else _retyped(op, stream, product) for op in run]
             if exact:
                 ops = [each for op in ops for each in _with_cast(op)]
             if numerics.gathered == "fp32" and product == 2:
@@ -63,7 +60,9 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
     if work.kept_bytes is not None:
         exact_bytes = 0.0
         if product == 2 and not compiled:
-            exact_bytes = sum(op.written for part in work.parts for op in part.forward if _kept_by_loss(op))
+            exact_bytes = sum(
+                op.written for part in work.parts for op in part.forward if _makes_logarithms(op)
+            )
         kept_bytes = exact_bytes + (work.kept_bytes - exact_bytes) * product / 4
     return replace(work, parts=tuple(parts), kept_bytes=kept_bytes)
 
@@ -80,18 +79,15 @@ def _retyped(op: Op, stream: float, product: float) -> Op:
     return op._replace(read=op.read * size / 4, written=op.written * size / 4) if size != 4 else op
 
 
-def _of_loss(op: Op) -> bool:
-    return any(part in op.name for part in _LOSSES)
-
-
-def _kept_by_loss(op: Op) -> bool:
-    """Whether its output, the logarithms of probabilities, is kept for the backward pass of a loss."""
-    return op.forward and "log_softmax" in op.name
+def _makes_logarithms(op: Op) -> bool:
+    """Whether it makes a loss's logarithms of probabilities, which are kept for its backward pass, or their gradient.
+    Op lists and libraries compute a loss of logits in fp32."""
+    return op.module == "loss" and op.kind == "softmax"
 
 
 def _with_cast(op: Op) -> list[Op]:
     """An operator with the cast of half logits to fp32 before a loss, or of their gradient back after it."""
-    if "log_softmax" not in op.name:
+    if not _makes_logarithms(op):
         return [op]
     size = op.elements
     if op.forward:
@@ -132,7 +128,7 @@ def _merged(operators: Iterable[Op]) -> list[Op]:
 
 def _stands_alone(op: Op) -> bool:
     """Whether no compiler merges it with its neighbours: products, attention, fused operators."""
-    return op.kind in _ALONE or op.function.startswith(FUSED_FORM) or op.name.startswith("add_norm")
+    return op.kind in _ALONE or op.fused
 
 
 def _is_narrow(op: Op, row: Product) -> bool:

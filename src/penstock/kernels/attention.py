@@ -103,7 +103,9 @@ def attention(
     if backend == "sdpa":
         return _fused(q, k, v, scores)
     if backend == "native":
-        return native_attention(q, k, v, scores.mask, *scores[1:])
+        return native_attention(
+            q, k, v, scores.mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale
+        )  # fmt: skip
     return _pinned(q, k, v, backend, scores)
 
 
@@ -248,7 +250,9 @@ def packed_attention(packed: Tensor, head_width: int, *, sequence_first: bool, s
     takes apart: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
     mask: Tensor | None = scores.mask  # type: ignore[assignment]  # a Sight takes heads apart
     heads = packed.view(*packed.shape[:2], -1, 3, head_width)
-    return native_packed_attention(heads, sequence_first, mask, *scores[1:]).flatten(2)
+    return native_packed_attention(
+        heads, sequence_first, mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale
+    ).flatten(2)  # fmt: skip
 
 
 def token_attention(

@@ -23,7 +23,7 @@ _WIDEST_HEAD, _VECTOR = 256, 16
 
 
 def native_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, dropout: float, scale: float | None
 ) -> Tensor:
     """Attention in bf16: softmax(scale q kᵀ + mask) v.
 
@@ -42,7 +42,7 @@ def native_attention(
 
 
 def native_packed_attention(
-    packed: Tensor, sequence_first: bool, mask: Tensor | None, causal: bool, dropout: float, scale: float | None,
+    packed: Tensor, sequence_first: bool, mask: Tensor | None, *, causal: bool, dropout: float, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """The same of one projection, (B, N, H, 3, K) to (B, N, H, K), or (N, B, …) sequence first.
 

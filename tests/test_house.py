@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | ASKED | {"dtypes", "kernels", "leftovers", "tensorfile"},
     "decode": BASE | ASKED | {"containers", "dtypes", "kernels", "models", "parallel", "shards"},
     "infer": BASE | ASKED | {"data", "decode", "dtypes", "models", "parallel", "products", "tasks"},
-    "serve": BASE | ASKED | {"data", "decode", "infer", "models", "parallel"},
+    "serve": BASE | ASKED | {"data", "decode", "infer", "launch", "models", "parallel"},
     "export": BASE | ASKED | {"decode", "infer", "models", "products"},
     "tasks": BASE | {"data", "decode", "dtypes", "kernels", "models"},
     "optim": BASE | ASKED | {"dtypes", "kernels", "models", "shards"},
@@ -387,7 +387,7 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 
 # Class names that more than one class has, still; take off what becomes unique, and add none.
 TWICE = """
-    Account Answer Attention Batch Block Costs Cut Dropout Embedding Entry Histogram Link Loaded
+    Account Answer Attention Batch Block Costs Cut Dropout Embedding Entry Histogram Loaded
     Loader Measured Outcome Own Past Pooler Scale Shared Space Stream Task Text _Layer
 """
 THRICE = "Line Stack"
@@ -474,7 +474,7 @@ LINES = {
     "infer": 1770,
     "kernels": 6460,
     "ladder": 5500,
-    "launch": 1550,
+    "launch": 1610,
     "models": 9020,
     "optim": 1860,
     "parallel": 4140,
@@ -484,11 +484,11 @@ LINES = {
     "products": 1590,
     "report": 1390,
     "schedules": 1040,
-    "serve": 3440,
+    "serve": 3390,
     "step": 710,
     "tasks": 3450,
     "train": 3280,
-    "tune": 1650,
+    "tune": 1630,
 }
 
 

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "ladder/rank.py": "its own climb's pipe",
     "ladder/team.py": "its own ranks' pipe and log",
     "launch/heartbeat.py": "the launcher's own file, of a fixed size",
+    "launch/link.py": "messages of a process that this one has started, or that has started this one",
     "launch/meeting.py": "what the launchers of the run's other nodes say",
     "launch/ranks.py": "what its own ranks wrote, and /proc",
     "launch/report.py": "what its own rank wrote",
@@ -64,12 +65,10 @@ ELSEWHERE = {
     "report/page.py": "a style and a script that come with the package",
     "report/record.py": "/proc and /sys",
     "serve/backend.py": "messages of its own worker",
-    "serve/link.py": "messages of its own server",
     "train/lock.py": "its own lock: at most 4,096 bytes",
     "train/metrics.py": "what its own run wrote before",
     "train/step_table.py": "a trace that torch's profiler has just written",
     "tune/process.py": "messages and the output of a process that it has started itself",
-    "tune/watch.py": "messages of the process that has started this one",
 }
 """Where something is read outside `boundary/`, and why that is no door of its own."""
 

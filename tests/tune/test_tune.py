@@ -15,7 +15,7 @@ from helpers import forked
 from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.errors import ConfigError
-from penstock.tune.process import ScriptCommand, ScriptProcess
+from penstock.tune.process import ScriptCommand, ScriptEnded, ScriptProcess
 from penstock.tune.result import TuneReport
 from penstock.tune.search import TuneConfig, tune
 
@@ -94,6 +94,20 @@ def test_steps_of_a_trainer_are_counted_once_though_it_gives_them_a_closure(
 def test_scripts_that_cannot_be_timed_are_refused(what: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         _tuned(f"refused.py {what}", tmp_path)
+
+
+def test_a_rank_that_never_says_which_it_is_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import socket, sys, time\n"
+        "held = socket.create_connection(('127.0.0.1', int(sys.argv[-1].split(':')[0])))\n"
+        "time.sleep(60)"
+    )
+    monkeypatch.setattr(ScriptCommand, "words", lambda self, *options: ["-c", code, *options])
+    with pytest.raises(ScriptEnded, match=r"not said which rank it is within 1 s; --timeout gives") as caught:
+        ScriptProcess(ScriptCommand("silent.py"), "", 0, tmp_path / "log", 1.0)
+    assert caught.value.status == "late"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 from penstock.errors import EnvironmentProblem, ExitCode, PenstockError
+from penstock.launch.link import MOST_BYTES, packed
 from penstock.planner.loads import LoadRecord
-from penstock.serve.link import MOST_BYTES, packed
 from penstock.serve.scheduler import QueueFull
 
 log = logging.getLogger(__name__)

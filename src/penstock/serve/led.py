@@ -30,12 +30,12 @@ from penstock.decode.engine import Engine, Finished, Request, SlotResult
 from penstock.errors import EnvironmentProblem, ExitCode
 from penstock.infer.encode import Embedder
 from penstock.infer.ranks import from_rank_zero, together
+from penstock.launch.link import JsonLink
 from penstock.parallel import ParallelDims, local_device
 from penstock.parallel.dims import DATA
 from penstock.parallel.hosts import attend, rounds_of
 from penstock.parallel.moving import Mover
 from penstock.serve.balance import Balance
-from penstock.serve.link import packed
 
 _OPENER = "penstock.serve.worker:opened"
 _FOLLOWS = "PENSTOCK_FOLLOWS"
@@ -243,12 +243,13 @@ def _start(settings: dict[str, Any], count: int) -> None:
                 pass_fds=(worker_end.fileno(),),
                 env={**os.environ, **shared, **own},
             )
-        leader_end.sendall(packed({"opener": _OPENER, "settings": settings}))
-        threading.Thread(target=_end_with, args=(process, leader_end), daemon=True).start()
+        link = JsonLink(leader_end)
+        link.send(opener=_OPENER, settings=settings)
+        threading.Thread(target=_end_with, args=(process, link), daemon=True).start()
     os.environ.update({**shared, "RANK": "0", "LOCAL_RANK": "0"})
 
 
-def _end_with(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+def _end_with(process: subprocess.Popen[bytes], link: JsonLink) -> None:
     """End this process once another rank has ended: its part of each layer is gone."""
     process.wait()
     time.sleep(_LAST_WORDS)

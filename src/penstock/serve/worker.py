@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, PenstockError
-from penstock.serve.link import Closed, Link
+from penstock.launch.link import Closed, JsonLink
 from penstock.serve.scheduler import Job, Limits, Scheduler
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ _ANSWERS = {
 class Worker:
     """One model and the requests that it serves."""
 
-    def __init__(self, opened: Opened, limits: Limits, link: Link) -> None:
+    def __init__(self, opened: Opened, limits: Limits, link: JsonLink) -> None:
         self.opened, self.link = opened, link
         self.scheduler = Scheduler(limits)
         self._requests: dict[int, Any] = {}
@@ -84,11 +85,12 @@ class Worker:
     def run(self) -> None:
         """Serve until the server asks to stop, or has gone."""
         while True:
-            busy = bool(self.scheduler.running or self.scheduler.waiting)
-            for message in self.link.receive(wait=not busy):
+            timeout = 0.0 if self.scheduler.running or self.scheduler.waiting else None
+            while (message := self.link.receive(timeout)) is not None:
                 if "stop" in message:
                     return
                 self._take(message)
+                timeout = 0.0
             self._turn()
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -103,7 +105,7 @@ class Worker:
                 if compute is None:
                     raise ConfigError(problem)
                 more = [message["top"]] if wanted == "score" else []
-                self.link.send({"answer": [number, compute(message[wanted], *more)]})
+                self.link.send(answer=[number, compute(message[wanted], *more)])
                 return
             if self.opened.engine is None:
                 raise ConfigError("This model makes no text.")
@@ -114,7 +116,7 @@ class Worker:
             self.scheduler.submit(Job(number, len(request.ids), request.max_tokens))
             self._requests[number] = request
         except PenstockError as error:
-            self.link.send({"failed": [number, str(error)]})
+            self.link.send(failed=[number, str(error)])
 
     def _drop(self, number: int) -> None:
         self.scheduler.remove(number)
@@ -144,9 +146,9 @@ class Worker:
             if finished:
                 self._drop(number)
         if made:
-            self.link.send({"made": made})
+            self.link.send(made=made)
         if self.opened.experts is not None and (state := self.opened.experts()) is not None:
-            self.link.send({"experts": state})
+            self.link.send(experts=state)
 
 
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
@@ -304,9 +306,10 @@ def main(handle: int) -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the server, which ends this process when all is done
-    link = Link(handle)
+    link = JsonLink(socket.socket(fileno=handle))
     try:
-        first, *more = link.receive(wait=True)
+        first = link.receive()
+        assert first is not None
         module, _, name = first["opener"].partition(":")
         settings = first["settings"]
         try:
@@ -315,16 +318,13 @@ def main(handle: int) -> None:
             ))  # fmt: skip
             limits = limits_of(settings, made.about)
         except PenstockError as problem:
-            link.send({"fatal": [str(problem), int(problem.exit_code)]})
+            link.send(fatal=[str(problem), int(problem.exit_code)])
             return
         if made.ranks is not None and made.ranks.dims.rank:
             made.ranks.follow()
         else:
-            link.send({"ready": made.about | {"process": os.getpid()}})
-            worker = Worker(made, limits, link)
-            for message in more:
-                worker._take(message)
-            worker.run()
+            link.send(ready=made.about | {"process": os.getpid()})
+            Worker(made, limits, link).run()
         if made.ranks is not None:
             made.ranks.dismiss()
             os._exit(0)  # in an orderly end gloo may abort, after all is done

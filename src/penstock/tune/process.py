@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.ladder.result import Status
+from penstock.launch.link import Closed, JsonLink
 from penstock.tune.facts import Facts
 
 _LOOK = 0.5
@@ -71,7 +71,7 @@ class ScriptProcess:
     """Peak bytes on a GPU so far."""
     steps: int = field(init=False, default=0)
     _process: subprocess.Popen[bytes] = field(init=False)
-    _lines: list[_Connection] = field(init=False, default_factory=list)
+    _links: list[JsonLink] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         key = secrets.token_hex(8)
@@ -94,25 +94,26 @@ class ScriptProcess:
 
     def turn(self, steps: int) -> float:
         """Seconds per step of so many. Raises ScriptEnded."""
-        self._tell(do="step", steps=steps)
+        for link in self._links:
+            self._tell(link, do="step", steps=steps)
         return self._turn() / steps
 
     def facts(self) -> tuple[Facts, dict[str, Any]]:
         """The facts of the script, and its machine. The process is to be closed afterwards."""
-        self._lines[0].send(do="facts")
-        answer = self._hear(self._lines[0])
+        self._tell(self._links[0], do="facts")
+        answer = self._hear(self._links[0])
         return Facts(**answer["facts"]), answer["machine"]
 
     def predicted(self, first: str, plans: list[str]) -> dict[str, float]:
         """The planner's speed of each of some Plans to that of `first`, after `facts`; empty where it knows none."""
-        self._lines[0].send(do="predict", first=first, plans=plans)
-        speeds: dict[str, float] = self._hear(self._lines[0])["speeds"]
+        self._tell(self._links[0], do="predict", first=first, plans=plans)
+        speeds: dict[str, float] = self._hear(self._links[0])["speeds"]
         return speeds
 
     def close(self) -> None:
         """End the script and all that it has started."""
-        for line in self._lines:
-            line.close()
+        for link in self._links:
+            link.close()
         for word in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, word)
@@ -124,7 +125,7 @@ class ScriptProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _turn(self) -> float:
-        answers = [self._hear(line) for line in self._lines]
+        answers = [self._hear(link) for link in self._links]
         self.steps = answers[0]["steps"]
         return max(float(answer["seconds"]) for answer in answers)
 
@@ -132,35 +133,46 @@ class ScriptProcess:
         """Wait for all ranks. The first in the list is rank 0."""
         server.settimeout(_LOOK)
         end = time.monotonic() + self.timeout
-        ranks: dict[int, _Connection] = {}
+        ranks: dict[int, JsonLink] = {}
         while len(ranks) < self.command.procs:
             try:
-                line = _Connection(server.accept()[0])
+                link = JsonLink(server.accept()[0])
             except TimeoutError:
                 if self._process.poll() is not None:
                     raise self._end_error() from None
                 if time.monotonic() > end:
                     raise self._late("has not imported torch") from None
                 continue
-            hello = line.receive(self.timeout, self._process)
-            if hello is not None and hello.get("key") == key:
-                ranks[int(hello["rank"])] = line
-        self._lines = [ranks[rank] for rank in sorted(ranks)]
+            with contextlib.suppress(Closed):  # whatever else may have found the port
+                hello = self._next(link, "has imported torch, but not said which rank it is")
+                if hello.get("key") == key:
+                    ranks[int(hello["rank"])] = link
+        self._links = [ranks[rank] for rank in sorted(ranks)]
 
-    def _tell(self, **message: Any) -> None:
-        for line in self._lines:
-            line.send(**message)
+    def _tell(self, link: JsonLink, **message: Any) -> None:
+        with contextlib.suppress(Closed):  # which `_hear` reports
+            link.send(**message)
 
-    def _hear(self, line: _Connection) -> dict[str, Any]:
+    def _next(self, link: JsonLink, late: str) -> dict[str, Any]:
+        """The next message of a rank. Raises Closed, and ScriptEnded, which says that the script `late`, or that it has
+        ended."""
+        end = time.monotonic() + self.timeout
+        while True:
+            ended = self._process.poll() is not None  # asked first, for its last words may be on their way
+            if (message := link.receive(_LOOK)) is not None:
+                return message
+            if ended:
+                raise self._end_error()
+            if time.monotonic() > end:
+                raise self._late(late)
+
+    def _hear(self, link: JsonLink) -> dict[str, Any]:
+        late = f"has made no further step after {self.steps}" if self.steps else "has made no optimizer step"
         try:
-            answer = line.receive(self.timeout, self._process)
-        except TimeoutError:
-            raise self._late(
-                f"has made no further step after {self.steps}" if self.steps else "has made no optimizer step"
-            ) from None
-        if answer is None:
-            raise self._end_error()
-        if line is self._lines[0]:
+            answer = self._next(link, late)
+        except Closed:
+            raise self._end_error() from None
+        if link is self._links[0]:
             self.losses += answer.get("losses", [])
             self.memory = answer.get("memory") or self.memory
         if answer["event"] == "end":
@@ -182,39 +194,3 @@ class ScriptProcess:
         # The kernel ends the largest when memory runs out.
         status = "out of memory" if code == -signal.SIGKILL else "failed" if code else "ended"
         return ScriptEnded(status, why, self.steps)
-
-
-class _Connection:
-    """Lines of JSON to a rank and from it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._read = connection, b""
-        connection.settimeout(_LOOK)
-
-    def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # who has gone says so when it is listened to
-            self._socket.sendall((json.dumps(message) + "\n").encode())
-
-    def receive(self, timeout: float, process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-        """The next message; None where the other side has gone. Raises TimeoutError."""
-        end = time.monotonic() + timeout
-        while b"\n" not in self._read:
-            try:
-                more = self._socket.recv(1 << 16)
-            except TimeoutError:
-                if time.monotonic() > end:
-                    raise
-                if process.poll() is not None:
-                    return None
-                continue
-            except OSError:
-                return None
-            if not more:
-                return None
-            self._read += more
-        line, _, self._read = self._read.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def close(self) -> None:
-        self._socket.close()

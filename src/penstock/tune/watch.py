@@ -2,12 +2,11 @@
 
 A step is what lies between two returns of `Optimizer.step`: reading data, forward and backward passes, logging. Between
 turns the script waits inside the hook behind that call, so that scripts under other settings can take theirs. Messages
-are lines of JSON over a connection on 127.0.0.1 to the process that started the script.
+go over a connection on 127.0.0.1 to the process that started the script.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from penstock.errors import ConfigError, PenstockError, ran_out_of_memory
 from penstock.kernels.sdpa import Switch
 from penstock.kernels.sdpa import Watch as AttentionWatch
 from penstock.ladder.trace import trace
+from penstock.launch.link import Closed, JsonLink
 from penstock.models.anatomy import anatomy_of, inner_model, set_switch
 from penstock.models.fuse import places_for
 from penstock.optim.groups import parameters_of
@@ -54,8 +54,7 @@ class ScriptWatch:
     def __init__(self, switches: ScriptSwitches, address: str) -> None:
         self._switches = switches
         port, key, seed = address.split(":")
-        self._connection = socket.create_connection(("127.0.0.1", int(port)))
-        self._reader = self._connection.makefile("r", encoding="utf-8")
+        self._link = JsonLink(socket.create_connection(("127.0.0.1", int(port))))
         self._device = torch.device("cpu")
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
@@ -139,8 +138,11 @@ class ScriptWatch:
     def _obey(self) -> None:
         """Do what the other side says until it is time for the next steps."""
         while True:
-            line = self._reader.readline()
-            command: dict[str, Any] = json.loads(line) if line else {"do": "end"}
+            try:
+                command = self._link.receive()
+            except Closed:
+                self._leave()
+            assert command is not None
             if command["do"] == "step":
                 # What fills the allocator again is not timed.
                 self._timed = int(command["steps"])
@@ -157,7 +159,7 @@ class ScriptWatch:
             else:
                 self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self) -> NoReturn:
         """End the process at once: what a script does when it ends, such as saving, is left out."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -172,8 +174,8 @@ class ScriptWatch:
 
     def _send(self, **message: Any) -> None:
         try:
-            self._connection.sendall((json.dumps(message) + "\n").encode())
-        except OSError:  # the other side has gone, and this process has nobody to work for
+            self._link.send(**message)
+        except Closed:  # this process has nobody to work for
             os._exit(1)
 
     def _memory(self) -> int | None:

@@ -478,7 +478,7 @@ LINES = {
     "models": 9020,
     "optim": 1860,
     "parallel": 4140,
-    "planner": 6740,
+    "planner": 6750,
     "precision": 5510,
     "probe": 1270,
     "products": 1590,

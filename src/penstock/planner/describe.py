@@ -209,7 +209,7 @@ def _entrance(to: Lister, graph: Graph) -> int:
                 Op("embedding", "copy", n=d, read=moved, written=moved, weights=sum(weights), tensors=len(weights)),
                 # The gradient is as large as the table, and cleared before rows are added to it.
                 3 * moved, moved,
-                cleared=0.0 if one is not None and _touches_rows(t, one.table, tied) else entries * e,
+                cleared=0.0 if one is not None and _touches_rows(t, one.table, tied) else entries * e, tables=weights,
             )  # fmt: skip
         if t.tp > 1 and one is not None:
             to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))

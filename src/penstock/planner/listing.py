@@ -5,7 +5,7 @@ Eager code runs each pointwise operator on its own; compiled or hand-fused code 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, get_args
 
@@ -313,13 +313,20 @@ class Lister:
             kept=size * (kept + mask), group=group, scores=scores,
         )  # fmt: skip
 
-    def table(self, ahead: Op, read: float, written: float, *, cleared: float = 0.0) -> None:
-        """An operator that reads a table of learned vectors, and those that clear and add up their gradients."""
-        learn = Op(
-            f"{ahead.name}.weight", "reduce", False, written=cleared, launches=0, weights=ahead.weights
-        )
+    def table(
+        self, ahead: Op, read: float, written: float, *, cleared: float = 0.0, tables: Sequence[int] = ()
+    ) -> None:
+        """An operator that reads a table of learned vectors, or several of these sizes, and those that clear and add up
+        their gradients."""
+        learn = Op(f"{ahead.name}.weight", "reduce", False, launches=0)
+        sizes = tables or (ahead.weights,)
         with self.inside("table"):
-            self.add(ahead, Op(ahead.name, ahead.kind, False, read=read, written=written), learn)
+            self.add(
+                ahead,
+                Op(ahead.name, ahead.kind, False, read=read, written=written),
+                learn._replace(written=cleared, weights=sizes[0]),
+                *[learn._replace(weights=size) for size in sizes[1:]],
+            )
 
     def activate(
         self, name: str, size: float, mlp: Mlp, ahead: Bytes, behind: Bytes | None = None, *, kept: float = 0.0,

@@ -234,9 +234,16 @@ def _temporary(work: Workload, plan: Plan, share: DeviceShare) -> float:
     if plan.optimizer == "foreach":
         return cast + share.updated * number
     if plan.optimizer == "loop":
-        # The largest tensor is far above the mean.
-        return cast + 2 * number * share.updated / max(share.tensors // 8, 1)
+        # One tensor after the other: its root, and beside it that divided by the correction of the bias.
+        return cast + 2 * number * largest_tensor(work) * share.updated / (share.learned * share.parameters)
     return cast
+
+
+@lru_cache(maxsize=1024)
+def largest_tensor(work: Workload) -> int:
+    """Parameters of the largest tensor that learns, on one device: operators of the backward pass make the gradient of
+    one tensor each, or of a norm's two, which are small."""
+    return max((op.weights for part in work.parts for op in part.backward), default=0)
 
 
 def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:

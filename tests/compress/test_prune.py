@@ -23,7 +23,7 @@ from penstock.config.stack import Layer
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert import from_pretrained, save_pretrained
-from penstock.models.experts import ExpertLinear
+from penstock.models.expert_linear import ExpertLinear
 from penstock.models.model import Model
 
 FORMS = {

@@ -17,14 +17,14 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.cpu import this_cpu
 from penstock.kernels import cross_entropy, logit_rows
-from penstock.models import experts
+from penstock.models import expert_linear
 
 CASES: dict[str, tuple[str, str, str, ModuleType | None, str]] = {
     # model, Plan, what the Plan has in the plain form, else the module and its function that chooses the kernel
     "attention": ("gpt-tiny", "precision=O1 attention=native", "precision=O1 attention=plain", None, ""),
     "losses": ("gpt-tiny", "", "", cross_entropy, "takes_rows"),
     "losses in chunks": ("gpt-tiny", "loss=chunked", "loss=chunked", logit_rows, "has_rows"),
-    "experts": ("mixtral-tiny", "", "", experts, "takes_grouped"),
+    "experts": ("mixtral-tiny", "", "", expert_linear, "takes_grouped"),
 }
 TOKENS = 24
 

@@ -16,7 +16,7 @@ from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import native_grouped
 from penstock.kernels.native_grouped import grouped_outer, grouped_product, takes_grouped
-from penstock.models.experts import ExpertLinear
+from penstock.models.expert_linear import ExpertLinear
 
 TYPES = [
     dtype for dtype in (torch.float32, torch.bfloat16) if takes_grouped(torch.empty(0, dtype=dtype), 1, 8, 8)

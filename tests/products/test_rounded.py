@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.cpus import pretend
 from penstock.cpu import this_cpu
-from penstock.models.experts import ExpertLinear
+from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import RoundedWeight, round_groups, round_rows
 from penstock.products.rounded import RoundedInt8, in_8_bits, stored_form
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from penstock.config.quantise import Limit
 from penstock.errors import ConfigError, NumericError
 from penstock.models.anatomy import anatomy_of, evaluating
-from penstock.models.experts import ExpertLinear, MixtureOfExperts
+from penstock.models.expert_linear import ExpertLinear
+from penstock.models.experts import MixtureOfExperts
 from penstock.models.model import Model
 from penstock.models.roles import Attention
 from penstock.models.rounded import MOST

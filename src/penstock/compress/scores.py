@@ -30,7 +30,8 @@ from penstock.config.compress import Criterion, LayerCriterion
 from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError
 from penstock.models.anatomy import evaluating
-from penstock.models.experts import ExpertLinear, MixtureOfExperts
+from penstock.models.expert_linear import ExpertLinear
+from penstock.models.experts import MixtureOfExperts
 from penstock.models.model import Model
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -160,7 +160,7 @@ class Stack:
     Team, 2022, section 6.2, expert output masking)."""
     balance: NotNegative = 0.01
     """Coefficient of the balance loss of each mixture whose router takes a softmax and is not `expert_choice` (Fedus et
-    al., JMLR 2022, section 2.2): see `penstock.models.experts`."""
+    al., JMLR 2022, section 2.2): see `penstock.models.balance_loss`."""
     z_loss: NotNegative = 0.0
     """Coefficient of the mean square of the routers' log-sum-exp (Zoph et al., 2022, "ST-MoE", equation 5)."""
     bias_rate: NotNegative = 0.001

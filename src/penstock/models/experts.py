@@ -2,43 +2,26 @@
 
 Shapes: T tokens, D width, E experts, k experts of a token, V visits of tokens to experts (T·k where none is dropped), M
 hidden width of an expert.
-
-Note: the balance loss. With f_e the share of visits that go to expert e, P_e the mean of its softmax over the tokens,
-and z_t a token's log-sum-exp of logits, a layer's loss is
-
-    B = balance · E · Σ_e f_e · P_e + z_loss · mean_t z_t²
-
-(Fedus et al., JMLR 2022, equations 4 to 6; Zoph et al., 2022, equation 5). Layers add up: each is balanced by itself.
-Means are over the tokens of a sample that are no padding, then over samples. f has no gradient. In training it is that
-of the step before, over all its micro-batches and ranks, and the first step has none: so B is a mean over samples, and
-its gradient the same however a step is cut into micro-batches and over ranks. Who takes steps otherwise than by
-`TrainStep` has the f of each micro-batch.
-
-The gradient of B joins that of the router's logits in the backward pass, times the gradient that reached the
-micro-batch's part of the step's loss there, over the number of micro-batches (`weighed`). It so has a loss scale as the
-loss has it, and no task, pipeline or accumulation knows of it.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.stack import Layer, Stack
-from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import Dropout
-from penstock.kernels.grouped import gathered_product, scattered_product
-from penstock.kernels.native_grouped import grouped_outer, grouped_product, takes_grouped
 from penstock.kernels.padding import put_rows
+from penstock.models.balance_loss import add_gradient
+from penstock.models.expert_linear import ExpertLinear
 from penstock.models.perceptron import MLP, activate
+from penstock.models.router import Router, recomputing, repeated
+from penstock.models.visits import SortedVisits, loads_of, merged, permuted, places_of, spread
 
 Facts = list[Tensor | None]
 """Facts about tokens, (T,) each: shares, routes, places."""
@@ -48,318 +31,6 @@ _TOKENS = 1 << 40
 """More visits than a micro-batch has."""
 _UNIT = 2.0**-24
 """Biases of sigmoid routers are multiples of it, held as integers, which no cast to half precision rounds."""
-
-
-# -- products of sorted rows with the weights of their experts
-
-
-class _Grouped(torch.autograd.Function):
-    """x (V, D), sorted by expert, times each expert's weight (E, R, D): (V, R). Those of expert e end at `ends`[e]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        ctx.plain = plain
-        return _times(x, weight.transpose(1, 2), ends, plain)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, ends = ctx.saved_tensors
-        grad = grad.contiguous()
-        into = _times(grad, weight, ends, ctx.plain) if ctx.needs_input_grad[0] else None
-        learn = _outer(grad, x, ends, ctx.plain) if ctx.needs_input_grad[1] else None
-        return into, learn, None, None
-
-
-def _times(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    """x (V, K) times weight (E, K, R)."""
-    way = _way(x, weight.shape, plain)
-    if way == "native":
-        return grouped_product(x, weight.transpose(1, 2), ends)
-    if way == "torch":
-        return F.grouped_mm(x, weight, offs=ends)
-    parts = zip(torch.split(x, _counts(ends)), weight.unbind(0))
-    return torch.cat([rows @ one for rows, one in parts])
-
-
-def _outer(grad: Tensor, x: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    """Each expert's part of grad (V, R) transposed times that of x (V, D): (E, R, D)."""
-    way = _way(x, (len(ends), x.shape[1], grad.shape[1]), plain)
-    if way == "native":
-        return grouped_outer(grad, x, ends)
-    if way == "torch":
-        return F.grouped_mm(grad.t(), x, offs=ends)
-    counts = _counts(ends)
-    return torch.stack(
-        [rows.t() @ seen for rows, seen in zip(torch.split(grad, counts), torch.split(x, counts))]
-    )
-
-
-def _counts(ends: Tensor) -> list[int]:
-    return torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-
-
-_GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
-"""Types that torch has a grouped product of."""
-
-
-def _way(x: Tensor, shape: Sequence[int], plain: bool) -> str:
-    """How rows like x are multiplied by weights of a shape (E, K, R), and their gradients: in Penstock's kernels for
-    CPUs ("native"), in torch's grouped product, which takes some types, and rows of a multiple of 16 bytes ("torch"),
-    or one expert after the other ("loop")."""
-    if plain or not len(x):
-        return "loop"
-    if takes_grouped(x, *shape):
-        return "native"
-    aligned = all(size * x.element_size() % 16 == 0 for size in shape[1:])
-    return "torch" if aligned and x.dtype in _GROUPED.get(x.device.type, ()) else "loop"
-
-
-@torch.library.custom_op("penstock::grouped", mutates_args=())
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    """`_Grouped` as one operation of compiled code, which cannot know how many rows an expert has."""
-    return _times(x, weight.transpose(1, 2), ends, plain)
-
-
-@_grouped.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@torch.library.custom_op("penstock::grouped_outer", mutates_args=())
-def _grouped_outer(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    """The gradient of the weight of `_grouped`."""
-    return _outer(grad, x, ends, plain)
-
-
-@_grouped_outer.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    return x.new_empty(weight.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.plain = inputs[3]
-
-
-def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    x, weight, ends = ctx.saved_tensors
-    grad = grad.contiguous()
-    into = _grouped(grad, weight.transpose(1, 2), ends, ctx.plain)
-    return into, _grouped_outer(grad, x, weight, ends, ctx.plain), None, None
-
-
-_grouped.register_autograd(_grouped_backward, setup_context=_keep)
-
-
-class SortedVisits(NamedTuple):
-    """The places that rows sorted by expert come from, or go to."""
-
-    order: Tensor
-    """(V,) int64: the number of each visit among all T·k, those of a token side by side."""
-    each: int
-    """k"""
-    tokens: int
-    """T"""
-    shares: Tensor | None = None
-    """(V,): the weight of each visit in its token's result."""
-
-
-class ExpertLinear(nn.Module):
-    """A linear map for each of several experts: weight (E, out, in), bias (E, out)."""
-
-    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool, **where: Any) -> None:
-        super().__init__()
-        self.in_features, self.out_features = inputs, outputs
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **where))
-        self.bias: nn.Parameter | None
-        self.register_parameter(
-            "bias", nn.Parameter(torch.empty(experts, outputs, **where)) if bias else None
-        )
-        self.plain = False
-        """Whether products go through one expert after the other even where torch has a grouped product: see
-        `Plan.experts`."""
-
-    def forward(
-        self,
-        x: Tensor,
-        ends: Tensor,
-        experts: Tensor,
-        gathered: SortedVisits | None = None,
-        scattered: SortedVisits | None = None,
-    ) -> Tensor:
-        """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row.
-
-        With `gathered` x are the tokens (T, in) of these visits; with `scattered` the result is that of the tokens,
-        (T, out): see `penstock.kernels.grouped`.
-        """
-        weight = self.weight.to(x.dtype)
-        if scattered is not None:
-            order, each, tokens, shares = scattered
-            x = scattered_product(x, weight, ends, order, each, tokens, shares)
-            return x if self.bias is None else x + self._scattered_bias(x, experts, scattered)
-        if gathered is not None:
-            x = gathered_product(x, weight, ends, gathered.order, gathered.each)
-        elif torch.compiler.is_compiling():
-            x = _grouped(x, weight, ends, self.plain)
-        else:
-            x = _Grouped.apply(x, weight, ends, self.plain)  # type: ignore[no-untyped-call]
-        return x if self.bias is None else x + self.bias.to(x.dtype)[experts]
-
-    def _scattered_bias(self, x: Tensor, experts: Tensor, visits: SortedVisits) -> Tensor:
-        """The sum of the biases that each token of x (T, out) meets, times its visits' shares."""
-        assert self.bias is not None
-        shares = visits.shares
-        shares = torch.ones_like(visits.order, dtype=x.dtype) if shares is None else shares.to(x.dtype)
-        met = x.new_zeros(visits.tokens * len(self.bias))
-        met = met.index_add(0, visits.order // visits.each * len(self.bias) + experts, shares)
-        return met.view(visits.tokens, -1) @ self.bias.to(x.dtype)
-
-
-# -- choosing
-
-
-class Router(nn.Linear):
-    """The logits of tokens over experts, in fp32 under every precision (fp64 stays).
-
-    A noisy router has two rows of weights for each expert, those of logits before those of noise. In training its
-    logits are, with n drawn from the standard normal distribution (Shazeer et al., ICLR 2017, equation 4):
-
-        H(x) = x · W_g + n · softplus(x · W_noise)
-    """
-
-    def __init__(self, sizes: Stack, **where: Any) -> None:
-        super().__init__(sizes.width, sizes.router_rows, bias=False, **where)
-        self.experts, self.jitter = sizes.experts, sizes.router_jitter
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (T, D) to logits (T, E)."""
-        noisy = self.training and len(self.weight) > self.experts
-        x = widened(x)
-        if self.training and self.jitter:
-            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
-        with torch.autocast(x.device.type, enabled=False):
-            made = F.linear(x, widened(self.weight if noisy else self.weight[: self.experts]))
-            if not noisy:
-                return made
-            logits, spread = made.chunk(2, dim=1)
-            return logits + torch.randn_like(logits) * F.softplus(spread)
-
-
-class _Choices(threading.local):
-    """Choices of experts, and what follows from them, that a recomputation repeats."""
-
-    def __init__(self) -> None:
-        self.recorded: list[Tensor] | None = None
-        self.replayed: Iterator[Tensor] | None = None
-
-
-_choices = _Choices()
-
-
-def same_choices() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a forward pass and of its recomputation, as torch's checkpoints take them: tokens go to the experts
-    again that they went to, even if sums round otherwise, and are not counted twice."""
-    kept: list[Tensor] = []
-
-    @contextmanager
-    def recording() -> Iterator[None]:
-        before, _choices.recorded = _choices.recorded, kept
-        try:
-            yield
-        finally:
-            _choices.recorded = before
-
-    @contextmanager
-    def replaying() -> Iterator[None]:
-        before, _choices.replayed = _choices.replayed, iter(kept)
-        try:
-            yield
-        finally:
-            _choices.replayed = before
-
-    return recording(), replaying()
-
-
-def repeated(choose: Callable[[], Tensor]) -> Tensor:
-    """The result of `choose`; in a recomputation the one of before."""
-    if _choices.replayed is not None:
-        return next(_choices.replayed)
-    chosen = choose()
-    if _choices.recorded is not None:
-        _choices.recorded.append(chosen)
-    return chosen
-
-
-# -- balancing
-
-
-class _Scale:
-    """The weight of balance losses in the present backward pass; 1 in one whose loss is not `weighed`."""
-
-    now: Tensor | float = 1.0
-
-    @classmethod
-    def forget(cls) -> None:
-        cls.now = 1.0
-
-
-class _Weighed(torch.autograd.Function):
-    """The loss as it is; its gradient, times `share`, is the weight of the balance losses."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        _Scale.now = grad.detach() * ctx.share
-        torch.autograd.Variable._execution_engine.queue_callback(_Scale.forget)
-        return grad, None
-
-
-def weighed(loss: Tensor, parts: int = 1) -> Tensor:
-    """A micro-batch's part of a step's loss as it is, with which the balance losses of its layers are weighted in the
-    backward pass: each of `parts` micro-batches has its share of them."""
-    return _Weighed.apply(loss, 1.0 / parts)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _AddGradient(torch.autograd.Function):
-    """The logits as they are, to whose gradient that of the balance loss is added."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return _added(grad, gradient), None
-
-
-@torch.library.custom_op("penstock::add_balance", mutates_args=())
-def _added(grad: Tensor, gradient: Tensor) -> Tensor:
-    """grad, plus the gradient of a balance loss times its weight in the present backward pass. An operation of its own:
-    compiled code would take the weight for a constant, or compute what does not read grad in the forward pass."""
-    scale = _Scale.now
-    return grad + gradient * (scale.to(gradient) if isinstance(scale, Tensor) else scale)
-
-
-@_added.register_fake
-def _(grad: Tensor, gradient: Tensor) -> Tensor:
-    return torch.empty_like(grad)
-
-
-@contextmanager
-def balancing(weight: Tensor | float) -> Iterator[None]:
-    """Inside, backward passes weight balance losses with `weight`: those of pipeline stages, which no loss begins."""
-    _Scale.now = weight
-    try:
-        yield
-    finally:
-        _Scale.forget()
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
@@ -382,50 +53,6 @@ def balance(mixtures: Sequence[MixtureOfExperts], add_up: Callable[[list[Tensor]
         loads.zero_()
 
 
-# -- the layer
-
-
-class _Spread(torch.autograd.Function):
-    """The tokens x (T, D) of visits: row `order[v] // k` for visit v. Its gradients are added up in one order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.tokens, ctx.k = len(x), k
-        return x.index_select(0, order if k == 1 else order // k)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        placed = grad.new_zeros(ctx.tokens * ctx.k, grad.shape[1]).index_copy_(0, order, grad)
-        return placed if ctx.k == 1 else _summed(placed.view(ctx.tokens, ctx.k, grad.shape[1])), None, None
-
-
-def _summed(x: Tensor) -> Tensor:
-    """The sum of (T, k, D) over k: of two, which is what most have, a tenth of the time of torch's sum on a CPU."""
-    return x[:, 0] + x[:, 1] if x.shape[1] == 2 else x.sum(1)
-
-
-class _Merged(torch.autograd.Function):
-    """The sum of a token's two results (T, 2, D) times their weights (T, 2)."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(made, weights)
-        return (made[:, 0] * weights[:, :1]).addcmul_(made[:, 1], weights[:, 1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        made, weights = ctx.saved_tensors
-        grad = grad[:, None]
-        return grad * weights[..., None], (grad * made).sum(2)
-
-
-def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """See `_Spread`."""
-    return _Spread.apply(x, order, k)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class Exchange(Protocol):
     """How other ranks take part in a mixture: see `penstock.parallel.experts`."""
 
@@ -444,29 +71,6 @@ class Exchange(Protocol):
 
     def leave(self, out: Tensor) -> Tensor:
         """The results of tokens that were routed here, (T, D), as the rest of the block takes them."""
-
-
-class _Permuted(torch.autograd.Function):
-    """Rows `take` of x, where row i of the result's gradient goes to row `back[i]` of x repeated k times: both ways are
-    lookups, which compiled code fuses."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.k = k
-        return x[take]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (back,) = ctx.saved_tensors
-        grad = grad[back]
-        return grad if ctx.k == 1 else grad.view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
-
-
-def _permuted(x: Tensor, take: Tensor, back: Tensor, k: int) -> Tensor:
-    if not torch.is_grad_enabled():
-        return x[take]
-    return _Permuted.apply(x, take, back, k)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class MixtureOfExperts(nn.Module):
@@ -555,7 +159,7 @@ class MixtureOfExperts(nn.Module):
         compiled = torch.compiler.is_compiling()  # and never recomputed
         if self.kind == "expert_choice" and compiled:
             return _uncompiled(self, x, shares, routes, samples, places)  # type: ignore[no-any-return]
-        counts = self.training and torch.is_grad_enabled() and (compiled or _choices.replayed is None)
+        counts = self.training and torch.is_grad_enabled() and (compiled or not recomputing())
         if routes is None and (self.kind == "given" or (self.labels and counts)):
             raise ConfigError(
                 "This model's experts are given for each sample; pass it routes, the number of an expert, or of a "
@@ -612,14 +216,14 @@ class MixtureOfExperts(nn.Module):
             if torch.compiler.is_compiling():  # and never recomputed
                 again, chosen = False, self._best(logits.detach(), shares, samples)
             else:
-                again = _choices.replayed is not None
+                again = recomputing()
                 chosen = repeated(lambda: self._best(logits.detach(), shares, samples))
-            loads = _loads(chosen, self.experts, shares)
+            loads = loads_of(chosen, self.experts, shares)
             if not again:
                 self.loads += loads
             if self.balance or self.z_loss:
                 gradient = self._balance(logits.detach(), self.last if self.stepped else loads, shares)
-                logits = _AddGradient.apply(logits, gradient)  # type: ignore[no-untyped-call]
+                logits = add_gradient(logits, gradient)
         else:
             chosen = self._best(logits, shares, samples)
         if self.sample_capacity is not None:
@@ -641,7 +245,7 @@ class MixtureOfExperts(nn.Module):
         rows, columns = len(self.visits), self.experts + 1  # the last for no expert
         if self.labels and labels is not None:
             chosen = chosen + labels.reshape(-1, 1) * columns
-        self.visits += _loads(chosen, rows * columns, shares).view(rows, columns)[:, :-1]
+        self.visits += loads_of(chosen, rows * columns, shares).view(rows, columns)[:, :-1]
 
     def _outside(self, groups: Tensor) -> Tensor:
         """Which experts are in none of a token's groups (T, n): (T, E)."""
@@ -673,7 +277,7 @@ class MixtureOfExperts(nn.Module):
             scores.masked_fill((real == 0)[:, None], -1.0).t().sort(dim=1, descending=True, stable=True)
         )
         keys = samples[order] + len(samples) * torch.arange(self.experts, device=order.device)[:, None]
-        places = torch.empty_like(order).scatter_(1, order, _places(keys.flatten()).view_as(order)).t()
+        places = torch.empty_like(order).scatter_(1, order, places_of(keys.flatten()).view_as(order)).t()
         takes = places < room[samples][:, None]
         most = int(takes.sum(1).max()) if len(takes) else 1  # on a GPU this waits
         takes, experts = takes.to(torch.int8).sort(dim=1, descending=True, stable=True)
@@ -683,10 +287,10 @@ class MixtureOfExperts(nn.Module):
         """Which visits (T, k) find no room in their sample."""
         assert self.sample_capacity is not None
         keys = samples[:, None] * self.experts + chosen
-        return (_places(keys.flatten()) >= self.sample_capacity).view_as(chosen)
+        return (places_of(keys.flatten()) >= self.sample_capacity).view_as(chosen)
 
     def _balance(self, logits: Tensor, loads: Tensor, shares: Tensor | None) -> Tensor:
-        """The gradient of the balance loss at the logits (T, E): see the note above."""
+        """The gradient of the balance loss at the logits (T, E): see `penstock.models.balance_loss`."""
         softmax = logits.softmax(1)
         slope = self.balance * self.experts * (loads / loads.sum().clamp(min=1)).to(logits.dtype)
         inner = slope - (softmax * slope).sum(1, keepdim=True)
@@ -713,7 +317,7 @@ class MixtureOfExperts(nn.Module):
         if drops and compiled:
             chosen, weights = self._weightless(chosen, weights, shares if full else None)
         experts, order = chosen.flatten().sort(stable=True)
-        loads = _loads(chosen, self.experts)
+        loads = loads_of(chosen, self.experts)
         if drops and not compiled:
             experts, order, loads = self._dropped(chosen, shares if full else None, places)
         device = x.device.type
@@ -727,7 +331,7 @@ class MixtureOfExperts(nn.Module):
             inverse = torch.empty_like(order).scatter_(
                 0, order, torch.arange(len(order), device=order.device)
             )
-            seen = _permuted(seen, order // k, inverse, k)
+            seen = permuted(seen, order // k, inverse, k)
         else:
             seen = spread(seen, order, k)
         if self.exchange is None:
@@ -735,14 +339,14 @@ class MixtureOfExperts(nn.Module):
         else:
             made = self.exchange.visit(seen, experts, loads, self._compute, meanwhile)
         if compiled:
-            made = _permuted(made, inverse, order, 1)
+            made = permuted(made, inverse, order, 1)
         else:
             made = put_rows(made, order, len(x) * k)
         if weights is None:
             return made
         made, weights = made.view(len(x), k, x.shape[1]), weights.to(made.dtype)
         if k == 2 and not compiled:
-            return _Merged.apply(made, weights)  # type: ignore[no-any-return, no-untyped-call]
+            return merged(made, weights)
         weighted: Tensor = made * weights[..., None]
         return weighted.sum(1)
 
@@ -769,7 +373,7 @@ class MixtureOfExperts(nn.Module):
         if self.capacity is not None and self.training:
             stays &= self._find_room(experts, order, chosen.shape[1], places)
         experts, order = experts[stays], order[stays]
-        return experts, order, _loads(experts, self.experts)
+        return experts, order, loads_of(experts, self.experts)
 
     def _find_room(self, experts: Tensor, order: Tensor, k: int, places: Tensor | None) -> Tensor:
         """Whether visits (V,), sorted by expert, find room on an expert that takes those of the first tokens of all
@@ -795,7 +399,7 @@ class MixtureOfExperts(nn.Module):
         without = chosen == self.experts
         if self.capacity is not None and self.training:
             room = (self.capacity * (~without).sum().double() / self.experts).ceil()
-            without = without | (_places(chosen.flatten()) >= room).view_as(chosen)
+            without = without | (places_of(chosen.flatten()) >= room).view_as(chosen)
         weights = torch.ones_like(chosen, dtype=torch.float32) if weights is None else weights
         return chosen.clamp(max=self.experts - 1), weights.masked_fill(without, 0.0)
 
@@ -804,19 +408,3 @@ class MixtureOfExperts(nn.Module):
 def _uncompiled(mixture: MixtureOfExperts, *args: Tensor | None) -> Tensor:
     """The mixture between two compiled parts, because its sizes differ from step to step."""
     return mixture(*args)  # type: ignore[no-any-return]
-
-
-def _places(keys: Tensor) -> Tensor:
-    """How many equal keys (V,) come before each."""
-    ranked, order = keys.sort(stable=True)
-    places = torch.arange(len(keys), device=keys.device) - torch.searchsorted(ranked, ranked)
-    return torch.empty_like(order).scatter_(0, order, places)
-
-
-def _loads(chosen: Tensor, experts: int, shares: Tensor | None = None) -> Tensor:
-    """How many of the visits (T, k), or (V,) without shares, go to each expert, (E,), but for those of tokens without a
-    share. The number E stands for no expert."""
-    ones = torch.ones_like(chosen)
-    if shares is not None:
-        ones *= (shares != 0)[:, None]
-    return chosen.new_zeros(experts + 1).scatter_add_(0, chosen.flatten(), ones.flatten())[:experts]

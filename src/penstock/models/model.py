@@ -44,7 +44,8 @@ from penstock.models.block import (
     modulate,
 )
 from penstock.models.context import Shares
-from penstock.models.experts import ExpertLinear, MixtureOfExperts
+from penstock.models.expert_linear import ExpertLinear
+from penstock.models.experts import MixtureOfExperts
 from penstock.models.heads import Conditioner, Pooler, Transform, UnitVectors, Vocabulary
 from penstock.models.stack import TokenStack, shares_of
 from penstock.models.stems import ConvStem, PatchStem, images_of

@@ -23,7 +23,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from penstock.kernels.padding import put_rows
-from penstock.models.experts import Compute, ExpertLinear, Facts, mixtures_of, repeated, spread
+from penstock.models.expert_linear import ExpertLinear
+from penstock.models.experts import Compute, Facts, mixtures_of
+from penstock.models.router import repeated
+from penstock.models.visits import spread
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.parts import SplitModule, as_dtensor, cut_to_fit, swap_class
 from penstock.parallel.sequence import (

@@ -25,8 +25,9 @@ from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.gains import kind_of
 from penstock.models.anatomy import Block, anatomy_of, set_switch
-from penstock.models.experts import mixtures_of, same_choices
+from penstock.models.experts import mixtures_of
 from penstock.models.roles import Attention, Experts, Perceptron, Role, walk
+from penstock.models.router import same_choices
 from penstock.planner.describe import describe
 from penstock.planner.memory import pass_bytes
 from penstock.planner.recompute import allowed_bytes, block_kinds, every_nth

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.models.experts import weighed
+from penstock.models.balance_loss import weighed
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import loses_updates
 from penstock.optim.remainder import RemainderAdamW

@@ -22,7 +22,7 @@ from penstock.config.formats import PRODUCTS, Product, Products
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import Anatomy, anatomy_of
-from penstock.models.experts import ExpertLinear
+from penstock.models.expert_linear import ExpertLinear
 from penstock.models.roles import Attention, Experts, Linear, Perceptron
 from penstock.models.rounded import CLIP
 from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedExpertLinear, RoundedLinear

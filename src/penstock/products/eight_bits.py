@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from penstock.config.formats import PRODUCTS, Products
 from penstock.errors import ConfigError
 from penstock.kernels.padding import put_rows
-from penstock.models.experts import ExpertLinear, SortedVisits, spread
+from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import CLIP
+from penstock.models.visits import SortedVisits, spread
 from penstock.products.fp8 import Scaling, fp8_linear, rows_in_fp8, scaled_product
 from penstock.products.int8 import int8_linear
 from penstock.products.stored import Stored

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from penstock.config.quantise import StoredFormat
 from penstock.cpu import this_cpu
 from penstock.errors import CheckpointError, ConfigError
-from penstock.models.experts import ExpertLinear
+from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import MOST, RoundedWeight
 from penstock.products.convert import device_problem
 from penstock.products.integers import Int4, Int8Weights, fused_product, packed_numbers

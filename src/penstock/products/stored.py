@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from penstock.models.experts import ExpertLinear
+from penstock.models.expert_linear import ExpertLinear
 
 _ROWS = 32
 """Rows of inputs that oneDNN lays weights out for; those for one row serve others badly."""

@@ -20,7 +20,7 @@ from penstock.config.plan import Plan
 from penstock.dtypes import sums_type
 from penstock.errors import ConfigError, PenstockError
 from penstock.kernels.split_linear import Later, put_off
-from penstock.models.experts import balancing
+from penstock.models.balance_loss import balancing
 from penstock.parallel import DataParallel
 from penstock.parallel.links import Links
 from penstock.parallel.pipeline import Stages, Values

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from penstock.models.experts import mixtures_of, weighed
+from penstock.models.balance_loss import weighed
+from penstock.models.experts import mixtures_of
 from penstock.parallel import ALONE, DataParallel
 from penstock.precision import LossScaler, MasterWeights
 from penstock.step.step_loss import StepLoss

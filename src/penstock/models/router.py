@@ -1,0 +1,92 @@
+"""A router's logits, and the choices of experts that a recomputation repeats."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.stack import Stack
+from penstock.dtypes import widened
+
+
+class Router(nn.Linear):
+    """The logits of tokens over experts, in fp32 under every precision (fp64 stays).
+
+    A noisy router has two rows of weights for each expert, those of logits before those of noise. In training its
+    logits are, with n drawn from the standard normal distribution (Shazeer et al., ICLR 2017, equation 4):
+
+        H(x) = x · W_g + n · softplus(x · W_noise)
+    """
+
+    def __init__(self, sizes: Stack, **where: Any) -> None:
+        super().__init__(sizes.width, sizes.router_rows, bias=False, **where)
+        self.experts, self.jitter = sizes.experts, sizes.router_jitter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, D) to logits (T, E)."""
+        noisy = self.training and len(self.weight) > self.experts
+        x = widened(x)
+        if self.training and self.jitter:
+            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
+        with torch.autocast(x.device.type, enabled=False):
+            made = F.linear(x, widened(self.weight if noisy else self.weight[: self.experts]))
+            if not noisy:
+                return made
+            logits, spread = made.chunk(2, dim=1)
+            return logits + torch.randn_like(logits) * F.softplus(spread)
+
+
+class _Choices(threading.local):
+    """Choices of experts, and what follows from them, that a recomputation repeats."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Tensor] | None = None
+        self.replayed: Iterator[Tensor] | None = None
+
+
+_choices = _Choices()
+
+
+def same_choices() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a forward pass and of its recomputation, as torch's checkpoints take them: tokens go to the experts
+    again that they went to, even if sums round otherwise, and are not counted twice."""
+    kept: list[Tensor] = []
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        before, _choices.recorded = _choices.recorded, kept
+        try:
+            yield
+        finally:
+            _choices.recorded = before
+
+    @contextmanager
+    def replaying() -> Iterator[None]:
+        before, _choices.replayed = _choices.replayed, iter(kept)
+        try:
+            yield
+        finally:
+            _choices.replayed = before
+
+    return recording(), replaying()
+
+
+def recomputing() -> bool:
+    """Whether a recomputation repeats choices."""
+    return _choices.replayed is not None
+
+
+def repeated(choose: Callable[[], Tensor]) -> Tensor:
+    """The result of `choose`; in a recomputation the one of before."""
+    if _choices.replayed is not None:
+        return next(_choices.replayed)
+    chosen = choose()
+    if _choices.recorded is not None:
+        _choices.recorded.append(chosen)
+    return chosen

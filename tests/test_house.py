@@ -475,7 +475,7 @@ LINES = {
     "kernels": 6460,
     "ladder": 5500,
     "launch": 1610,
-    "models": 9080,
+    "models": 9130,
     "optim": 1860,
     "parallel": 4140,
     "planner": 6750,

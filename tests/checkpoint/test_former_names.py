@@ -13,7 +13,7 @@ from penstock.config.model import ViTConfig
 from penstock.config.run import RunConfig
 from penstock.models import create
 from penstock.models.convert import from_pretrained
-from penstock.models.model import former_name
+from penstock.models.former_names import former_name
 from penstock.optim.groups import freeze
 from penstock.precision.lists import OpLists
 from penstock.precision.lists.modules import fp32_modules_of

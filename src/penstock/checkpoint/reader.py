@@ -25,7 +25,7 @@ from penstock.checkpoint.stages import only
 from penstock.checkpoint.storage import read_pieces
 from penstock.checkpoint.tree import unpack
 from penstock.errors import CheckpointError, ran_out_of_memory
-from penstock.models.model import former_name, present_name
+from penstock.models.former_names import former_name, present_name
 
 _log = logging.getLogger(__name__)
 

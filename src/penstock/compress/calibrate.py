@@ -21,6 +21,7 @@ from penstock.models.experts import MixtureOfExperts
 from penstock.models.model import Model
 from penstock.models.roles import Attention
 from penstock.models.rounded import MOST
+from penstock.models.samples import counts_of
 
 Batches = Iterable[tuple[Any, ...]]
 """Arguments of a model's forward pass, a batch at a time."""
@@ -110,7 +111,7 @@ def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tenso
     given, masks = model.given(arguments, {}), dict[str, Tensor | None]()
     for run in model.graph.runs:
         values = given[model.graph.input_of(run).name]
-        counts = model.counts(run, given, values.shape[1])
+        counts = counts_of(model.graph, run, given, values.shape[1])
         places = torch.arange(values.shape[1], device=values.device)
         masks[run.name] = None if counts is None else places < counts[:, None]
     return masks

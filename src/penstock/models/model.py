@@ -5,14 +5,13 @@ Shapes: B samples, N tokens, M tokens of a memory, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.config.graph import (
     ClassHead,
@@ -23,7 +22,6 @@ from penstock.config.graph import (
     PatchInput,
     PixelHead,
     Run,
-    TokenInput,
     VectorHead,
     WordHead,
 )
@@ -31,38 +29,16 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import AttentionBackend, ExpertProducts, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
-from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
-from penstock.models.block import (
-    Attention,
-    Block,
-    Branch,
-    CrossAttention,
-    ZeroLinear,
-    make_norm,
-    modulate,
-)
+from penstock.models import samples
+from penstock.models.block import ZeroLinear, make_norm, modulate
 from penstock.models.context import Shares
+from penstock.models.draw import Undrawn, draw_weights
 from penstock.models.expert_linear import ExpertLinear
-from penstock.models.experts import MixtureOfExperts
 from penstock.models.heads import Conditioner, Pooler, Transform, UnitVectors, Vocabulary
 from penstock.models.stack import TokenStack, shares_of
 from penstock.models.stems import ConvStem, PatchStem, images_of
-
-T = TypeVar("T")
-
-
-class _Undrawn(TorchFunctionMode):
-    """Inside, torch's modules leave their weights as allocated: `init_weights` draws them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_):
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
 
 
 class Model(nn.Module):
@@ -126,7 +102,7 @@ class Model(nn.Module):
         self.both_logits = False
         """Whether a distilled head gives the logits of both its linears, (B, 2, classes), in place of their mean."""
         # Allocated first, so that each weight is drawn once, and alike however the model came to be.
-        with _Undrawn():
+        with Undrawn():
             self._build(device=device, dtype=dtype)
         self.init_weights()
 
@@ -231,7 +207,7 @@ class Model(nn.Module):
             if run.reads not in outputs or (run.of and not there):
                 return
             x = outputs[run.reads]
-            x = x[self._samples_of(run, given)] if run.of else x
+            x = x[samples.samples_of(graph, run, given)] if run.of else x
         elif not there:
             return
         else:
@@ -243,9 +219,9 @@ class Model(nn.Module):
             if shares is not None and isinstance(there[0], PatchInput):
                 x = shares.cut_of(there[0]).take(x, 1)
         if any(name in outputs for name in run.memories) and shares is not None:
-            more["memory"] = self._beside(run, outputs)
+            more["memory"] = samples.memories_beside(graph, run, outputs)
         elif any(name in outputs for name in run.memories):
-            more |= self._memory(run, given, outputs)
+            more |= samples.memory_of(graph, run, given, outputs)
         if shares is not None:
             if given.get("token_weights") is not None or given.get("prefixes") is not None:
                 raise ConfigError(
@@ -254,11 +230,12 @@ class Model(nn.Module):
                 )
             more["past"] = shares.tokens(run)
         else:
-            more |= {"lengths": self.lengths_of(run, given), "documents": self._documents_of(run, given)}
+            more["lengths"] = samples.lengths_of(graph, run, given)
+            more["documents"] = samples.documents_of(graph, run, given)
             hides_all = all(graph.hides_later(run, one) for one in there)
             continued = hides_all and run.name in {one.name for one in graph.written}
             more["past"] = given.get("past") if there and continued else None
-            more["prefixes"] = self._prefixes_of(run, given)
+            more["prefixes"] = samples.prefixes_of(graph, run, given)
         if run.stack.experts:
             more |= {"shares": self._shares(run, given, x, shares), "routes": given.get("routes")}
             more["order"] = self._order(run, x, shares)
@@ -280,9 +257,9 @@ class Model(nn.Module):
         """See `Context.shares`, of the tokens x (B, N, D) of a run."""
         if cut is not None:
             tokens = cut.tokens(run).count
-            counts = self.counts(run, given, tokens)
+            counts = samples.counts_of(self.graph, run, given, tokens)
             return cut.balance(run, x.new_full(x.shape[:1], tokens) if counts is None else counts)
-        counts = self.counts(run, given, x.shape[1])
+        counts = samples.counts_of(self.graph, run, given, x.shape[1])
         return None if counts is None else shares_of(counts, x.shape[1])
 
     def _order(self, run: Run, x: Tensor, cut: Shares | None) -> Tensor | None:
@@ -292,100 +269,6 @@ class Model(nn.Module):
         tokens = torch.arange(x.shape[1], device=x.device) if cut is None else cut.numbers(run, x.device)
         length = x.shape[1] if cut is None else x.shape[1] * cut.cut.size
         return torch.arange(len(x), device=x.device)[:, None] * length + tokens
-
-    def counts(self, run: Run, given: dict[str, Any], length: int) -> Tensor | None:
-        """How many first tokens of each sample of a run count in the balance of its experts, (B,): those that are no
-        padding. Of a causal run these are those up to the last target, for those after it change no loss; all of them
-        where the model is given no targets.
-        """
-        if not run.causal:  # of an input whose tokens hide later ones, all
-            return self.lengths_of(run, given)
-        head = next((head for head in self.graph.heads_of(WordHead) if head.run == run.name), None)
-        targets = None if head is None else self._for_head(head, given.get("targets"))
-        if head is None or targets is None:
-            return None
-        rows, targeted = self._for_head(head, given.get("rows")), targets.flatten() != IGNORED
-        if rows is not None:
-            samples = len(given[self.graph.input_of(run).name])
-            every = torch.zeros(samples * length, dtype=torch.bool, device=targeted.device)
-            targeted = every.index_fill_(0, rows[targeted], True)
-        places = torch.arange(1, length + 1, device=targeted.device)
-        return (targeted.view(-1, length) * places).amax(1)
-
-    def _beside(self, run: Run, outputs: dict[str, Tensor]) -> Tensor:
-        """The tokens of all memories of a run that are there, one after the other: (B, M, D)."""
-        width = self.graph.memory_width(run)
-        every = [outputs[name] for name in run.memories if name in outputs]
-        wide = [one if one.shape[2] == width else F.pad(one, (0, width - one.shape[2])) for one in every]
-        return wide[0] if len(wide) == 1 else torch.cat(wide, dim=1)
-
-    def _memory(self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
-        """The memory of a run: the outputs of those that it attends to, one after the other."""
-        names, sees = [name for name in run.memories if name in outputs], given.get("sees")
-        lengths = [self.lengths_of(self.graph.run(name), given) for name in names]
-        memory = self._beside(run, outputs)
-        weights = given.get("token_weights")
-        if weights is not None:
-            assert len(names) == 1
-            # Scores plus log w give w times the attention, before it is normalised.
-            more, hidden = weights.to(memory.dtype).log()[:, None, None], ~_seen(lengths[0], memory)
-            return {"memory": memory, "memory_seen": more.masked_fill(hidden, -torch.inf)}
-        if len(run.memories) == 1:
-            return {"memory": memory, "memory_lengths": lengths[0]}
-        seen = None
-        if sees is not None or given.get("past") is not None or any(length is not None for length in lengths):
-            each = [_seen(length, outputs[name]) for length, name in zip(lengths, names)]
-            if sees is not None:
-                numbers = map(run.memories.index, names)
-                each = [part & (sees == number)[:, None, None, None] for number, part in zip(numbers, each)]
-            seen = torch.cat(each, dim=3)
-        return {"memory": memory, "memory_seen": seen}
-
-    def lengths_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
-        """How many tokens of each sample of a run are no padding, (B,)."""
-        lengths = given.get("lengths")
-        if lengths is None or (run.causal and self.graph.input_of(run).name != self.graph.padded):
-            return None
-        every = lengths if isinstance(lengths, Mapping) else {self.graph.padded: lengths}
-        return self._of_samples(
-            run, given, every, lambda values: values.new_full(values.shape[:1], values.shape[1])
-        )
-
-    def _documents_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
-        """The numbers of the documents that the tokens of a run are of, (B, N)."""
-        documents = given.get("documents")
-        if not isinstance(documents, Mapping):
-            return documents
-        return self._of_samples(run, given, documents, torch.zeros_like)
-
-    def _prefixes_of(self, run: Run, given: dict[str, Any]) -> Tensor | None:
-        """How many first tokens of each sample of a run see each other, (B,)."""
-        prefixes = given.get("prefixes")
-        if prefixes is None:
-            return None
-        every = {one.name: prefixes for one in self.graph.inputs_of(TokenInput) if one.prefix}
-        return self._of_samples(run, given, every, lambda values: torch.zeros_like(values[:, 0]))
-
-    def _of_samples(
-        self, run: Run, given: dict[str, Any], every: Mapping[str, Any], plain: Callable[[Tensor], Tensor]
-    ) -> Tensor | None:
-        """Facts by input as one tensor over all samples of a run; `plain` makes those of inputs that have none. None
-        where no input has any."""
-        there = [one.name for one in self.graph.inputs_through(run) if given.get(one.name) is not None]
-        values = [every.get(name) for name in there]
-        if all(value is None for value in values):
-            return None
-        parts = [plain(given[name]) if value is None else value for name, value in zip(there, values)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _samples_of(self, run: Run, given: dict[str, Any]) -> slice:
-        """Which samples of what a run reads are of its own input."""
-        first = 0
-        for one in self.graph.inputs_through(self.graph.run(run.reads)):
-            if one.name == run.of:
-                break
-            first += 0 if given.get(one.name) is None else given[one.name].shape[0]
-        return slice(first, first + given[run.of].shape[0])
 
     # -- the ends
 
@@ -423,7 +306,9 @@ class Model(nn.Module):
             x = x.view_as(x)  # of this head alone
             x.register_hook(partial(self._add_square, head.name))  # type: ignore[no-untyped-call]
         if isinstance(head, WordHead):
-            wanted = {name: self._for_head(head, given.get(name)) for name in ("targets", "rows")}
+            wanted = {
+                name: samples.for_head(self.graph, head, given.get(name)) for name in ("targets", "rows")
+            }
             if shares is not None:
                 return shares.words(self, head, x, wanted, given.get("smoothing") or 0.0)
             by_sample = bool(given.get("by_sample")) and head is self.graph.words
@@ -437,7 +322,7 @@ class Model(nn.Module):
             return x
         if isinstance(head, PixelHead):
             return self.pixels(x, head, given.get("condition"))
-        lengths = self.lengths_of(self.graph.run(head.run), given)
+        lengths = samples.lengths_of(self.graph, self.graph.run(head.run), given)
         if isinstance(head, VectorHead):
             if head.pool == "last":
                 last = x.new_full(x.shape[:1], x.shape[1], dtype=torch.int64) if lengths is None else lengths
@@ -454,11 +339,6 @@ class Model(nn.Module):
             self.head_squares[name] = (
                 self.head_squares[name] + square if name in self.head_squares else square
             )
-
-    def _for_head(self, head: WordHead, value: Any) -> Tensor | None:
-        if isinstance(value, Mapping):
-            return value.get(head.name)
-        return value if head is self.graph.words else None
 
     def words(
         self,
@@ -602,104 +482,9 @@ class Model(nn.Module):
             raise ConfigError("plan.cp cannot cut samples of several inputs of one run; use plan.cp=1.")
         self.cut = cut
 
-    # -- weights
-
-    @torch.no_grad()
     def init_weights(self) -> None:
         """Draw all weights, as `graph.init` says: biases 0, norms 1, convolutions by He et al."""
-        graph = self.graph
-        tables = {one.table: getattr(self, one.table) for one in graph.inputs if isinstance(one, TokenInput)}
-        for head in graph.heads_of(WordHead):
-            if head.tied:
-                linear = getattr(self, head.name)
-                linear.weight = tables[head.tied].weight
-                linear.tied = True
-        shared = {id(table.weight) for table in tables.values()}
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | ExpertLinear):
-                if id(module.weight) not in shared:
-                    self._draw(name, module)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                tokens = id(module.weight) in shared
-                width = module.embedding_dim if tokens else self.graph.width
-                nn.init.normal_(module.weight, std=self._deviation(tokens, width))
-            elif isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d):
-                module.reset_parameters()
-            elif isinstance(module, Branch | MixtureOfExperts):
-                module.init_weights()
-            if isinstance(module, UnitVectors):
-                module.init_weights()
-        for name in ("class_token", "distil_token"):
-            token: nn.Parameter | None = getattr(self, name, None)
-            if token is not None:
-                nn.init.normal_(token, std=0.02)
-
-    def _deviation(self, of_tokens: bool, width: int) -> float:
-        """The standard deviation of a table's rows."""
-        narrow = width**-0.5
-        if self.graph.init == "fan_in":
-            return 1.0 if of_tokens else narrow
-        return narrow if self.graph.init == "xavier" and of_tokens else 0.02
-
-    def _draw(self, name: str, module: nn.Linear | ExpertLinear) -> None:
-        init, inside = self.graph.init, name.rpartition(".")[2]
-        if isinstance(module, ZeroLinear):
-            nn.init.zeros_(module.weight)
-            return
-        if init == "xavier":
-            bound = (6.0 / (module.in_features + module.out_features)) ** 0.5
-            nn.init.uniform_(module.weight, -bound, bound)
-            return
-        deviation = module.in_features**-0.5 if init == "fan_in" else 0.02
-        if init == "scaled" and inside in ("out", "down"):
-            deviation /= (2 * sum(isinstance(m, Block) for m in self.modules())) ** 0.5
-        nn.init.normal_(module.weight, std=deviation)
-        if init == "fan_in" and inside in ("q", "qkv"):
-            # T5 leaves scores unscaled, and draws queries so much smaller instead.
-            attention = self.get_submodule(name.rpartition(".")[0])
-            assert isinstance(attention, Attention | CrossAttention)
-            rows, features = module.weight, attention.head_width
-            if isinstance(attention, Attention):
-                groups = rows.view(-1, attention.shared + 2, features, rows.shape[1])
-                rows = groups[:, : attention.shared]
-            rows.mul_(features**-0.5)
-
-
-OLD_NAMES = {"positions": "encoder.places.weight", "blocks.": "encoder.blocks."}
-"""Beginnings of names that Vision Transformers had when they ran a loop of their own, with those of today."""
-
-
-def present_name(name: str) -> str:
-    """The name of a parameter of a Vision Transformer today."""
-    for old, new in OLD_NAMES.items():
-        if name == old or (old.endswith(".") and name.startswith(old)):
-            return new + name.removeprefix(old)
-    return name
-
-
-def former_name(name: str) -> str:
-    """The inverse of `present_name`."""
-    for old, new in OLD_NAMES.items():
-        if name == new or (new.endswith(".") and name.startswith(new)):
-            return old + name.removeprefix(new)
-    return name
-
-
-def present_patterns(model: nn.Module, patterns: Sequence[Any]) -> list[Any]:
-    """Patterns of names of parts with `present_name` in place of old names, where they are of such a model."""
-    renamed = isinstance(model, Model) and model.graph.vision
-    return [present_name(p) if renamed and isinstance(p, str) else p for p in patterns]
-
-
-def renamed(state: Mapping[str, T], model: nn.Module) -> dict[str, T]:
-    """A state dict with `present_name` in place of old names, where it is one of such a model."""
-    if isinstance(model, Model) and model.graph.vision and "positions" in state:
-        return {present_name(name): value for name, value in state.items()}
-    return dict(state)
+        draw_weights(self, self.graph)
 
 
 def part_of(head: Head, part: str) -> str:
@@ -723,10 +508,3 @@ def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:
             f"Samples of inputs that one run computes are equally long, but have {lengths} tokens."
         )
     return torch.cat(parts)
-
-
-def _seen(lengths: Tensor | None, x: Tensor) -> Tensor:
-    """Which tokens of x (B, N, D) are no padding, (B, 1, 1, N)."""
-    counted = torch.arange(x.shape[1], device=x.device)
-    most = x.new_full(x.shape[:1], x.shape[1]) if lengths is None else lengths
-    return (counted < most[:, None])[:, None, None]

@@ -15,7 +15,7 @@ from penstock.config.convert import PositiveShare, nearest, require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
-from penstock.models.model import present_patterns
+from penstock.models.former_names import present_patterns
 from penstock.models.roles import Embedding, Linear, Role
 from penstock.optim.tensors import mesh_of
 

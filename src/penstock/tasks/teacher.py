@@ -35,6 +35,7 @@ from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
+from penstock.models.samples import lengths_of
 from penstock.models.stack import TokenStack
 from penstock.tasks.embedding import Embedding, vectors
 from penstock.tasks.task import Task
@@ -92,7 +93,7 @@ class Teacher:
             given = dict(zip(self.student.arguments, task.inputs(batch)))
             hidden, attention = list[Tensor](), list[Tensor]()
             for name, run in student.items():
-                lengths = self.model.lengths_of(self.student.run(name), given)
+                lengths = lengths_of(self.model.graph, self.student.run(name), given)
                 if self.hidden:
                     hidden.append(self._hidden_loss(run, teacher[name], lengths))
                 if self.attention:

@@ -24,9 +24,10 @@ from penstock.models.convert.spellings import respelled
 from penstock.models.convert.text import text_from_hf
 from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copies, upcycled
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
+from penstock.models.former_names import renamed
 from penstock.models.frozen import plain_places
 from penstock.models.lora import without_adapters
-from penstock.models.model import Model, part_of, renamed
+from penstock.models.model import Model, part_of
 from penstock.models.rounded import CLIP, clip_of, plain_state, rounded_in
 from penstock.planner.describe import totals
 

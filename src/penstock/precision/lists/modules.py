@@ -18,7 +18,7 @@ from torch.func import functional_call
 from penstock.config.convert import nearest
 from penstock.dtypes import HALVES
 from penstock.errors import ConfigError
-from penstock.models.model import present_patterns
+from penstock.models.former_names import present_patterns
 from penstock.precision.copies import ModuleStandIns
 from penstock.precision.lists.mode import cast, device_type_of, prepare, region
 from penstock.precision.lists.op_lists import ModuleChoice, OpLists, differences

@@ -488,7 +488,7 @@ LINES = {
     "step": 710,
     "tasks": 3450,
     "train": 3280,
-    "tune": 1630,
+    "tune": 1690,
 }
 
 
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_100
+    assert sum(LINES.values()) <= 90_200
 
 
 def test_nobody_asks_for_the_family_of_a_model() -> None:

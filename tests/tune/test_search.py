@@ -15,11 +15,11 @@ from penstock.config.load import to_dict
 from penstock.config.machine import Machine, load_machine
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.report.page import plain_console
-from penstock.tune import search
+from penstock.tune import search, turns
 from penstock.tune.facts import Facts
 from penstock.tune.process import ScriptCommand, ScriptEnded
 from penstock.tune.result import TuneReport
-from penstock.tune.search import TuneConfig
+from penstock.tune.settings import TuneConfig
 from penstock.tune.show import ending, remarks, table, write
 
 ENDLESS = 10**9
@@ -117,7 +117,7 @@ class Fake:
 
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., TuneReport]:
-    monkeypatch.setattr(search, "ScriptProcess", Fake)
+    monkeypatch.setattr(turns, "ScriptProcess", Fake)
 
     def run(world: World, **options: Any) -> TuneReport:
         monkeypatch.setattr(Fake, "world", world, raising=False)

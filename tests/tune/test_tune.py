@@ -17,7 +17,8 @@ from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.tune.process import ScriptCommand, ScriptEnded, ScriptProcess
 from penstock.tune.result import TuneReport
-from penstock.tune.search import TuneConfig, tune
+from penstock.tune.search import tune
+from penstock.tune.settings import TuneConfig
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("known_machine")]
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from penstock.boundary.files import require_folder
 from penstock.cli.launch import require_module, require_script
 from penstock.errors import ConfigError, ExitCode
-from penstock.tune.search import TuneConfig
+from penstock.tune.settings import TuneConfig
 
 _DEFAULTS = TuneConfig()
 

@@ -88,6 +88,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def permuted(x: Tensor, take: Tensor, back: Tensor, k: int) -> Tensor:
+    """See `_Permuted`."""
     if not torch.is_grad_enabled():
         return x[take]
     return _Permuted.apply(x, take, back, k)  # type: ignore[no-any-return, no-untyped-call]

@@ -19,6 +19,7 @@ from penstock.models.anatomy import anatomy_of, evaluating
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.model import Model
+from penstock.models.positions import is_real
 from penstock.models.roles import Attention
 from penstock.models.rounded import MOST
 from penstock.models.samples import counts_of
@@ -112,8 +113,7 @@ def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tenso
     for run in model.graph.runs:
         values = given[model.graph.input_of(run).name]
         counts = counts_of(model.graph, run, given, values.shape[1])
-        places = torch.arange(values.shape[1], device=values.device)
-        masks[run.name] = None if counts is None else places < counts[:, None]
+        masks[run.name] = None if counts is None else is_real(counts, values.shape[1])
     return masks
 
 

@@ -24,6 +24,7 @@ from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sh
 from penstock.dtypes import sums_type
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
+from penstock.models.positions import is_real
 from penstock.parallel.sequence import all_reduce
 from penstock.parallel.tensor import line_of
 
@@ -125,8 +126,7 @@ class _Sight:
         rows, prompt = prompts.tokens.shape
         device = prompts.tokens.device
         self.seen = torch.zeros(rows, beams, bucket(prompt + steps * beams), dtype=torch.bool, device=device)
-        real = torch.arange(prompt, device=device) < prompts.lengths[:, None]
-        self.seen[:, :, :prompt] = real[:, None]
+        self.seen[:, :, :prompt] = is_real(prompts.lengths, prompt)[:, None]
         self.itself = torch.eye(beams, dtype=torch.bool, device=device)
 
     def follow(self, parents: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class _Cover:
         assert lengths is not None
         self.texts, self.weight, self.beams = texts, decoding.coverage_penalty, decoding.beams
         self.line, self.stages = line_of(texts.model), stages_of(texts.model)
-        self.real = (torch.arange(source.shape[1], device=source.device) < lengths[:, None])[:, None]
+        self.real = is_real(lengths, source.shape[1])[:, None]
         texts.past.watched = source.new_zeros(0)
         self.looked: Tensor | None = None
 

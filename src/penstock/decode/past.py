@@ -22,6 +22,7 @@ from penstock.config.plan import AttentionBackend
 from penstock.decode.looks import Continuing, grouped_attention
 from penstock.kernels.attention import Scores, attention
 from penstock.models.anatomy import ELSEWHERE
+from penstock.models.positions import within
 
 NEVER = 1 << 30
 """The position of a column that nothing may see."""
@@ -262,8 +263,7 @@ class Past(Continuing):
         """Set how many tokens of each row's source, (R,) of `memory`, are no padding; none: all."""
         self.memory_mask = None
         if lengths is not None:
-            real = torch.arange(memory, device=lengths.device) < lengths[:, None]
-            self.see(real[:, None, None])
+            self.see(within(lengths, memory))
 
     def see(self, seen: Tensor) -> None:
         """Set which tokens of the memory each row sees, (R, 1, 1, M)."""

@@ -29,6 +29,7 @@ from penstock.infer.ranks import from_all_ranks, own_texts, together
 from penstock.infer.text import needed
 from penstock.models.anatomy import set_switch
 from penstock.models.model import Model
+from penstock.models.samples import mean_of
 from penstock.parallel import ALONE, ParallelDims, local_device
 from penstock.parallel.hosts import attend
 
@@ -175,11 +176,7 @@ class Embedder:
         def finish(features: Tensor, lengths: Tensor) -> Tensor:
             if self._made:
                 return features
-            if self.first:
-                vectors = features[:, 0].float()
-            else:
-                real = torch.arange(features.shape[1], device=features.device) < lengths[:, None]
-                vectors = (features.float() * real[:, :, None]).sum(1) / lengths[:, None]
+            vectors = features[:, 0].float() if self.first else mean_of(features.float(), lengths)
             return F.normalize(vectors, dim=1) if normalize else vectors
 
         return self._texts.compute(self._texts.rows(texts), finish)

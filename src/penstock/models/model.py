@@ -328,7 +328,7 @@ class Model(nn.Module):
                 last = x.new_full(x.shape[:1], x.shape[1], dtype=torch.int64) if lengths is None else lengths
                 pooled = x[torch.arange(x.shape[0], device=x.device), last - 1]
             else:
-                pooled = x[:, 0].clone() if head.pool == "first" else _mean(x, lengths)
+                pooled = x[:, 0].clone() if head.pool == "first" else samples.mean_of(x, lengths)
             return getattr(self, head.name)(pooled)  # type: ignore[no-any-return]
         return self.classes(x, head, lengths)
 
@@ -373,9 +373,9 @@ class Model(nn.Module):
             # Only the first token is read, or the first two; a copy, so that the rest can be freed.
             x = x[:, :2].clone() if head.distilled else x[:, 0].clone()
         elif head.norm_first and norm is not None:
-            x, norm = _mean(norm(x), lengths), None
+            x, norm = samples.mean_of(norm(x), lengths), None
         else:
-            x = _mean(x, lengths)
+            x = samples.mean_of(x, lengths)
         for part in (norm, self._part(head, "pooler"), self._part(head, "dropout")):
             x = x if part is None else part(x)
         if not head.distilled:
@@ -490,14 +490,6 @@ class Model(nn.Module):
 def part_of(head: Head, part: str) -> str:
     """The name of a part that comes before a head's last linear."""
     return part if head.name == "head" else f"{head.name}_{part}"
-
-
-def _mean(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """The mean over the tokens of each sample: (B, N, D) → (B, D)."""
-    if lengths is None:
-        return x.mean(1)
-    real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
-    return x.masked_fill(~real, 0.0).sum(1) / lengths[:, None].to(x.dtype)
 
 
 def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:

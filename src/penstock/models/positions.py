@@ -222,9 +222,14 @@ def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
+def is_real(lengths: Tensor, tokens: int) -> Tensor:
+    """Which of so many tokens are no padding, (B, N)."""
+    return torch.arange(tokens, device=lengths.device) < lengths[:, None]
+
+
 def within(lengths: Tensor, tokens: int) -> Tensor:
-    """Which of so many tokens are no padding, (B, 1, 1, N)."""
-    return (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, None, None]
+    """The same as a mask of scores, (B, 1, 1, N)."""
+    return is_real(lengths, tokens)[:, None, None]
 
 
 def biased(bias: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:

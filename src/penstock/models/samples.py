@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.config.graph import Graph, Run, TokenInput, WordHead
 from penstock.kernels.cross_entropy import IGNORED
+from penstock.models.positions import is_real, within
 
 
 def counts_of(graph: Graph, run: Run, given: dict[str, Any], length: int) -> Tensor | None:
@@ -127,6 +128,13 @@ def for_head(graph: Graph, head: WordHead, value: Any) -> Tensor | None:
 
 def _seen(lengths: Tensor | None, x: Tensor) -> Tensor:
     """Which tokens of x (B, N, D) are no padding, (B, 1, 1, N)."""
-    counted = torch.arange(x.shape[1], device=x.device)
     most = x.new_full(x.shape[:1], x.shape[1]) if lengths is None else lengths
-    return (counted < most[:, None])[:, None, None]
+    return within(most, x.shape[1])
+
+
+def mean_of(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """The mean over the tokens of each sample that are no padding: (B, N, D) → (B, D)."""
+    if lengths is None:
+        return x.mean(1)
+    real = is_real(lengths, x.shape[1])[..., None]
+    return x.masked_fill(~real, 0.0).sum(1) / lengths[:, None].to(x.dtype)

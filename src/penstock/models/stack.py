@@ -26,6 +26,7 @@ from penstock.models.positions import (
     added,
     alibi,
     biased,
+    is_real,
     places_of,
     rotations,
     visible,
@@ -282,8 +283,7 @@ class TokenStack(nn.Module):
 
 def shares_of(counts: Tensor, tokens: int) -> Tensor:
     """Shares (B, N) that add up to 1 / B over the first `counts` tokens of each sample; see `Context.shares`."""
-    first = torch.arange(tokens, device=counts.device) < counts[:, None]
-    return first.double() / (len(counts) * counts.clamp(min=1))[:, None]
+    return is_real(counts, tokens).double() / (len(counts) * counts.clamp(min=1))[:, None]
 
 
 def _samples(x: Tensor, documents: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
+from penstock.models.samples import mean_of
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
@@ -99,10 +100,7 @@ class Embedding(TextTask):
 
 def vectors(outputs: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor]:
     """Unit vectors (B, D) in fp32 of the first and of the second texts, from features (2B, N, D)."""
-    lengths = batch.inputs[1]
-    real = torch.arange(outputs.shape[1], device=outputs.device) < lengths[:, None]
-    mean = (outputs.float() * real[:, :, None]).sum(1) / lengths[:, None]
-    first, second = F.normalize(mean, dim=1).chunk(2)
+    first, second = F.normalize(mean_of(outputs.float(), batch.inputs[1]), dim=1).chunk(2)
     return first, second
 
 

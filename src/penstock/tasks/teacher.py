@@ -35,6 +35,7 @@ from penstock.models.convert import from_pretrained
 from penstock.models.convert.hub import local_weights
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
+from penstock.models.positions import is_real
 from penstock.models.samples import lengths_of
 from penstock.models.stack import TokenStack
 from penstock.tasks.embedding import Embedding, vectors
@@ -144,7 +145,7 @@ class Teacher:
                 losses.append(difference.mean())
                 continue
             tokens = difference.t() if student.sequence_first else difference
-            real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+            real = is_real(lengths, tokens.shape[1])
             losses.append(tokens.where(real, 0.0).sum() / real.sum().clamp(min=1))
         return torch.stack(losses).mean()
 
@@ -184,9 +185,7 @@ def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | 
     losses = []
     for own, other in zip(looked, others, strict=True):  # (·, ·, heads, K)
         own, other = (x.transpose(0, 1) if student.sequence_first else x for x in (own, other))
-        real = None
-        if lengths is not None:
-            real = torch.arange(own.shape[1], device=own.device) < lengths[:, None]
+        real = None if lengths is None else is_real(lengths, own.shape[1])
         heads = math.gcd(own.shape[2], other.shape[2])
         losses.append(
             relation_divergence(own.flatten(2), other.flatten(2), heads, real=real, causal=student.causal)

@@ -20,6 +20,7 @@ from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts, sharded
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
+from penstock.models.positions import is_real
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare, plain
 from penstock.tasks.text import (
@@ -113,8 +114,7 @@ class Translation(WordTask):
         routes = batch.inputs[7] if len(batch.inputs) > 7 else None
         prompts = Prompts.translating(source, lengths, self._tokenizer.start, routes=routes)
         tokens = sample(model, prompts, Decoding(max_tokens=steps), ends=() if end is None else (end,))
-        within = torch.arange(steps, device=tokens.device) < limits[:, None]
-        return tokens.where((tokens != NOTHING) & within, IGNORED)
+        return tokens.where((tokens != NOTHING) & is_real(limits, steps), IGNORED)
 
     def _texts(self, tokens: Tensor) -> list[str]:
         """Texts of tokens (B, N) up to their end."""

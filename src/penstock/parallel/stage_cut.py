@@ -37,11 +37,12 @@ class StageCut:
     @classmethod
     def of(cls, anatomy: Anatomy, counts: Sequence[int]) -> StageCut:
         """Stages of `counts` blocks. Raises ConfigError for a model that cannot be cut."""
-        if anatomy.unknown or (len(anatomy.stacks) > 1 and anatomy.family.startswith("hf_")):
+        if anatomy.unknown or (len(anatomy.stacks) > 1 and not anatomy.reads):
             model = anatomy.unknown or f"a model of the family {anatomy.family}"
             raise ConfigError(
                 f"plan.pp cuts a model by its Anatomy, and {model} cannot be cut: its blocks must be known by role, "
-                "and take and return tokens. Use plan.pp=1, or one of Penstock's own models."
+                "and take and return tokens, and of several stacks it must be known what each reads. Use plan.pp=1, or "
+                "one of Penstock's own models."
             )
         starts = (0, *accumulate(len(stack.blocks) for stack in anatomy.stacks))
         edges = (0, *accumulate(counts))

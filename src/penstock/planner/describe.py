@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 
-from penstock.config.formats import BYTES
+from penstock.config.formats import BYTES, FORMATS
 from penstock.config.fused import FUSED, FusedName
 from penstock.config.gains import variants_that_pay
 from penstock.config.graph import (
@@ -85,7 +85,7 @@ def fused_operators(plan: Plan, device: str, kind: str) -> frozenset[str]:
     able: list[FusedName] = [name for name, row in FUSED.items() if device in row.devices]
     if "auto" not in plan.fuse:
         return frozenset(name for name in able if name in plan.fuse)
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(numerics_of(plan).compute, "float32")
+    dtype = FORMATS[numerics_of(plan).compute].dtype
     return frozenset(
         f"{name} {variant}"
         for name in able

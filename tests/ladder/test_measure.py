@@ -60,7 +60,8 @@ def test_peak_memory_of_an_update_is_that_of_its_buffers(form: str) -> None:
     subject = Configured(LadderConfig(model=model, batch=1), torch.device("cpu"))
     setting = replace(subject.first, plan=Plan.parse(f"optimizer={form} micro_batch=1"))
     found = _peak(subject, setting)
-    assert found == pytest.approx(predict(model, CPU, setting.plan).memory_bytes, rel=0.05)
+    within = 0.05 if form == "contiguous" else 0.01
+    assert found == pytest.approx(predict(model, CPU, setting.plan).memory_bytes, rel=within)
     # Measured: within 1 %, and 4 % for contiguous, where each gradient is there twice while it is moved.
 
 

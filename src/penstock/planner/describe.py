@@ -392,13 +392,13 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     )  # fmt: skip
     to.add(
         Op("head", "gemm", True, chunks, some, columns, d, (rows * d + chunks * weights) * c, size * c, weights=learned,
-           tensors=learns + (biases > 0), launches=chunks, module="head"),
+           tensors=learns + (biases > 0), launches=chunks, module="head", linear="head"),
         Op("loss.gradient", "pointwise", False, read=max(0.0, moved - held), written=held,
            launches=(1 if fused else 6) * chunks),
         Op("head.input", "gemm", False, chunks, some, d, columns, (size + chunks * weights) * c, rows * d * c,
-           launches=chunks),
+           launches=chunks, linear="head"),
         Op("head.weight", "gemm", False, chunks, columns, d, some, (size + rows * d) * c + added, weights=weights,
-           launches=chunks),
+           launches=chunks, linear="head"),
         *[Op("head.bias", "reduce", False, read=size * 4.0, weights=biases, launches=chunks)] * bool(biases),
         Op("loss.scale", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c, in_place=True),
     )  # fmt: skip

@@ -11,13 +11,14 @@ A pipeline's first stage keeps as many micro-batches as there are stages; the la
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.config.formats import BYTES
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.operators import COLLECTIVE, Part, Workload
+from penstock.planner.operators import COLLECTIVE, MATRIX, Part, Workload
 from penstock.planner.pipeline import most_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
 from penstock.planner.states import DeviceShare, device_share, updated_bytes
@@ -234,16 +235,22 @@ def _temporary(work: Workload, plan: Plan, share: DeviceShare) -> float:
     if plan.optimizer == "foreach":
         return cast + share.updated * number
     if plan.optimizer == "loop":
-        # One tensor after the other: its root, and beside it that divided by the correction of the bias.
-        return cast + 2 * number * largest_tensor(work) * share.updated / (share.learned * share.parameters)
+        return cast + number * looped_elements(work) * share.updated / (share.learned * share.parameters)
     return cast
 
 
 @lru_cache(maxsize=1024)
-def largest_tensor(work: Workload) -> int:
-    """Parameters of the largest tensor that learns, on one device: operators of the backward pass make the gradient of
-    one tensor each, or of a norm's two, which are small."""
-    return max((op.weights for part in work.parts for op in part.backward), default=0)
+def looped_elements(work: Workload) -> int:
+    """Elements that torch's AdamW holds at most where it updates one tensor after the other: the root of the second
+    moment, that divided by the correction of its bias, and the same of the tensor before, which it still holds.
+    Matrices and tables of tokens are a group of their own, in the order of the model."""
+    sizes = [0]
+    for part in work.parts:
+        # A head that is tied to a table has no weights of its own.
+        own = {"", *(op.linear for op in part.forward if op.weights >= op.batch * op.n * op.k)}
+        made = (op for op in reversed(part.backward) if op.kind in MATRIX or op.module == "table")
+        sizes += [op.weights for op in made if op.weights and op.linear in own] * min(part.count, 2)
+    return max((2 * size + before for before, size in pairwise(sizes)), default=0)
 
 
 def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:

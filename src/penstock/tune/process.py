@@ -71,7 +71,8 @@ class ScriptProcess:
     """Peak bytes on a GPU so far."""
     steps: int = field(init=False, default=0)
     _process: subprocess.Popen[bytes] = field(init=False)
-    _links: list[JsonLink] = field(init=False, default_factory=list)
+    _links: dict[int, JsonLink] = field(init=False, default_factory=dict)
+    """By rank."""
 
     def __post_init__(self) -> None:
         key = secrets.token_hex(8)
@@ -94,7 +95,7 @@ class ScriptProcess:
 
     def turn(self, steps: int) -> float:
         """Seconds per step of so many. Raises ScriptEnded."""
-        for link in self._links:
+        for link in self._links.values():
             self._tell(link, do="step", steps=steps)
         return self._turn() / steps
 
@@ -112,7 +113,7 @@ class ScriptProcess:
 
     def close(self) -> None:
         """End the script and all that it has started."""
-        for link in self._links:
+        for link in self._links.values():
             link.close()
         for word in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -125,16 +126,15 @@ class ScriptProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _turn(self) -> float:
-        answers = [self._hear(link) for link in self._links]
+        answers = [self._hear(link) for link in self._links.values()]
         self.steps = answers[0]["steps"]
         return max(float(answer["seconds"]) for answer in answers)
 
     def _accept(self, server: socket.socket, key: str) -> None:
-        """Wait for all ranks. The first in the list is rank 0."""
+        """Wait for all ranks."""
         server.settimeout(_LOOK)
         end = time.monotonic() + self.timeout
-        ranks: dict[int, JsonLink] = {}
-        while len(ranks) < self.command.procs:
+        while len(self._links) < self.command.procs:
             try:
                 link = JsonLink(server.accept()[0])
             except TimeoutError:
@@ -143,11 +143,12 @@ class ScriptProcess:
                 if time.monotonic() > end:
                     raise self._late("has not imported torch") from None
                 continue
-            with contextlib.suppress(Closed):  # whatever else may have found the port
+            with contextlib.suppress(Closed), contextlib.ExitStack() as stranger:
+                stranger.callback(link.close)
                 hello = self._next(link, "has imported torch, but not said which rank it is")
                 if hello.get("key") == key:
-                    ranks[int(hello["rank"])] = link
-        self._links = [ranks[rank] for rank in sorted(ranks)]
+                    stranger.pop_all()
+                    self._links[int(hello["rank"])] = link
 
     def _tell(self, link: JsonLink, **message: Any) -> None:
         with contextlib.suppress(Closed):  # which `_hear` reports

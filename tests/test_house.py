@@ -472,7 +472,7 @@ LINES = {
     "doctor": 450,
     "export": 940,
     "infer": 1770,
-    "kernels": 6460,
+    "kernels": 6480,
     "ladder": 5500,
     "launch": 1610,
     "models": 9130,

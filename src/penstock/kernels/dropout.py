@@ -1,9 +1,11 @@
-"""Dropout (Srivastava et al., JMLR 2014) that draws 16 bits for each number.
+"""Dropout (Srivastava et al., JMLR 2014) that draws 16 bits for each element.
 
-On a CPU torch draws a number of 32 bits for each element, in one thread however many there are, and keeps what it drew
-in the type of the input. Here one number of 64 bits, from the same generator, decides for four elements, and a byte is
-kept for each. On two cores of an AMD EPYC forward and backward take 3.1 to 3.8 ns an element in place of 6.5 to 8.1,
-and a step of GPT-2 7 % less (benchmarks/dropout.py).
+On a CPU torch draws 32 bits for each element, in one thread however many there are, and keeps what it drew in the type
+of the input. Here torch's generator gives a key of 64 bits, and the bits of an element are a function of the key and of
+its place (`native/dropout.cpp`), so that all threads draw; a byte is kept of each element. Without a C++ compiler, 64
+bits from torch's generator decide for four elements, in one thread: as often, but other elements. Even so, on two cores
+of an AMD EPYC forward and backward took 3.1 to 3.8 ns an element in place of torch's 6.5 to 8.1, and a step of GPT-2
+7 % less (benchmarks/dropout.py).
 
 The probability is rounded to a multiple of 2⁻¹⁶, and what is kept is scaled by the exact inverse, so that the mean of
 the outputs is the input. Other devices use torch's dropout, which is the reference.
@@ -11,9 +13,13 @@ the outputs is the input. Other devices use torch's dropout, which is the refere
 
 from __future__ import annotations
 
+from ctypes import c_int64, c_uint32, c_uint64
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from penstock.kernels.native import address, library, threads_for
 
 _LEVELS = 1 << 16
 _LOWEST = -(1 << 15)
@@ -46,9 +52,9 @@ def mask_of(x: Tensor, p: float) -> tuple[Tensor, float]:
 
 
 def _drawn_for(x: Tensor, level: int, generator: torch.Generator | None = None) -> Tensor:
-    if torch.compiler.is_compiling():
-        return torch.ops.penstock.kept(x.shape, level)  # type: ignore[no-any-return]
-    return _kept(x.shape, level, x.device, generator)
+    if generator is not None or x.device.type == "meta":
+        return _kept(x.shape, level, x.device, generator)
+    return torch.ops.penstock.kept(x.shape, level)  # type: ignore[no-any-return]
 
 
 class Dropout(nn.Dropout):
@@ -63,6 +69,14 @@ def _kept(
 ) -> Tensor:
     """Which elements are kept, where `level` of 2¹⁶ are not."""
     count = shape.numel()
+    kernels = library("dropout") if device.type == "cpu" else None
+    if kernels is not None:
+        key = torch.empty((), dtype=torch.int64, device=device).random_(-(1 << 63), None, generator=generator)
+        kept = torch.empty(shape, dtype=torch.bool, device=device)
+        kernels.penstock_kept(
+            address(kept), c_int64(count), c_uint64(int(key)), c_uint32(level), threads_for(count)
+        )
+        return kept
     bits = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
     bits.random_(-(1 << 63), None, generator=generator)  # all 64 bits
     return (bits.view(torch.int16)[:count] >= level + _LOWEST).view(shape)

@@ -31,7 +31,7 @@ from penstock.cpu import this_cpu
 __all__ = ["TYPES", "address", "direct", "direct_function", "library", "read_number", "sizes", "threads_for"]
 
 _log = logging.getLogger(__name__)
-Kernels = Literal["fused", "losses", "attention", "grouped", "adamw"]
+Kernels = Literal["fused", "losses", "dropout", "attention", "grouped", "adamw"]
 """Source files, one library each."""
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (

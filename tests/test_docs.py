@@ -355,6 +355,14 @@ def test_tables_of_fused_operators_are_what_was_measured() -> None:
             )
             words.append(f"{took:,.0f} of {least:,.0f}")
         assert f"| {name} | {' | '.join(words)} |\n" in page, words
+    gains = []
+    for cell in columns:
+        parts = {
+            one["name"]: (one["milliseconds"], one["least_milliseconds"] or 0.0) for one in cell["parts"]
+        }
+        bound = sum(parts[name][0 if name.startswith("products") else 1] for name in parts)
+        gains.append(f"{sum(took for took, _ in parts.values()) / bound:.2f}")
+    assert f"| gain if all but products took its least | {' | '.join(gains)} |\n" in page, gains
     rows: dict[tuple[str, str, int], list[str]] = {}
     for one in json.loads((RESULTS / "kernels_cpu.json").read_text(encoding="utf-8"))["times"]:
         gains = [f"{one['gains'][form]:.2f}" for form in ("eager", "compiled")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,14 +12,15 @@ from penstock.launch.link import Closed, JsonLink, packed
 
 
 @pytest.fixture
-def ends() -> tuple[socket.socket, JsonLink]:
+def ends() -> Iterator[tuple[socket.socket, JsonLink]]:
     first, second = socket.socketpair()
-    return first, JsonLink(second)
+    with first, second:
+        yield first, JsonLink(second)
 
 
 def test_messages_come_one_by_one_however_the_bytes_do(ends: tuple[socket.socket, JsonLink]) -> None:
     raw, link = ends
-    messages = [{"made": [1, "ä\n"]}, {}, {"loss": None, "seconds": 0.25}, {"ids": list(range(50_000))}]
+    messages = [{"made": [1, "ä\n"]}, {}, {"loss": None, "seconds": 0.25}, {"ids": list(range(20_000))}]
     sent = b"".join(map(packed, messages))
     raw.sendall(sent[:9])
     assert link.receive(0.0) is None

@@ -324,8 +324,8 @@ class Lister:
             self.add(
                 ahead,
                 Op(ahead.name, ahead.kind, False, read=read, written=written),
+                *[learn._replace(weights=size) for size in reversed(sizes[1:])],
                 learn._replace(written=cleared, weights=sizes[0]),
-                *[learn._replace(weights=size) for size in sizes[1:]],
             )
 
     def activate(

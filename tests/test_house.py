@@ -487,7 +487,7 @@ LINES = {
     "serve": 3390,
     "step": 710,
     "tasks": 3450,
-    "train": 3280,
+    "train": 3270,
     "tune": 1690,
 }
 

@@ -92,13 +92,13 @@ class Anatomy:
 
     def role_of(self, parameter: str) -> Role | None:
         """The role that a parameter belongs to. None if the model is not enrolled, or the part was added to it."""
-        return _nearest(self._owners, parameter)
+        return closest_part(self._owners, parameter)
 
     def depth_of(self, parameter: str) -> int:
         """How many blocks run up to the one that holds a parameter: 0 before the first block, i + 1 in block i, and
         one more than all blocks for what follows the last.
         """
-        depth = _nearest(self._depths, parameter)
+        depth = closest_part(self._depths, parameter)
         return 0 if depth is None else depth
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Anatomy:
         return depths
 
 
-def _nearest(table: dict[str, T], parameter: str) -> T | None:
+def closest_part(table: dict[str, T], parameter: str) -> T | None:
     """The entry of the parameter itself or of the closest module around it."""
     while parameter not in table:
         parameter, dot, _ = parameter.rpartition(".")

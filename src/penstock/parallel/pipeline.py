@@ -27,13 +27,13 @@ from torch import Tensor, distributed, nn
 from penstock.config.graph import Graph
 from penstock.containers import tensors
 from penstock.kernels.split_linear import split_backward
-from penstock.models.anatomy import ELSEWHERE, WHOLE, anatomy_of
+from penstock.models.anatomy import ELSEWHERE, WHOLE, anatomy_of, closest_part
 from penstock.models.roles import Linear, walk
 from penstock.optim.clip import grad_norm
 from penstock.optim.tensors import local
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.sequence import Line
-from penstock.parallel.stage_cut import Carried, StageCut, nearest, places_of
+from penstock.parallel.stage_cut import Carried, StageCut, places_of
 from penstock.parallel.stand_in import Blank, Left, entry, exit_, passing, tap
 from penstock.parallel.tensor import lines_of
 
@@ -316,7 +316,7 @@ def cut_stages(
     users: dict[int, set[int]] = {}
     every = frozenset(range(cut.stages))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), set()).update(nearest(places, name) or every)
+        users.setdefault(id(parameter), set()).update(closest_part(places, name) or every)
     shared_parameters = [
         (name, ranks)
         for name, parameter in model.named_parameters()

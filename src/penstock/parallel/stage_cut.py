@@ -97,15 +97,6 @@ def places_of(anatomy: Anatomy, cut: StageCut) -> dict[str, frozenset[int]]:
     return {name: frozenset(stages) for name, stages in users.items()}
 
 
-def nearest(places: dict[str, frozenset[int]], name: str) -> frozenset[int] | None:
-    """The stages of the part that a parameter belongs to; None where it belongs to none."""
-    while name not in places:
-        name, dot, _ = name.rpartition(".")
-        if not dot:
-            return None
-    return places[name]
-
-
 def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:
     """Blocks of each stage of a model of which only the Anatomy is known, by the weights of matrices: products with
     them are most of the work, and each weight is used once for a token.

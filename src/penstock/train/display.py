@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from penstock.tasks import Task
+from penstock.tasks.task import plain
 from penstock.train.callbacks import Record
 from penstock.train.profile import operators_table
 from penstock.train.step_table import as_text
@@ -123,7 +124,7 @@ def _header(record: Record) -> str:
 
 
 def _numbers(record: Record) -> str:
-    parts = [f"loss {_plain(record.get('loss'), '.4f')}"]
+    parts = [f"loss {plain(record.get('loss'), '.4f')}"]
     if (rate := record.get("samples_per_second")) is not None:
         tokens = record.get("tokens_per_second")
         parts.append(f"{rate:,.0f} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s")
@@ -190,10 +191,6 @@ _DESCRIBE: dict[str, Callable[[Record], str]] = {
         f"the pipeline's bubble is {record['bubble']:.1%}, predicted {record['predicted']:.1%}; see {record['page']}"
     ),
 }
-
-
-def _plain(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)
 
 
 def _time(seconds: float) -> str:

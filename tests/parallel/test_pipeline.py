@@ -29,10 +29,12 @@ from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
 from penstock.kernels.split_linear import put_off, split_backward
 from penstock.models import create
+from penstock.models.anatomy import Anatomy, Block, Stack
 from penstock.models.convert import load_weights
 from penstock.optim.tensors import local
 from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
 from penstock.parallel.agree import average
+from penstock.parallel.stage_cut import StageCut
 from penstock.planner.describe import totals
 from penstock.planner.pipeline import balanced, stage_counts
 from penstock.planner.stages import stage_costs
@@ -451,6 +453,12 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
         build(_config("gpt"), plan, dims=dims, loss=lambda model, batch: model(*batch))
     with pytest.raises(ConfigError, match="cannot be cut: its blocks must be known by role"):
         build(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), plan, dims=dims, loss=Given())
+    two = Anatomy(
+        family="two", stacks=tuple(Stack(blocks=(Block(name),)) for name in ("first.0", "second.0"))
+    )
+    with pytest.raises(ConfigError, match=r"of the family two cannot be cut: .* known what each reads"):
+        StageCut.of(two, (1, 1))
+    assert StageCut.of(replace(two, reads=((-1, ()), (0, ()))), (1, 1)).edges == (0, 1, 2)
 
 
 @pytest.mark.slow

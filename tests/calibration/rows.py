@@ -11,7 +11,15 @@ from dataclasses import replace
 from functools import cache, partial
 
 from calibration import blind, experts
-from calibration.table import Rewrite, Row, Software, as_torch_does, decoder, iteration_seconds, read
+from calibration.table import (
+    Rewrite,
+    Row,
+    Software,
+    as_torch_does,
+    decoder,
+    iteration_seconds,
+    read,
+)
 from penstock.config.formats import Products
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig
@@ -283,9 +291,11 @@ def bloom() -> Iterator[Row]:
         if row["sec_per_it"] in ("", "x"):
             continue
         model, plan, name = _bloom(row)
+        whole = plan.dtype == "bf16"
+        software = BLOOM._replace(launch_blocking=plan.gpus >= 320, casts_gradients=whole, sums_whole=whole)
         yield Row(
             "bloom", name, f"{model.width}/{row['layers']}", float(row["sec_per_it"]),
-            iteration_seconds(model, machine, plan, BLOOM._replace(launch_blocking=plan.gpus >= 320)),
+            iteration_seconds(model, machine, plan, software),
             section=row["section"],
             samples=float(row["gbs"]),
         )  # fmt: skip

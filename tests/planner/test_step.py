@@ -9,12 +9,14 @@ import pytest
 from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
+from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.describe import describe
 from penstock.planner.prediction import Prediction, predict
 from penstock.planner.rates import rates_of
 from penstock.planner.software import Software
 from penstock.planner.stages import stage_costs
 from penstock.planner.step import PartTime, layout_of, part_time, step
+from penstock.planner.traffic import BUCKET_BYTES
 from penstock.schedules import schedule_of, simulate
 
 
@@ -59,6 +61,27 @@ def test_gradients_that_products_add_up_take_no_pass_of_their_own() -> None:
     )
     held = work.parameters
     assert apart["optimizer"] - within["optimizer"] == pytest.approx(8 * held * 10 / rates.memory)
+
+
+def test_what_deepspeed_s_optimizer_for_bf16_copies_and_sums_is_counted() -> None:
+    """Gradients of each micro-batch are written and read in fp32 once more, and replicas sum all of them."""
+    plan = Plan.parse(
+        "precision=O2 optimizer=fused compile=blocks attention=flash gradients=fp32 tp=8 dp=4 accumulate=8 "
+        "sharding=zero1 overlap=false"
+    )
+    work, rates = describe(preset("gpt-22b"), plan), rates_of(load_machine("a100-80g"), plan)
+    plain, copied, summed = (
+        step(work, rates, plan, software).seconds
+        for software in (Software(), Software(casts_gradients=True), Software(sums_whole=True))
+    )
+    held = work.parameters
+    assert copied["optimizer"] - plain["optimizer"] == pytest.approx(8 * held * (4 + 4) / rates.memory)
+    assert copied["data"] == plain["data"]
+    group, calls = group_of(rates, 4, 8), -(-held * 4 // BUCKET_BYTES)
+    more = reduce_seconds(group, 4.0 * held, calls) - gather_seconds(group, 4.0 * held, calls, scatters=True)
+    assert summed["data"] - plain["data"] == pytest.approx(more)
+    # As many bytes once more through the adapters, and the second half of the start of a large sum.
+    assert more == pytest.approx(3 / 4 * 4 * held / group.bandwidth, rel=0.01)
 
 
 def test_a_window_and_a_shared_norm_are_counted() -> None:

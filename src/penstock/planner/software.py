@@ -17,6 +17,12 @@ class Software(NamedTuple):
     then no pass of its own does."""
     softmax_apart: bool = False
     """Whether the softmax of scores is computed in fp32, by single operators, even where other operators are fused."""
+    casts_gradients: bool = False
+    """Whether gradients in half precision are copied to fp32 before they are added to those of earlier micro-batches,
+    as by DeepSpeed's optimizer for bf16 (`update_hp_grads` of its `bf16_optimizer.py`)."""
+    sums_whole: bool = False
+    """Whether replicas sum all gradients, even where each of them updates a share of the weights, as DeepSpeed's
+    pipeline does for that optimizer (`_bf16_reduce_grads` of its `pipe/engine.py`)."""
     norms_apart: bool = False
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
     even_stages: bool = False

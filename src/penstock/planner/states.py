@@ -135,12 +135,13 @@ def update_launches(parameters: float, tensors: float, plan: Plan, *, cpu: bool 
     return 2 * chunks if plan.optimizer == "fused" else 3
 
 
-def accumulation_bytes(plan: Plan, share: DeviceShare) -> float:
-    """Bytes moved by adding each micro-batch's gradients to those of the step: both are read, one is written."""
+def accumulation_bytes(plan: Plan, share: DeviceShare, *, casts: bool = False) -> float:
+    """Bytes moved by adding each micro-batch's gradients to those of the step: both are read, one is written. With
+    `casts` the former are written once more, in the type of the latter, and read so."""
     if plan.accumulate == 1 and plan.pp == 1:
         return 0.0
     # A pipeline's stage adds up whole gradients, and shards them once.
     shards_sums = (share.gathers and plan.pp == 1) or plan.sharding == "zero2"
     numerics, summed = numerics_of(plan), share.sharded if shards_sums else share.parameters
-    element_bytes = 2 * BYTES[numerics.reduction] + BYTES[numerics.gathered]
+    element_bytes = (4 if casts else 2) * BYTES[numerics.reduction] + BYTES[numerics.gathered]
     return plan.accumulate * share.learned * summed * element_bytes

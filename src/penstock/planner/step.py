@@ -229,8 +229,8 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
     by_part = both | {
         "recompute": m * n * block.again,
         "output": m * stage.ends,
-        "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward),
-        "optimizer": traffic.update_seconds(work, rates, plan, share, adds=not software.adds_in_products),
+        "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward, software),
+        "optimizer": traffic.update_seconds(work, rates, plan, share, software),
         "offload": traffic.offload_seconds(work, rates, plan, share, forward, backward),
         "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0,

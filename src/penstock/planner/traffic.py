@@ -19,6 +19,7 @@ from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks
 from penstock.planner.rates import Rates
+from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.states import DeviceShare, accumulation_bytes, update_bytes
 
 IN_PLACE = 0.75
@@ -40,6 +41,7 @@ def data_seconds(
     blocks: float,
     forward: float,
     backward: float,
+    software: Software = PENSTOCK,
 ) -> float:
     """Seconds per step of gathering weights and reducing gradients over replicas, beside a stage of `blocks` blocks
     that takes `forward` and `backward` seconds for a micro-batch."""
@@ -50,7 +52,7 @@ def data_seconds(
         pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
         total = reduce_seconds(pair, work.tied * size)
     if not share.gathers:
-        return total + _reduction_seconds(work, rates, plan, share, forward, backward)
+        return total + _reduction_seconds(work, rates, plan, share, forward, backward, software)
     group, hides = group_of(rates, share.replicas, plan.tp), plan.overlap and not rates.cpu
     alike = group_of(rates, share.expert_replicas, plan.ep if plan.ep > 1 else plan.tp)
     # One block on average: its weights for the forward pass, again for the backward pass, and its gradients.
@@ -88,7 +90,13 @@ def data_seconds(
 
 
 def _reduction_seconds(
-    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, forward: float, backward: float
+    work: Workload,
+    rates: Rates,
+    plan: Plan,
+    share: DeviceShare,
+    forward: float,
+    backward: float,
+    software: Software,
 ) -> float:
     """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
     group = group_of(rates, plan.replicas, plan.tp)
@@ -98,10 +106,11 @@ def _reduction_seconds(
     for members, count in ((group, share.parameters - share.lone_experts), (alike, share.lone_experts)):
         parameters = share.learned * count
         calls = math.ceil(parameters * size / BUCKET_BYTES)
-        if plan.sharding == "ddp":
+        if plan.sharding == "ddp" or software.sums_whole:
             reducing += reduce_seconds(members, parameters * size, calls)
         else:
             reducing += gather_seconds(members, parameters * size, calls, scatters=True)
+        if plan.sharding != "ddp":
             after += gather_seconds(members, parameters * BYTES[numerics.gathered])
     if not reducing:
         return 0.0
@@ -144,11 +153,13 @@ def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
 
 
 def update_seconds(
-    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, *, adds: bool = True
+    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, software: Software = PENSTOCK
 ) -> float:
-    """Seconds per step of the update, on the device or in host memory, and with `adds` of adding up gradients."""
-    moved = share.updated * update_bytes(plan)
-    added = accumulation_bytes(plan, share) if adds else 0.0
+    """Seconds per step of the update, on the device or in host memory, and of adding up gradients, unless products
+    do."""
+    moved, added = share.updated * update_bytes(plan), 0.0
+    if not software.adds_in_products:
+        added = accumulation_bytes(plan, share, casts=software.casts_gradients)
     if plan.offload == "optimizer":
         return moved / HOST_BYTES_PER_SECOND + added / rates.memory
     return (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory

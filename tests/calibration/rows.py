@@ -16,6 +16,7 @@ from calibration.table import (
     Row,
     Software,
     as_torch_does,
+    by_fp32_units,
     decoder,
     iteration_seconds,
     read,
@@ -295,7 +296,7 @@ def bloom() -> Iterator[Row]:
         software = BLOOM._replace(launch_blocking=plan.gpus >= 320, casts_gradients=whole, sums_whole=whole)
         yield Row(
             "bloom", name, f"{model.width}/{row['layers']}", float(row["sec_per_it"]),
-            iteration_seconds(model, machine, plan, software),
+            iteration_seconds(model, machine, plan, software, by_fp32_units),
             section=row["section"],
             samples=float(row["gbs"]),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe
 from penstock.planner.operators import Op, Workload
+from penstock.planner.products import LINE
 from penstock.planner.rates import exponentials_per_second, rates_of
 from penstock.planner.software import Software
 from penstock.planner.step import step
@@ -109,6 +110,21 @@ def as_torch_does(work: Workload, plan: Plan, machine: Machine, *, gathered: flo
                 # The pieces that came from all others are added up when they are all there.
                 found.append(Op(f"{op.name}.add", "copy", op.forward, read=moved, written=moved / plan.tp))
         return found
+
+    return _rewritten(work, changed)
+
+
+def by_fp32_units(work: Workload, plan: Plan, machine: Machine) -> Workload:
+    """Products of scores and values whose rows do not begin at multiples of 16 bytes, without tensor cores. Heads are
+    widened to whole cache lines, for what fp32 units load needs no such rows."""
+
+    def changed(operators: tuple[Op, ...]) -> list[Op]:
+        return [
+            op._replace(exact=True, n=-(-op.n // LINE) * LINE, k=-(-op.k // LINE) * LINE)
+            if op.kind == "bmm" and (op.n % 8 or op.k % 8)
+            else op
+            for op in operators
+        ]
 
     return _rewritten(work, changed)
 

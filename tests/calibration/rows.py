@@ -345,6 +345,9 @@ def deepspeed_bytes(work: Workload, plan: Plan, constants: Constants) -> float:
     return standing + activations + flat + outputs + groups + _CUDA_CONTEXT
 
 
+NEMO = Software(adds_in_products=True, adds_parts=True, even_stages=True, loss="torch")
+
+
 def nemo() -> Iterator[Row]:
     """Tokens per second per GPU of NeMo in fp8 on H100, cuDNN's attention, collectives hidden; never fitted to.
 
@@ -365,9 +368,7 @@ def nemo() -> Iterator[Row]:
             accumulate=int(row["global_batch"]) // micro // dp, virtual=chunks,
             schedule="interleaved" if chunks > 1 else "1f1b", sharding="zero1", tp_overlap="all",
         )  # fmt: skip
-        seconds = iteration_seconds(
-            model, machine, plan, Software(adds_in_products=True, even_stages=True, loss="torch")
-        )
+        seconds = iteration_seconds(model, machine, plan, NEMO)
         tokens = plan.global_batch * model.sequence / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]

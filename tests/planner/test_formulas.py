@@ -222,6 +222,30 @@ def test_embedding_and_head_are_gathered_and_scattered_beside_the_blocks() -> No
     assert found == pytest.approx(2 * (ends(128256) - ends(64)))
 
 
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_parts_of_attention_are_weighed_and_added_up(kind: str) -> None:
+    assert isinstance(LLAMA, DecoderConfig)
+    plan = replace(HALF, cp=4, cp_exchange=kind)
+
+    def moved(software: Software, line: Plan = plan) -> list[float]:
+        (block,) = describe(LLAMA, line, software=software).blocks
+        return [
+            sum(op.read + op.written for op in operators if op.name == "attention.parts")
+            for operators in (block.forward, block.backward)
+        ]
+
+    # Of four parts its own takes all queries, twice where two of its pieces see one half, and the others 3 / 4 of them.
+    queries = LLAMA.sequence / 4 * LLAMA.width
+    keys = 2 * queries * LLAMA.kv / LLAMA.heads
+    seen = queries * (1.5 + 3 * 0.75)
+    assert moved(Software()) == [seen * 42, seen * 18 + 4 * keys * 34]
+    assert moved(Software(adds_parts=True)) == [seen * 6, seen * 6 + 4 * keys * 6]
+    assert moved(Software(), HALF) == [0, 0]
+    both = at(cp=4, cp_exchange=kind).seconds["attention"]
+    one = predict(LLAMA, H100, plan, Software(adds_parts=True)).seconds["attention"]
+    assert both > one > at().seconds["attention"] / 4
+
+
 def test_any_share_of_the_blocks_recomputes() -> None:
     line = {"dp": 8, "sharding": "fsdp", "recompute": "full"}
     every, most = at(**line), at(**line, recompute_every=1.25)

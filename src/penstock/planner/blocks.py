@@ -203,11 +203,31 @@ def _attend(
         # are fp32 in place.
         values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else own * c
         _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values, cross=cross)
+    if t.cp > 1:
+        _add_parts(to, f"{name}.parts", queries, 2 * keys, causal=block.causal and not cross)
     if computed < rows:
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
     # A fused kernel keeps its outputs itself.
     beside = computed * a * c if t.form == "fused" else 0.0
     to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention", beside=beside)
+
+
+def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bool) -> None:
+    """Weighing and adding up the parts of attention to each device's keys, and their gradients, in place, as
+    `penstock.kernels.context` does. Of a part other than its own, a causal mask leaves a device all of its queries with
+    half of the keys, or half of the queries. `queries` and `keys` are a device's elements, values among the latter.
+    """
+    t, c = to.terms, to.terms.product
+    sees = 0.75 * (t.cp + 1) if causal else t.cp
+    # Single operators in fp32: cast, weigh both, add, put in place; behind: add, put in place, and of keys clear, cast
+    # and add those that came. One kernel adds a part where it belongs.
+    ahead, behind, own = (3 * c,) * 3 if t.software.adds_parts else (40 + c, 16 + c, 24 + 5 * c)
+    moved = queries * sees * behind + keys * t.cp * own
+    launches = 1 if t.software.adds_parts else 5
+    to.add(
+        Op(name, "pointwise", read=queries * sees * ahead, launches=launches * t.cp),
+        Op(name, "pointwise", False, read=moved, launches=2 * launches * t.cp),
+    )
 
 
 def _kept_by_head_norms(

@@ -25,6 +25,9 @@ class Software(NamedTuple):
     pipeline does for that optimizer (`_bf16_reduce_grads` of its `pipe/engine.py`)."""
     norms_apart: bool = False
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
+    adds_parts: bool = False
+    """Whether one kernel weighs a part of context parallel attention and adds it to the others, as in Transformer
+    Engine (`flash_attn_fwd_out_correction` of its `context_parallel.py`)."""
     even_stages: bool = False
     """Whether a pipeline's stages have as many blocks each, whatever the output takes, as Megatron's have."""
     loss: Literal["penstock", "torch", "megatron"] = "penstock"

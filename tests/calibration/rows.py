@@ -20,6 +20,7 @@ from calibration.table import (
     decoder,
     iteration_seconds,
     read,
+    with_layers_apart,
 )
 from penstock.config.formats import Products
 from penstock.config.machine import Machine, load_machine
@@ -161,7 +162,10 @@ def mosaicml(chip: str) -> Iterator[Row]:
         )
 
 
-TITAN = Software(norms_apart=True, loss="torch")
+TITAN = Software(norms_apart=True, host_waits=True, loss="torch")
+"""Its batches come from pageable memory (`input_ids.cuda()` in its `train.py`), and such a copy waits until the device
+has done all that was launched before (`memcpy_and_sync` in torch's `Copy.cu`). So the host cannot run ahead of a step.
+"""
 
 
 def _titan_products(words: str) -> Products:
@@ -238,7 +242,8 @@ def torchtitan_speed() -> Iterator[Row]:
         model, plan = _titan(row)
         machine = load_machine("a100-80g") if "A100" in row["table"] else teton
         machine = load_machine("h200") if "H200" in row["table"] else machine
-        seconds = iteration_seconds(model, machine, plan, TITAN, rewrite=_titan_kernels(row))
+        rewrite = partial(with_layers_apart, shared=model.kv / model.heads, before=_titan_kernels(row))
+        seconds = iteration_seconds(model, machine, plan, TITAN, rewrite)
         tokens = plan.global_batch * int(row["seq_len"]) / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]

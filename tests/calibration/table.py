@@ -114,6 +114,36 @@ def as_torch_does(work: Workload, plan: Plan, machine: Machine, *, gathered: flo
     return _rewritten(work, changed)
 
 
+def with_layers_apart(
+    work: Workload, plan: Plan, machine: Machine, *, shared: float, before: Rewrite | None = None
+) -> Workload:
+    """Queries, keys and values, and both inputs of a gated perceptron, made by layers of their own, as in torchtitan's
+    models: gradients of what these read are added up, by one kernel where blocks are compiled, else two at a time.
+
+    There are `shared` as many heads of keys and values as of queries. Where that is less than one, they are written
+    for each query before attention, and their gradients are added up (`repeat_kv` of its `model.py`). `before` rewrites
+    the operators first.
+    """
+    work = work if before is None else before(work, plan, machine)
+
+    def changed(operators: tuple[Op, ...]) -> list[Op]:
+        found = []
+        for op in operators:
+            found.append(op)
+            layers = {"attention.qkv.input": 3, "mlp.up.input": 2}.get(op.name, 1)
+            if layers > 1:
+                reads, writes = (2 * layers - 2, layers - 1) if plan.compile == "none" else (layers, 1)
+                found.append(Op("sum", "copy", False, read=reads * op.written, written=writes * op.written))
+            if op.name == "attention" and shared < 1:
+                written = 2 * op.elements * 2.0
+                read = shared * written
+                pair = (read, written) if op.forward else (written, read)
+                found.append(Op("repeat", "copy", op.forward, read=pair[0], written=pair[1]))
+        return found
+
+    return _rewritten(work, changed)
+
+
 def by_fp32_units(work: Workload, plan: Plan, machine: Machine) -> Workload:
     """Products of scores and values whose rows do not begin at multiples of 16 bytes, without tensor cores. Heads are
     widened to whole cache lines, for what fp32 units load needs no such rows."""

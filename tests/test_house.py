@@ -478,7 +478,7 @@ LINES = {
     "models": 9130,
     "optim": 1860,
     "parallel": 4140,
-    "planner": 6800,
+    "planner": 6810,
     "precision": 5510,
     "probe": 1270,
     "products": 1590,

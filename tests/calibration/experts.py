@@ -21,7 +21,9 @@ from penstock.planner.rates import Rates, rates_of
 from penstock.planner.serve import Serving, predict_inference
 from penstock.planner.step import layout_of, part_time
 
-MEGATRON_CORE = Software(host_waits=True, even_stages=True, adds_in_products=True, adds_parts=True)
+MEGATRON_CORE = Software(
+    host_waits=True, even_stages=True, adds_in_products=True, adds_parts=True, shards_in_place=True
+)
 """Its timers wait for the device. Gradients are added in products, embedding and output count as a block each where
 stages are cut, and the loss is fused (ModelZoo's configurations of these models)."""
 HOST_SECONDS = 10.6e-3

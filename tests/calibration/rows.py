@@ -144,9 +144,10 @@ def mosaicml_plans(chip: str) -> Iterator[tuple[dict[str, str], DecoderConfig, M
         yield row, model, load_machine(_MOSAICML[row["gpu"]]), plan
 
 
-MOSAICML = Software(host_waits=True, loss="torch")
+MOSAICML = Software(host_waits=True, loss="torch", divides_gradients=True)
 """Its loss is one fused kernel (llm-foundry's `loss_fn`), but Composer's two metrics of training compute the loss twice
-more. Nothing says in which type; together they are taken to cost what torch's own loss does."""
+more. Nothing says in which type; together they are taken to cost what torch's own loss does. Weights are sharded by
+torch's first FSDP."""
 
 
 def mosaicml(chip: str) -> Iterator[Row]:

@@ -211,15 +211,29 @@ def test_embedding_and_head_are_gathered_and_scattered_beside_the_blocks() -> No
 
     def ends(words: int) -> float:
         weights = 2.0 * words * 4096 + 4096
-        # Each is copied out of and into flat buffers of 2 bytes, its gradient into and out of 4 and divided there.
+        # Each is copied out of and into flat buffers of 2 bytes, its gradient into one of 4, where nccl divides it.
         return (
             gather_seconds(group, 2 * weights)
             + gather_seconds(group, 4 * weights)
-            + weights * 20 / rates.memory
+            + weights * 12 / rates.memory
         )
 
     found = large.seconds["data"] - small.seconds["data"]
     assert found == pytest.approx(2 * (ends(128256) - ends(64)))
+
+
+def test_copies_of_shards_are_those_of_the_software() -> None:
+    """torch's first FSDP divides gradients by a pass of its own, and Megatron's copies nothing."""
+    plan = replace(HALF, dp=64, sharding="fsdp")
+    second, first, in_place = (
+        predict(LLAMA, H100, plan, software).seconds["data"]
+        for software in (Software(), Software(divides_gradients=True), Software(shards_in_place=True))
+    )
+    each = describe(LLAMA, plan).parameters / rates_of(H100, plan).memory
+    assert first - second == pytest.approx(8 * each)
+    # Weights for both passes, those of embedding and head once, and gradients.
+    ends = 2 * 128256 * 4096 + 4096
+    assert second - in_place == pytest.approx(16 * each - 4 * ends / rates_of(H100, plan).memory)
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])

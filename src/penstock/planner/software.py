@@ -23,6 +23,12 @@ class Software(NamedTuple):
     sums_whole: bool = False
     """Whether replicas sum all gradients, even where each of them updates a share of the weights, as DeepSpeed's
     pipeline does for that optimizer (`_bf16_reduce_grads` of its `pipe/engine.py`)."""
+    divides_gradients: bool = False
+    """Whether a pass of its own divides sharded gradients by the number of replicas, as torch's first FSDP does. For
+    the second one nccl divides them on their way (`_get_gradient_divide_factors` of its `_fsdp_collectives.py`)."""
+    shards_in_place: bool = False
+    """Whether sharded weights are gathered to where they are used, and gradients reduced from where they are made, as
+    Megatron's FSDP does (its README: zero copy), and not copied through flat buffers."""
     norms_apart: bool = False
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
     adds_parts: bool = False

@@ -70,11 +70,17 @@ def data_seconds(
     # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after
     # the last, behind nothing.
     ends = gather_seconds(group, share.ends * whole) + gather_seconds(group, share.ends * size, scatters=True)
-    # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and of
-    # its division by the number of replicas.
-    passes = 1 if plan.pp > 1 else 2
-    block += (share.block_dense + share.block_experts) * (2 * passes * block_whole + 4 * size) / rates.memory
-    ends += share.ends * (2 * whole + 4 * size) / rates.memory
+    if not software.shards_in_place:
+        # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and
+        # where it is divided by a pass of its own, of that.
+        passes, gradient = (
+            1 if plan.pp > 1 else 2,
+            (4 if software.divides_gradients or rates.cpu else 2) * size,
+        )
+        block += (
+            (share.block_dense + share.block_experts) * (2 * passes * block_whole + gradient) / rates.memory
+        )
+        ends += share.ends * (2 * whole + gradient) / rates.memory
     # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
     times = 1 if plan.pp > 1 else plan.accumulate
     total += times * blocks * block

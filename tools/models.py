@@ -207,7 +207,8 @@ def _shape(model: ModelConfig) -> str:
         heads += f" of {first.head_width}"
     if first.kv != first.heads:
         heads += f", {first.kv} of keys and values"
-    experts = f", {first.experts} experts, {first.experts_per_token} a token" if first.experts else ""
+    each = "each a whole block" if first.experts_in == "block" else f"{first.experts_per_token} a token"
+    experts = f", {first.experts} experts, {each}" if first.experts else ""
     image = f", {model.image_size} px" if isinstance(model, ViTConfig | DiffusionConfig) else ""
     return (
         f"{depth} blocks of width {first.width}, {heads}, MLP {first.mlp_width} {first.mlp}{experts}{image}"

@@ -419,4 +419,6 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
         model.compile(**options)
         return
     for block in anatomy_of(model).block_modules(model):
-        block.compile(**options)
+        # How many samples go through the block of an expert differs from step to step.
+        varies = getattr(block, "expert", None) is not None
+        block.compile(**({**options, "dynamic": None} if varies else options))

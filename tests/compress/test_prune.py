@@ -27,7 +27,7 @@ from penstock.models.expert_linear import ExpertLinear
 from penstock.models.model import Model
 
 FORMS = {
-    **{name: one.config for name, one in ENROLLED.items() if name not in ("vit moe",)},
+    **{name: one.config for name, one in ENROLLED.items() if name not in ("vit moe", "experts of blocks")},
     "grouped": small("llama-tiny", heads=6, kv_heads=3, head_features=4),
     "sigmoid": small(
         "mixtral-tiny", router="sigmoid", shared_experts=2, head_features=4, heads=4, kv_heads=2

@@ -91,7 +91,7 @@ def test_every_family_reopens_in_a_new_process_bit_by_bit(tmp_path: Path) -> Non
         forms = {part: one for part, one in model.named_modules() if isinstance(one, Stored | StoredExperts)}
         assert result.formats.keys() <= forms.keys(), "the others are packed"
         assert all(".blocks." in part and not part.endswith("router") for part in result.formats), name
-        experts = any(run.stack.experts for run in config.graph.runs)
+        experts = any(run.stack.mixes for run in config.graph.runs)
         assert any(isinstance(one, StoredExperts) for one in forms.values()) == experts
         assert result.bytes_after < result.bytes_before
         with torch.inference_mode():

@@ -15,7 +15,7 @@ from penstock.compress.smooth import norm_readers, smooth
 from penstock.errors import ConfigError
 from penstock.models import create
 
-LAST = {"bert", "bert of classes", "marian", "bart", "marian moe", "diffusion moe"}
+LAST = {"bert", "bert of classes", "marian", "bart", "marian moe", "diffusion moe", "experts of blocks"}
 """Families whose norms come last, or have no weights."""
 
 

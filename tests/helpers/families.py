@@ -109,6 +109,7 @@ ENROLLED = {
     "vit moe": Enrolled(
         replace(_VIT, experts=4, experts_per_token=2, router="expert_choice", distilled=True), None
     ),
+    "experts of blocks": Enrolled(replace(_DIFFUSION, experts=2, experts_in="block", expert_every=2), None),
 }  # fmt: skip
 
 

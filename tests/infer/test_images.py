@@ -44,10 +44,11 @@ def made(name: str = "ddigits-tiny", **changes: Any) -> Any:
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+@pytest.fixture(scope="module", params=["mlp", "block"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model with an expert for each third of the times, and its folder."""
-    model, folder = made("ddigits-moe-tiny", experts=3), tmp_path_factory.mktemp("mixture")
+    model = made("ddigits-moe-tiny", experts=3, experts_in=request.param)
+    folder = tmp_path_factory.mktemp("mixture")
     save_pretrained(model, folder)
     return model, folder
 
@@ -92,7 +93,8 @@ def test_one_expert_is_loaded_at_a_time_and_images_stay_the_same(mixture: tuple[
     torch.testing.assert_close(alone.sample(list(range(10)), **how), expected, rtol=1e-3, atol=1e-3)
     assert alone.opened == 3  # of 7 steps, and four batches in each
     some, every = alone.bytes
-    mixed = sum(value.numel() for name, value in model.named_parameters() if ".mlp." in name)
+    part = ".blocks." if model.config.experts_in == "block" else ".mlp."
+    mixed = sum(value.numel() for name, value in model.named_parameters() if part in name)
     assert every - some == pytest.approx(4 * mixed * 2 / 3, rel=0.01)
     # Each step asks for the range that its time was in at training.
     for t in even_times(7)[:-1]:

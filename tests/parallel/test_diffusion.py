@@ -11,12 +11,14 @@ import torch
 from helpers.equality import Trained, alone, trained
 from helpers.families import ENROLLED, batches, loss
 from helpers.spawn import spawn
+from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import Model, create
 from penstock.models.block import ZeroLinear
+from penstock.parallel import dims_of
 
-NAMES = ["diffusion of texts", "diffusion moe"]
+NAMES = ["diffusion of texts", "diffusion moe", "experts of blocks"]
 LAYOUTS = {
     2: ["tp=2 micro_batch=4", "tp=2 sp=true micro_batch=4 token_order=batch_second", "cp=2 micro_batch=4",
         "pp=2 micro_batch=2 accumulate=2", "dp=2 micro_batch=2 sharding=fsdp recompute=full"],
@@ -60,3 +62,21 @@ def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
             torch.testing.assert_close(
                 value, expected.weights[name], **close, msg=lambda t, n=name, s=line: f"{s}: {n}: {t}"
             )
+
+
+def _evaluated_apart() -> None:
+    """Each rank has images of one expert alone, another on each."""
+    config, plan = ENROLLED["experts of blocks"].config, Plan.parse("dp=2 micro_batch=2 sharding=fsdp")
+    built = build(partial(_stirred, config), plan, loss=loss, dims=dims_of(plan, "cpu"))
+    *inputs, _, _ = batches(config, 0, 2)
+    images, *others = inputs
+    rank = torch.distributed.get_rank()
+    with built.inference():
+        of_all = built.model(images.double(), *others, torch.tensor([0, 1]))
+        of_one = built.model(images.double(), *others, torch.tensor([rank, rank]))
+    torch.testing.assert_close(of_one[rank], of_all[rank])
+    assert not torch.allclose(of_one[1 - rank], of_all[1 - rank], atol=1e-3)
+
+
+def test_ranks_evaluate_images_of_different_experts_together() -> None:
+    spawn(_evaluated_apart, 2, timeout=120)

@@ -23,16 +23,19 @@ TINY: Any = PRESETS["ddigits-tiny"]
 CONFIGS = {
     "classes": TINY,
     "experts": PRESETS["ddigits-moe-tiny"],
+    "blocks": replace(TINY, experts=2, experts_in="block", expert_every=2),
     "texts": replace(
         TINY, classes=0, sequence=16, text=Stack(width=96, depth=2, heads=3, mlp_width=384, mlp="gelu_tanh")
     ),
 }
+CONFIGS["blocks and texts"] = replace(CONFIGS["texts"], experts=2, experts_in="block")
 
 
 def _inputs(config: DiffusionConfig, samples: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     zero = torch.zeros(samples, dtype=torch.int64)
     images = torch.zeros(samples, config.channels, config.image_size, config.image_size, dtype=dtype)
-    given = {"tokens": zero[:, None].expand(-1, config.sequence), "classes": zero, "routes": zero}
+    routes = torch.arange(samples) % max(1, config.experts)  # as even as they are counted
+    given = {"tokens": zero[:, None].expand(-1, config.sequence), "classes": zero, "routes": routes}
     return NoisyBatch.of(config.graph, images, images=images, times=zero.double(), **given).inputs
 
 

@@ -78,7 +78,7 @@ class PlanConfig(Checked):
 
         if self.loads is None or self.model is None:
             return EVEN
-        experts = max(run.stack.experts for run in self.model.graph.runs)
+        experts = max(run.stack.experts * run.stack.mixes for run in self.model.graph.runs)
         if not experts:
             raise ConfigError("--loads is for mixtures of experts, and the model is none; leave it out.")
         return unevenness(read_loads(Path(self.loads)), experts)

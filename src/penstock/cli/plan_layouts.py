@@ -101,7 +101,7 @@ def _question(config: PlanConfig, machine: Machine, gpus: int) -> dict[str, Any]
 def _loads_line(config: PlanConfig, plan: Plan, uneven: Mapping[int, float]) -> str:
     """A line on the loads of experts that were assumed; empty for a model without experts."""
     assert config.model is not None
-    if not any(run.stack.experts for run in config.model.graph.runs):
+    if not any(run.stack.mixes for run in config.model.graph.runs):
         return ""
     if config.loads is None:
         return "experts: assumed to be visited evenly; --loads RUN reads a run's record instead."

@@ -233,7 +233,13 @@ def _require_numbers(parts: str, numbers: Sequence[int], count: int) -> None:
 
 
 def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> ModelConfig:
-    """The configuration whose run has these layers, said by the sizes of its stack where they can say them."""
+    """The configuration whose run has these layers, said by the sizes of its stack where they can say them. Raises
+    ConfigError where experts are whole blocks, which are as many at each depth."""
+    if run.stack.experts_in == "block":
+        raise ConfigError(
+            f"{run.setting}.experts_in is block, and blocks of experts cannot be pruned; prune the dense model, and "
+            "start the experts from it."
+        )
     stack, first = run.stack, layers[0]
     dense = [layer.hidden for layer in layers if not layer.mixture]
     mixed = [layer.hidden for layer in layers if layer.mixture]

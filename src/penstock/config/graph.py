@@ -529,6 +529,13 @@ class Graph:
                 )
             if run.modulated:
                 yield from self._problems_of_modulated(run)
+            if run.stack.experts_in == "block" and (
+                run.causal or not isinstance(self.input_of(run), PatchInput)
+            ):
+                yield (
+                    f"{run.setting}.experts_in is block, which only a run over images can have, whose samples are "
+                    "equally long and see all their tokens; leave it out."
+                )
             if run.causal and run.stack.experts and run.stack.router == "expert_choice":
                 yield (
                     f"{run.setting}.router expert_choice looks at all tokens of a sample, also at those after a token, "

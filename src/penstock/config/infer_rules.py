@@ -108,7 +108,7 @@ def _every_rank_hosts_experts(plan: Plan, model: ModelConfig) -> Iterator[str]:
 @INFER_RULES.of("infer")
 def _every_stack_is_cut_into_stages(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """In inference every stage has a block of every stack: `pp` is at most the blocks of each."""
-    least = min(stack.depth for stack in stacks(model))
+    least = min(len(stack.layers) for stack in stacks(model))
     if plan.pp > least:
         yield (
             f"plan.pp={plan.pp} leaves stages without a block: a stack of the model has {least}; use at most that."

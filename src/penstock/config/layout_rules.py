@@ -215,7 +215,7 @@ def _every_stage_has_a_block(plan: Plan, model: ModelConfig) -> Iterator[str]:
     chunks = plan.pp * plan.virtual
     if chunks == 1:
         return
-    depth = sum(stack.depth for stack in stacks(model))
+    depth = sum(len(stack.layers) for stack in stacks(model))
     degrees = f"plan.pp={plan.pp}" + f" times plan.virtual={plan.virtual}" * (plan.virtual > 1)
     if chunks > depth:
         yield f"{degrees} leaves stages without a block: the model has {depth}; use at most that."
@@ -231,9 +231,14 @@ def _experts_split_evenly(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`ep` divides the model's experts."""
     if plan.ep == 1:
         return
-    counts = sorted({stack.experts for stack in stacks(model) if stack.experts})
+    counts = sorted({stack.experts for stack in stacks(model) if stack.mixes})
     if not counts:
-        yield f"plan.ep={plan.ep} splits experts, but the model has none; use ep=1."
+        whole = any(stack.experts for stack in stacks(model))
+        yield (
+            f"plan.ep={plan.ep} splits experts, but the model's are whole blocks; use ep=1, and sharding=fsdp."
+            if whole
+            else f"plan.ep={plan.ep} splits experts, but the model has none; use ep=1."
+        )
     for experts in counts:
         if experts % plan.ep:
             yield (

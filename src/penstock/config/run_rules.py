@@ -113,5 +113,6 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 @RUN_RULES.of("run")
 def _mixtures_are_trained(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """Mixtures of experts are compiled where each rank has them whole, with `products=plain`; what looks at all tokens
-    of a sample needs them on one rank."""
+    of a sample needs them on one rank. Experts that are whole blocks are compiled by blocks, and of models that read
+    texts they need whole texts, `cp=1` and `padding=keep`."""
     yield from mixture_problems(plan, model)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count, groupby
 from typing import Annotated, Literal
 
 from penstock.config.convert import Count, NotNegative, Positive, Probability, Range
@@ -21,6 +22,7 @@ Experts = Annotated[int, Range(0, 1 << 16)]
 Positions = Literal["learned", "sinusoidal", "fairseq", "rotary", "alibi", "relative", "none"]
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax", "sigmoid", "noisy", "expert_choice", "given"]
+ExpertsIn = Literal["mlp", "block"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Layer:
     """Tokens that a token attends to; 0 is all."""
     normed: bool = True
     """Whether a norm comes before its attention, or after it."""
+    routed: bool = False
+    """Whether it computes the samples of one expert alone. Such layers come one for each expert, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ class Stack:
 
     width: Features = 768
     depth: Depth = 12
-    """Number of blocks."""
+    """Number of blocks that a sample goes through."""
     heads: Heads = 12
     kv_heads: Heads | None = None
     """Heads of keys and values, if several queries share them (Ainslie et al., EMNLP 2023); none: as many as
@@ -129,6 +133,9 @@ class Stack:
     """Stochastic depth at the last block; rises linearly from 0 at the first."""
     experts: Experts = 0
     """Number of experts in a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
+    experts_in: ExpertsIn = "mlp"
+    """Part that there is for each expert: the MLP, or the whole `block`, of which a sample goes through the one that is
+    given (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.3)."""
     experts_per_token: Annotated[int, Range(1, 1 << 16)] = 1
     shared_experts: Experts = 0
     """Number of experts that every token visits."""
@@ -177,8 +184,8 @@ class Stack:
     expert_of: tuple[Experts, ...] = ()
     """The expert of each label, or its group of experts, with a router that is given; none: that of its number."""
     unequal: tuple[Layer, ...] = ()
-    """The layers one by one, as a pruned model has them: `depth` of them, whose sizes replace those above. None: all
-    follow from the fields above."""
+    """The layers one by one, as a pruned model has them: `depth` of them, of experts in whole blocks one for each
+    expert, whose sizes replace those above. None: all follow from the fields above."""
 
     def __post_init__(self) -> None:
         if not self.experts and self.capacity is not None:
@@ -252,21 +259,36 @@ class Stack:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The layer of each block, in the order in which they run."""
-        return self.unequal or tuple(self._layer(block) for block in range(self.depth))
+        """The layer of each block, in the order in which they run; blocks of different experts one after the other."""
+        return self.unequal or tuple(layer for block in range(self.depth) for layer in self._layers(block))
 
-    def _layer(self, block: int) -> Layer:
+    def _layers(self, block: int) -> tuple[Layer, ...]:
+        """The layer that all samples go through at a depth, or one for each expert."""
         sparse = block >= self.dense_layers and block % self.expert_every == self.expert_every - 1
         mixture = self.experts > 0 and sparse
+        routed = mixture and self.experts_in == "block"
         sees_all = self.window is None or (self.global_every and block % self.global_every == 0)
-        return Layer(
+        layer = Layer(
             heads=self.heads,
             kv=self.kv,
             hidden=(self.expert_width if mixture else None) or self.mlp_width,
-            mixture=mixture,
+            mixture=mixture and not routed,
             window=0 if sees_all else self.window or 0,
             normed=self.first_norm or block > 0,
+            routed=routed,
         )
+        return (layer,) * (self.experts if routed else 1)
+
+    @cached_property
+    def experts_of_blocks(self) -> tuple[int | None, ...]:
+        """The expert that each block in `layers` belongs to; None where all samples go through it."""
+        numbers = count()
+        return tuple(next(numbers) % self.experts if layer.routed else None for layer in self.layers)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether MLPs are mixtures of experts."""
+        return self.experts > 0 and self.experts_in == "mlp"
 
     @cached_property
     def kinds(self) -> dict[Layer, int]:
@@ -318,6 +340,26 @@ class Stack:
         if self.experts:
             yield from self._router_problems(where)
         yield from self._label_problems(where)
+        yield from self._routed_problems(where)
+
+    def _routed_problems(self, where: str) -> Iterator[str]:
+        """Every reason why experts cannot be whole blocks."""
+        if self.experts_in == "mlp":
+            if any(layer.routed for layer in self.unequal):
+                yield f"{where}.unequal has layers with routed true, which {where}.experts_in block has alone; set it."
+            return
+        if not self.experts:
+            yield f"{where}.experts_in is block, but {where}.experts is 0; set a number of experts, or leave it out."
+        for name, wanted in (
+            ("router", "given"), ("router_groups", 1), ("shared_experts", 0), ("capacity", None),
+            ("sample_capacity", None), ("window", None),
+        ):  # fmt: skip
+            if getattr(self, name) != wanted:
+                remedy = "leave it out" if name != "router" else "set it to given"
+                yield (
+                    f"{where}.{name} is {getattr(self, name)}, but with {where}.experts_in block a sample goes as a "
+                    f"whole through the one block that is given for it; {remedy}."
+                )
 
     def _router_problems(self, where: str) -> Iterator[str]:
         """Every reason why experts cannot be chosen so."""
@@ -390,8 +432,19 @@ class Stack:
         """Every reason why these layers cannot be those of this stack."""
         if not self.unequal:
             return
-        if len(self.unequal) != self.depth:
-            yield f"{where} lists {len(self.unequal)} layers, but the depth is {self.depth}; make them equal."
+        each = max(1, self.experts)
+        for routed, group in groupby(self.unequal, lambda layer: layer.routed):
+            layers = tuple(group)
+            alike = all(len(set(layers[i : i + each])) == 1 for i in range(0, len(layers), each))
+            if routed and (len(layers) % each or not alike):
+                yield (
+                    f"{where} has {len(layers)} layers with routed true in a row, but for each block there must be "
+                    f"{each} alike, one for each expert; list them so."
+                )
+        routed_layers = sum(layer.routed for layer in self.unequal)
+        depth = len(self.unequal) - routed_layers + routed_layers // each
+        if depth != self.depth:
+            yield f"{where} lists {depth} layers, but the depth is {self.depth}; make them equal."
         for number, layer in enumerate(self.unequal):
             if layer.heads % layer.kv:
                 yield (

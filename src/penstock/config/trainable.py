@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.config.convert import word
+from penstock.config.graph import TokenInput
 from penstock.config.model import ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import TaskName
@@ -75,11 +76,26 @@ def require_vision(model: ModelConfig) -> ViTConfig:
 
 def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """Every setting of a Plan that training cannot run with the model's mixtures of experts."""
-    mixed = [run for run in model.graph.runs if any(layer.mixture for layer in run.stack.layers)]
+    mixed = [
+        run for run in model.graph.runs if any(layer.mixture or layer.routed for layer in run.stack.layers)
+    ]
     if not mixed:
         return
     setting = f"{mixed[0].setting}.experts={mixed[0].stack.experts}"
-    if plan.compile != "none" and plan.products != "plain":
+    whole = [run.setting for run in mixed if run.stack.experts_in == "block"]
+    if whole and plan.compile == "whole":
+        yield (
+            f"plan.compile=whole cannot compile {whole[0]}.experts_in=block in one piece, because an expert has other "
+            "samples in each step; use compile=blocks."
+        )
+    texts = bool(whole) and bool(model.graph.inputs_of(TokenInput))
+    for name, plain in (("padding", "keep"), ("cp", 1)) if texts else ():
+        if getattr(plan, name) != plain:
+            yield (
+                f"plan.{name}={getattr(plan, name)} does not keep the tokens of a text together, so that "
+                f"{whole[0]}.experts_in=block cannot give each sample's to its expert; use {name}={plain}."
+            )
+    if plan.compile != "none" and plan.products != "plain" and len(whole) < len(mixed):
         yield (
             f"plan.products={plan.products} multiplies the experts of {setting} one after the other, which compiled "
             "code cannot; use plan.products=plain, or plan.compile=none."

@@ -37,6 +37,8 @@ class Block:
 
     name: str
     parts: tuple[Role, ...] = ()
+    beside: bool = False
+    """Whether it is as deep as the block before it, whose samples are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,11 @@ class Anatomy:
         """Names of the blocks of all stacks, in the order in which they run."""
         return tuple(block.name for stack in self.stacks for block in stack.blocks)
 
+    @property
+    def depth(self) -> int:
+        """Blocks that a sample goes through."""
+        return sum(not block.beside for stack in self.stacks for block in stack.blocks)
+
     def block_modules(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of `model` that this process holds, in the order in which they run."""
         every = (model.get_submodule(name) for name in self.blocks)
@@ -95,8 +102,8 @@ class Anatomy:
         return closest_part(self._owners, parameter)
 
     def depth_of(self, parameter: str) -> int:
-        """How many blocks run up to the one that holds a parameter: 0 before the first block, i + 1 in block i, and
-        one more than all blocks for what follows the last.
+        """How many blocks a sample goes through up to the one that holds a parameter: 0 before the first block, and one
+        more than in the last for what follows it.
         """
         depth = closest_part(self._depths, parameter)
         return 0 if depth is None else depth
@@ -112,7 +119,7 @@ class Anatomy:
         for stack in self.stacks:
             depths |= {name: so_far for role in walk(stack.before) for name in owned(role)}
             for block in stack.blocks:
-                so_far += 1
+                so_far += not block.beside
                 depths[block.name] = so_far
             after = so_far + 1 if stack is self.stacks[-1] else so_far
             depths |= {name: after for role in walk(stack.after) for name in owned(role)}

@@ -63,8 +63,21 @@ class Context(NamedTuple):
     have room for the first ones alone."""
     condition: Tensor | None = None
     """The vector of each sample that modulates norms, with a dimension of 1 for the tokens."""
+    samples_of: tuple[Tensor, ...] = ()
+    """The numbers of the samples of each expert, where experts are whole blocks."""
     causal: bool | None = None
     """Whether a token sees itself and those before it only, where no mask says so. None: as the blocks are made."""
+
+    def take(self, samples: Tensor, along: int) -> Context:
+        """The inputs of these samples alone, which are dimension `along` of the tokens."""
+        mask = self.memory_mask
+        if mask is not None:
+            assert isinstance(mask, Tensor)
+            mask = mask.index_select(0, samples)
+        memory, condition = (
+            None if one is None else one.index_select(along, samples) for one in (self.memory, self.condition)
+        )
+        return self._replace(memory=memory, memory_mask=mask, condition=condition)
 
 
 _ALONE = Context()
@@ -309,9 +322,10 @@ class Block(nn.Module):
     norm(x + attention(x)), as `norm_first` says. In a `parallel` block both read one norm. Cross attention to a memory
     of `cross` features is between the two; 0: there is none.
 
-    `branch` are the options of `Branch`. Where the layer has no norm, attention reads the tokens as they are. In a
-    `modulated` block the condition in the context makes a shift, a scale and a gate of each of the two branches:
-    x + gate · attention(norm(x) · (1 + scale) + shift), where gates are 0 at first (adaLN-Zero).
+    `branch` are the options of `Branch`. A block of an `expert` computes its samples alone, and the others stay as they
+    are. Where the layer has no norm, attention reads the tokens as they are. In a `modulated` block the condition in
+    the context makes a shift, a scale and a gate of each of the two branches, where gates are 0 at first (adaLN-Zero):
+    x + gate · attention(norm(x) · (1 + scale) + shift).
     """
 
     def __init__(
@@ -323,10 +337,14 @@ class Block(nn.Module):
         causal: bool = False,
         cross: int = 0,
         modulated: bool = False,
+        expert: int | None = None,
         **where: Any,
     ) -> None:
         super().__init__()
         branch, affine = branch or {}, not modulated
+        self.expert, self.sequence_first = expert, False
+        self.joins = False
+        """Whether other ranks take part in it, so that it computes even where none of its samples are here."""
         self.norm_first = sizes.norm_first
         self.fused_norms = False
         """Whether a branch is added and normed in one pass (`penstock.kernels.residual_norm`)."""
@@ -344,6 +362,28 @@ class Block(nn.Module):
         self.branch2 = Branch(sizes, **branch, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
+        return self._compute(x, context) if self.expert is None else self._of_its_samples(x, context)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def _of_its_samples(self, x: Tensor, context: Context) -> Tensor:
+        """x with its expert's samples computed: how many these are differs from step to step, so that compiled code is
+        `_compute` alone."""
+        assert self.expert is not None
+        samples, along = context.samples_of[self.expert], 1 if self.sequence_first else 0
+        count = len(samples)
+        if not count:
+            if not (self.joins or torch.is_grad_enabled()):
+                return x
+            # Another expert's sample, of whose result nothing is taken: so every weight has a gradient.
+            samples = torch.zeros(1, dtype=torch.int64, device=x.device)
+        own = x.index_select(along, samples)
+        made = self._compute(own, context.take(samples, along)).narrow(along, 0, count)
+        wide = torch.promote_types(x.dtype, made.dtype)
+        # Unlike `index_copy` it keeps nothing of what is put.
+        x, made = x.to(wide).transpose(0, along), made.to(wide).transpose(0, along)
+        return x.index_put((samples[:count],), made).transpose(0, along)
+
+    def _compute(self, x: Tensor, context: Context) -> Tensor:
         if self.norm2 is None:
             seen = self.norm1(x)
             x = x + self.branch1(self.attention(seen, context))

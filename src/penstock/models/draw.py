@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.config.graph import Graph, Init, TokenInput, WordHead
-from penstock.models.block import Attention, Block, Branch, CrossAttention, ZeroLinear
+from penstock.models.block import Attention, Branch, CrossAttention, ZeroLinear
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.heads import UnitVectors
@@ -40,7 +40,7 @@ def draw_weights(model: nn.Module, graph: Graph) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | ExpertLinear):
             if id(module.weight) not in shared:
-                _draw(model, graph.init, name, module)
+                _draw(model, graph, name, module)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
@@ -69,8 +69,8 @@ def _deviation(init: Init, of_tokens: bool, width: int) -> float:
     return narrow if init == "xavier" and of_tokens else 0.02
 
 
-def _draw(model: nn.Module, init: Init, name: str, module: nn.Linear | ExpertLinear) -> None:
-    inside = name.rpartition(".")[2]
+def _draw(model: nn.Module, graph: Graph, name: str, module: nn.Linear | ExpertLinear) -> None:
+    init, inside = graph.init, name.rpartition(".")[2]
     if isinstance(module, ZeroLinear):
         nn.init.zeros_(module.weight)
         return
@@ -80,7 +80,7 @@ def _draw(model: nn.Module, init: Init, name: str, module: nn.Linear | ExpertLin
         return
     deviation = module.in_features**-0.5 if init == "fan_in" else 0.02
     if init == "scaled" and inside in ("out", "down"):
-        deviation /= (2 * sum(isinstance(m, Block) for m in model.modules())) ** 0.5
+        deviation /= (2 * sum(run.stack.depth for run in graph.runs)) ** 0.5
     nn.init.normal_(module.weight, std=deviation)
     if init == "fan_in" and inside in ("q", "qkv"):
         # T5 leaves scores unscaled, and draws queries so much smaller instead.

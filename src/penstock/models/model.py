@@ -237,8 +237,9 @@ class Model(nn.Module):
             more["past"] = given.get("past") if there and continued else None
             more["prefixes"] = samples.prefixes_of(graph, run, given)
         if run.stack.experts:
-            more |= {"shares": self._shares(run, given, x, shares), "routes": given.get("routes")}
-            more["order"] = self._order(run, x, shares)
+            more["routes"] = given.get("routes")
+        if run.stack.mixes:
+            more |= {"shares": self._shares(run, given, x, shares), "order": self._order(run, x, shares)}
         if run.modulated:
             more["condition"] = given["condition"]
         outputs[run.name] = getattr(self, run.name)(x, **more)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from penstock.config.graph import Run
 from penstock.config.plan import AttentionBackend, Padding
+from penstock.config.stack import Stack
+from penstock.errors import ConfigError
 from penstock.kernels.attention import Sight, type_of_scores
 from penstock.kernels.documents import AlikeSamples, Batches, Documents
 from penstock.kernels.dropout import Dropout
@@ -59,7 +61,7 @@ class TokenStack(nn.Module):
         self.padding: Padding = "keep"
         self.backend: AttentionBackend = "sdpa"
         self.outputs: list[Tensor] | None = None
-        """Where the outputs of blocks are put, for one who looks at them; none: nowhere."""
+        """Where the outputs at each depth are put, for one who looks at them; none: nowhere."""
         self.heads = slice(None)
         """Slice of all heads that is computed here."""
         self.places: Learned | Sinusoidal | None = None
@@ -70,13 +72,16 @@ class TokenStack(nn.Module):
         self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None
         self.embedding_norm = make_norm(sizes, sizes.width, **where) if run.embedding_norm else None
         self.dropout = Dropout(sizes.dropout) if enters and sizes.dropout else None
+        self.deepens = tuple(expert in (None, sizes.experts - 1) for expert in sizes.experts_of_blocks)
+        """Whether all samples have gone through a block at its depth once it has run."""
         self.blocks = nn.ModuleList()
-        for i, layer in enumerate(sizes.layers):
-            rate = sizes.drop_path * i / max(sizes.depth - 1, 1) if sizes.drop_path else None
+        for i, (layer, expert) in enumerate(zip(sizes.layers, sizes.experts_of_blocks)):
+            depth = sum(self.deepens[:i])
+            rate = sizes.drop_path * depth / max(sizes.depth - 1, 1) if sizes.drop_path else None
             branch = {"layer_scale": sizes.layer_scale, "drop_path": rate}
             cross = (memory or sizes.width) if run.memories else 0
             form: dict[str, Any] = {"causal": causal, "cross": cross, "modulated": run.modulated}
-            self.blocks.append(Block(sizes, layer, branch, **form, **where))
+            self.blocks.append(Block(sizes, layer, branch, expert=expert, **form, **where))
         self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first and run.last_norm else None
 
     def forward(
@@ -144,12 +149,14 @@ class TokenStack(nn.Module):
             x = context.real.take(x)
             mixed = {name: _rows(value, context.real) for name, value in mixed.items()}
         more: dict[str, Any] = mixed
+        if self.sizes.experts_in == "block":
+            more["samples_of"] = _samples_of(self.sizes, routes)
         if condition is not None:
             more["condition"] = condition.unsqueeze(0 if self.sequence_first else 1)
         context = context._replace(**more)
-        for block in self.blocks:
+        for block, deepens in zip(self.blocks, self.deepens):
             x = block(x, context)
-            if self.outputs is not None:
+            if self.outputs is not None and deepens:
                 self.outputs.append(x)
         x = x if self.norm is None else self.norm(x)
         x = x if context.real is None else context.real.put(x)
@@ -291,6 +298,22 @@ def _samples(x: Tensor, documents: Tensor | None) -> Tensor:
     starts = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
     starts[:, 1:] = 0 if documents is None else documents[:, 1:] != documents[:, :-1]
     return starts.flatten().cumsum(0).view(starts.shape) - 1
+
+
+def _samples_of(sizes: Stack, routes: Tensor | None) -> tuple[Tensor, ...]:
+    """The samples that go to each expert by routes (B,), in ascending order. On a GPU this waits to know how many.
+    Raises ConfigError without routes, and for those of no expert."""
+    labels = sizes.labels or sizes.experts
+    if routes is None or (len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < labels):
+        raise ConfigError(
+            "This model's experts are given for each sample; pass it routes, the number of an expert, from 0 to "
+            f"{labels - 1}, for each."
+        )
+    given = routes if not sizes.expert_of else routes.new_tensor(sizes.expert_of)[routes]
+    samples: tuple[Tensor, ...] = torch.split(
+        given.argsort(stable=True), given.bincount(minlength=sizes.experts).tolist()
+    )
+    return samples
 
 
 def _rows(value: Tensor | None, real: Real) -> Tensor | None:

@@ -44,7 +44,7 @@ def parameter_groups(
     anatomy = _anatomy(model, required=layer_decay != 1.0)
     listed = getattr(model, "no_weight_decay", None)
     undecayed = set(listed()) if callable(listed) else set()
-    last = len(anatomy.blocks) + 1 if anatomy else 0
+    last = anatomy.depth + 1 if anatomy else 0
     groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
     kinds: list[Hashable] = []
     for name, parameter in uncompiled(model).named_parameters():

@@ -30,6 +30,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of, is_norm
+from penstock.models.block import Block
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.tensors import MOVED, alike, local, whole
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
@@ -118,7 +119,7 @@ def shard(
         mesh, place = dims.expert_replicas_mesh(), functools.partial(_even_placement, dims.expert_shard)
         fully_shard(linear, **{**options, "mesh": mesh, "shard_placement_fn": place})
     for block in blocks:
-        fully_shard(block, **options)
+        _shard_block(block, options)
     # With None, torch keeps the root's weights after the forward pass, because the backward pass needs them first.
     options["reshard_after_forward"] = None if options["reshard_after_forward"] else False
     fully_shard(model, **options)
@@ -157,12 +158,20 @@ def shard_frozen(
     options = {**_options(replace(plan, offload="none"), dims, device), "reshard_after_forward": True}
     blocks = anatomy_of(model).block_modules(model)
     for block in blocks:
-        fully_shard(block, **options)
+        _shard_block(block, options)
     root: Any = fully_shard(model, **{**options, "reshard_after_forward": False})
     _prefetch(model, blocks)
     _materialise(model, [*blocks, model], device, shares)
     release: Callable[[], None] = root.reshard
     return release
+
+
+def _shard_block(block: nn.Module, options: Mapping[str, Any]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(block, **options)
+    if isinstance(block, Block):
+        block.joins = True
 
 
 def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, Any]:

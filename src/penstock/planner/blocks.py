@@ -28,12 +28,14 @@ CHOICE_LAUNCHES, CHOICE_EAGER_LAUNCHES = 6, 16
 def list_block(to: Lister, block: BlockKind) -> None:
     """One block, attention before the MLP. Norms cost the same before the branches and after the sums."""
     t, stack = to.terms, block.stack
-    whole, d = t.samples * block.samples * block.tokens / t.cp, stack.width
+    whole, d = t.samples * block.share * block.samples * block.tokens / t.cp, stack.width
     rows = whole if block.causal else whole * t.real
     stream_rows = rows / t.spread
 
+    if block.layer.routed:
+        _take_samples(to, block, stream_rows * d)
     if block.modulated:
-        modulation(to, "modulation", stack, 6)
+        modulation(to, "modulation", stack, 6, share=block.share)
     fuses = t.fuses_as("residual_norm", "rms_norm" if stack.norm == "rms" else "layer_norm")
     fuses = fuses and block.layer.normed and not (block.modulated or stack.parallel)
     before = not fuses or stack.norm_first
@@ -67,11 +69,33 @@ def list_block(to: Lister, block: BlockKind) -> None:
             _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
         _after_split(to, rows, d)
     _branch(to, "branch2", block, stream_rows, normed=fuses and not stack.norm_first)
+    if block.layer.routed:
+        e, experts = t.stream, stack.experts
+        copied = (experts + 1) * e
+        to.move("samples.put", stream_rows * d, (copied, copied), (copied, copied), kind="copy", launches=2)
 
 
-def modulation(to: Lister, name: str, stack: Stack, parts: int) -> None:
-    """The linear that makes so many vectors of the condition of each sample; its activation is done again for each."""
-    samples, d = to.terms.samples, stack.width
+def _take_samples(to: Lister, block: BlockKind, size: float) -> None:
+    """The samples of an expert in tensors of their own: of `size` numbers of tokens, and of what blocks read besides.
+    Their gradients are added to those of all samples."""
+    t, d = to.terms, block.stack.width
+    e, experts = t.stream, block.stack.experts
+    back = (1 + 3 * experts) * e, (1 + 2 * experts) * e
+    to.move("samples.take", size, (e, e), back, kind="copy", launches=3)
+    if block.modulated:
+        # The activation of the condition keeps it.
+        condition = t.samples * block.share * d
+        to.move("samples.condition", condition, (e, e), back, kind="copy", kept=condition * e, group="norms")
+    if block.cross:
+        c, memory = t.product, t.samples * block.share * block.cross / t.cp * block.cross_width
+        kept = 0.0 if e == 4 and c == 2 and not t.fused else memory * e  # else a cast of it is kept
+        to.move("samples.memory", memory, (e, e), back, kind="copy", kept=kept, group="inputs")
+
+
+def modulation(to: Lister, name: str, stack: Stack, parts: int, *, share: float = 1.0) -> None:
+    """The linear that makes so many vectors of the condition of each sample, of a share of the samples; its activation
+    is done again for each."""
+    samples, d = to.terms.samples * share, stack.width
     to.activate(f"{name}.activation", samples * d, "silu", (to.terms.stream, to.terms.stream))
     to.gemm(name, samples, parts * d, d, bias=True, narrow=False, group="norms")
 
@@ -140,7 +164,7 @@ def _attend(
     heads, kv_heads = max(1, block.layer.heads // t.tp), max(1, block.layer.kv // t.tp)
     a, kv = heads * f, kv_heads * f
     if cross:
-        others = max(1.0, t.samples * seen / t.cp)
+        others = max(1.0, t.samples * block.share * seen / t.cp)
         to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
         # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
         wide = block.cross_width

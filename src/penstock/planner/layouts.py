@@ -63,7 +63,7 @@ def layouts(
     ):
         # Nothing keeps scores that could be computed again.
         space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
-    per_node, experts = machine.devices_per_node, max(stack.experts for stack in stacks(model))
+    per_node, experts = machine.devices_per_node, max(stack.experts * stack.mixes for stack in stacks(model))
     degrees = itertools.product(
         space.tp or divisors(min(gpus, per_node)), space.pp or stages(model, gpus),
         space.cp or _context_degrees(model), space.ep or divisors(max(1, experts)),
@@ -133,7 +133,7 @@ def divisors(number: int) -> list[int]:
 
 def depth(model: ModelConfig) -> int:
     """Blocks of all stacks."""
-    return sum(stack.depth for stack in stacks(model))
+    return sum(len(stack.layers) for stack in stacks(model))
 
 
 def stages(model: ModelConfig, gpus: int) -> list[int]:

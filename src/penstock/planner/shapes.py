@@ -35,6 +35,11 @@ class BlockKind:
     inputs: int = 1
     """Inputs that these samples are of, each with a mask of its own."""
 
+    @property
+    def share(self) -> float:
+        """Share of the samples that it computes, of those that go through its run."""
+        return 1 / self.stack.experts if self.layer.routed else 1.0
+
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> tuple[BlockKind, ...]:

@@ -262,6 +262,14 @@ def open_teacher(
             f"recipe.teacher_attention compares runs of one name, but {quoted(recipe.teacher)} has "
             f"{', '.join(sorted(runs[0]))} and the student {', '.join(sorted(runs[1]))}; leave it out."
         )
+    graphs = model.graph, student.graph
+    if recipe.teacher_attention and any(
+        run.stack.experts_in == "block" for one in graphs for run in one.runs
+    ):
+        raise ConfigError(
+            "recipe.teacher_attention compares attention over all samples, which go through blocks of several experts "
+            "where model.experts_in is block; leave one of them out."
+        )
     if recipe.teacher_hidden or recipe.teacher_attention:
         _require_alike_tokens(model.graph, student.graph, recipe.teacher)
     if recipe.teacher_hidden:

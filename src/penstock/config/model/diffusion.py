@@ -17,8 +17,9 @@ class DiffusionConfig(Stack, ModelFamily):
     """A diffusion Transformer (Peebles & Xie, ICCV 2023, "Scalable Diffusion Models with Transformers"): from noisy
     images or latents, their times, and classes or texts, it predicts what the noise hides.
 
-    Image and patch sizes count pixels, or places of a latent. With experts the times are cut into equal ranges, one for
-    each expert, as in ERNIE-ViLG 2.0 (Feng et al., CVPR 2023, section 2.3, "mixture of denoising experts").
+    Image and patch sizes count pixels, or places of a latent. With experts, MLPs or whole blocks, the times are cut
+    into equal ranges, one for each expert, as in ERNIE-ViLG 2.0 (Feng et al., CVPR 2023, section 2.3, "mixture of
+    denoising experts").
     """
 
     family: Literal["diffusion"] = "diffusion"

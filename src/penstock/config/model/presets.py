@@ -199,8 +199,8 @@ PRESETS |= {
     # Feng et al. 2023, "ERNIE-ViLG 2.0", section 3.1: 10 experts, 24 B parameters in all, of which 1.3 B encode texts.
     # Theirs is a U-Net, whose widths and depths are not published: this is a Transformer of as many parameters.
     "ernie-vilg2-24b": DiffusionConfig(
-        width=2048, depth=24, heads=16, mlp_width=21504, classes=0, image_size=128, channels=4, patch_size=2,
-        predicts="eps", schedule="linear", experts=10, vocabulary=50000, sequence=77,
+        width=2048, depth=24, heads=16, mlp_width=8704, classes=0, image_size=128, channels=4, patch_size=2,
+        predicts="eps", schedule="linear", experts=10, experts_in="block", vocabulary=50000, sequence=77,
         text=Stack(width=2048, depth=24, heads=16, mlp_width=8192),
     ),
     # Small enough to learn the embedded digits in a few minutes: 8×8 pixels, 16 patches.

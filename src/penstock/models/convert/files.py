@@ -27,7 +27,7 @@ NO_ROWS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 def read_state_dict(path: str | Path, rows: Mapping[str, Sequence[int]] = NO_ROWS) -> dict[str, Tensor]:
     """All tensors of a safetensors file, or of a folder that holds one or an index of several, on the CPU. Of those
-    that `rows` names, these rows alone are read.
+    that `rows` names, these rows alone are read; of those without rows nothing.
 
     Raises ConfigError when there is none, CheckpointError when one is broken.
     """
@@ -37,6 +37,8 @@ def read_state_dict(path: str | Path, rows: Mapping[str, Sequence[int]] = NO_ROW
     for file, header in _headers(Path(path)).items():
         with safe_open(file, framework="pt") as opened:
             for name in header:
+                if name in rows and not rows[name]:
+                    continue
                 if name in rows:
                     part = opened.get_slice(name)
                     state[name] = torch.cat([part[row : row + 1] for row in rows[name]])

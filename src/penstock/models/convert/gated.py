@@ -1,11 +1,12 @@
 """The experts of some labels alone, of a model whose experts are given by labels: its configuration, and its weights.
 
-Where one expert of each mixture is left, the mixture becomes a perceptron with the expert's weights.
+Where one expert of each mixture is left, the mixture becomes a perceptron with the expert's weights. Where experts are
+whole blocks, the others' blocks are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from penstock.config.model import ModelConfig, with_stacks
 from penstock.config.stack import Stack
 from penstock.models import create
 from penstock.models.convert.files import read_state_dict
-from penstock.models.convert.upcycle import DENSE
+from penstock.models.convert.upcycle import DENSE, dense_layers
 from penstock.models.experts import MixtureOfExperts
 
 
@@ -32,6 +33,8 @@ def gated(config: ModelConfig, labels: Sequence[int]) -> ModelConfig:
         kept = _given(stack, labels)
         if not stack.learns_routes and len(kept) == 1 and _is_a_perceptron(stack):
             return _dense(stack)
+        every = zip(stack.unequal, stack.experts_of_blocks)
+        stack = replace(stack, unequal=tuple(layer for layer, one in every if one is None or one in kept))
         size = stack.experts // stack.router_groups if stack.learns_routes else 1
         if stack.learns_routes and len(kept) == 1:
             # A router that chooses in the only group chooses among all.
@@ -63,7 +66,7 @@ def _is_a_perceptron(stack: Stack) -> bool:
 
 def _dense(stack: Stack) -> Stack:
     """The stack with a perceptron as wide as an expert in place of each mixture."""
-    layers = tuple(replace(layer, mixture=False) for layer in stack.layers)
+    layers = dense_layers(stack)
     widths = {layer.hidden for layer in layers}
     made = replace(stack, **DENSE, mlp_width=layers[0].hidden)
     return replace(made, unequal=layers) if stack.unequal or len(widths) > 1 else made
@@ -74,11 +77,10 @@ def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict
     read. Raises as `read_state_dict`."""
     expected = create(gated(config, labels), device="meta").state_dict()
     rows: dict[str, list[int]] = {}
-    named = [
-        (name, one)
-        for name, one in create(config, device="meta").named_modules()
-        if isinstance(one, MixtureOfExperts)
-    ]
+    whole = create(config, device="meta")
+    named = [(name, one) for name, one in whole.named_modules() if isinstance(one, MixtureOfExperts)]
+    places = _places(config, labels)
+    rows |= {name: [] for name in whole.state_dict() if places.get(_block_of(name), "") is None}
     stacks = [run.stack for run in config.graph.runs for layer in run.stack.layers if layer.mixture]
     for (name, mixture), stack in zip(named, stacks, strict=True):
         if stack.router == "given":
@@ -87,10 +89,34 @@ def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict
             for part in mixture.state_dict():
                 if not part.startswith("shared."):
                     rows[f"{name}.{part}"] = kept
-    state = read_state_dict(folder, rows)
+    state = {_moved(name, places): value for name, value in read_state_dict(folder, rows).items()}
     # A perceptron has no dimension of experts, and neither a router nor counts.
     return {
         name: value[0] if name in rows and value.shape != expected[name].shape else value
         for name, value in state.items()
         if name in expected or name not in rows
     }
+
+
+def _places(config: ModelConfig, labels: Sequence[int]) -> dict[str, str | None]:
+    """The name of each block in `gated(config, labels)`, by its own; None of one that is left out."""
+    places: dict[str, str | None] = {}
+    for run in config.graph.runs:
+        stack, at, blocks = run.stack, 0, f"{run.name}.blocks."
+        kept = _given(stack, labels) if stack.experts_in == "block" else []
+        for number, expert in enumerate(stack.experts_of_blocks):
+            stays = expert is None or expert in kept
+            places[f"{blocks}{number}"] = f"{blocks}{at}" if stays else None
+            at += stays
+    return places
+
+
+def _block_of(name: str) -> str:
+    """The name of the block that a weight is in, if it is in one."""
+    return ".".join(name.split(".")[:3])
+
+
+def _moved(name: str, places: Mapping[str, str | None]) -> str:
+    """The name of a weight in `gated(config, labels)`."""
+    block = _block_of(name)
+    return f"{places.get(block) or block}{name.removeprefix(block)}"

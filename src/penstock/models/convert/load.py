@@ -167,12 +167,12 @@ def fitted(
             raise error from None  # they are no dense weights of this model either
     if upcycling is None:
         raise ConfigError(
-            "The weights are dense, but the model has mixtures of experts; pass upcycling=Upcycling() of "
-            "penstock.models.convert.upcycle to start each expert as a copy of the perceptron."
+            "The weights are dense, but the model has experts; pass upcycling=Upcycling() of "
+            "penstock.models.convert.upcycle to start each expert as a copy of the perceptron, or of the block."
         )
     require_copies(config)
     dense = {name: tensor for name, tensor in dense.items() if name not in loaded.drawn}
-    return upcycled(dense, model.state_dict(), upcycling), replace(loaded, upcycled=True)
+    return upcycled(dense, model.state_dict(), config, upcycling), replace(loaded, upcycled=True)
 
 
 def _fitted(

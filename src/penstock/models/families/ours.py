@@ -134,8 +134,8 @@ def _blocks(run: Run) -> tuple[Block, ...]:
         for layer in sizes.kinds
     }
     return tuple(
-        Block(name := f"{run.name}.blocks.{i}", placed(parts[layer], f"{name}."))
-        for i, layer in enumerate(sizes.layers)
+        Block(name := f"{run.name}.blocks.{i}", placed(parts[layer], f"{name}."), beside=bool(expert))
+        for i, (layer, expert) in enumerate(zip(sizes.layers, sizes.experts_of_blocks))
     )
 
 

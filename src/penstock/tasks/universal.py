@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,13 +23,7 @@ from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.masked_words import PrepareMasked
 from penstock.tasks.next_token import NextToken, PrepareNextToken
 from penstock.tasks.task import Prepare, plain
-from penstock.tasks.text import (
-    MOST_NATS,
-    TextBatch,
-    Tokens,
-    on_device,
-    tokenizer_of,
-)
+from penstock.tasks.text import TextBatch, Tokens, on_device, tokenizer_of
 
 if TYPE_CHECKING:
     from penstock.data.text.tokenizers import Tokenizer
@@ -159,11 +152,8 @@ class Universal(NextToken):
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         losses, counts, hits, weights = (sums[at : at + 3] for at in (0, 3, 6, 9))
         means = [loss / max(count, 1.0) for loss, count in zip(losses, counts)]
-        values = {"loss": sum(mean * weight / samples for mean, weight in zip(means, weights))}
-        if counts[0]:
-            values["perplexity"] = math.exp(min(means[0], MOST_NATS)) if math.isfinite(means[0]) else means[0]
-            if sums[12]:
-                values["bits_per_byte"] = losses[0] / math.log(2) / sums[12]
+        values = super().metrics(samples, (losses[0], counts[0], sums[12])) if counts[0] else {}
+        values["loss"] = sum(mean * weight / samples for mean, weight in zip(means, weights))
         for place, name in ((1, "masked"), (2, "order")):
             if counts[place]:
                 values[f"{name}_accuracy"] = hits[place] / counts[place]

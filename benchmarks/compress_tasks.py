@@ -12,6 +12,10 @@ A cell is a task, a seed and a part. Each first trains the task's model with thi
 Points are 100 times the share of right answers; of language models a point is 1 % of perplexity. Cells that the file
 holds are not made again, and a run that was stopped resumes from its checkpoints: the same command goes on. Points do
 not depend on what else the machine does; the latencies of `recipe` do, so each has the load average beside it.
+
+Two tasks need packages that `real_texts.py` says how to get; name their unpacked folders:
+
+    export PENSTOCK_SENTENCES=vaderSentiment-3.3.2 PENSTOCK_MAILS=package
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from penstock.config.load import from_dict, read_file
 from penstock.config.run import RunConfig
 from penstock.report.record import environment
 from quantise import measured
+from real_texts import READERS, write_tables
 from text_jobs import run
 
 
@@ -41,7 +46,7 @@ class Case:
     """One task."""
 
     train: str
-    """Command that trains the model; a seed and an output are added."""
+    """Command that trains the model, with TEXTS for the folder of its tables; a seed and an output are added."""
     bound: float
     """Most points that int8 is to lose on average."""
     student: str = ""
@@ -50,6 +55,12 @@ class Case:
     """Options of `penstock compress`; none: the whole recipe is left out."""
 
 
+_TUNED = (
+    "penstock train bert-base --from MINILM --task sentences --data pairs:TEXTS --data.group_by_length true "
+    "--model.sequence 64 --recipe.lr 2e-4 "
+    "--recipe.freeze tokens,types,encoder.places,encoder.embedding_norm,encoder.blocks.[0-3]"
+)
+"""Trains the last two of six blocks, and the head."""
 _WHOLE = "--target 3x --quantise int8 --quantise.speed true --quantise.drop 0.5"
 TASKS = {
     "vit-digits": Case(
@@ -68,6 +79,8 @@ TASKS = {
         "penstock train bert-base --from MINILM --task pairs --data numbers:en", 0.2,
         recipe=f"{_WHOLE} --distil.epochs 3",
     ),
+    "sentences": Case(f"{_TUNED} --recipe.steps 100", 0.5),
+    "mails": Case(f"{_TUNED} --recipe.steps 60", 0.5),
 }  # fmt: skip
 Row = dict[str, Any]
 
@@ -113,6 +126,23 @@ def recipe(task: str, original: Path, seed: int) -> Row:
     }  # fmt: skip
 
 
+def command_of(task: str, runs: Path) -> str:
+    """Command that trains a task's model. Tables of real texts are written first, from the package that a variable of
+    the environment names.
+
+    Raises SystemExit where that is not set, or is not the folder of this package.
+    """
+    folder = runs / "texts" / task
+    if task in READERS and not (folder / "val.tsv").exists():
+        variable = f"PENSTOCK_{task.upper()}"
+        if not os.environ.get(variable):
+            raise SystemExit(
+                f"Set {variable} to the folder of an unpacked package, by `{READERS[task].command}`."
+            )
+        write_tables(task, Path(os.environ[variable]), folder)
+    return TASKS[task].train.replace("TEXTS", shlex.quote(str(folder)))
+
+
 PARTS: dict[str, Callable[[str, Path, int], Row]] = {"int8": int8, "student": student, "recipe": recipe}
 
 
@@ -152,14 +182,15 @@ def main() -> None:
     stored = options.output is not None and options.output.exists()
     cells: list[Row] = json.loads(options.output.read_text())["cells"] if stored else []
     known = {(cell["task"], cell["part"], cell["seed"]) for cell in cells}
+    commands = {task: command_of(task, options.runs) for task in options.task or TASKS}
     for part in options.part or PARTS:
-        for task in options.task or TASKS:
+        for task in commands:
             for seed in range(options.seeds):
                 needs = {"int8": True, "student": TASKS[task].student, "recipe": TASKS[task].recipe}
                 if (task, part, seed) in known or not needs[part]:
                     continue
                 original = options.runs / f"{task}-{seed}"
-                trained(TASKS[task].train, original, seed)
+                trained(commands[task], original, seed)
                 row = {"task": task, "part": part, "seed": seed, **PARTS[part](task, original, seed)}
                 cells.append(row)
                 print(json.dumps(row), flush=True)

@@ -3,10 +3,11 @@
     export OMP_NUM_THREADS=1
     python benchmarks/compress_tasks.py --runs runs/tasks --output benchmarks/results/compress_tasks_cpu.json
 
-A cell is a task, a seed and a part. Each first trains the task's model with this seed (`TASKS`).
+A cell is a task, a seed and a part. Each first trains the task's model with this seed (`TASKS`), students that of seed
+0, which teaches all of them.
 
     int8      the same model after `penstock compress --quantise int8`
-    student   a smaller model that learns from it, and its twin that learns from the data alone, both in as many steps
+    student   a smaller model that learns from it, and its twin that learns from the data alone, both in as few steps
     recipe    the model pruned to a third of its latency, taught by the original, and in int8 where that is faster
 
 Points are 100 times the share of right answers; of language models a point is 1 % of perplexity. Cells that the file
@@ -50,7 +51,9 @@ class Case:
     bound: float
     """Most points that int8 is to lose on average."""
     student: str = ""
-    """Options that make the model of `train` smaller; none: no student is trained."""
+    """Command that trains a smaller model in fewer steps; none: no student is trained."""
+    taught: str = ""
+    """Options of the student with a teacher, beside the teacher's name."""
     recipe: str = ""
     """Options of `penstock compress`; none: the whole recipe is left out."""
 
@@ -61,18 +64,23 @@ _TUNED = (
     "--recipe.freeze tokens,types,encoder.places,encoder.embedding_norm,encoder.blocks.[0-3]"
 )
 """Trains the last two of six blocks, and the head."""
+_TAUGHT = "--recipe.teacher_weight 0.9 --recipe.teacher_hidden 1"
 _WHOLE = "--target 3x --quantise int8 --quantise.speed true --quantise.drop 0.5"
 TASKS = {
     "vit-digits": Case(
-        "penstock train vit-digits --recipe.epochs 20", 0.3, "--model.depth 2 --model.mlp_width 96",
+        "penstock train vit-digits --recipe.epochs 20", 0.3,
+        "penstock train vit-digits --recipe.epochs 8 --model.depth 2 --model.mlp_width 96", _TAUGHT,
         f"{_WHOLE} --distil.epochs 40",
     ),
     "gpt-tiny": Case(
-        "penstock train gpt-tiny", 1.0, "--model.depth 1 --model.mlp_width 128", f"{_WHOLE} --distil.steps 340"
+        "penstock train gpt-tiny", 1.0,
+        "penstock train gpt-tiny --recipe.steps 120 --model.depth 1 --model.mlp_width 128", _TAUGHT,
+        f"{_WHOLE} --distil.steps 340",
     ),
     "marian-tiny": Case(
         "penstock train marian-tiny", 0.1,
-        "--model.encoder.depth 1 --model.decoder.depth 1 --model.encoder.mlp_width 64 --model.decoder.mlp_width 64",
+        "penstock train marian-tiny --recipe.steps 450 --model.encoder.depth 1 --model.decoder.depth 1 "
+        "--model.encoder.mlp_width 64 --model.decoder.mlp_width 64", _TAUGHT,
         f"{_WHOLE} --distil.steps 900",
     ),
     "minilm": Case(
@@ -101,10 +109,10 @@ def int8(task: str, original: Path, seed: int) -> Row:
 
 def student(task: str, original: Path, seed: int) -> Row:
     """Points of a student and of its twin without a teacher."""
-    command = f"{TASKS[task].train} {TASKS[task].student}"
-    place = original.with_name(f"{original.name}-student")
-    taught = trained(f"{command} --recipe.teacher {original}", place, seed)
-    alone = trained(command, original.with_name(f"{original.name}-twin"), seed)
+    case, runs = TASKS[task], original.parent
+    teacher = f"--recipe.teacher {shlex.quote(str(original))}"
+    taught = trained(f"{case.student} {teacher} {case.taught}", runs / f"{task}-{seed}-student", seed)
+    alone = trained(case.student, runs / f"{task}-{seed}-twin", seed)
     return {"student": taught, "twin": alone, "gained": taught - alone}
 
 
@@ -189,8 +197,9 @@ def main() -> None:
                 needs = {"int8": True, "student": TASKS[task].student, "recipe": TASKS[task].recipe}
                 if (task, part, seed) in known or not needs[part]:
                     continue
-                original = options.runs / f"{task}-{seed}"
-                trained(commands[task], original, seed)
+                of_seed = 0 if part == "student" else seed
+                original = options.runs / f"{task}-{of_seed}"
+                trained(commands[task], original, of_seed)
                 row = {"task": task, "part": part, "seed": seed, **PARTS[part](task, original, seed)}
                 cells.append(row)
                 print(json.dumps(row), flush=True)

@@ -171,3 +171,6 @@ def test_the_least_work_of_generation_reads_weights_for_each_token() -> None:
     assert not any("backward" in row for row in least)
     longer = least_of_generation(model, TOY, replace(serving, generated=9))
     assert longer["attention, forward"].flops > least["attention, forward"].flops
+    trained = replace(model, dropout=0.1, attention_dropout=0.1, mlp_dropout=0.1)
+    assert least_of_generation(trained, TOY, serving) == least, "nothing is dropped out in generation"
+    assert predict_inference(trained, TOY, serving) == predicted

@@ -304,7 +304,10 @@ class Lister:
         torchs: bool = False, scores: bool = False,
     ) -> None:  # fmt: skip
         """Dropout of `size` numbers of `each` bytes, of which it keeps `kept` and a mask: bytes, but of torch's own
-        dropout on a CPU (`torchs`) numbers. One that is `merged` with what reads its result writes the mask alone."""
+        dropout on a CPU (`torchs`) numbers. One that is `merged` with what reads its result writes the mask alone.
+        Models that are served drop nothing."""
+        if self.terms.serving:
+            return
         torchs = torchs and self.terms.host
         mask = each if torchs else 1.0
         self.move(

@@ -64,12 +64,13 @@ _TUNED = (
     "--recipe.freeze tokens,types,encoder.places,encoder.embedding_norm,encoder.blocks.[0-3]"
 )
 """Trains the last two of six blocks, and the head."""
-_TAUGHT = "--recipe.teacher_weight 0.9 --recipe.teacher_hidden 1"
+_TAUGHT = "--recipe.temperature 1 --recipe.teacher_attention 1"
 _WHOLE = "--target 3x --quantise int8 --quantise.speed true --quantise.drop 0.5"
 TASKS = {
     "vit-digits": Case(
         "penstock train vit-digits --recipe.epochs 20", 0.3,
-        "penstock train vit-digits --recipe.epochs 8 --model.depth 2 --model.mlp_width 96", _TAUGHT,
+        "penstock train vit-digits --recipe.epochs 8 --model.depth 2 --model.mlp_width 96",
+        "--recipe.teacher_weight 0.9 --recipe.teacher_hidden 1",
         f"{_WHOLE} --distil.epochs 40",
     ),
     "gpt-tiny": Case(

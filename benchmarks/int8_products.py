@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.products.int8 import integer_product, rounded, scale_sums
-from penstock.products.integers import Int8
+from penstock.products.integers import Int8, Int8Weights
 from penstock.products.stored import Bf16, OneDnn
 from penstock.report.record import environment
 
@@ -124,25 +124,10 @@ def beside(m: int, k: int, n: int) -> Ways:
     return {**calls, **compiled}
 
 
-class Laid(Int8):
-    """Int8 that rounds rows itself, and multiplies unsigned bytes with scales in the product's end."""
+class InSteps(Int8):
+    """Int8 by torch's fused operation, with the rounding of rows, scales and bias around it."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        numbers, scales = rounded(linear.weight.detach())
-        self.laid_out = torch.ops.onednn.qlinear_prepack(numbers, None)
-        self.scales = scales.flatten().contiguous()
-
-    def kernel(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-            x, 1.0, 128, self.laid_out, self.scales, None, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return made
-
-    def product(self, x: Tensor) -> Tensor:
-        numbers, sizes = rounded(x)
-        y = self.called(numbers.view(torch.uint8).bitwise_xor(128))
-        return torch.addcmul(self.bias, y, sizes)
+    one_pass = False
 
 
 def inference(m: int, k: int, n: int) -> Ways:
@@ -152,7 +137,8 @@ def inference(m: int, k: int, n: int) -> Ways:
         "fp32": OneDnn(linear),
         "bf16": Bf16(linear),
         "int8": Int8(linear),
-        "int8, own rounding": Laid(linear),
+        "int8, in steps": InSteps(linear),
+        "int8 weights": Int8Weights(linear),
     }
     return {name: lambda form=form: form(x) for name, form in forms.items()}
 
@@ -163,14 +149,18 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--inference", action="store_true", help="linear layers in inference alone")
+    parser.add_argument("--output", type=Path, help="what is in it and is not measured now stays")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
+    stored = given.output is not None and given.output.exists()
+    results: dict[str, Any] = json.loads(given.output.read_text())["results"] if stored else {}
     for name in given.shapes:
         sizes = SHAPES[name]
-        found = {part: race(ways, given.rounds) for part, ways in products(*sizes).items()}
-        found["beside"] = race(beside(*sizes), given.rounds)
+        found = results[name]["milliseconds"] if name in results else {}
+        if not given.inference:
+            found |= {part: race(ways, given.rounds) for part, ways in products(*sizes).items()}
+            found["beside"] = race(beside(*sizes), given.rounds)
         for rows in (1, 128, sizes[0]):
             with torch.inference_mode():
                 found[f"inference, {rows} rows"] = race(inference(rows, *sizes[1:]), given.rounds)

@@ -10,9 +10,20 @@ from torch import nn
 
 from helpers.cpus import pretend
 from penstock.cpu import this_cpu
+from penstock.kernels.native_integers import multiplies_integers
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import RoundedWeight, round_groups, round_rows
 from penstock.products.rounded import RoundedInt8, in_8_bits, stored_form
+
+KINDS = pytest.mark.parametrize("kind", ["here", "without our kernel", "avx2"])
+
+
+def be(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply as on this machine, as where our kernel cannot be compiled, or as on a CPU of another kind."""
+    if kind == "without our kernel":
+        monkeypatch.setattr("penstock.products.rounded.multiplies_integers", lambda: False)
+    elif kind != "here":
+        pretend(monkeypatch, kind)
 
 
 def layer(numbers: torch.Tensor, scale: float | None, *, bias: bool = False) -> RoundedInt8:
@@ -21,10 +32,9 @@ def layer(numbers: torch.Tensor, scale: float | None, *, bias: bool = False) -> 
     return RoundedInt8(linear, RoundedWeight(numbers, torch.ones(len(numbers), 1), None, one))
 
 
-@pytest.mark.parametrize("kind", ["here", "avx2"])
+@KINDS
 def test_sums_are_those_of_whole_numbers_also_at_the_ends(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind != "here":
-        pretend(monkeypatch, kind)
+    be(kind, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     for rows, inputs, outputs in ((1, 384, 40), (5, 64, 48), (3, 3072, 17)):
         shapes = (rows, inputs), (outputs, inputs)
@@ -32,20 +42,20 @@ def test_sums_are_those_of_whole_numbers_also_at_the_ends(kind: str, monkeypatch
         ends = [torch.full(shape, 127, dtype=torch.int8) for shape in shapes]
         for x, numbers in (drawn, ends, (ends[0], -ends[1]), (-ends[0], ends[1])):
             made = layer(numbers, 1.0)
-            assert (made.packed is None) == (not this_cpu().vnni)
+            assert (made.fused is not None) == (kind == "here" and multiplies_integers())
+            assert (made.packed is None and made.fused is None) == (not this_cpu().vnni)
             expected = x.long() @ numbers.long().t()
             # Above 2²⁴ a sum is rounded once, when it becomes fp32.
             assert torch.equal(made(x.float()), expected.float())
             assert torch.equal(made.sums(x), expected.float())
 
 
-@pytest.mark.parametrize("kind", ["here", "avx2"])
+@KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_multiplies_alike_whatever_is_beside_it(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind != "here":
-        pretend(monkeypatch, kind)
+    be(kind, monkeypatch)
     torch.manual_seed(0)
     linear = nn.Linear(64, 48).requires_grad_(False).to(dtype)
     x = torch.randn(6, 64).to(dtype)

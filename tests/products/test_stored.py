@@ -18,12 +18,13 @@ from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.infer.generator import Generator
+from penstock.kernels.native_integers import widens_integers
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.models.rounded import round_rows
 from penstock.products.convert import STORED, _stored, store_linears
 from penstock.products.eight_bits import Fp8
-from penstock.products.integers import Int8, Int8Twice
+from penstock.products.integers import Int8, Int8Twice, Int8Weights
 from penstock.products.stored import Stored, StoredExperts
 
 ERROR = {"packed": 1e-6, "int8": 0.02, "int8_weights": 0.02, "int4": 0.12, "fp8": 0.05}
@@ -122,13 +123,15 @@ def test_experts_are_stored_each_by_itself(weights: Weights) -> None:
     torch.testing.assert_close(compiled(tokens), found)
 
 
-@pytest.mark.parametrize("kind", ["here", "avx2"])
+@pytest.mark.parametrize("kind", ["here", "without our kernel", "avx2"])
 @pytest.mark.parametrize("form", [Int8, Int8Twice])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_row_in_int8_changes_another(
     form: type[Int8], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind != "here":
+    if kind == "without our kernel":
+        monkeypatch.setattr("penstock.products.integers.multiplies_integers", lambda: False)
+    elif kind != "here":
         pretend(monkeypatch, kind)
     torch.manual_seed(0)
     linear = nn.Linear(64, 48).to(dtype).requires_grad_(False)
@@ -148,7 +151,29 @@ def test_no_row_in_int8_changes_another(
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_row_with_weights_in_int8_changes_with_how_many_there_are(
+    ours: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ours:
+        monkeypatch.setattr("penstock.products.integers.widens_integers", lambda: False)
+    torch.manual_seed(0)
+    linear = nn.Linear(72, 80).to(dtype).requires_grad_(False)
+    made, x = (
+        Int8Weights(linear),
+        torch.randn(300, 72).to(dtype),
+    )  # no multiple of the inputs that torch's kernel takes
+    assert made.widens == (ours and widens_integers())
+    whole, expected = made(x), linear(x).float()
+    assert float((whole.float() - expected).std() / expected.std()) < ERROR["int8_weights"]
+    for count in (1, 2, 6, 7, 15, 16, 17, 48, 299):
+        assert torch.equal(made(x[:count]), whole[:count])
+        assert torch.equal(made(x[-count:]), whole[-count:])
+
+
 def test_int8_is_refused_where_torch_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.products.integers.multiplies_integers", lambda: False)
     monkeypatch.setattr("penstock.products.integers._ENGINES", ())
     with pytest.raises(EnvironmentProblem, match="use weights=int8_weights, or weights=plain"):
         store_linears(tiny("gpt", dtype=torch.float32), "int8")

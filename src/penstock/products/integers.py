@@ -11,16 +11,21 @@ from torch.nn import functional as F
 from penstock.config.formats import FORMATS
 from penstock.cpu import this_cpu
 from penstock.errors import EnvironmentProblem
+from penstock.kernels.native_integers import (
+    PAIRS,
+    PackedInt8,
+    in_panels,
+    multiplies_integers,
+    widened_product,
+    widens_integers,
+)
 from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
 from penstock.products.stored import Stored
 
 _GROUP = FORMATS["int4"].group
 """Inputs that share a scale in `int4`."""
-_FEW = 16
-"""Rows of inputs up to which products with `int8_weights` read them as they are."""
-
-_BEYOND = 64
-"""Bytes of memory behind weights in int8."""
+_BEYOND, _MULTIPLE = 64, 16
+"""Bytes of memory behind weights in int8, and a multiple of their inputs, that torch's products of bf16 need."""
 _ENGINES = ("x86", "fbgemm")
 """torch's quantised engines that have `fused_product`."""
 _LEAST = 1e-12
@@ -59,21 +64,30 @@ class Int8(Stored):
 
         y[n] = s · scale[n] · Σ_k q[k] · numbers[n, k] + middle · Σ_k weight[n, k] + bias[n]
 
-    with the rounded weights. Of inputs of nearly one sign, as activations give them, all levels are used.
+    with the rounded weights. Of inputs of nearly one sign, as activations give them, all levels are used. One kernel
+    does all of this where there is one (`penstock.kernels.native_integers`).
     """
 
     wide = True
+    one_pass = True
+    """Whether each input is rounded once, as that kernel does."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         rounded = round_rows(linear.weight)
-        self.packed = packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
-        self.sums = rounded.numbers.sum(1) * rounded.scales[:, 0]
         self.bias = None if self.bias is None else self.bias.float()
         # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
         self.most = MOST if this_cpu().vnni else MOST // 2
+        self.fused: PackedInt8 | None = None
+        if self.one_pass and multiplies_integers():
+            self.fused, self.wide = PackedInt8(rounded.numbers, rounded.scales[:, 0], self.bias), False
+            return
+        self.packed = packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
+        self.sums = rounded.numbers.sum(1) * rounded.scales[:, 0]
 
     def product(self, x: Tensor) -> Tensor:
+        if self.fused is not None:
+            return self.called(x)
         wide = x.float()
         low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
         middle, scale = (low + high) / 2, ((high - low) / (2 * self.most)).clamp(min=_LEAST)
@@ -86,11 +100,15 @@ class Int8(Stored):
         return self.called(x)
 
     def kernel(self, x: Tensor) -> Tensor:
+        if self.fused is not None:
+            return self.fused.product(x, "range")
         return fused_product(x, 1.0, self.most + 1, self.packed)
 
 
 class Int8Twice(Int8):
     """The same with inputs in twice 8 bits."""
+
+    one_pass = False
 
     def multiplied(self, x: Tensor) -> Tensor:
         """See `Int8`. What the first rounding leaves, from −½ to ½, is rounded once more."""
@@ -99,24 +117,30 @@ class Int8Twice(Int8):
 
 
 class Int8Weights(Stored):
-    """Weights in int8, products in bf16."""
+    """Weights in int8, products in bf16, by one kernel for any number of rows, so that no row changes another: our own
+    where there is one (`penstock.kernels.native_integers`), else torch's."""
 
     def __init__(self, linear: nn.Linear, rounded: RoundedWeight | None = None) -> None:
         super().__init__(linear)
         rounded = round_rows(linear.weight) if rounded is None else rounded
-        # The kernel reads beyond the last number, where a file that is mapped ends.
-        numbers = F.pad(rounded.numbers.flatten(), (0, _BEYOND))
-        self.weight = numbers[: rounded.numbers.numel()].view_as(rounded.numbers)
-        self.scales = rounded.scales[:, 0].to(torch.bfloat16)
+        self.widens, self.scales = widens_integers(), rounded.scales[:, 0].contiguous()
+        if self.widens:
+            self.weight = in_panels(rounded.numbers, PAIRS)
+            self.bias = None if self.bias is None else self.bias.float()
+            return
+        numbers = F.pad(rounded.numbers, (0, -self.in_features % _MULTIPLE))
+        self.weight = F.pad(numbers.flatten(), (0, _BEYOND))[: numbers.numel()].view_as(numbers)
+        self.scales = self.scales.to(torch.bfloat16)
 
     def product(self, x: Tensor) -> Tensor:
-        half = x.to(torch.bfloat16)
-        if len(x) <= _FEW:
-            product = torch._weight_int8pack_mm(half, self.weight, self.scales).to(x.dtype)
-        else:
-            weight = self.weight.to(torch.bfloat16) * self.scales[:, None]
-            product = F.linear(half, weight).to(x.dtype)
+        if self.widens:
+            return self.called(x)
+        half = F.pad(x.to(torch.bfloat16), (0, -self.in_features % _MULTIPLE)).contiguous()
+        product = torch._weight_int8pack_mm(half, self.weight, self.scales).to(x.dtype)
         return product if self.bias is None else product + self.bias
+
+    def kernel(self, x: Tensor) -> Tensor:
+        return widened_product(x, self.weight, self.scales, self.bias)
 
 
 class Int4(Stored):

@@ -5,10 +5,9 @@ Inputs x (M, K) become q = clamp(round(x / s)) of 8 bits, from −128 to 127, wh
 
     y[m, n] = s[m] · scale[n] · Σ_k q[m, k] · numbers[n, k] + bias[n]
 
-With VNNI torch's fused operation rounds, multiplies and scales in one kernel: of 768 × 3,072 weights and 128 rows on
-one core of an AMD EPYC it takes 1.8 ms, and 2.8 with a scale for each row; packed bf16 takes 7.0, packed fp32 9.8.
-Without VNNI its pairs of products overflow 16 bits, so numbers are multiplied in fp32, in parts whose sums are exact
-there, which gains no time.
+With VNNI one kernel rounds, multiplies and scales: our own (`penstock.kernels.native_integers`), or without a compiler
+torch's. Without VNNI pairs of products overflow 16 bits in torch's, so numbers are multiplied in fp32, in parts whose
+sums are exact there, which gains no time.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 from penstock.config.quantise import StoredFormat
 from penstock.cpu import this_cpu
 from penstock.errors import CheckpointError, ConfigError
+from penstock.kernels.native_integers import PackedInt8, multiplies_integers
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import MOST, RoundedWeight
 from penstock.products.convert import device_problem
@@ -45,30 +45,45 @@ class RoundedInt8(Stored):
         self.static = None if rounded.input_scale is None else float(rounded.input_scale)
         self.scales = rounded.scales[:, 0].contiguous()
         self.bias = None if self.bias is None else self.bias.float()
+        self.fused: PackedInt8 | None = None
         self.packed = None  # where the fused product's sums are not exact
-        if this_cpu().vnni:
+        if multiplies_integers():
+            self.fused = PackedInt8(rounded.numbers, self.scales, self.bias)
+            self.wide = False
+        elif this_cpu().vnni:
             self.packed = packed_numbers(rounded.numbers, self.scales, self.bias if self.static else None)
-        self._numbers = rounded.numbers.clone() if self.packed is None else None
+        self._numbers = rounded.numbers.clone() if self.fused is None and self.packed is None else None
 
     @property
     def numbers(self) -> Tensor:
         """The weight's numbers, int8 (N, K)."""
         if self._numbers is not None:
             return self._numbers
+        if self.fused is not None:
+            return self.fused.numbers
         weight: Tensor = torch.ops.quantized.linear_unpack(self.packed)[0]
         return weight.int_repr()
 
     def product(self, x: Tensor) -> Tensor:
+        if self.fused is not None:
+            return self.called(x)
         if self.static is not None:
             return self.called(x.float()).to(x.dtype)
-        sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=_LEAST)
-        sizes = sizes if self.whole_rows is None else self.whole_rows(sizes)
+        sizes = self._sizes(x)
         product = self.called(x.float() * (MOST / sizes))
         sizes = sizes / MOST
         product = product * sizes if self.bias is None else torch.addcmul(self.bias, product, sizes)
         return product.to(x.dtype)
 
+    def _sizes(self, x: Tensor) -> Tensor:
+        """The largest magnitude of each whole row, fp32 (M, 1)."""
+        sizes = x.abs().amax(-1, keepdim=True).float().clamp(min=_LEAST)
+        return sizes if self.whole_rows is None else self.whole_rows(sizes)
+
     def kernel(self, x: Tensor) -> Tensor:
+        if self.fused is not None:
+            by_row = "size" if self.whole_rows is None else self._sizes(x)
+            return self.fused.product(x, by_row if self.static is None else self.static)
         scale = 1.0 if self.static is None else self.static
         if self.packed is not None:
             return fused_product(x, scale, 128, self.packed)
@@ -129,6 +144,9 @@ def stored_tensors(model: nn.Module) -> list[Tensor]:
     """The tensors of a model's layers that store their weights in another form, which no state dict has."""
     layers = [module for module in model.modules() if isinstance(module, Stored)]
     tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return tensors + [
-        layer.numbers for layer in layers if isinstance(layer, RoundedInt8) and layer.packed is not None
-    ]
+    for layer in layers:
+        if fused := getattr(layer, "fused", None):
+            tensors += [fused.panels, fused.zeros, fused.sums]
+        elif isinstance(layer, RoundedInt8) and layer.packed is not None:
+            tensors.append(layer.numbers)
+    return tensors

@@ -31,7 +31,7 @@ from penstock.cpu import this_cpu
 __all__ = ["TYPES", "address", "direct", "direct_function", "library", "read_number", "sizes", "threads_for"]
 
 _log = logging.getLogger(__name__)
-Kernels = Literal["fused", "losses", "dropout", "attention", "grouped", "adamw"]
+Kernels = Literal["fused", "losses", "dropout", "attention", "grouped", "adamw", "integers"]
 """Source files, one library each."""
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
@@ -46,9 +46,10 @@ _OWN_FLAGS: dict[Kernels, tuple[str, ...]] = {
     "attention": ("-mavx512bf16",),
     "grouped": ("-mavx512bf16",),
     "adamw": ("-ffp-contract=off",),
+    "integers": ("-mavx512vnni", "-mavx512bf16", "-ffp-contract=off"),
 }
-"""Flags of one file: attention and grouped products multiply pairs of bf16 numbers, and AdamW rounds every operation by
-itself."""
+"""Flags of one file: attention and grouped products multiply pairs of bf16 numbers, AdamW rounds every operation by
+itself, and so do products of whole numbers."""
 _LONGEST_BUILD = 300
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Codes of the types that the kernels read and write."""

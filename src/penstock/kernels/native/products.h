@@ -28,6 +28,7 @@ inline void put_lanes(float* to, __mmask16 lanes, V sums) {
 struct Singles {
   using Element = float;
   using Word = float;
+  using Stored = Word;  // the words on the right as they lie in memory
   static constexpr i64 EACH = 1;  // elements of a word
   static V broadcast(const Word* at) { return _mm512_set1_ps(*at); }
   static V read(const Word* at) { return _mm512_loadu_ps(at); }
@@ -47,6 +48,7 @@ inline void put_lanes(u16* to, __mmask16 lanes, V sums) {
 struct Pairs {
   using Element = u16;
   using Word = u32;
+  using Stored = Word;
   static constexpr i64 EACH = 2;
   static V broadcast(const Word* at) {
     int word;
@@ -79,7 +81,7 @@ struct Right {
 // out (R x 16 W lanes) = base, if there is one, + the sum over depth words of left[r][p] right[p][lane]. `lanes` are
 // those of the last vector that are written.
 template <class Kind, int R, int W, class Out>
-inline void tile(i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Word> right, const float* base,
+inline void tile(i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Stored> right, const float* base,
                  i64 base_row, Out* out, i64 out_row, __mmask16 lanes) {
   V sums[R][W];
   for (int r = 0; r < R; ++r)
@@ -102,7 +104,7 @@ inline void tile(i64 depth, Left<typename Kind::Word> left, Right<typename Kind:
 }
 
 template <class Kind, int R, int W, class Out>
-inline void last_rows(i64 rows, i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Word> right,
+inline void last_rows(i64 rows, i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Stored> right,
                       const float* base, i64 base_row, Out* out, i64 out_row, __mmask16 lanes) {
   if constexpr (R > 0) {
     if (rows == R)
@@ -113,7 +115,7 @@ inline void last_rows(i64 rows, i64 depth, Left<typename Kind::Word> left, Right
 }
 
 template <class Kind, int W, class Out>
-void stripe(i64 rows, i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Word> right, const float* base,
+void stripe(i64 rows, i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Stored> right, const float* base,
             i64 base_row, Out* out, i64 out_row, __mmask16 lanes) {
   for (; rows >= 6; rows -= 6) {
     tile<Kind, 6, W>(depth, left, right, base, base_row, out, out_row, lanes);
@@ -126,12 +128,12 @@ void stripe(i64 rows, i64 depth, Left<typename Kind::Word> left, Right<typename 
 
 // The same of any number of rows and columns. Right words are there for whole vectors of lanes.
 template <class Kind, class Out>
-void product(i64 rows, i64 columns, i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Word> right,
+void product(i64 rows, i64 columns, i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Stored> right,
              const float* base, i64 base_row, Out* out, i64 out_row) {
   for (i64 first = 0; first < columns; first += PANEL) {
     i64 vectors = std::min<i64>(4, (columns - first + LANES - 1) / LANES);
     __mmask16 lanes = first_lanes(columns - first - (vectors - 1) * LANES);
-    Right<typename Kind::Word> panel{right.data + first, right.step};
+    Right<typename Kind::Stored> panel{right.data + first, right.step};
     const float* from = base ? base + first : base;
     Out* to = out + first;
     switch (vectors) {

@@ -1,0 +1,107 @@
+"""Products with weights in int8, in C++ on CPUs with AVX512-VNNI: rounding, product, scales and bias in one pass.
+
+The kernels and their formulas are in `native/integers.cpp`; the references are what `penstock.products` computes
+without them. A row's result depends neither on the other rows, nor on how many there are, nor on the number of threads.
+
+Shapes: M rows, K inputs, N outputs; weights in ⌈N / 64⌉ panels, (panels, ⌈K / each⌉, 64, each).
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int64
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.cpu import this_cpu
+from penstock.kernels.native import TYPES, address, library, threads_for
+
+_PANEL = 64
+_PRODUCTS_PER_ELEMENT = 256
+"""As many products of two numbers take as long as a pass over one element."""
+_GIVEN, _BY_SIZE, _BY_RANGE = range(3)
+"""How rows are rounded, as the kernel numbers it."""
+QUADS, PAIRS = 4, 2
+"""Inputs of an output that lie side by side: of products in int8, and of those in bf16."""
+
+
+def multiplies_integers() -> bool:
+    """Whether the kernel of products in int8 is there. Compiles it where nobody has."""
+    cpu = this_cpu()
+    return cpu.isa == "AVX512" and cpu.vnni and library("integers") is not None
+
+
+def widens_integers() -> bool:
+    """Whether the kernel of products in bf16 is there. Compiles it where nobody has."""
+    return this_cpu().bf16_pairs and this_cpu().vnni and library("integers") is not None
+
+
+def in_panels(numbers: Tensor, each: int) -> Tensor:
+    """int8 numbers (N, K) in panels, with zeros past the last input and output."""
+    outputs, inputs = numbers.shape
+    padded = F.pad(numbers, (0, -inputs % each, 0, -outputs % _PANEL))
+    return padded.view(-1, _PANEL, padded.shape[1] // each, each).transpose(1, 2).contiguous()
+
+
+def out_of_panels(panels: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The numbers (N, K) of `in_panels`."""
+    rows = panels.transpose(1, 2).reshape(-1, panels.shape[1] * panels.shape[3])
+    return rows[:outputs, :inputs].contiguous()
+
+
+class PackedInt8:
+    """A weight in int8 as the kernel of products in int8 reads it."""
+
+    def __init__(self, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        """numbers: int8 (N, K) from −127 to 127; scales, bias: fp32 (N,)."""
+        self.shape = numbers.shape
+        self.panels, self.scales, self.bias = in_panels(numbers, QUADS), scales.float().contiguous(), bias
+        sums = numbers.sum(1)
+        self.zeros, self.sums = (128 * sums).to(torch.int32), sums * self.scales
+
+    @property
+    def numbers(self) -> Tensor:
+        """The weight's numbers, int8 (N, K)."""
+        return out_of_panels(self.panels, *self.shape)
+
+    def product(self, x: Tensor, scale: float | Tensor | Literal["size", "range"]) -> Tensor:
+        """Rows (M, K), rounded to 8 bits and multiplied by the weight: (M, N) in their type.
+
+        They are rounded by one scale, by each row's largest magnitude, which may be given, fp32 (M, 1), or by its
+        range.
+        """
+        rows, (outputs, inputs) = _readable(x), self.shape
+        y = rows.new_empty(len(rows), outputs)
+        given = scale if isinstance(scale, float) else 0.0
+        sizes = scale.contiguous() if isinstance(scale, Tensor) else None
+        scales = self.scales * given if given else self.scales
+        kernels = library("integers")
+        assert kernels is not None
+        kernels.penstock_int8_product(
+            TYPES[rows.dtype], (c_int64 * 3)(len(rows), inputs, outputs), address(rows),
+            _GIVEN if given else _BY_RANGE if scale == "range" else _BY_SIZE, c_float(1.0 / given if given else 0.0),
+            address(sizes), address(self.panels), address(self.zeros), address(scales), address(self.sums),
+            address(self.bias), address(y), threads_for(y.numel() * inputs // _PRODUCTS_PER_ELEMENT),
+        )  # fmt: skip
+        return y.to(x.dtype)
+
+
+def widened_product(x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows (M, K), rounded to bf16, times int8 numbers in panels of `PAIRS`, with a scale and a bias for each output,
+    fp32 (N,): (M, N) in the type of x."""
+    rows = _readable(x)
+    y = rows.new_empty(len(rows), len(scales))
+    kernels = library("integers")
+    assert kernels is not None
+    kernels.penstock_widened_product(
+        TYPES[rows.dtype], (c_int64 * 3)(*rows.shape, len(scales)), address(rows), address(panels), address(scales),
+        address(bias), address(y), threads_for(y.numel() * rows.shape[1] // _PRODUCTS_PER_ELEMENT),
+    )  # fmt: skip
+    return y.to(x.dtype)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Rows side by side in a type that the kernels read."""
+    return (x if x.dtype in TYPES else x.float()).contiguous()

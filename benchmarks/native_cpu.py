@@ -4,9 +4,10 @@
 
 Each cell is a model and a batch of 512 or 4,096 tokens, under the Plan that `step_parts.py` profiles: with torch's
 operators, with attention of `native` where the CPU multiplies bf16 in AVX-512, with the fused operators, and with both.
-Rounds are interleaved in one process; a round is one step of each. Beside each gain stand its interval, of 95 % by the
-rounds' ratios, and what the planner predicts; beside a cell, how many times as fast a step would be that were nothing
-but products at their best rate. The last line is the geometric mean of the cells' best. Cells of other machines in the
+Rounds are interleaved in one process; a round is one step of each. Times of one thread (OMP_NUM_THREADS=1) are of the
+processor, so that other work on the machine counts little. Beside each gain stand its interval, of 95 % by the rounds'
+ratios, and what the planner predicts; beside a cell, how many times as fast a step would be that were nothing but
+products at their best rate. The last line is the geometric mean of the cells' best. Cells of other machines in the
 output stay.
 """
 
@@ -19,6 +20,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from language_train import sized
 from penstock.config.fused import FUSED
@@ -55,12 +58,13 @@ def measured(name: str, tokens: int, rounds: int, machine: Machine) -> dict[str,
     for step in steps:
         for _ in range(WARM_UP):
             step()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
         for step, times in zip(steps, seconds, strict=True):
-            start = time.perf_counter()
+            start = clock()
             step()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
     predicted = [predict(model, machine, plan).iteration_seconds for plan in every]
     ways = {}
     for way, times, forecast in zip(possible, seconds[1:], predicted[1:], strict=True):

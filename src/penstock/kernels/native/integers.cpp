@@ -12,6 +12,7 @@
 #include <omp.h>
 
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "products.h"
@@ -24,6 +25,7 @@ constexpr i64 FEW = 6;            // rows by which a weight is multiplied as it 
 constexpr i64 CHUNK = 64;         // words of a weight that are widened at a time, and stay in the first
 constexpr float LEAST = 1e-12f;   // the least range or size of a row
 constexpr float MOST = 127.0f;
+constexpr u32 INFINITE = 0x7f800000u;  // bits of infinity; those of NaN are larger
 enum Scaling { GIVEN = 0, BY_SIZE = 1, BY_RANGE = 2 };
 
 // Four products of whole numbers, unsigned on the left; sums are int32 in the lanes' bits.
@@ -62,14 +64,18 @@ inline Row round_by(float given, const T* x, i64 n, uint8_t* out) {
     round_row(x, n, 0.0f, given, out);
     return {1.0f, 0.0f};
   }
-  float low = wide(x[0]), high = low, zero = 0.0f;  // of a row that is not finite the last is NaN
-#pragma omp simd reduction(min : low) reduction(max : high) reduction(+ : zero)
+  float low = wide(x[0]), high = low;
+  u32 largest = 0;  // magnitude by its bits, which compilers do not simplify as they do NaN * 0
+#pragma omp simd reduction(min : low) reduction(max : high) reduction(max : largest)
   for (i64 i = 0; i < n; ++i) {
     float value = wide(x[i]);
+    u32 bits;
+    std::memcpy(&bits, &value, 4);
     low = value < low ? value : low;
     high = value > high ? value : high;
-    zero += value * 0.0f;
+    largest = std::max(largest, bits & 0x7fffffffu);
   }
+  float zero = largest < INFINITE ? 0.0f : NAN;
   if (scaling == BY_SIZE) {
     float size = given ? given : std::max(std::max(std::fabs(low), std::fabs(high)), LEAST);
     round_row(x, n, 0.0f, 1.0f / size * MOST, out);  // as torch divides a number by a tensor

@@ -212,6 +212,20 @@ def test_casts_are_operators_too() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "marian-base"])
+def test_autocast_casts_all_that_linear_layers_multiply_with(name: str) -> None:
+    """A table that an embedding shares with the outputs is one of them, whether or not the outputs have a bias."""
+    model = Model(PRESETS[name], device="meta")
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    weights = sum(p.numel() for module in linear for p in module.parameters(recurse=False))
+    every = [*describe(PRESETS[name], Plan.parse("precision=O1")).operators()]
+    moved = {
+        casts: sum(count * op.read / of for count, op in every if op.name == casts)
+        for casts, of in (("cast.weights", 4), ("cast.gradients", 2))
+    }
+    assert moved == {"cast.weights": weights, "cast.gradients": weights}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_operators_of_several_samples_are_that_many_times_those_of_one(variant: str) -> None:
     config = replace(TINY, **VARIANTS[variant])

@@ -196,7 +196,7 @@ class Lister:
         elif eight:
             self._quantize(name, inputs, weights, outputs)
         if t.casts and not integers and not was_cast:
-            cast = own or weights  # what is tied to an embedding is cast here alone
+            cast = weights + biases  # a table that is also an embedding's is cast here alone
             launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
             self.add(
                 Op("cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, kept=stays, group="cast_weights",

@@ -289,7 +289,10 @@ def test_a_model_that_loses_too_much_whatever_stays_is_written_as_it_was(tmp_pat
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
 
-def test_layers_that_are_slower_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("timed", "rows"), [(None, 18), (1, 6)])
+def test_layers_that_are_slower_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed: int | None, rows: int
+) -> None:
     config = wider("llama")
     made(config, tmp_path / "whole")
     asked = []
@@ -299,11 +302,13 @@ def test_layers_that_are_slower_stay_as_they_are(tmp_path: Path, monkeypatch: py
         return [1.0, 1.5 if features == 64 else 0.5]
 
     monkeypatch.setattr("penstock.compress.quantise.seconds_of", seconds)
-    data = QuantiseData(lambda: [(batches(config, 0, 3)[0],)])
+    data = QuantiseData(lambda: [(batches(config, 0, 3)[0],)], timed=timed)
     result = quantise_folder(
         tmp_path / "whole", tmp_path / "small", QuantiseOptions(format="int8", speed=True), data
     )
-    slow = {name for name, reason in result.kept.items() if "1.50 times as long here for 18 rows" in reason}
+    slow = {
+        name for name, reason in result.kept.items() if f"1.50 times as long here for {rows} rows" in reason
+    }
     assert slow == {f"decoder.blocks.{number}.mlp.down" for number in (0, 1)}
     assert len(asked) == len(set(asked)) == 4
     assert not slow & set(result.formats)

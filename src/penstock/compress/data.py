@@ -33,6 +33,8 @@ class QuantiseData:
     """Makes the batches to calibrate with, as arguments of the model: the same ones each time."""
     score: Callable[[nn.Module], float] | None = None
     """Evaluates a model, in points: higher is better."""
+    timed: int | None = None
+    """Samples of the pass that `QuantiseOptions.speed` is to make faster; None: those of a batch."""
 
 
 def task_data(

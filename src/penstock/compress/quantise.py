@@ -190,7 +190,11 @@ class _Work:
         def count(name: str, x: Tensor) -> None:
             rows.setdefault(name, len(x))
 
-        watch(self.model, islice(self.data.batches(), 1), self.linears, count)
+        timed = (
+            tuple(part[: self.data.timed] if isinstance(part, Tensor) else part for part in batch)
+            for batch in islice(self.data.batches(), 1)
+        )
+        watch(self.model, timed, self.linears, count)
         slower: dict[tuple[Any, ...], str] = {}
         for name, module in self.linears.items():
             if not isinstance(module, nn.Linear):

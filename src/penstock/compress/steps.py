@@ -109,6 +109,7 @@ def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     config = bench.config
     read = bench.task_for(call.source)[1]  # by the tokenizer that the steps before have left
     data = task_data(call.source, read, task=config.task, samples=config.quantise.samples)
+    data = replace(data, timed=config.batch)
     learns = config.quantise.learn > 0
     folder = call.target.with_name(f"{call.target.name}-start") if learns else call.target
     shutil.rmtree(folder, ignore_errors=True)

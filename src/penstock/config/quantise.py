@@ -45,7 +45,8 @@ class QuantiseOptions(Checked, where="quantise"):
     learn_lr: Positive = 1e-4
     """Peak learning rate of these steps."""
     speed: bool = False
-    """Whether layers that int8 does not make faster here stay as they are."""
+    """Whether layers that the format does not make faster here stay as they are, for as many samples in a pass as
+    `penstock compress --batch`."""
     samples: Count = 256
     """Samples of the data that calibration sees."""
 

@@ -101,15 +101,21 @@ def test_texts_are_read_back_from_codes() -> None:
     assert found.transpose(0, 1).tolist() == expected
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("size", [58_101, 300, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_likeliest_are_those_of_a_softmax(size: int, dtype: torch.dtype) -> None:
+def test_the_likeliest_are_those_of_a_softmax(
+    size: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr("penstock.kernels.top.takes_rows", lambda _: False)
     x = torch.randn(9, size).to(dtype)
     x[:, 0] = -torch.inf
     values, places = likeliest(x, 6)
     expected = torch.log_softmax(x, -1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(values, expected.topk(6).values)
     torch.testing.assert_close(expected.gather(1, places), values)
+    assert torch.equal(likeliest(x[3:4], 6)[0], values[3:4]), "whatever is beside it"
 
 
 @pytest.mark.slow

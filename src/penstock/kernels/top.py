@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.dtypes import sums_type
+from penstock.kernels.native_losses import IGNORED, native_losses, takes_rows
 
 SPAN = 64
 """Numbers of a span."""
@@ -54,6 +55,10 @@ def likeliest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     wide = sums_type(x.dtype)
     if x.device.type != "cpu":
         return values.to(wide) - torch.logsumexp(x.to(wide), dim=-1, keepdim=True), places
+    if takes_rows(x):
+        nowhere = torch.full((len(x),), IGNORED)
+        sums = native_losses(x, nowhere, 0.0, 0.0)[1]
+        return (values.double() - sums[:, None]).to(wide), places
     # torch makes all log-probabilities in one pass, where `logsumexp` takes several.
     rows = max(1, _PIECE // x.shape[1])
     if rows >= len(x):

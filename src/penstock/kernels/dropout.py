@@ -33,6 +33,8 @@ def dropout(
 
     Numbers come from `generator`, by default torch's own. Raises ValueError for a `p` outside of 0 to 1.
     """
+    if not training and 0 <= p <= 1:
+        return x
     level = round(p * _LEVELS)
     # The meta device stands for a CPU: what is kept there is what a CPU would keep.
     if not training or x.device.type not in ("cpu", "meta") or not 0 < level < _LEVELS:

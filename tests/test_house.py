@@ -472,7 +472,7 @@ LINES = {
     "doctor": 450,
     "export": 940,
     "infer": 1770,
-    "kernels": 6580,
+    "kernels": 6610,
     "ladder": 5500,
     "launch": 1610,
     "models": 9250,

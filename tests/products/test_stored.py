@@ -66,6 +66,11 @@ def test_packed_models_generate_the_same_and_small_ones_nearly(name: str, tmp_pa
         small = Generator(tmp_path, start=0, ends=(), weights=weights)  # type: ignore[arg-type]
         first = [each.ids[0] for each in small.generate(rows, max_tokens=1)]
         assert len(first) == 2
+        if weights != "int4":
+            for beams in (1, 3):
+                together = small.generate(rows, max_tokens=8, beams=beams)
+                alone = [small.generate(row, max_tokens=8, beams=beams)[0].ids for row in rows]
+                assert [each.ids for each in together] == alone, (weights, beams)
     half = Generator(tmp_path, Plan(precision="O3"), start=0, ends=())
     assert next(half.model.parameters()).dtype == torch.bfloat16
     assert len(half.generate(rows, max_tokens=8)[0].ids) == 8

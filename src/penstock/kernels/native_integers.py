@@ -8,21 +8,29 @@ Shapes: M rows, K inputs, N outputs; weights in ⌈N / 64⌉ panels, (panels, �
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int64
-from typing import Literal
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.cpu import this_cpu
-from penstock.kernels.native import TYPES, address, library, threads_for
+from penstock.kernels.native import TYPES, library, threads_for
 
 _PANEL = 64
 _PRODUCTS_PER_ELEMENT = 256
 """As many products of two numbers take as long as a pass over one element."""
 _GIVEN, _BY_SIZE, _BY_RANGE = range(3)
 """How rows are rounded, as the kernel numbers it."""
+_Sizes = c_int64 * 3
+_ARGUMENTS = {
+    "penstock_int8_product": (
+        c_int, POINTER(c_int64), c_void_p, c_int, c_float, *[c_void_p] * 7, c_int,
+    ),
+    "penstock_widened_product": (c_int, POINTER(c_int64), *[c_void_p] * 5, c_int),
+}  # fmt: skip
+"""Types of the kernels' arguments, which ctypes converts numbers to sooner than it makes objects of them."""
 QUADS, PAIRS = 4, 2
 """Inputs of an output that lie side by side: of products in int8, and of those in bf16."""
 
@@ -36,6 +44,13 @@ def multiplies_integers() -> bool:
 def widens_integers() -> bool:
     """Whether the kernel of products in bf16 is there. Compiles it where nobody has."""
     return this_cpu().bf16_pairs and this_cpu().vnni and library("integers") is not None
+
+
+def _kernel(name: str) -> Any:
+    kernel = getattr(library("integers"), name)
+    if kernel.argtypes is None:
+        kernel.argtypes = _ARGUMENTS[name]
+    return kernel
 
 
 def in_panels(numbers: Tensor, each: int) -> Tensor:
@@ -73,17 +88,16 @@ class PackedInt8:
         range.
         """
         rows, (outputs, inputs) = _readable(x), self.shape
-        y = rows.new_empty(len(rows), outputs)
+        y = rows.new_empty(rows.shape[0], outputs)
         given = scale if isinstance(scale, float) else 0.0
         sizes = scale.contiguous() if isinstance(scale, Tensor) else None
         scales = self.scales * given if given else self.scales
-        kernels = library("integers")
-        assert kernels is not None
-        kernels.penstock_int8_product(
-            TYPES[rows.dtype], (c_int64 * 3)(len(rows), inputs, outputs), address(rows),
-            _GIVEN if given else _BY_RANGE if scale == "range" else _BY_SIZE, c_float(1.0 / given if given else 0.0),
-            address(sizes), address(self.panels), address(self.zeros), address(scales), address(self.sums),
-            address(self.bias), address(y), threads_for(y.numel() * inputs // _PRODUCTS_PER_ELEMENT),
+        _kernel("penstock_int8_product")(
+            TYPES[rows.dtype], _Sizes(rows.shape[0], inputs, outputs), rows.data_ptr(),
+            _GIVEN if given else _BY_RANGE if scale == "range" else _BY_SIZE, 1.0 / given if given else 0.0,
+            None if sizes is None else sizes.data_ptr(), self.panels.data_ptr(), self.zeros.data_ptr(),
+            scales.data_ptr(), self.sums.data_ptr(), None if self.bias is None else self.bias.data_ptr(), y.data_ptr(),
+            threads_for(y.numel() * inputs // _PRODUCTS_PER_ELEMENT),
         )  # fmt: skip
         return y.to(x.dtype)
 
@@ -92,12 +106,12 @@ def widened_product(x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | No
     """Rows (M, K), rounded to bf16, times int8 numbers in panels of `PAIRS`, with a scale and a bias for each output,
     fp32 (N,): (M, N) in the type of x."""
     rows = _readable(x)
-    y = rows.new_empty(len(rows), len(scales))
-    kernels = library("integers")
-    assert kernels is not None
-    kernels.penstock_widened_product(
-        TYPES[rows.dtype], (c_int64 * 3)(*rows.shape, len(scales)), address(rows), address(panels), address(scales),
-        address(bias), address(y), threads_for(y.numel() * rows.shape[1] // _PRODUCTS_PER_ELEMENT),
+    (count, inputs), outputs = rows.shape, scales.shape[0]
+    y = rows.new_empty(count, outputs)
+    _kernel("penstock_widened_product")(
+        TYPES[rows.dtype], _Sizes(count, inputs, outputs), rows.data_ptr(), panels.data_ptr(), scales.data_ptr(),
+        None if bias is None else bias.data_ptr(), y.data_ptr(),
+        threads_for(y.numel() * inputs // _PRODUCTS_PER_ELEMENT),
     )  # fmt: skip
     return y.to(x.dtype)
 

@@ -126,7 +126,7 @@ class Anatomy:
         return depths
 
 
-def closest_part(table: dict[str, T], parameter: str) -> T | None:
+def closest_part(table: Mapping[str, T], parameter: str) -> T | None:
     """The entry of the parameter itself or of the closest module around it."""
     while parameter not in table:
         parameter, dot, _ = parameter.rpartition(".")

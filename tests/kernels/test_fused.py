@@ -18,9 +18,10 @@ from penstock.errors import ConfigError
 from penstock.kernels import bias_activation as activations
 from penstock.kernels import native
 from penstock.kernels import residual_norm as norms
-from penstock.kernels.bias_activation import bias_activation
+from penstock.kernels.bias_activation import bias_activation, gelu_tanh_in_inference
 from penstock.kernels.dropout import dropout
 from penstock.kernels.residual_norm import add_norm, residual_norm
+from penstock.models.perceptron import activate
 
 FORMS = pytest.mark.parametrize("form", [pytest.param("native", marks=needs_compiler), "python"])
 
@@ -288,6 +289,25 @@ def test_torch_accepts_the_operators() -> None:
 
     whole = torch.compile(both, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(whole(x, branch), both(x, branch))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inference_computes_gelu_by_the_kernel(dtype: torch.dtype) -> None:
+    """As exactly as torch, and only where nobody can differentiate."""
+    torch.manual_seed(0)
+    for x in (3 * torch.randn(5, 2, 70).to(dtype), _strided(torch.randn(4, 34).to(dtype))):
+        theirs, exact = activate(x, "gelu_tanh"), activate(x.double(), "gelu_tanh")
+        with torch.no_grad():
+            assert gelu_tanh_in_inference(x) is None
+            assert torch.equal(activate(x, "gelu_tanh"), theirs)
+        with torch.inference_mode():
+            ours = gelu_tanh_in_inference(x)
+            assert ours is not None
+            assert torch.equal(activate(x, "gelu_tanh"), ours)
+            assert gelu_tanh_in_inference(x.double()) is None
+            assert torch.equal(gelu_tanh_in_inference(x[:1]), ours[:1])
+        _errors([ours], [theirs], [exact])
 
 
 @needs_compiler

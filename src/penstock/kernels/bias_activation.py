@@ -204,6 +204,17 @@ def bias_activation(
     return torch.ops.penstock.bias_activation(*inputs)  # type: ignore[no-any-return]
 
 
+def gelu_tanh_in_inference(x: Tensor) -> Tensor | None:
+    """GELU's tanh form by the kernel where nobody can differentiate it: on a CPU, in inference mode, eager. None
+    elsewhere. It is slower than torch's below 5,000 elements, by 2 µs, and takes them all the same, so that a row's
+    result does not depend on how many rows there are."""
+    # Whether code is compiled is asked first: a compiler does not trace the question for inference mode.
+    here = direct(x) and torch.is_inference_mode_enabled()
+    if not (here and _fits(x, None) and library() is not None):
+        return None
+    return bias_activation(x, None, "gelu_tanh")
+
+
 def _fits(product: Tensor, bias: Tensor | None) -> bool:
     """Whether the C++ kernel takes them: on a CPU, of fp32 and bf16."""
     vector = torch.float32 if bias is None else bias.dtype

@@ -7,12 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.config.stack import UNGATED, Layer, Mlp, Stack
-from penstock.kernels.bias_activation import apply_activation
+from penstock.kernels.bias_activation import apply_activation, gelu_tanh_in_inference
 from penstock.kernels.dropout import Dropout
 
 
 def activate(x: Tensor, activation: Mlp) -> Tensor:
     """The activation at every element; of gated ones (Shazeer, 2020), that of the first half times the second half."""
+    if activation == "gelu_tanh" and (made := gelu_tanh_in_inference(x)) is not None:
+        return made
     if activation not in UNGATED:
         return apply_activation(x, activation)
     gate, x = x.chunk(2, dim=-1)

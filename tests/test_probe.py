@@ -237,6 +237,9 @@ def test_gradients_are_measured_as_they_lie(measured: Machine) -> None:
         for one, other in zip(inputs, weights):
             assert (one.m, one.k, one.n) in {(s.m, s.n, s.k) for s in forward}
             assert (other.k, other.m, other.n) == (one.m, one.k, one.n)
+    for form in ("vocabulary", "vocabulary_input", "vocabulary_weight"):
+        (sample,) = (s for s in measured.gemm if s.dtype == "fp32" and s.form == form)
+        assert 32001 in (sample.m, sample.n, sample.k)
 
 
 def test_load_is_read_once_a_second_and_its_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:

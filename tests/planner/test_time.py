@@ -419,6 +419,27 @@ def test_rows_of_outputs_that_begin_inside_of_a_vector_take_as_much_longer_as_wa
         assert seconds[1] - seconds[0] == pytest.approx(longer * Plan().micro_batch, rel=1e-6, abs=1e-12)
 
 
+def test_products_of_a_vocabulary_take_as_much_longer_as_was_measured() -> None:
+    even = [
+        GemmSample(dtype="fp32", m=64, n=64, k=64, flops_per_second=1e9, form=form)  # type: ignore[arg-type]
+        for form in ("forward", "input", "weight")
+    ]
+    shares = {"vocabulary": 0.5, "vocabulary_input": 0.25, "vocabulary_weight": 0.8}
+    slow = [
+        GemmSample(dtype="fp32", m=64, n=32001, k=64, flops_per_second=share * 1e9, form=form)  # type: ignore[arg-type]
+        for form, share in shares.items()
+    ]
+    plain = replace(CPU, gemm=tuple(even), peak_flops={"fp32": 1e9}, achievable_flops={"fp32": 1e9})
+    for classes in (1000, 16384):
+        config = replace(TINY, classes=classes)
+        for some in (slow[:1], slow[1:2], slow[2:]):
+            known = replace(plain, gemm=(*even, *some))
+            before, after = (predict(config, machine, Plan()).iteration_seconds for machine in (plain, known))
+            each = 2.0 * TINY.width * classes * Plan().micro_batch / 1e9
+            longer = each * (1e9 / some[0].flops_per_second - 1.0) if classes >= 16384 else 0.0
+            assert after - before == pytest.approx(longer, rel=1e-6, abs=1e-12), (classes, some[0].form)
+
+
 def test_a_slower_memory_or_a_larger_batch_never_makes_a_step_shorter() -> None:
     base = predict(TINY, CPU, Plan()).iteration_seconds
     assert predict(TINY, replace(CPU, memory_bytes_per_second=5e9), Plan()).iteration_seconds > base

@@ -19,7 +19,7 @@ from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import ProductForm
 from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.operators import MATRIX, Op
-from penstock.planner.products import VECTOR, Products
+from penstock.planner.products import VECTOR, VOCABULARY, Products
 from penstock.planner.rates import Rates
 
 ROWS, COLUMNS = 128, 64
@@ -104,6 +104,19 @@ def fused_seconds(op: Op, rates: Rates) -> float:
     )
 
 
+def _form_of(op: Op, products: Products) -> ProductForm:
+    """The form by which a CPU's product of a linear layer is priced."""
+    forms: dict[ProductForm, tuple[float, ProductForm]] = {
+        "forward": (op.n, "vocabulary"),
+        "input": (op.k, "vocabulary_input"),
+        "weight": (max(op.m, op.n), "vocabulary_weight"),
+    }
+    outputs, form = forms[op.form]
+    if outputs >= VOCABULARY and form in products.shares:
+        return form
+    return "ragged" if op.form == "forward" and op.n % VECTOR else op.form
+
+
 def _host_seconds(op: Op, rates: Rates) -> float:
     """Seconds of one operator on a CPU."""
     moved = (op.read + op.written) / rates.memory
@@ -119,9 +132,9 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             )
         if measured:
             return share * op.flops / measured + moved
-        ragged = op.kind == "gemm" and op.form == "forward" and op.n % VECTOR
-        form: ProductForm = "ragged" if ragged else op.form
-        return share * products_of(op, rates).seconds(op.m, op.n, op.k, op.batch, form=form) + moved
+        products = products_of(op, rates)
+        form = _form_of(op, products) if op.kind == "gemm" else op.form
+        return share * products.seconds(op.m, op.n, op.k, op.batch, form=form) + moved
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.

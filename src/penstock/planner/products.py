@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock.config.machine import ProductForm
@@ -29,6 +31,15 @@ FEW_ROWS = 8
 """Rows or columns up to which a product is one of vectors, which no tiles pad."""
 VECTOR = 8
 """Numbers in a CPU's vector, of 32 bytes in fp32."""
+VOCABULARY = 1 << 14
+"""Outputs of a linear layer from which a CPU multiplies it at other rates."""
+SPECIAL: dict[ProductForm, ProductForm] = {
+    "ragged": "forward",
+    "vocabulary": "forward",
+    "vocabulary_input": "input",
+    "vocabulary_weight": "weight",
+}
+"""Forms that keep a share of another's rate, and that other."""
 
 
 Samples = list[tuple[float, float, float, float]]
@@ -89,8 +100,8 @@ class Products(NamedTuple):
     """No product is faster."""
     chip: Chip | None
     """How a GPU without measured products cuts them up."""
-    ragged: float = 1.0
-    """Share of its rate that a CPU's product keeps when its rows of outputs begin inside a vector."""
+    shares: Mapping[ProductForm, float] = MappingProxyType({})
+    """Shares of its form's rate that a CPU's product of each `SPECIAL` form keeps, where they were measured."""
 
     def seconds(
         self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False,
@@ -108,8 +119,8 @@ class Products(NamedTuple):
 
     def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
         """FLOP/s, as measured nearby."""
-        if form == "ragged":
-            return self.ragged * self.rate(m, n, k)
+        if form in SPECIAL:
+            return self.shares.get(form, 1.0) * self.rate(m, n, k, SPECIAL[form])
         samples = self.measured.get(form) or self.measured.get("forward")
         return min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling) if samples else self.ceiling
 

@@ -11,7 +11,7 @@ from penstock.config.machine import Machine, ProductForm
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
-from penstock.planner.products import Chip, Products, Samples, nearby_rate
+from penstock.planner.products import SPECIAL, Chip, Products, Samples, nearby_rate
 
 DEFAULT_MULTIPROCESSORS = 128
 ASSUMED_HOST_LINK = 16e9
@@ -162,9 +162,12 @@ def _products(
     best = _sustained(machine, type_, constants)
     if machine.device == "cpu" or measured:
         products = Products(measured, machine.peak_flops[type_] if measured else best, None)
-        exp, odd = math.exp, measured.get("ragged", ())
-        even = [rate / products.rate(exp(m), exp(n), exp(k)) for m, n, k, rate in odd]
-        return products._replace(ragged=min(1.0, *even)) if even else products
+        shares = {
+            form: rate / products.rate(math.exp(m), math.exp(n), math.exp(k), SPECIAL[form])
+            for form in SPECIAL
+            for m, n, k, rate in measured.get(form, ())
+        }
+        return products._replace(shares={form: min(1.0, share) for form, share in shares.items()})
     return Products(measured, best, Chip(best, multiprocessors, constants.tile_depth, memory))
 
 

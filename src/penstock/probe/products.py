@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.config.machine import GemmSample
+from penstock.config.machine import GemmSample, ProductForm
 from penstock.config.plan import Matmul
 from penstock.matmul import matmul_precision
 from penstock.probe import load
@@ -40,6 +40,8 @@ _LAYERS = ("mlp in", "mlp out", "qkv")
 """Shapes whose gradients are measured too, on a CPU."""
 _RAGGED = "mlp in"
 """Shape that a CPU also computes with one output more."""
+_VOCABULARY: Shape = (128, 32001, 512)
+"""Shape of a layer that makes logits, which a CPU computes in the types of such layers. Its rows are ragged too."""
 _CUDA_SHAPES: dict[str, Shape] = {
     "square": (8192, 8192, 8192),
     "deep": (2048, 2048, 13312),
@@ -159,6 +161,14 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
                         m, n, k = shapes[_RAGGED]
                         ragged = _gemm_sample(kind, (m, n + 1, k), device, generator, budget)
                         samples.append(replace(ragged, form="ragged"))
+                    if kind.product is F.linear and 2.0 * math.prod(_VOCABULARY) * each < patience:
+                        logits = _gemm_sample(kind, _VOCABULARY, device, generator, budget)
+                        samples.append(replace(logits, form="vocabulary"))
+                        for one in _gradient_samples(kind, _VOCABULARY, generator, budget):
+                            form: ProductForm = (
+                                "vocabulary_input" if one.form == "input" else "vocabulary_weight"
+                            )
+                            samples.append(replace(one, form=form))
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
     return samples

@@ -4,7 +4,6 @@ rounding does not make faster.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,7 +93,7 @@ def keep_within(
 
 @torch.inference_mode()
 def seconds_of(ways: Sequence[nn.Module], rows: int, features: int) -> list[float]:
-    """Median seconds of each way to multiply `rows` inputs, timed in turns after a warm-up."""
+    """Least seconds of each way to multiply `rows` inputs, timed in turns: other work only adds to them."""
     x = torch.randn(rows, features, generator=torch.Generator().manual_seed(0))
     for way in ways:
         way(x)
@@ -104,7 +103,7 @@ def seconds_of(ways: Sequence[nn.Module], rows: int, features: int) -> list[floa
         order = range(len(ways)) if number % 2 else reversed(range(len(ways)))
         for place in order:
             times[place].append(_time(ways[place], x, repeats[place]))
-    return [statistics.median(each) for each in times]
+    return [min(each) for each in times]
 
 
 def _time(way: nn.Module, x: torch.Tensor, repeats: int) -> float:

@@ -76,7 +76,7 @@ TASKS = {
     "gpt-tiny": Case(
         "penstock train gpt-tiny", 1.0,
         "penstock train gpt-tiny --recipe.steps 120 --model.depth 1 --model.mlp_width 128", _TAUGHT,
-        f"{_WHOLE} --distil.steps 340",
+        f"{_WHOLE} --distil.steps 700 --distil.temperature 1 --distil.attention 1",
     ),
     "marian-tiny": Case(
         "penstock train marian-tiny", 0.1,

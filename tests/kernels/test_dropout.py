@@ -18,7 +18,7 @@ from penstock.kernels.dropout import Dropout, dropout, mask_of
 from penstock.kernels.native import address, library
 
 COUNT = 1 << 20
-BLOCK = 128
+BLOCK = 512
 """Elements that the kernel makes at a time."""
 WORD = 0xFFFF_FFFF
 
@@ -37,8 +37,8 @@ def philox(key: int, counter: int) -> list[int]:
 def bits_of(key: int, count: int) -> list[int]:
     """The 16 bits of each element, as `native/dropout.cpp` places them."""
     bits: list[int] = []
-    for first in range(0, -(-count // BLOCK) * 16, 16):
-        words = [philox(key, first + lane) for lane in range(16)]
+    for first in range(0, -(-count // BLOCK) * 64, 64):
+        words = [philox(key, first + lane) for lane in range(64)]
         bits += [lane[word] >> shift & 0xFFFF for word in range(4) for lane in words for shift in (0, 16)]
     return bits[:count]
 
@@ -163,7 +163,7 @@ def test_neighbours_and_calls_are_independent(drawn: None) -> None:
     torch.manual_seed(3)
     first, second = ((dropout(torch.ones(COUNT), 0.5) == 0) for _ in range(2))
     spread = 6 * 0.5 / COUNT**0.5
-    for distance in (1, 2, 3, 4, 5, 32, 64, 128):
+    for distance in (1, 2, 3, 4, 5, 64, 128, 512):
         same = (first[distance:] == first[:-distance]).double().mean().item()
         assert abs(same - 0.5) < spread, distance
     assert abs((first == second).double().mean().item() - 0.5) < spread

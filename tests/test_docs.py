@@ -365,6 +365,14 @@ def test_tables_of_fused_operators_are_what_was_measured() -> None:
         )
         gains.append(f"{sum(took for took, _ in parts.values()) / bound:.2f}")
     assert f"| gain if all but products took no more than its least | {' | '.join(gains)} |\n" in page, gains
+    races = json.loads((RESULTS / "native_one_thread_cpu.json").read_text(encoding="utf-8"))["cells"]
+    titles = {"gpt2": "GPT-2", "bert-base": "BERT-base", "vit-s16": "ViT-S", "marian-base": "Marian-base"}
+    for cell in races.values():
+        ways = [
+            f"{way['gain']:.2f} ({' to '.join(f'{end:.2f}' for end in way['interval'])})"
+            for way in cell["ways"].values()
+        ]
+        assert f"| {titles[cell['model']]} | {' | '.join(ways)} | {cell['limit']:.2f} |\n" in page, ways
     rows: dict[tuple[str, str, int], list[str]] = {}
     for one in json.loads((RESULTS / "kernels_cpu.json").read_text(encoding="utf-8"))["times"]:
         gains = [f"{one['gains'][form]:.2f}" for form in ("eager", "compiled")]

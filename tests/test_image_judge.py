@@ -85,17 +85,17 @@ def test_the_page_shows_what_was_measured() -> None:
     page = (root / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8").splitlines()
     bench = _load("denoise_digits")
     measured: dict[str, Any] = {}
-    for name in ("denoise_digits_cpu", "denoise_experts_cpu"):
+    for name in ("denoise_digits_cpu", "denoise_experts_cpu", "denoise_mnist_cpu"):
         data = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
         missing = [line for line in bench.table(data) if line not in page]
         assert not missing, f"docs/how-to/unified.md lacks these lines of {name}.json: {missing}"
         measured[name] = data
     # The demand: nearer to real digits than Gaussians of each class are, and no nearer to training images.
-    data = measured["denoise_digits_cpu"]
-    ours, gaussians = data["models"]["dense"], data["floors"]["gaussians"]
-    assert ours["frechet"]["mean"] < gaussians["frechet"]["mean"]
-    assert ours["told_apart"]["mean"] < gaussians["told_apart"]["mean"]
-    assert ours["nearest"]["mean"] > 1.0
+    for name in ("denoise_digits_cpu", "denoise_mnist_cpu"):
+        ours, gaussians = measured[name]["models"]["dense"], measured[name]["floors"]["gaussians"]
+        assert ours["frechet"]["mean"] < gaussians["frechet"]["mean"]
+        assert ours["told_apart"]["mean"] < gaussians["told_apart"]["mean"]
+        assert ours["nearest"]["mean"] > 1.0
 
 
 def test_a_stopped_script_goes_on_and_other_settings_are_refused(tmp_path: Path) -> None:

@@ -50,9 +50,10 @@ def begun(output: Path, steps: int, settings: dict[str, str]) -> list[dict[str, 
 
 def gathered(runs: list[dict[str, Any]], config: RunConfig, settings: dict[str, str]) -> dict[str, Any]:
     """Scores of all runs, their means and deviations, and what the data holds."""
-    scores = {name: [run[name] for run in runs] for name in SCORES}
     source = open_captions(config.data, "val", channels=config.model.channels)  # type: ignore[union-attr]
     languages, pictures = source.words.languages, source.pictures
+    names = [name for name in SCORES if name != "unseen_words" or source.words.held.any()]
+    scores = {name: [run[name] for run in runs] for name in names}
     return {
         "steps": config.recipe.steps,
         "settings": settings,

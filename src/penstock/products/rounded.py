@@ -13,6 +13,7 @@ sums are exact there, which gains no time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class RoundedInt8(Stored):
 
     def kernel(self, x: Tensor) -> Tensor:
         if self.fused is not None:
-            by_row = "size" if self.whole_rows is None else self._sizes(x)
+            by_row: Literal["size"] | Tensor = "size" if self.whole_rows is None else self._sizes(x)
             return self.fused.product(x, by_row if self.static is None else self.static)
         scale = 1.0 if self.static is None else self.static
         if self.packed is not None:

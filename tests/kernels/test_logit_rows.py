@@ -27,7 +27,7 @@ MUTANTS = [
     (KERNEL, "at == target, grad - (1.0 - smoothing)", "at == target, grad - 1.0"),
     (KERNEL, "share * temperature * pull", "share * pull"),
     (KERNEL, "share * temperature * temperature * divergence", "share * temperature * divergence"),
-    (KERNEL, "total = total * tl.exp(_finite(most) - _finite(new)) +", "total = total +"),
+    (KERNEL, "total = total * exponential(_finite(most) - _finite(new)) +", "total = total +"),
     (KERNEL, "drift = drift * fading", "drift = drift"),
     (KERNEL, "factor = factor * tl.load", "factor = tl.load"),
     (KERNEL, "narrow(tl.zeros([BLOCK]", "narrow(1.0 + tl.zeros([BLOCK]"),

@@ -164,7 +164,7 @@ def _outputs(name: str, backend: AttentionBackend, device: str, dtype: torch.dty
     else:
         out = model(tokens, documents if name.startswith("packed") else None)
     out = out * counted
-    out.backward(torch.randn(out.shape, dtype=dtype).to(device) * counted)
+    out.backward(torch.randn(out.shape, dtype=torch.double).to(device, dtype) * counted)
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 

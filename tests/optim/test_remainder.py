@@ -643,7 +643,8 @@ def test_on_a_gpu_steps_are_torchs_and_nothing_waits(form: Any) -> None:
     reference = torch.optim.AdamW(groups(wholes), lr=1e-2, fused=True)
     for step in range(50):
         for half, whole, gradient in zip(halves, wholes, gradients(step, torch.bfloat16)):
-            half.grad, whole.grad = gradient.cuda(), gradient.cuda().float()
+            # torch's kernel demands that a gradient lies in memory as its weight does.
+            half.grad, whole.grad = gradient.cuda(), torch.empty_like(whole).copy_(gradient)
         optimizer.found_inf = torch.full((), float(step == 7), device="cuda")  # type: ignore[attr-defined]
         reference.found_inf = optimizer.found_inf  # type: ignore[attr-defined]
         torch.cuda.set_sync_debug_mode("error")

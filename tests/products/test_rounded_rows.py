@@ -100,6 +100,11 @@ def check(device: str) -> None:
             right = exact_rows(
                 product if offset is None else product + bias, "none", None, None, activation, False
             )
+            if device == "cuda" and form == "fp8":
+                # Tensor cores add e4m3 products with about 14 bits (DeepSeek-V3 technical report, section 3.3.2).
+                summed = (a.double() * a_scales).abs() @ (b.double() * b_scales).t().abs()
+                assert bool(((y.double() - right).abs() <= summed * 2.0**-11 + 1e-5).all())
+                continue
             torch.testing.assert_close(y.double(), right, rtol=1e-5, atol=1e-5)
         half = rounded_product(a, a_scales, b, b_scales)
         torch.testing.assert_close(half, product.to(torch.bfloat16), rtol=2.0**-7, atol=1e-5)

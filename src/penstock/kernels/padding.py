@@ -115,6 +115,8 @@ class Unpadded:
         if self.varlen:
             samples, _, tokens, _ = q.shape
             begins = torch.arange(0, (samples + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
+            # The kernel leaves gradients of keys behind the last sample as they lie in memory.
+            k, v = (t[:, :, : t.shape[2] - self.rest] for t in (k, v))
             return varlen_attention(
                 q, k, v, (begins, tokens), self.starts(rest=False), (-1, -1), scores.scale
             )

@@ -51,6 +51,8 @@ class Transfers:
     """Copies between a device and its host, for all blocks of a model."""
 
     def __init__(self, device: torch.device, least_bytes: int) -> None:
+        if device.type == "cuda" and device.index is None:  # tensors name theirs by number
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.least_bytes = device, least_bytes
         self.last: _Shelf | None = None
         """Shelf of the block before in this pass."""

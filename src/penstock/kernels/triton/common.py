@@ -23,6 +23,16 @@ def whole(value):  # type: ignore[no-untyped-def]
     return (value + _EVEN) - _EVEN
 
 
+@triton.jit
+def exponential(x):  # type: ignore[no-untyped-def]
+    """e^x to fp32's last bits, of x up to 88. A GPU's own is a power of two of x · log2(e), whose rounding grows with
+    x; here x is less than half of log(2) from a whole power of two (Cody & Waite, 1980)."""
+    x = tl.where(x < -200.0, -200.0, x)  # NaN stays
+    power = whole(x * 1.4426950408889634)
+    rest = (x - power * 0.693145751953125) - power * 1.428606765330187e-06
+    return tl.exp2(power) * tl.exp2(rest * 1.4426950408889634)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def narrow(value, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp32 numbers in the type `kind`, to nearest even; those of fp8 are within its range."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.common import narrow, on, power_above
+from penstock.kernels.triton.common import exponential, narrow, on, power_above
 
 IGNORED = tl.constexpr(-100)
 _NONE = tl.constexpr(float("-inf"))
@@ -76,7 +76,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             real = first + lane < columns
             value = tl.load(line + first + lane, real, other=_NONE).to(tl.float32)
             new = tl.maximum(most, tl.max(value, 0))
-            total = total * tl.exp(_finite(most) - _finite(new)) + tl.exp(value - _finite(new))
+            total = total * exponential(_finite(most) - _finite(new)) + exponential(value - _finite(new))
             most = new
             if SMOOTHS:
                 added += tl.where(real, value, 0.0)
@@ -84,11 +84,13 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                 value = value / temperature
                 meant = tl.load(teacher + first + lane, real, other=_NONE).to(tl.float32) / temperature
                 new = tl.maximum(most_cool, tl.max(value, 0))
-                cool = cool * tl.exp(_finite(most_cool) - _finite(new)) + tl.exp(value - _finite(new))
+                cool = cool * exponential(_finite(most_cool) - _finite(new)) + exponential(
+                    value - _finite(new)
+                )
                 most_cool = new
                 new = tl.maximum(most_taught, tl.max(meant, 0))
-                weight = tl.exp(meant - _finite(new))
-                fading = tl.exp(_finite(most_taught) - _finite(new))
+                weight = exponential(meant - _finite(new))
+                fading = exponential(_finite(most_taught) - _finite(new))
                 warm = warm * fading + weight
                 drift = drift * fading + tl.where(weight > 0.0, weight * (meant - value), 0.0)
                 most_taught = new
@@ -113,11 +115,13 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                 at = first + lane
                 real = at < columns
                 value = tl.load(line + at, real, other=_NONE).to(tl.float32)
-                grad = tl.exp(value - log_sum) * (1.0 + 2.0 * z_loss * log_sum) - smoothing / columns
+                grad = exponential(value - log_sum) * (1.0 + 2.0 * z_loss * log_sum) - smoothing / columns
                 grad = tl.where(at == target, grad - (1.0 - smoothing), grad)
                 if TAUGHT:
                     meant = tl.load(teacher + at, real, other=_NONE).to(tl.float32)
-                    pull = tl.exp(value / temperature - cool_sum) - tl.exp(meant / temperature - taught_sum)
+                    pull = exponential(value / temperature - cool_sum) - exponential(
+                        meant / temperature - taught_sum
+                    )
                     grad = (1.0 - share) * grad + share * temperature * pull
                 tl.store(line + at, narrow(grad * factor, kind), real)
 

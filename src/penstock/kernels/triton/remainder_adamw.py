@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -224,12 +225,17 @@ def _tables(arrays: Sequence[Arrays], device: torch.device) -> tuple[Tensor, Ten
 @functools.lru_cache(maxsize=64)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     pairs = [(i, n) for i, size in enumerate(sizes) for n in range(-(-size // BLOCK))]
-    return torch.tensor(pairs, dtype=torch.int32).to(device)
+    return _sent(pairs, torch.int32, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers as int64 on the device, sent without waiting, once for as long as they stay the same."""
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    """The numbers as int64 on the device, sent once for as long as they stay the same."""
+    return _sent(numbers, torch.int64, device)
+
+
+def _sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device, sent without waiting."""
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     # torch's allocator does not hand out the pinned memory again before the copy is through.
     return host.to(device, non_blocking=True)

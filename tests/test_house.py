@@ -477,7 +477,7 @@ LINES = {
     "launch": 1610,
     "models": 9250,
     "optim": 1860,
-    "parallel": 4150,
+    "parallel": 4160,
     "planner": 6870,
     "precision": 5510,
     "probe": 1280,

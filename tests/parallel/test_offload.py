@@ -86,6 +86,60 @@ def test_two_blocks_are_on_the_device_and_weights_stay(shelves: list[Any]) -> No
     assert not any(reference() for shelf in shelves for reference in shelf.saved)
 
 
+class _Reads(torch.autograd.Function):
+    """x · y, whose backward pass reports how y lies in memory."""
+
+    steps: list[tuple[int, ...]]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        _Reads.steps.append(y.stride())
+        return gradient * y, None
+
+
+def test_tensors_come_back_as_they_lay(shelves: list[Any]) -> None:
+    """Rows with gaps, as masks of attention have, and expanded ones, of which one copy waits."""
+    _Reads.steps = []
+    gaps, windows = torch.randn(3, 8)[:, :6], torch.randn(8).unfold(0, 6, 1)
+    given = [gaps, gaps[:1].expand(3, 6), gaps.t()[:, :1].expand(6, 6)[:3], windows]
+
+    class Block(nn.Module):
+        def __init__(self, y: Tensor) -> None:
+            super().__init__()
+            self.y, self.weight = y, nn.Parameter(torch.ones(3, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = _Reads.apply(x, self.y)
+            return out * self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(y) for y in (*given, gaps))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Model()
+    offload_blocks(model, CPU)
+    x = torch.ones(3, 6, requires_grad=True)
+    model(x).sum().backward()
+    assert _Reads.steps[::-1][:3] == [(8, 1), (0, 1), (1, 0)]
+    expected = gaps.clone()
+    for y in given:
+        expected *= y
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_a_tensor_that_is_changed_in_place_is_refused(shelves: list[Any]) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ device's allocator needs to know of one stream alone.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -51,9 +52,8 @@ class Transfers:
     """Copies between a device and its host, for all blocks of a model."""
 
     def __init__(self, device: torch.device, least_bytes: int) -> None:
-        if device.type == "cuda" and device.index is None:  # tensors name theirs by number
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device, self.least_bytes = device, least_bytes
+        # By its number too, as tensors name it.
+        self.device, self.least_bytes = torch.empty(0, device=device).device, least_bytes
         self.last: _Shelf | None = None
         """Shelf of the block before in this pass."""
         self.on_device: deque[_Shelf] = deque()
@@ -95,7 +95,12 @@ class _SavedTensor:
     """A tensor that the backward pass needs: on the device, in host memory, or both."""
 
     def __init__(self, tensor: Tensor, shelf: _Shelf) -> None:
-        self.device_tensor: Tensor | None = tensor.detach()
+        once = tensor.detach()
+        for dim, step in enumerate(tensor.stride()):
+            if step == 0 and tensor.shape[dim] > 1:  # expanded, so that one is enough
+                once = once.narrow(dim, 0, 1)
+        self.device_tensor: Tensor | None = once
+        self.shape = tensor.shape
         self.version = tensor._version
         self.host: Tensor | None = None
         self.shelf = shelf
@@ -144,7 +149,7 @@ class _Shelf:
                         f"A tensor {tuple(saved.device_tensor.shape)} that the backward pass needs was changed in "
                         "place, so it cannot wait in host memory; use plan.offload=none."
                     )
-                saved.host = torch.empty_like(saved.device_tensor, device="cpu", pin_memory=pinned)
+                saved.host = _as(saved.device_tensor, torch.device("cpu"), pinned)
                 saved.host.copy_(saved.device_tensor, non_blocking=True)
             self.copied_away = self.transfers.mark()
         self.transfers.on_device.append(self)
@@ -166,7 +171,7 @@ class _Shelf:
         for saved in self._alive():
             if saved.device_tensor is None and saved.host is not None:
                 # Memory of the stream that computes, which reuses it in its own order.
-                saved.device_tensor = torch.empty_like(saved.host, device=self.transfers.device)
+                saved.device_tensor = _as(saved.host, self.transfers.device)
                 coming.append((saved.device_tensor, saved.host))
                 saved.host = None
         with self.transfers.aside("back"):
@@ -183,7 +188,7 @@ class _Shelf:
             before.fetch()
         self.transfers.wait(self.copied_back)
         assert saved.device_tensor is not None
-        return saved.device_tensor
+        return saved.device_tensor.expand(saved.shape)
 
 
 class _Offloaded:
@@ -207,6 +212,17 @@ class _Offloaded:
         if not self.last:
             shelf.send()
         return out
+
+
+def _as(tensor: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
+    """Memory for a tensor on a device, which lies there as it does here: kernels of attention demand rows of masks that
+    begin at multiples of 16 bytes, so that those of odd length have gaps. Elements that share memory get their own."""
+    sides = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    if any(low * size > high for (low, size), (high, _) in itertools.pairwise(sides)):
+        return torch.empty_like(tensor, device=device, pin_memory=pinned)
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, pin_memory=pinned
+    )
 
 
 def _unpack(saved: Tensor | _SavedTensor) -> Tensor:

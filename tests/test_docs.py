@@ -379,3 +379,26 @@ def test_tables_of_fused_operators_are_what_was_measured() -> None:
         rows.setdefault((one["operator"], one["variant"], one["rows"]), []).extend(gains)
     for (operator, variant, count), words in rows.items():
         assert f"| `{operator}` | `{variant}` | {count:,} | {' | '.join(words)} |\n" in page, (variant, words)
+
+
+def test_the_table_of_int8_beside_other_programs_is_what_was_measured() -> None:
+    page = (ROOT / "docs" / "how-to" / "quantise.md").read_text(encoding="utf-8")
+    for cell in json.loads((RESULTS / "int8_rivals_cpu.json").read_text(encoding="utf-8"))["cells"]:
+        ways = cell["ways"]
+        gains = [
+            f"{ways[rival]['penstock is faster by']:.2f}" if rival in ways else ""
+            for rival in ("ours-bf16", "onnxruntime", "ctranslate2")
+        ]
+        milliseconds = f"{1e3 * ways['penstock']['seconds']:,.0f}"
+        words = [cell["model"], cell["length"], str(cell["batch"]), milliseconds, *gains]
+        assert f"| {' | '.join(words)} |\n" in page, words
+
+
+def test_the_table_of_forecasts_of_fused_plans_is_what_was_measured() -> None:
+    page = (ROOT / "docs" / "how-to" / "fuse.md").read_text(encoding="utf-8")
+    for case in json.loads((RESULTS / "predicted_fused_cpu.json").read_text(encoding="utf-8"))["cases"]:
+        error, plan = case["step_error"]["median"], case["plan"].replace(" host_memory=keep", "")
+        assert abs(error) <= 0.1
+        errors = f"{100 * error:+.1f} % | {100 * case['memory_error']:+.1f} %"
+        row = f"{1e3 * case['step_seconds']['measured']:,.0f} | {errors} |"
+        assert f"| {case['model']} | `{plan}` | {row}\n" in page, row

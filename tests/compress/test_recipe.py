@@ -250,3 +250,23 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(teacher: Path, tmp_
     ):
         with pytest.raises(ConfigError, match=words):
             _config(teacher, tmp_path / "x", **changes)
+
+
+def test_a_mixture_whose_experts_are_given_is_compressed(tmp_path: Path) -> None:
+    machine = toy_machine(tmp_path)
+    options = {
+        "model": "ddigits-moe-tiny",
+        "recipe.steps": "2",
+        "output": str(tmp_path / "run"),
+        "machine": machine,
+    }
+    train(load_run(overrides={**SMALL, **options, "model.depth": "2"}))
+    wanted = {
+        "model": str(tmp_path / "run"),
+        "quantise": "int8",
+        "output": str(tmp_path / "out"),
+        "device": "cpu",
+    }
+    first, last = run.compress(load_compression(overrides={**wanted, "machine": machine}))["rows"]
+    assert last["bytes"] < 0.7 * first["bytes"]
+    assert last["seconds"] > 0.0

@@ -119,8 +119,8 @@ class Workbench:
             evaluation = evaluate(task, model, loader)
         inputs = self._inputs(model)
         held = [*model.state_dict().values(), *stored_tensors(model)]
-        with torch.inference_mode(), TensorMemory(held=held, ignored=inputs) as memory:
-            model(*inputs)
+        with torch.inference_mode(), TensorMemory(held=held, ignored=list(inputs.values())) as memory:
+            model(**inputs)
         work = totals(model.config)
         return FolderFigures(
             parameters=sum(p.numel() for p in create(model.config, device="meta").parameters()),
@@ -158,12 +158,12 @@ class Workbench:
         seconds: list[list[float]] = [[] for _ in passes]
         with torch.inference_mode():
             for model, inputs in passes:
-                model(*inputs)
+                model(**inputs)
             for _ in range(ROUNDS):
                 for (model, inputs), times in zip(passes, seconds, strict=True):
                     begun = time.perf_counter()
                     while (started := time.perf_counter()) - begun < ROUND_SECONDS:
-                        model(*inputs)
+                        model(**inputs)
                         if self.device.type == "cuda":
                             torch.cuda.synchronize()
                         times.append(time.perf_counter() - started)
@@ -174,7 +174,9 @@ class Workbench:
         with torch.random.fork_rng(devices=[]):
             return self.ready(create(model))
 
-    def _inputs(self, model: Model) -> list[Tensor]:
-        lengths = model.graph.lengths
-        inputs = inputs_of(model, self.config.batch, lengths[0], lengths[-1])
-        return [value.to(self.device) for value in inputs.values()]
+    def _inputs(self, model: Model) -> dict[str, Tensor]:
+        lengths, samples = model.graph.lengths, self.config.batch
+        inputs = inputs_of(model, samples, lengths[0], lengths[-1])
+        if model.graph.routed:  # to one expert, as in a step of sampling
+            inputs["routes"] = torch.zeros(samples, dtype=torch.int64)
+        return {name: value.to(self.device) for name, value in inputs.items()}

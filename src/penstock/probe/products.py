@@ -152,7 +152,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
                 ]
                 if device.type == "cpu":
                     gradients = [*_gradient_samples(kind, _FIRST_SHAPE, generator, budget)]
-                    each = agreed(1.0 / min(sample.flops_per_second for sample in gradients))
+                    each = max(each, agreed(1.0 / min(sample.flops_per_second for sample in gradients)))
                     for name in affordable:
                         if name in _LAYERS and 2.0 * math.prod(shapes[name]) * each < patience:
                             gradients += _gradient_samples(kind, shapes[name], generator, budget)

@@ -62,9 +62,9 @@ def geometric_mean(x: torch.Tensor) -> torch.Tensor:
 ```
 
 If a CPU's LSTM kernel lacks the half type, the LSTM runs in fp32. This is tried once, when a model has an LSTM; name
-`torch.lstm` in a list to decide it yourself. Under O2 on a CPU, functional norms of a class's own weights
-(`layer_norm(x, shape, self.w)` in a class without "norm" in its name) need `promote`: they are too frequent to be
-registered.
+`torch.lstm` in a list to decide it yourself. On a GPU torch runs whole recurrent layers in fp16, whatever the half type
+is. Under O2 on a CPU, functional norms of a class's own weights (`layer_norm(x, shape, self.w)` in a class without
+"norm" in its name) need `promote`: they are too frequent to be registered.
 
 One name covers every way to call an operation: `torch.softmax`, `x.softmax()` and `torch.nn.functional.softmax`. A
 torch function that is written in Python is treated as a whole; the calls inside it run as under torch.autocast.

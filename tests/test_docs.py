@@ -402,3 +402,12 @@ def test_the_table_of_forecasts_of_fused_plans_is_what_was_measured() -> None:
         errors = f"{100 * error:+.1f} % | {100 * case['memory_error']:+.1f} %"
         row = f"{1e3 * case['step_seconds']['measured']:,.0f} | {errors} |"
         assert f"| {case['model']} | `{plan}` | {row}\n" in page, row
+
+
+def test_the_table_of_kernels_on_a_gpu_is_what_was_measured() -> None:
+    page = (ROOT / "docs" / "how-to" / "fuse-gpu.md").read_text(encoding="utf-8")
+    for cell in json.loads((RESULTS / "kernels_h200.json").read_text(encoding="utf-8"))["cells"]:
+        times = cell["milliseconds"]
+        best, ours = times[cell["best_other"]], times[cell["best_other"]] / cell["speedup"]
+        words = f"| {cell['best_other']} | {best:.3f} | {ours:.3f} | {cell['speedup']:.2f} |"
+        assert re.search(rf"^\| {cell['section']} \|.*{re.escape(words)}", page, re.MULTILINE), words

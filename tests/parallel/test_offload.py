@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,19 @@ def test_two_blocks_are_on_the_device_and_weights_stay(shelves: list[Any]) -> No
     assert not any(reference() for shelf in shelves for reference in shelf.saved)
 
 
+class _Model(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class _Reads(torch.autograd.Function):
     """x · y, whose backward pass reports how y lies in memory."""
 
@@ -118,17 +132,7 @@ def test_tensors_come_back_as_they_lay(shelves: list[Any]) -> None:
             out: Tensor = _Reads.apply(x, self.y)
             return out * self.weight
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(y) for y in (*given, gaps))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = Model()
+    model = _Model(Block(y) for y in (*given, gaps))
     offload_blocks(model, CPU)
     x = torch.ones(3, 6, requires_grad=True)
     model(x).sum().backward()
@@ -151,17 +155,7 @@ def test_a_tensor_that_is_changed_in_place_is_refused(shelves: list[Any]) -> Non
             y += 1.0  # which the gradient of exp needs
             return y
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = Model()
+    model = _Model(Block() for _ in range(3))
     offload_blocks(model, CPU)
     with pytest.raises(ConfigError, match="changed in place, so it cannot wait in host memory"):
         model(torch.randn(2, 4, requires_grad=True))

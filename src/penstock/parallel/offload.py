@@ -149,7 +149,7 @@ class _Shelf:
                         f"A tensor {tuple(saved.device_tensor.shape)} that the backward pass needs was changed in "
                         "place, so it cannot wait in host memory; use plan.offload=none."
                     )
-                saved.host = _as(saved.device_tensor, torch.device("cpu"), pinned)
+                saved.host = _memory_like(saved.device_tensor, torch.device("cpu"), pinned)
                 saved.host.copy_(saved.device_tensor, non_blocking=True)
             self.copied_away = self.transfers.mark()
         self.transfers.on_device.append(self)
@@ -171,7 +171,7 @@ class _Shelf:
         for saved in self._alive():
             if saved.device_tensor is None and saved.host is not None:
                 # Memory of the stream that computes, which reuses it in its own order.
-                saved.device_tensor = _as(saved.host, self.transfers.device)
+                saved.device_tensor = _memory_like(saved.host, self.transfers.device)
                 coming.append((saved.device_tensor, saved.host))
                 saved.host = None
         with self.transfers.aside("back"):
@@ -214,7 +214,7 @@ class _Offloaded:
         return out
 
 
-def _as(tensor: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
+def _memory_like(tensor: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
     """Memory for a tensor on a device, which lies there as it does here: kernels of attention demand rows of masks that
     begin at multiples of 16 bytes, so that those of odd length have gaps. Elements that share memory get their own."""
     sides = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1)

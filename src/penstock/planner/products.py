@@ -39,7 +39,7 @@ SPECIAL: dict[ProductForm, ProductForm] = {
     "vocabulary_input": "input",
     "vocabulary_weight": "weight",
 }
-"""Forms that keep a share of another's rate, and that other."""
+"""Forms that are priced as a share of another form's rate, and that other form."""
 
 
 Samples = list[tuple[float, float, float, float]]

@@ -28,7 +28,7 @@ from penstock.decode.beam import search
 from penstock.decode.texts import Prompts, eagerly, sharded
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
-from penstock.tasks.task import Fullness, Prepare, plain
+from penstock.tasks.task import Fullness, Prepare
 from penstock.tasks.text import (
     DRAWN,
     TextBatch,
@@ -88,6 +88,12 @@ class Captioning(TextTask):
     unit = "captions"
     compares = True
     augments = frozenset({field.name for field in fields(Augment)} - {"mixup", "cutmix"})
+    shown = (
+        "image→text {image_to_text:.1%} (chance {image_to_text_chance:.1%})",
+        "text→image {text_to_image:.1%} (chance {text_to_image_chance:.1%})", "unseen words {unseen_words:.1%}",
+        "captions {captions:.1%}", "translations {translations:.1%}", "unseen pairs {unseen_pairs:.1%}",
+        "loss {loss:.4f}",
+    )  # fmt: skip
     _names: _NameTokens
     """The names of the source that `prepare` makes batches of."""
 
@@ -211,17 +217,6 @@ class Captioning(TextTask):
         weights, results["words_loss"] = self._names.weights, total / samples
         loss = weights.contrast * results["contrast_loss"] + weights.words * results["words_loss"]
         return {"loss": loss, **results}
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        parts = [
-            f"{words} {plain(metrics[name], '.1%')}"
-            + (f" (chance {plain(metrics[f'{name}_chance'], '.1%')})" if f"{name}_chance" in metrics else "")
-            for name, words in (
-                ("image_to_text", "image→text"), ("text_to_image", "text→image"), ("unseen_words", "unseen words"),
-                ("captions", "captions"), ("translations", "translations"), ("unseen_pairs", "unseen pairs"),
-            )
-        ]  # fmt: skip
-        return "  ".join([*parts, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
         features = model.graph.heads_of(VectorHead)[0].features

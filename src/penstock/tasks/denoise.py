@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.tasks.image_classification import fit_classes
 from penstock.tasks.noise import NoiseSchedule, ranges_of
-from penstock.tasks.task import Prepare, Task, plain
+from penstock.tasks.task import Prepare, Task
 from penstock.tasks.text import padded
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -168,20 +168,11 @@ class Denoise(Task):
             classes=zero, routes=zero,
         ).inputs  # fmt: skip
 
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        return batch.inputs  # type: ignore[no-any-return]
-
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return _errors(outputs, batch).mean()
 
     def tally(self, outputs: Any, batch: Any) -> Tensor:
         return _errors(outputs, batch).sum().double()[None]
-
-    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
-        return {"loss": sums[0] / samples}
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        return f"loss {plain(metrics['loss'], '.4f')}"
 
     def describe_model(self, model: ModelConfig) -> str:
         images = _images(model.graph)

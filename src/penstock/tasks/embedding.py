@@ -4,7 +4,7 @@ et al., 2018; Karpukhin et al., EMNLP 2020, section 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.models.samples import mean_of
 from penstock.tasks import scores
-from penstock.tasks.task import Prepare, plain
+from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
 
 TEMPERATURE = 0.05
@@ -43,6 +43,7 @@ class Embedding(TextTask):
 
     unit = "pairs"
     compares = True
+    shown = (*(f"recall@{rank} {{recall_at_{rank}:.2%}}" for rank in scores.RANKS), "loss {loss:.4f}")
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.rows import open_rows
@@ -77,10 +78,6 @@ class Embedding(TextTask):
         width, kept = sums[:2]
         queries, answers = np.array(sums[2:]).reshape(2, -1, round(width / kept))[:, : int(kept)]
         return scores.search_scores(queries, answers, TEMPERATURE)
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        parts = [f"recall@{rank} {plain(metrics[f'recall_at_{rank}'], '.2%')}" for rank in scores.RANKS]
-        return "  ".join([*parts, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
         return f"{super().describe_model(model)}, {model.graph.width} features"

@@ -19,7 +19,7 @@ from penstock.data.open import open_source
 from penstock.data.source import ImageSource, Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
-from penstock.tasks.task import Prepare, Task, plain
+from penstock.tasks.task import Prepare, Task
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ class ImageClassification(Task):
     unit = "images"
     size_setting = "model.image_size"
     augments = frozenset(field.name for field in fields(Augment))
+    means = ("top1", "top5", "loss")
+    shown = ("top-1 {top1:.2%}", "top-5 {top5:.2%}", "loss {loss:.4f}")
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
         model = require_vision(model)
@@ -86,14 +88,6 @@ class ImageClassification(Task):
         hits = best == targets[:, None]
         loss = F.cross_entropy(logits, targets, reduction="sum")
         return torch.cat([torch.stack([hits[:, 0].sum(), hits.sum()]).double(), loss.double()[None]])
-
-    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
-        return dict(zip(("top1", "top5", "loss"), (total / samples for total in sums), strict=True))
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        return (
-            f"top-1 {metrics['top1']:.2%}  top-5 {metrics['top5']:.2%}  loss {plain(metrics['loss'], '.4f')}"
-        )
 
     def describe_model(self, model: ModelConfig) -> str:
         return f"{require_vision(model).classes} classes"

@@ -12,7 +12,7 @@ Shapes: B pairs, whose texts are the rows 2i (chosen) and 2i + 1 (rejected) of a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.chat import SHOWN, ConversationTask
-from penstock.tasks.task import Prepare, plain
+from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, first_samples, on_device, rounded, tokenizer_of
 
 
@@ -44,6 +44,8 @@ class Preferences(ConversationTask):
     reference: Callable[..., Tensor] | None = None
     """A function of inputs that returns −log π_ref of each text, in evaluation mode; it computes as the model does."""
     beta = 0.1
+    means = ("loss", "accuracy", "margin")
+    shown = ("loss {loss:.4f}", "accuracy {accuracy:.2%}", "margin {margin:+.4f}")
 
     def beside(self, reference: Callable[..., Tensor], beta: float = 0.1) -> Self:
         """The same task with a reference, which if it is a module is changed in place, and β."""
@@ -84,15 +86,6 @@ class Preferences(ConversationTask):
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         margins = self.margins(outputs, batch).double()
         return torch.stack([-F.logsigmoid(margins).sum(), (margins > 0).double().sum(), margins.sum()])
-
-    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
-        return dict(zip(("loss", "accuracy", "margin"), (total / samples for total in sums), strict=True))
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        return (
-            f"loss {plain(metrics['loss'], '.4f')}  accuracy {plain(metrics['accuracy'], '.2%')}  "
-            f"margin {plain(metrics['margin'], '+.4f')}"
-        )
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """Both answers of the split's first pair, and by how much the model prefers the chosen one."""

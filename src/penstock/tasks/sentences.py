@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import DataError
 from penstock.tasks import scores
-from penstock.tasks.task import Prepare, plain
+from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,10 @@ class Sentences(TextTask):
     """
 
     unit = "sentences"
+    shown = (
+        "accuracy {accuracy:.2%}", "F1 {f1:.3f}", "Matthews {matthews:.3f}", "Pearson {pearson:.3f}",
+        "Spearman {spearman:.3f}", "loss {loss:.4f}",
+    )  # fmt: skip
     form: Literal["single", "pair"] = "single"
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
@@ -97,16 +101,6 @@ class Sentences(TextTask):
             else scores.class_scores(*table.reshape(3, -1))
         )
         return {**results, "loss": loss / samples}
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        forms = {"accuracy": ".2%", "f1": ".3f", "matthews": ".3f", "pearson": ".3f", "spearman": ".3f"}
-        names = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
-        parts = [
-            f"{names.get(name, name)} {plain(metrics[name], form)}"
-            for name, form in forms.items()
-            if name in metrics
-        ]
-        return "  ".join([*parts, f"loss {plain(metrics['loss'], '.4f')}"])
 
     def describe_model(self, model: ModelConfig) -> str:
         classes = 0 if model.graph.classes is None else model.graph.classes.classes

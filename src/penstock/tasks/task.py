@@ -7,6 +7,7 @@ A new task is one file beside this one and a line in `task_of`.
 from __future__ import annotations
 
 import copy
+import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -55,6 +56,10 @@ class Task(ABC):
     """Whether the loss compares samples with each other, those of all ranks."""
     peers: Peers = Peers()
     """Ranks whose samples are compared with this one's."""
+    means: tuple[str, ...] = ("loss",)
+    """Names of the metrics, where each is the mean over samples of one of `tally`'s sums."""
+    shown: tuple[str, ...] = ("loss {loss:.4f}",)
+    """Parts of `describe`, each with metrics by name; one whose metrics are not there is left out."""
     losses: tuple[str, ...] = ()
     """Names of the losses that `loss` returns and `targets` counts, where these are several, (H,): each is a mean over
     its own targets, and the loss of a step their sum."""
@@ -87,9 +92,9 @@ class Task(ABC):
 
     # -- training
 
-    @abstractmethod
     def inputs(self, batch: Any) -> tuple[Any, ...]:
-        """The model's arguments for a batch."""
+        """The model's arguments for a batch: its `inputs`."""
+        return batch.inputs  # type: ignore[no-any-return]
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Any) -> Tensor:
@@ -146,13 +151,17 @@ class Task(ABC):
         """The forward passes of `assess` with nothing, for a rank without samples whose model is sharded."""
         model(*blank)
 
-    @abstractmethod
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         """Metrics by name, of `samples` samples with these sums."""
+        return dict(zip(self.means, (total / samples for total in sums), strict=True))
 
-    @abstractmethod
     def describe(self, metrics: Mapping[str, float | None]) -> str:
         """Metrics as people read them. None stands for a number that is not finite."""
+        values = {name: _NotFinite() if value is None else value for name, value in metrics.items()}
+        names = [{name for _, name, _, _ in string.Formatter().parse(part) if name} for part in self.shown]
+        return "  ".join(
+            part.format_map(values) for part, of in zip(self.shown, names) if of <= values.keys()
+        )
 
     @abstractmethod
     def describe_model(self, model: ModelConfig) -> str:
@@ -165,6 +174,13 @@ class Task(ABC):
         return ""
 
 
+class _NotFinite:
+    """A number that is not finite, in any format."""
+
+    def __format__(self, form: str) -> str:
+        return "not finite"
+
+
 def mean_loss(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
     """The mean loss of one batch, whichever form the function has."""
     value = loss(model, batch)
@@ -174,4 +190,4 @@ def mean_loss(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
 
 def plain(value: float | None, form: str) -> str:
     """A metric as people read it; None is a number that is not finite."""
-    return "not finite" if value is None else format(value, form)
+    return format(_NotFinite() if value is None else value, form)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert.files import first_token, settings_in
 from penstock.models.convert.hub import local_weights
-from penstock.tasks.task import Fullness, Task, plain
+from penstock.tasks.task import Fullness, Task
 
 _log = logging.getLogger(__name__)
 
@@ -134,9 +134,6 @@ class TextTask(Task):
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         return (torch.zeros(1, 1, dtype=torch.int64, device=device),)
 
-    def inputs(self, batch: TextBatch) -> tuple[Any, ...]:
-        return batch.inputs
-
     def tokens(self, batch: TextBatch) -> int:
         return batch.tokens
 
@@ -150,6 +147,8 @@ class WordTask(TextTask):
     Metrics: `loss` is the mean in nats, `perplexity` its exponential, and `bits_per_byte` the loss in bits over the
     bytes of text that the targets stand for, so that tokenizers can be compared.
     """
+
+    shown = ("loss {loss:.4f}", "perplexity {perplexity:.2f}", "{bits_per_byte:.3f} bits per byte")
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         return outputs / max(1, self.targets(batch))
@@ -169,12 +168,6 @@ class WordTask(TextTask):
         if size:
             values["bits_per_byte"] = total / math.log(2) / size
         return values
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        parts = [f"loss {plain(metrics['loss'], '.4f')}", f"perplexity {plain(metrics['perplexity'], '.2f')}"]
-        if "bits_per_byte" in metrics:
-            parts.append(f"{plain(metrics['bits_per_byte'], '.3f')} bits per byte")
-        return "  ".join(parts)
 
 
 def tokenizer_of(source: Source) -> Tokenizer:

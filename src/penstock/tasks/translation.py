@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.positions import is_real
 from penstock.tasks import scores
-from penstock.tasks.task import Prepare, plain
+from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,
     WordTask,
@@ -48,6 +48,7 @@ class Translation(WordTask):
 
     unit = "sentences"
     augments = frozenset({"label_smoothing"})
+    shown = ("exact {exact_match:.2%}", "chrF {chrf:.1f}", "BLEU {bleu:.1f}", *WordTask.shown)
 
     def __init__(self, init_from: str | None = None) -> None:
         super().__init__(init_from)
@@ -133,12 +134,6 @@ class Translation(WordTask):
         if len(rest) > scores.CHRF_SUMS:
             results["bleu"] = scores.bleu(rest[scores.CHRF_SUMS :])
         return results
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        parts = [f"exact {plain(metrics['exact_match'], '.2%')}", f"chrF {plain(metrics['chrf'], '.1f')}"]
-        if "bleu" in metrics:
-            parts.append(f"BLEU {plain(metrics['bleu'], '.1f')}")
-        return "  ".join([*parts, super().describe(metrics)])
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         """The first sources with their translations, each beside its reference."""

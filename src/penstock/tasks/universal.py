@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.masked_words import PrepareMasked
 from penstock.tasks.next_token import NextToken, PrepareNextToken
-from penstock.tasks.task import Prepare, plain
+from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, Tokens, on_device, tokenizer_of
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Universal(NextToken):
     """
 
     losses = HEADS
+    shown = (
+        "loss {loss:.4f}", "perplexity {perplexity:.2f}", "masked accuracy {masked_accuracy:.2%}",
+        "order accuracy {order_accuracy:.2%}",
+    )  # fmt: skip
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.tokens import open_tokens
@@ -158,14 +162,6 @@ class Universal(NextToken):
             if counts[place]:
                 values[f"{name}_accuracy"] = hits[place] / counts[place]
         return values
-
-    def describe(self, metrics: Mapping[str, float | None]) -> str:
-        forms = {"loss": ".4f", "perplexity": ".2f", "masked_accuracy": ".2%", "order_accuracy": ".2%"}
-        return "  ".join(
-            f"{name.replace('_', ' ')} {plain(metrics[name], form)}"
-            for name, form in forms.items()
-            if name in metrics
-        )
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
         graph: Any = model.graph

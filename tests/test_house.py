@@ -486,7 +486,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3390,
     "step": 710,
-    "tasks": 3410,
+    "tasks": 3400,
     "train": 3270,
     "tune": 1690,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from penstock.config.stack import Stack
 
@@ -461,6 +461,13 @@ class Graph:
             *(("token_weights",) if any(run.modulated and run.memories for run in self.runs) else ()),
             *(("by_sample",) if self.words is not None else ()),
         )
+
+    def ordered(self, **values: Any) -> tuple[Any, ...]:
+        """The model's arguments by name in their order, up to the last that is given; it takes no others."""
+        every = [values.get(name) for name in self.arguments]
+        while every[-1] is None:
+            every.pop()
+        return tuple(every)
 
     # -- sense
 

@@ -51,10 +51,7 @@ class NoisyBatch:
         cls, graph: Graph, target: Tensor, weights: Tensor | None = None, **arguments: Tensor | None
     ) -> NoisyBatch:
         """A batch for a model with this graph, from its arguments by name."""
-        values = [arguments.get(name) for name in graph.arguments]
-        while values[-1] is None:
-            values.pop()
-        return cls(tuple(values), target, weights)
+        return cls(graph.ordered(**arguments), target, weights)
 
     def __len__(self) -> int:
         return len(self.target)

@@ -34,9 +34,13 @@ class Sentences(TextTask):
 
     unit = "sentences"
     shown = (
-        "accuracy {accuracy:.2%}", "F1 {f1:.3f}", "Matthews {matthews:.3f}", "Pearson {pearson:.3f}",
-        "Spearman {spearman:.3f}", "loss {loss:.4f}",
-    )  # fmt: skip
+        "accuracy {accuracy:.2%}",
+        "F1 {f1:.3f}",
+        "Matthews {matthews:.3f}",
+        "Pearson {pearson:.3f}",
+        "Spearman {spearman:.3f}",
+        "loss {loss:.4f}",
+    )
     form: Literal["single", "pair"] = "single"
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:

@@ -125,8 +125,7 @@ class TextTask(Task):
         ids = Stream(len(source), 0, by_length, batch).ids(0, DRAWN * batch)
         drawn = source.lengths[ids].reshape(DRAWN, batch)
         most, *others = (one.length for one in model.graph.inputs)
-        padded = float(np.mean([rounded(int(longest), most) for longest in drawn.max(axis=1)]))
-        sequence = max(1, round(padded))
+        sequence = max(1, round(padded_length(drawn, most)))
         sized: Any = model.with_lengths(sequence, *(max(1, round(each * sequence / most)) for each in others))
         sized = replace(sized, max_positions=model.graph.runs[0].rows)
         return Fullness(sized, real=min(1.0, float(drawn.mean()) / sequence), words=self.asked_words)
@@ -207,6 +206,11 @@ def rounded(length: int, most: int) -> int:
     """The smallest of at most eight sizes up to `most` that is no less than `length`."""
     step = -(-most // SIZES)
     return min(most, -(-max(length, 1) // step) * step)
+
+
+def padded_length(drawn: Tokens, most: int) -> float:
+    """Average length to which batches of samples of these lengths, (batches, B), are cut, of at most `most`."""
+    return float(np.mean([rounded(int(longest), most) for longest in drawn.max(axis=1)]))
 
 
 def on_device(array: Tokens, device: torch.device) -> Tensor:

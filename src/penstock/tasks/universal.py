@@ -59,9 +59,11 @@ class Universal(NextToken):
 
     losses = HEADS
     shown = (
-        "loss {loss:.4f}", "perplexity {perplexity:.2f}", "masked accuracy {masked_accuracy:.2%}",
+        "loss {loss:.4f}",
+        "perplexity {perplexity:.2f}",
+        "masked accuracy {masked_accuracy:.2%}",
         "order accuracy {order_accuracy:.2%}",
-    )  # fmt: skip
+    )
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.tokens import open_tokens
@@ -181,8 +183,8 @@ class PrepareUniversal:
     def __init__(
         self, tokenizer: Tokenizer, model: Any, seed: int, bytes_per_token: float, *, mixes: bool
     ) -> None:
-        graph = model.graph
-        self.arguments, self.seed, self.size = graph.arguments, seed, bytes_per_token
+        self.graph = graph = model.graph
+        self.seed, self.size = seed, bytes_per_token
         self.understood, self.orders = graph.padded, graph.classes is not None
         self.segments = any(one.segments > 1 for one in graph.inputs)
         self.end, self.separator = tokenizer.end, tokenizer.separator
@@ -226,10 +228,9 @@ class PrepareUniversal:
                 labels, counts[2] = on_device(orders, device), int((orders != IGNORED).sum())
         if all(value is None for value in named["documents"].values()):
             named["documents"] = None
-        last = max(self.arguments.index(name) for name in ("rows", "prefixes") if name in self.arguments) + 1
         return UniversalBatch(
-            inputs=tuple(named.get(name) for name in self.arguments[:last]),
-            ids=host.ids, tokens=tokens, labels=labels, bytes=counts[0] * self.size, weights=self.weights,
+            inputs=self.graph.ordered(**named), ids=host.ids, tokens=tokens, labels=labels,
+            bytes=counts[0] * self.size, weights=self.weights,
             counts=torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True),
         )  # fmt: skip
 

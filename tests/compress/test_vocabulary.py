@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.trained_tokenizers import LINES, trained_tokenizer
 from penstock.compress import measure, run
 from penstock.compress.vocabulary import smaller_tokenizer
 from penstock.config.compress import load_compression
@@ -21,34 +22,10 @@ from penstock.models.convert import from_pretrained, save_pretrained
 
 tokenizers = pytest.importorskip("tokenizers")
 
-LINES = [f"The turbine number {n} turned {n * n} times while {n + 3} men watched it." for n in range(120)]
-TRAINED = [*LINES, *(f"Zebras quietly juxtapose vexing quartz boxes {n}" for n in range(80))]
-
-
-def _trained(kind: str) -> str:
-    """The tokenizer.json of a kind of vocabulary, with a frame."""
-    models, trainers = tokenizers.models, tokenizers.trainers
-    specials = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
-    common = {"vocab_size": 300, "special_tokens": specials, "show_progress": False}
-    made, trainer = {
-        "WordPiece": lambda: (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(**common)),
-        "BPE": lambda: (models.BPE(unk_token="[UNK]"), trainers.BpeTrainer(**common)),
-        "Unigram": lambda: (models.Unigram(), trainers.UnigramTrainer(unk_token="[UNK]", **common)),
-        "WordLevel": lambda: (models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer(**common)),
-    }[kind]()
-    tokenizer = tokenizers.Tokenizer(made)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(TRAINED, trainer)
-    numbers = [(word, tokenizer.token_to_id(word)) for word in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=numbers
-    )
-    return str(tokenizer.to_str())
-
 
 @pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram", "WordLevel"])
 def test_texts_of_the_data_are_cut_as_before(kind: str) -> None:
-    text = _trained(kind)
+    text = trained_tokenizer(kind)
     whole = LibraryTokenizer(text, "whole")
     used = {int(number) for row in whole.encode(LINES) for number in row}
     smaller, kept = smaller_tokenizer(text, used)
@@ -76,7 +53,7 @@ def test_the_last_step_leaves_a_model_that_says_the_same(
 ) -> None:
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "ROUND_SECONDS", 0.001)
-    text = _trained("BPE")
+    text = trained_tokenizer("BPE")
     whole = LibraryTokenizer(text, "whole")
     sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "sequence": 32}
     torch.manual_seed(0)

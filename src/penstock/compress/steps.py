@@ -106,9 +106,9 @@ def trim_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
 
 def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     """Store linear layers in few bits, calibrated and scored with the data of the compression."""
-    config = bench.config
-    read = bench.task_for(call.source)[1]  # by the tokenizer that the steps before have left
-    data = task_data(call.source, read, task=config.task, samples=config.quantise.samples)
+    # The tokenizer that the steps before have left reads the data.
+    config = replace(bench.config, data=bench.task_for(call.source)[1])
+    data = task_data(call.source, config.data, task=config.task, samples=config.quantise.samples)
     data = replace(data, timed=config.batch)
     learns = config.quantise.learn > 0
     folder = call.target.with_name(f"{call.target.name}-start") if learns else call.target
@@ -123,7 +123,9 @@ def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
         raise ConfigError(
             "No layer could be rounded within quantise.drop, so that no scale can learn; raise it."
         )
-    train(learning_run(config, replace(call, source=folder)))
+    # The original has the tokens that were trimmed, so that it cannot be compared.
+    teacher = call.source if "trim" in config.order else call.original
+    train(learning_run(config, replace(call, source=folder, original=teacher)))
     lost = None
     if data.score is not None and result.before is not None:
         lost = result.before - data.score(bench.open(local_weights(call.target)))

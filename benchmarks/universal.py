@@ -10,8 +10,9 @@
 
 All see number words of two languages, from which a tenth of the numbers is held out, in as many steps. Then each body
 that understands, and one that has learned nothing, is fine-tuned on few pairs of numbers, which are the same or
-different in the two languages, and judged by pairs of numbers that were held out. A run in --runs that is complete is
-not made again; the results are written after each seed.
+different in the two languages, and judged by pairs of numbers that were held out. Each seed is written to --output at
+once, and a script that was stopped goes on there when it is started again; a run in --runs that is complete is not made
+again either.
 """
 
 from __future__ import annotations
@@ -139,54 +140,108 @@ def tuned(name: str, start: Path | None, runs: Path, seed: int) -> float:
     )["accuracy"])  # fmt: skip
 
 
+def begun(output: Path, steps: int) -> list[dict[str, Any]]:
+    """The seeds that an earlier call with as many steps has written to a file; none where there is no file."""
+    if not output.exists():
+        return []
+    data: dict[str, Any] = json.loads(output.read_text())
+    same = {"steps": steps, "batch": BATCH, "labels": LABELS, "tuning_steps": TUNED, "models": sizes()}
+    if other := [name for name, value in same.items() if data[name] != value]:
+        raise SystemExit(f"{output} was made with other {', '.join(other)}; name another file in --output.")
+    return list(data["seeds"])
+
+
+def compared(seed: int, runs: Path, steps: int) -> dict[str, Any]:
+    """What all models of a seed score."""
+    text, begin, rows = write_text(runs), time.time(), {}
+    for name, model in models().items():
+        folder = runs / f"{name.replace(', ', '-')}-{seed}"
+        trained(
+            RunConfig(
+                model=model, data=DataConfig(source=f"text:{text}"), seed=seed, output=str(folder), device="cpu",
+                recipe=Recipe(steps=steps, lr=3e-3, warmup_share=0.1, eval_every_epochs=1000.0),
+                plan=Plan(micro_batch=BATCH, optimizer="fused"),
+            )
+        )  # fmt: skip
+        rows[name] = judged(folder, text)
+        if "understanding" in model.branches:
+            rows[name]["pairs_accuracy"] = tuned(name, folder, folder / "pairs", seed)
+    accuracy = tuned("flops, understanding", None, runs / f"untrained-{seed}", seed)
+    rows["untrained"] = {"pairs_accuracy": accuracy}
+    return {"seed": seed, "models": rows, "seconds": time.time() - begin}
+
+
+def sizes() -> dict[str, dict[str, float]]:
+    """Parameters, and model FLOPs of a sample, of each model."""
+    return {
+        name: {"parameters": work.parameters, "flops_per_sample": work.model_flops}
+        for name, model in models().items()
+        if (work := totals(model))
+    }
+
+
+def report(seeds: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """All results, with means and deviations over seeds."""
+    summary: dict[str, dict[str, Any]] = {}
+    for name in seeds[0]["models"]:
+        for measure in seeds[0]["models"][name]:
+            values = [seed["models"][name][measure] for seed in seeds]
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            summary.setdefault(name, {})[measure] = {"mean": statistics.fmean(values), "deviation": deviation}
+    return {
+        "environment": environment(), "steps": steps, "batch": BATCH, "labels": LABELS, "tuning_steps": TUNED,
+        "models": sizes(), "summary": summary, "seeds": seeds,
+    }  # fmt: skip
+
+
+def table(data: dict[str, Any]) -> list[str]:
+    """The lines of the page's table: one body, two single models by what they have equal, and none that learned."""
+    lines = ["| | parameters | FLOPs a sample | perplexity | masked words, % | pairs, % |", "|---" * 6 + "|"]
+    for title, parts in {
+        "joint": ("joint",),
+        **{f"two of equal {equal}": (f"{short}, generating", f"{short}, understanding")
+           for equal, short in (("parameters", "parameters"), ("FLOPs", "flops"))},
+        "untrained": ("untrained",),
+    }.items():  # fmt: skip
+        size = [data["models"][part] for part in parts if part in data["models"]]
+        cells = [
+            f"{sum(one['parameters'] for one in size):,}" if size else "",
+            f"{sum(one['flops_per_sample'] for one in size) / 1e6:.0f} M" if size else "",
+        ]
+        scores = {name: score for part in parts for name, score in data["summary"][part].items()}
+        for name, scale, digits in (
+            ("perplexity", 1, 3),
+            ("masked_accuracy", 100, 1),
+            ("pairs_accuracy", 100, 1),
+        ):
+            score = scores.get(name)
+            shown = (
+                [f"{scale * value:.{digits}f}" for value in score.values() if value is not None]
+                if score
+                else []
+            )
+            cells.append(" ± ".join(shown))
+        lines.append(f"| {title} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="written after each seed")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
-    text = write_text(options.runs)
-    seeds: list[dict[str, Any]] = []
+    seeds = begun(options.output, options.steps)
     for seed in range(options.seeds):
-        began, rows = time.time(), {}
-        for name, model in models().items():
-            folder = options.runs / f"{name.replace(', ', '-')}-{seed}"
-            trained(
-                RunConfig(
-                    model=model, data=DataConfig(source=f"text:{text}"), seed=seed, output=str(folder), device="cpu",
-                    recipe=Recipe(steps=options.steps, lr=3e-3, warmup_share=0.1, eval_every_epochs=1000.0),
-                    plan=Plan(micro_batch=BATCH, optimizer="fused"),
-                )
-            )  # fmt: skip
-            rows[name] = judged(folder, text)
-            if "understanding" in model.branches:
-                rows[name]["pairs_accuracy"] = tuned(name, folder, folder / "pairs", seed)
-        rows["untrained"] = {
-            "pairs_accuracy": tuned("flops, understanding", None, options.runs / f"untrained-{seed}", seed)
-        }
-        seeds.append({"seed": seed, "models": rows, "seconds": time.time() - began})
-        options.output.write_text(json.dumps(report(seeds, options.steps), indent=1) + "\n")
-
-
-def report(seeds: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """All results, with the mean of each and half the distance between its extremes."""
-    summary: dict[str, dict[str, Any]] = {}
-    for name in seeds[0]["models"]:
-        for measure in seeds[0]["models"][name]:
-            values = [seed["models"][name][measure] for seed in seeds]
-            spread = (max(values) - min(values)) / 2
-            summary.setdefault(name, {})[measure] = {"mean": statistics.fmean(values), "spread": spread}
-    sizes = {
-        name: {"parameters": totals(model).parameters, "flops_per_sample": totals(model).model_flops}
-        for name, model in models().items()
-    }
-    return {
-        "environment": environment(), "steps": steps, "batch": BATCH,
-        "labels": LABELS, "tuning_steps": TUNED, "models": sizes, "summary": summary, "seeds": seeds,
-    }  # fmt: skip
+        if all(one["seed"] != seed for one in seeds):
+            seeds.append(compared(seed, options.runs, options.steps))
+            part = options.output.with_name(f"{options.output.name}.part")
+            part.write_text(json.dumps(report(seeds, options.steps), indent=1) + "\n")
+            part.replace(options.output)
+            print("\n".join(table(report(seeds, options.steps))), flush=True)
 
 
 if __name__ == "__main__":

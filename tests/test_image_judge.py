@@ -157,3 +157,35 @@ def test_languages_have_a_line_each_with_what_was_scored() -> None:
     ]
     scores = {"mean": {"captions": 0.5}, "deviation": {"captions": None}, "chance": {}, "runs": runs[:1]}
     assert bench.table(scores)[2:] == ["| `captions` | 50.0 % | – |"]
+
+
+def test_the_page_shows_what_one_body_scored_beside_single_models() -> None:
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8")
+    bench, file = _load("universal"), root / "benchmarks" / "results" / "universal_cpu.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    missing = [line for line in bench.table(data) if line not in page.splitlines()]
+    assert not missing, f"docs/how-to/unified.md lacks these lines of {file.name}: {missing}"
+    seeds = {seed["seed"] for seed in data["seeds"]}
+    assert len(seeds) == len(data["seeds"])
+    assert f"deviations over {len(seeds)} seeds\n(`benchmarks/results/universal_cpu.json`)" in page
+    assert bench.report(data["seeds"], data["steps"])["summary"] == data["summary"]
+    # The words below the table: masked words are learned better together, the next token a little worse.
+    joint, alone = data["summary"]["joint"], data["summary"]["flops, understanding"]
+    assert joint["masked_accuracy"]["mean"] > 1.8 * alone["masked_accuracy"]["mean"]
+    assert joint["perplexity"]["mean"] > data["summary"]["flops, generating"]["perplexity"]["mean"]
+
+
+def test_a_comparison_goes_on_after_its_last_seed_and_refuses_other_settings(tmp_path: Path) -> None:
+    bench, file = _load("universal"), tmp_path / "out.json"
+    assert bench.begun(file, 800) == []
+    rows = [{"seed": n, "models": {"joint": {"perplexity": 1.0 + 2 * n}}, "seconds": 1.0} for n in (0, 1)]
+    data = bench.report(rows, 800)
+    assert data["summary"] == {"joint": {"perplexity": {"mean": 2.0, "deviation": pytest.approx(2**0.5)}}}
+    file.write_text(json.dumps(data))
+    assert bench.begun(file, 800) == rows
+    with pytest.raises(SystemExit, match="made with other steps; name another file"):
+        bench.begun(file, 400)
+    file.write_text(json.dumps({**data, "labels": 1}))
+    with pytest.raises(SystemExit, match="made with other labels; name another file"):
+        bench.begun(file, 800)

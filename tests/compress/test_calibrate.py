@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from helpers.families import ENROLLED, batches
-from penstock.compress.calibrate import BINS, InputRecord, record
-from penstock.compress.quantise import candidates
-from penstock.config.model import stacks
+from penstock.compress.calibrate import BINS, PERCENTILE, InputRecord, record, watch
+from penstock.compress.data import QuantiseData
+from penstock.compress.quantise import candidates, quantise_folder
+from penstock.config.model import DecoderConfig, stacks
+from penstock.config.quantise import Limit, QuantiseOptions
 from penstock.errors import ConfigError, NumericError
 from penstock.models import create
+from penstock.models.convert import save_pretrained
+from penstock.models.convert.pretrained import rounded_weights
 
 
 def test_a_histogram_widens_without_losing_a_magnitude() -> None:
@@ -48,15 +54,16 @@ def test_limits_cut_off_what_is_rare() -> None:
     within = float(x.abs().flatten().sort().values[int(0.9999 * x.numel())])
     assert found["percentile"] == pytest.approx(within, abs=2 * made.end / BINS)
     assert 3.0 < found["entropy"] < 30.0
-
-    def error(end: float) -> float:
-        step = end / 127
-        return float(((x / step).round().clamp(-127, 127) * step - x).square().sum())
-
     ends = torch.linspace(0.1, 1.0, 91).tolist()
-    least = min(error(60.0 * share) for share in ends)
-    assert error(found["mse"]) == pytest.approx(least, rel=0.02), "as if all inputs had been kept"
-    assert error(found["mse"]) < error(found["absmax"])
+    least = min(_error(x, 60.0 * share) for share in ends)
+    assert _error(x, found["mse"]) == pytest.approx(least, rel=0.02), "as if all inputs had been kept"
+    assert _error(x, found["mse"]) < _error(x, found["absmax"])
+
+
+def _error(x: Tensor, end: float) -> float:
+    """Summed squares of what rounding with this end of the scale changes."""
+    step = end / 127
+    return float(((x / step).round().clamp(-127, 127) * step - x).square().sum())
 
 
 def _poisoned(config: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -96,3 +103,49 @@ def test_a_text_is_recorded_up_to_its_last_target() -> None:
     assert {one.rows for one in record(model, [(tokens,)], names).values()} == {tokens.numel()}
     with pytest.raises(ConfigError, match="no data to calibrate with"):
         record(model, [], names)
+
+
+def test_a_translation_is_recorded_up_to_its_last_target() -> None:
+    config: Any = ENROLLED["marian"].config
+    model = create(config).eval()
+    source, target, lengths, targets = batches(config, 0, 8)
+    ends = ((targets != -100) * torch.arange(1, targets.shape[1] + 1)).amax(1)
+    found = record(model, [(source, target, lengths, targets)], candidates(model, "int8")[0])
+    for name, one in found.items():
+        read = lengths if name.startswith("encoder.") or ".cross.kv" in name else ends
+        assert one.rows == int(read.sum()), name
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "marian", "t5", "mixtral", "vit"])
+def test_every_limit_is_that_of_all_inputs_in_every_kind_of_model(name: str, tmp_path: Path) -> None:
+    """Beside inputs that were all kept; and a folder has the scales that follow from them."""
+    config: Any = ENROLLED[name].config
+    torch.manual_seed(0)
+    model = create(config).eval()
+    save_pretrained(model, tmp_path / "whole")
+    given = [batches(config, step, 8) for step in range(4)]
+    if not isinstance(config, DecoderConfig):
+        given = [arguments[:-1] for arguments in given]
+    else:
+        given = [(tokens, None, targets) for tokens, targets in given]
+    names, kept = candidates(model, "int8")[0], dict[str, list[Tensor]]()
+    watch(model, given, names, lambda linear, x: kept.setdefault(linear, []).append(x.abs()))
+    sizes = {linear: torch.cat(parts).flatten().sort().values for linear, parts in kept.items()}
+    assert sizes.keys() == names.keys()
+    for limit in get_args(Limit):
+        options = QuantiseOptions(format="int8", inputs="static", limit=limit)
+        quantise_folder(tmp_path / "whole", tmp_path / limit, options, QuantiseData(lambda: given))
+        for linear, (_, weight) in rounded_weights(tmp_path / limit).items():
+            assert weight.input_scale is not None
+            found, x = 127 * float(weight.input_scale), sizes[linear]
+            top = float(x[-1])
+            if limit == "absmax":
+                assert found == pytest.approx(top)
+            elif limit == "percentile":
+                share = float(x[math.ceil(PERCENTILE * len(x)) - 1])
+                assert found == pytest.approx(share, abs=2.01 * 2 * top / BINS), linear
+            elif limit == "mse":
+                least = min(_error(x, top * share) for share in torch.linspace(0.1, 1.0, 91).tolist())
+                assert _error(x, found) <= 1.03 * least, linear
+            else:
+                assert 0.1 * top <= found <= top * (1 + 1e-6), linear

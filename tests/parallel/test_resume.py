@@ -1,4 +1,4 @@
-"""A run in fp16 over shards goes on bit for bit where it was cut: weights, optimizer, loss scale and all."""
+"""A run over ranks goes on bit for bit where it was cut: weights, optimizer, loss scale, chance and all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cut(Exception):
 
 
 def _config(folder: Path, line: str) -> RunConfig:
-    peaks = {"fp32": 1e11, "fp16": 1e11}
+    peaks = dict.fromkeys(("fp32", "bf16", "fp16", "int8"), 1e11)
     machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
     return RunConfig(
         model=MODEL,
@@ -48,8 +48,8 @@ def _config(folder: Path, line: str) -> RunConfig:
 
 
 def _run(config: RunConfig, first: int, cut: int | None) -> list[float]:
-    """Train from step `first`; returns the loss scale after each step. Before step 2 it is set far too high, so that
-    steps are skipped and it is on its way down when the checkpoint of step 3 is written."""
+    """Train from step `first`; returns the loss scale after each step, 1 where there is none. Before step 2 it is set
+    far too high, so that steps are skipped and it is on its way down when the checkpoint of step 3 is written."""
     scales: list[float] = []
     step = TrainStep.__call__
 
@@ -57,11 +57,10 @@ def _run(config: RunConfig, first: int, cut: int | None) -> list[float]:
         number = first + len(scales)
         if number == cut:
             raise Cut
-        assert self.scaler is not None
-        if number == 2:
+        if self.scaler is not None and number == 2:
             self.scaler.scale.fill_(2.0**27)
         result = step(self, batches)
-        scales.append(float(self.scaler.scale))
+        scales.append(1.0 if self.scaler is None else float(self.scaler.scale))
         return result
 
     TrainStep.__call__ = counted  # type: ignore[method-assign]
@@ -99,11 +98,13 @@ def _check(world: int, folder: Path, lines: list[str]) -> None:
     runs = spawn(_both, world, folder, lines, timeout=200)
     assert all(found == runs[0] for found in runs), "ranks had different loss scales"
     for number, (line, (whole, before, after)) in enumerate(zip(lines, runs[0])):
-        assert whole[1] == 2.0**16
-        assert whole[2] < 2.0**27, f"{line}: nothing overflowed"
+        assert len(whole) == STEPS
+        if "fp16" in line:
+            assert whole[1] == 2.0**16
+            assert whole[2] < 2.0**27, f"{line}: nothing overflowed"
+            assert after[0] != 2.0**16, f"{line}: the loss scale began anew"
         assert whole[:CUT] == before, line
         assert whole[3:] == after, f"{line}: the loss scale went another way"
-        assert after[0] != 2.0**16, f"{line}: the loss scale began anew"
         ours, theirs = folder / str(number) / "run", folder / str(number) / "run-broken"
         assert _losses(ours) == _losses(theirs), line
         one, other = _tensors(ours), _tensors(theirs)
@@ -122,6 +123,16 @@ def test_fp16_over_shards_goes_on_where_it_was_cut(tmp_path: Path) -> None:
             "dp=2 micro_batch=8 sharding=hsdp shard=1 precision=O2 dtype=fp16 optimizer=contiguous accumulate=2",
         ],
     )
+
+
+@pytest.mark.slow
+def test_int8_goes_on_where_it_was_cut_however_ranks_split_the_model(tmp_path: Path) -> None:
+    """Also the chance by which each rank rounds its gradients."""
+    plans = (
+        "tp=2 micro_batch=8", "tp=2 sp=true micro_batch=8", "pp=2 micro_batch=4 accumulate=2",
+        "dp=2 micro_batch=8 sharding=fsdp",
+    )  # fmt: skip
+    _check(2, tmp_path, [f"{line} precision=O1 products=int8_all" for line in plans])
 
 
 @pytest.mark.slow

@@ -377,9 +377,10 @@ def test_transformers_opens_the_values_of_a_quantised_model(name: str, tmp_path:
     assert (path / "tokenizer.json").is_file()
 
 
-def test_ctranslate2_takes_the_numbers_of_a_quantised_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt-tiny", "marian-tiny"])
+def test_ctranslate2_takes_the_numbers_of_a_quantised_model(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ctranslate2")
-    where = quantised("gpt-tiny", tmp_path)
+    where = quantised(name, tmp_path)
     _, exact = export(where, tmp_path / "values", "ctranslate2")
     path, difference = export(where, tmp_path / "out", "ctranslate2", "int8")
     assert exact < 1e-5

@@ -124,7 +124,7 @@ def _passes(
     return [y.detach(), *[copy.grad for copy in copies if copy.grad is not None]]
 
 
-@pytest.mark.parametrize("passes", [ALL[:1], ALL[:2], ALL])
+@pytest.mark.parametrize("passes", [ALL[:1], ALL[:2], ("forward", "weight"), ALL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_three_products_equal_their_reference_and_nearly_the_exact(
     dtype: torch.dtype, passes: tuple[ProductPass, ...]
@@ -147,7 +147,7 @@ def test_three_products_equal_their_reference_and_nearly_the_exact(
     for place, (value, wanted) in enumerate(zip(real, exact, strict=True)):
         # Measured 0.011 at most, and where rows of gradients share a scale with that of the outlier 0.042.
         assert float((value - wanted).norm() / wanted.norm()) < (
-            0.06 if passes == ALL and place == 2 else 0.015
+            0.06 if "weight" in passes and place == 2 else 0.015
         )
         others = torch.arange(len(wanted)) != 7  # an outlier among the inputs
         assert float((value - wanted)[others].norm() / wanted[others].norm()) < 0.05

@@ -161,3 +161,17 @@ def test_tables_of_the_how_to_are_what_was_measured() -> None:
         words = ["" if figure is None else f"{round(figure, 2) + 0.0:.2f}" for figure in figures]
         row = f"| {task} | {entry['seeds']} | {' | '.join(words)} |\n"
         assert row in page, row
+
+
+def test_the_latency_that_pruning_gains_is_what_was_measured() -> None:
+    page = " ".join((ROOT / "docs" / "how-to" / "compress.md").read_text(encoding="utf-8").split())
+    stored = (ROOT / "benchmarks" / "results" / "pruned_latency_cpu.json").read_text(encoding="utf-8")
+    returned: dict[str, list[float]] = {}
+    for cell in json.loads(stored)["cells"]:
+        returned.setdefault(f"{cell['model']} {cell['type']}", []).append(cell["returned"])
+    words = {name: f"{min(each):.2f} to {max(each):.2f}" for name, each in returned.items()}
+    assert (
+        f"ViT-S gains {words['vit-s16 fp32']} times that share in fp32 and {words['vit-s16 int8']} in `int8`, "
+        f"BERT-base {words['bert-base fp32']} and {words['bert-base int8']}" in page
+    ), words
+    assert min(returned["vit-s16 fp32"] + returned["bert-base fp32"]) >= 0.85, "the share that is aimed at"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from helpers.families import ENROLLED, batches
+from penstock.compress.data import QuantiseData
 from penstock.compress.gptq import DAMPING, gptq, round_by_blocks
-from penstock.compress.quantise import candidates
+from penstock.compress.quantise import candidates, quantise_folder
 from penstock.config.model import PRESETS
-from penstock.config.quantise import StoredFormat
+from penstock.config.quantise import QuantiseOptions, StoredFormat
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models import create
+from penstock.models.convert import save_pretrained
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
 
 
@@ -84,19 +87,36 @@ def test_a_model_is_rounded_block_by_block(name: str, form: StoredFormat) -> Non
     assert float((found - expected).square().mean()) < float((plain - expected).square().mean())
 
 
-def test_the_peak_of_memory_is_the_model_and_two_blocks() -> None:
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_peak_of_memory_is_the_model_and_two_blocks(
+    form: StoredFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = replace(
-        PRESETS["llama-tiny"], width=128, depth=6, heads=4, kv_heads=None, mlp_width=344, vocabulary=64
+        PRESETS["llama-tiny"], width=128, depth=6, heads=4, kv_heads=None, mlp_width=352, vocabulary=64
     )
     torch.manual_seed(0)
     model = create(config).eval()
     given = [(torch.randint(0, 64, (2, 16)),) for _ in range(3)]
-    names: dict[str, StoredFormat] = dict.fromkeys(candidates(model, "int8")[0], "int8")
-    held = [*model.parameters(), *model.buffers()]
+    names = dict.fromkeys(candidates(model, form)[0], form)
     block = sum(tensor.numel() * 4 for tensor in model.decoder.blocks[0].parameters())
-    counter = TensorMemory(held, [tensor for one in given for tensor in one])
+    tensors = [tensor for one in given for tensor in one]
+    counter = TensorMemory([*model.parameters(), *model.buffers()], tensors)
     whole = counter.bytes
     with counter:
-        round_by_blocks(model, lambda: given, names)
-    stored = sum(tensor.numel() for tensor in (model.get_submodule(name).weight for name in names))
+        rounded = round_by_blocks(model, lambda: given, names)
+    stored = sum(
+        part.numel() * part.element_size()
+        for one in rounded.values()
+        for part in (one.numbers, one.scales, one.offsets)
+        if part is not None
+    )
     assert counter.peak <= whole + stored + 2 * block + 100_000, "the rounded weights are the result"
+    # Of a folder as well, once it is read: what is there twice are weights in few bits, by which layers multiply.
+    model = create(config)
+    save_pretrained(model, tmp_path / "whole")
+    monkeypatch.setattr("penstock.compress.quantise.from_pretrained", lambda folder: model)
+    options = QuantiseOptions(format=form, weights="gptq")
+    with TensorMemory([*model.parameters(), *model.buffers()], tensors) as counter:
+        quantise_folder(tmp_path / "whole", tmp_path / "small", options, QuantiseData(lambda: given))
+    assert counter.peak <= whole + 2 * stored + 2 * block + 100_000
+    assert counter.peak > whole + stored

@@ -165,12 +165,13 @@ class _Work:
         options = self.options
         by_gptq = {name: layer for name, layer in self.linears.items() if isinstance(layer, nn.Linear)}
         if options.weights == "gptq":
-            # Layers that stay as they are keep these.
-            before = {name: layer.weight.detach().clone() for name, layer in by_gptq.items()}
+            # Layers may stay as they are for accuracy or speed alone; a copy of all is as large as the model.
+            keep = by_gptq if options.drop is not None or options.speed else {}
+            before = {name: layer.weight.detach().clone() for name, layer in keep.items()}
             self.rounded |= round_by_blocks(self.model, self.data.batches, dict.fromkeys(by_gptq, self.form))
             with torch.no_grad():
-                for name, layer in by_gptq.items():
-                    layer.weight.copy_(before[name])
+                for name, layer in keep.items():
+                    layer.weight.copy_(before.pop(name))
         for name, module in self.linears.items():
             if name not in self.rounded:
                 least = options.weights != "absmax"

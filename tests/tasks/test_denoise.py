@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.build import build
+from penstock.checkpoint import rewrite
+from penstock.config.graph import NoiseKind, Target
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import DiffusionConfig
+from penstock.config.plan import Plan
 from penstock.config.recipes import load_run
-from penstock.config.run import Augment, DataConfig
+from penstock.config.run import Augment, DataConfig, Recipe
 from penstock.config.stack import Stack
 from penstock.data import Loader
+from penstock.data.images import PrepareImages
 from penstock.errors import ConfigError
 from penstock.infer.images import ImageGenerator
 from penstock.models import Model, create
@@ -101,6 +106,39 @@ def test_regions_and_signal_weigh_errors() -> None:
     torch.testing.assert_close(batch.weights[:, 0, 0, 0].double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("schedule", get_args(NoiseKind))
+@pytest.mark.parametrize("predicts", get_args(Target))
+def test_every_target_of_every_schedule_has_one_loss_of_the_sample(
+    predicts: Target, schedule: NoiseKind
+) -> None:
+    """Whatever is predicted, the weighted loss is min(snr, 5) times the squared error of the sample."""
+    config = replace(SMALL, predicts=predicts, schedule=schedule, experts=0, condition_dropout=0.0)
+    (plain,), (weighed,) = batches(config, 1, batch=64), batches(replace(config, min_snr=5.0), 1, batch=64)
+    assert plain.weights is None
+    given = dict(zip(config.graph.arguments, plain.inputs))
+    noise = NoiseSchedule(schedule)
+    x, times = given["images"].double(), given["times"]
+    clean = noise.to_x0_eps(predicts, plain.target.double(), x, times)[0]
+    # Times near an end lose digits where one of the factors nearly vanishes.
+    middle = (times > 0.1) & (times < 0.9)
+    source = TASK.open(DataConfig(source="digits"), config, "train")
+    images = PrepareImages(source, image_size=8, classes=10, augment=Augment(crop_scale_min=1.0), seed=3)
+    with Loader(source, images, seed=3, batch=64) as loader:
+        pixels = next(loader).images
+    torch.testing.assert_close(clean[middle].float(), pixels[middle], rtol=0, atol=1e-4)
+    error = 0.1 * torch.randn_like(plain.target, dtype=torch.float64)
+    output = weighed.target.double() + error
+    wrong = noise.to_x0_eps(predicts, output, x, times)[0]
+    at = noise.coefficients(times)
+    snr = (at.alpha / at.sigma).square().clamp(max=5.0)
+    expected = ((wrong - clean).square().flatten(1).mean(1) * snr).mean()
+    torch.testing.assert_close(TASK.loss(output, weighed), expected, rtol=1e-5, atol=1e-6)
+    assert TASK.loss(output, plain) == pytest.approx(float(error.square().mean()))
+    built = build(replace(config, min_snr=5.0), Plan(micro_batch=64), recipe=Recipe(lr=3e-3), loss=TASK)
+    losses = [float(built.step([weighed]).loss) for _ in range(8)]
+    assert losses[-1] < losses[0]
+
+
 def test_a_word_of_weight_two_is_seen_as_often_as_two() -> None:
     model = stirred(TEXTS)
     images, tokens, times = torch.randn(2, 1, 8, 8), torch.randint(0, 99, (2, 3)), torch.rand(2).double()
@@ -179,6 +217,19 @@ def test_a_run_goes_on_exactly_and_experts_begin_as_copies(tmp_path: Path) -> No
         one, other = mixture.up.weight
         assert not torch.equal(one, other), "each learned from its half of the times"
         torch.testing.assert_close(one, block.mlp.up.weight, rtol=0, atol=0.02)
+
+
+def test_images_are_made_by_the_averaged_weights_of_a_run(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", model="ddigits-tiny", **{"recipe.ema_decay": 0.5})
+    newest = rewrite.open_newest(tmp_path / "run")
+    made = {}
+    for kind in ("weights", "ema"):
+        model = create(from_pretrained(run.export).config)
+        model.load_state_dict(rewrite.read_weights(newest, kind))
+        made[kind] = ImageGenerator(model.eval()).sample([3, 8], steps=2)
+    for folder in (run.export, tmp_path / "run"):
+        assert torch.equal(ImageGenerator(folder, weights="plain").sample([3, 8], steps=2), made["ema"])
+    assert not torch.allclose(made["weights"], made["ema"], atol=1e-4)
 
 
 def test_a_run_of_texts_reads_them_in_the_tokenizer_that_is_named(tmp_path: Path) -> None:

@@ -30,6 +30,22 @@ def test_the_cache_of_llama_3_8b_takes_128_kib_a_token() -> None:
     assert cache_bytes_per_token(LLAMA, Serving()) == 32 * 2 * 8 * 128 * 2
 
 
+def test_a_branch_that_generates_is_predicted_with_the_body_below_it_alone() -> None:
+    """48 blocks of 4,096 features and 12 of 768, and nothing of the branch that understands."""
+    both: Any = PRESETS["ernie3-10b"]
+    assert cache_bytes_per_token(both, Serving()) == 2 * (48 * 4096 + 12 * 768) * 2
+    alone = replace(both, branches=("generating",))
+    found, expected = (
+        predict_inference(model, H100, Serving(prompt=128, generated=32)) for model in (both, alone)
+    )
+    assert found.decode_seconds_per_token == expected.decode_seconds_per_token
+    assert found.prefill_seconds == expected.prefill_seconds
+    assert found.cache_bytes == expected.cache_bytes
+    read = expected.weights_bytes / 3.35e12
+    assert read < found.decode_seconds_per_token < 2.2 * read
+    assert found.weights_bytes > expected.weights_bytes  # a server holds the other branch, too
+
+
 def test_decoding_one_sequence_reads_the_weights_once() -> None:
     one = predict_inference(LLAMA, H100, Serving(prompt=128, generated=32))
     read = 8.03e9 * 2 / 3.35e12

@@ -129,16 +129,20 @@ def weights_bytes(model: ModelConfig, serving: Serving) -> float:
 
 
 def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
-    """Bytes of the key–value cache of one token of one sequence, on one device; of an encoder–decoder, those of its
-    decoder, for tokens of both. An encoder keeps none.
+    """Bytes of the key–value cache of one token of one sequence, on one device: of all runs that a text goes through as
+    it is continued, such as a body and a branch of it; of an encoder–decoder, those of its decoder, for tokens of both.
+    An encoder keeps none.
 
     Where there are more devices than KV heads, several devices keep the same head.
     """
     if not model.graph.generates:
         return 0.0
-    stack = stacks(model)[-1]
-    heads = sum(max(1.0, layer.kv / serving.tp) for layer in stack.layers)
-    return 2 * heads * stack.head_width * serving.cache_bytes / serving.pp
+    heads = sum(
+        max(1.0, layer.kv / serving.tp) * run.stack.head_width
+        for run in model.graph.written
+        for layer in run.stack.layers
+    )
+    return 2 * heads * serving.cache_bytes / serving.pp
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
@@ -164,7 +168,7 @@ class Passes:
         """Raises ConfigError for degrees that the model does not admit."""
         if problems := [*_degrees(model, serving)]:
             raise ConfigError(problems)
-        self.model, self.serving = model, serving
+        self.model, self.serving = model.writing(), serving
         self.rates = rates_of(machine, _plan(machine, half=serving.half, fp8=serving.fp8))
 
     def prefill(self, tokens: int, samples: int = 1) -> float:
@@ -218,7 +222,8 @@ class Passes:
         """Additional seconds of our engine on a CPU."""
         if not self.rates.cpu:
             return 0.0
-        depth = stacks(self.model)[-1].depth
+        graph = self.model.graph
+        depth = sum(run.stack.depth for run in graph.written or graph.runs[-1:])
         launches = PASS_LAUNCHES + depth * BLOCK_LAUNCHES + samples * TEXT_LAUNCHES
         moved = CACHE_PASSES * samples * cached * cache_bytes_per_token(self.model, self.serving)
         return launches * self.rates.machine.launch_seconds + moved / self.rates.memory

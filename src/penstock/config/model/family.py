@@ -70,6 +70,10 @@ class ModelFamily(Checked, where="model"):
         """The same model without what its head for classes does not need."""
         return self
 
+    def writing(self) -> Any:
+        """The same model without what continuing a text does not need."""
+        return self
+
     def branch(self, name: str) -> Any:
         """The model of one of its branches alone, in a family that has no others. Raises ConfigError for a name that is
         none of them, and where no such family has its form. Of two heads it keeps that for words."""

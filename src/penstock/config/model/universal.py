@@ -116,6 +116,9 @@ class UniversalConfig(TextFamily):
     def telling(self) -> Any:
         return replace(self, head="classes", branches=("understanding",))
 
+    def writing(self) -> Any:
+        return replace(self, branches=("generating",)) if "generating" in self.branches else self
+
     def branch(self, name: str) -> Any:
         if name not in self.branches:
             raise ConfigError(f"The model has no branch {quoted(name)}; choose {' or '.join(self.branches)}.")

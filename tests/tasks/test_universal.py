@@ -13,16 +13,21 @@ import torch
 
 from helpers.families import small
 from helpers.texts import TEXT, Windows
+from penstock import checkpoint
 from penstock.build import build
 from penstock.checkpoint import rewrite
 from penstock.cli import main
+from penstock.config.load import to_dict
 from penstock.config.model import with_stacks
 from penstock.config.plan import Plan
-from penstock.config.run import Augment
+from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader
+from penstock.decode.past import Columns, Past, run_pass
 from penstock.errors import ConfigError
 from penstock.infer.encode import Classifier
+from penstock.infer.generator import Generator
 from penstock.kernels.cross_entropy import IGNORED
+from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.tasks import Universal, task_of
 from penstock.train.metrics import read_metrics
@@ -176,14 +181,14 @@ def test_a_run_generates_classifies_and_gives_its_branches_away(tmp_path: Path) 
 
     whole = from_pretrained(run / "export").eval()
     tokens = torch.randint(0, 256, (2, 9))
-    checkpoint = rewrite.open_newest(run)
-    rewrite.export_model(checkpoint, tmp_path / "gpt", "weights", branch="generating")
+    newest = rewrite.open_newest(run)
+    rewrite.export_model(newest, tmp_path / "gpt", "weights", branch="generating")
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, whole(tokens)["next"], rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"transformers' bert has no model\.norm_first=True"):
-        rewrite.export_model(checkpoint, tmp_path / "bert", "weights", branch="understanding")
+        rewrite.export_model(newest, tmp_path / "bert", "weights", branch="understanding")
 
     tuned = tmp_path / "tuned"
     rows = tmp_path / "pairs.tsv"
@@ -214,33 +219,60 @@ def test_a_run_generates_classifies_and_gives_its_branches_away(tmp_path: Path) 
     ]
 
 
-def test_a_branch_whose_norms_come_last_is_a_bert() -> None:
-    """The form of BERT, which transformers' BERT computes; that of the decoder is refused by name."""
+@pytest.mark.parametrize(
+    ("head", "reader"),
+    [
+        ("words", "AutoModelForMaskedLM"),
+        ("both", "AutoModelForMaskedLM"),
+        ("classes", "AutoModelForSequenceClassification"),
+    ],
+)
+def test_a_branch_whose_norms_come_last_is_a_folder_that_transformers_reads(
+    head: Any, reader: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The form of BERT, of a run's checkpoint; that of the decoder is refused by name."""
     transformers = pytest.importorskip("transformers")
-    from penstock.models import create
-    from penstock.models.convert import branch_of, write_text_config
-    from penstock.models.convert.text import text_to_hf
-
     bert: Any = with_stacks(
-        replace(SMALL, embedding_norm=True, output_bias=True),
+        replace(SMALL, embedding_norm=True, output_bias=True, head=head),
         lambda stack: replace(stack, norm_first=False, norm_eps=1e-12, mlp="gelu"),
     )
     torch.manual_seed(0)
     model = create(bert).eval()
-    alone, state = branch_of(bert, "understanding", model.state_dict())
-    values = write_text_config(alone)
-    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**values)).eval()
-    missing, extra = theirs.load_state_dict(text_to_hf(state, alone), strict=False)
-    assert not extra
-    assert all(
-        "position_ids" in name or name.endswith(("decoder.weight", "decoder.bias")) for name in missing
-    )
-    theirs.tie_weights()
+    snapshot = checkpoint.Snapshot(1, {"weights": model.state_dict()}, {}, to_dict(RunConfig(model=bert)))
+    checkpoint.save(tmp_path / "run" / "checkpoints", snapshot)
+    newest = rewrite.open_newest(tmp_path / "run")
+    rewrite.export_model(newest, tmp_path / "bert", "weights", branch="understanding")
+    assert ("of one head, head: kind is left out" in caplog.text) is (head == "both")
+    theirs = getattr(transformers, reader).from_pretrained(tmp_path / "bert").eval()
     tokens = torch.from_numpy(np.arange(18).reshape(2, 9) % 13)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, model(None, tokens)["masked"], rtol=1e-4, atol=1e-5)
-    with pytest.raises(ConfigError, match="transformers"):
-        write_text_config(branch_of(bert, "generating", model.state_dict())[0])
+        ours = model(None, tokens)["kind" if head == "classes" else "masked"]
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"transformers' gpt2 has no model\.embedding_norm=True"):
+        rewrite.export_model(newest, tmp_path / "gpt", "weights", branch="generating")
     uneven = replace(SMALL, generating=replace(SMALL.generating, mlp_width=48))
     with pytest.raises(ConfigError, match=r"differ in mlp_width"):
         uneven.branch("generating")
+
+
+def test_the_branch_that_generates_alone_has_a_cache() -> None:
+    """With it a text goes on as by computing all of it again for each token; the other branch computes nothing."""
+    torch.manual_seed(0)
+    model = create(SMALL, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.5)
+        for name, parameter in model.named_parameters():
+            if name.startswith(("understanding.", "masked", "kind")):
+                parameter.fill_(torch.nan)
+        expected = [1, 2, 3]
+        for _ in range(8):
+            expected.append(int(model(torch.tensor([expected]))["next"][0, -1].argmax()))
+    made = Generator(model, start=0, ends=()).generate([[1, 2, 3], [4, 5, 6, 7]], max_tokens=8)
+    assert list(made[0].ids) == expected[3:]
+    assert len(set(made[0].ids)) > 1
+    past = Past(Columns(1, 16), rows=1, columns=16, device=torch.device("cpu"))
+    past.at(torch.arange(3), columns=0, width=3, first=True)
+    run_pass(model, past, torch.tensor([[1, 2, 3]]))
+    assert len(past.store.layers) == SMALL.shared.depth + SMALL.generating.depth

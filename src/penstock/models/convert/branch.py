@@ -5,6 +5,7 @@ A body and a branch of its form are one stack of blocks: those of the branch com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from penstock.config.graph import Graph, Run
 from penstock.config.model import ModelConfig
 from penstock.models.model import part_of
 
+log = logging.getLogger(__name__)
+
 PARTS = ("transform", "pooler", "norm")
 
 
@@ -21,10 +24,17 @@ def branch_of(
     config: ModelConfig, name: str, state: Mapping[str, Tensor]
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and the weights of a branch alone, of the whole model's. Raises ConfigError for a model that
-    has no such branch, or none that a family without branches computes.
+    has no such branch, or none that a family without branches computes. A second head of the branch, which such a
+    family has no place for, is left out, and a warning names it.
     """
     alone: Any = config.branch(name)
     whole, graph = config.graph, alone.graph
+    left = [
+        head.name for head in whole.heads if head.run == name and not isinstance(head, type(graph.heads[0]))
+    ]
+    if left:
+        words = "The branch %s alone is a model of one head, %s: %s is left out."
+        log.warning(words, name, graph.heads[0].name, ", ".join(left))
     (target,) = graph.runs
     weights: dict[str, Tensor] = {}
     for key, tensor in state.items():

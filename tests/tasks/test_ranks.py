@@ -17,7 +17,7 @@ from penstock.config.run import DataConfig, Recipe
 from penstock.config.stack import Stack
 from penstock.data import Loader
 from penstock.parallel import ALONE, dims_of
-from penstock.tasks import Captioning, Embedding, Task, Translation
+from penstock.tasks import Captioning, Embedding, Task, Translation, peers
 from penstock.train.evaluate import evaluate
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "qkv_bias": False}
@@ -65,9 +65,11 @@ def translate(line: str) -> dict[str, float]:
     return _train(Translation(), replace(SEQ2SEQ), source, line)
 
 
-def caption(lines: list[tuple[str, str]]) -> list[dict[str, float]]:
-    """Training with each form of contrast and each Plan. 22 of the samples, in four languages."""
+def caption(lines: list[tuple[str, str]], chunk: int = 4096) -> list[dict[str, float]]:
+    """Training with each form of contrast and each Plan, and logits of so many vectors at a time. 22 of the samples, in
+    four languages."""
     found = []
+    peers.CHUNK = chunk
     for form, line in lines:
         model = replace(CAPTIONED, contrast=form)
         source: Any = Captioning().open(DataConfig(source="captions:en,de,fr,ja"), model, "val")
@@ -100,3 +102,11 @@ def test_images_and_texts_are_compared_over_ranks_under_every_layout() -> None:
     for rank in spawn(caption, 2, lines, timeout=280):
         for (form, line), got in zip(lines, rank, strict=True):
             assert got == pytest.approx(expected[form == "sigmoid"], rel=2e-4, abs=1e-6), line
+
+
+@pytest.mark.parametrize("form", ["softmax", "sigmoid"])
+def test_vectors_of_all_ranks_are_compared_in_chunks(form: str) -> None:
+    """Three of the eight vectors at a time, as if there were too many for one."""
+    expected = caption([(form, "micro_batch=8")])
+    for rank in spawn(caption, 2, [(form, "micro_batch=4 dp=2")], 3):
+        assert rank[0] == pytest.approx(expected[0], rel=2e-4, abs=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from penstock.errors import ConfigError, EnvironmentProblem
 
 _NAME = re.compile(r"^(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?$")
 OFFLINE = (
-    "Fetch it where there is a network, with `hf download {name}`, and set HF_HOME to a copy of that cache; or give a "
-    "folder with its files."
+    "If you mean a folder, check its path; a run's folder is there once `penstock train` has made it. If you mean a "
+    "name on the hub, fetch it where there is a network, with `hf download {name}`, and set HF_HOME to a copy of that "
+    "cache."
 )
 _OWNED = re.compile(r"[\w.-]+/[\w.-]+")
 _MODEL_FILES = (
@@ -64,15 +66,22 @@ def _fetched(hub: Any, options: dict[str, object]) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         at = f" at the revision {options['revision']}" if options["revision"] else ""
         raise ConfigError(
-            f"There is no file or folder {name}, and no such name on the Hugging Face hub{at}. Check the name; for a "
-            f"private or gated one run `hf auth login` first."
+            f"There is no file or folder {name}, and no such name on the Hugging Face hub{at}.{_alike(name)} Check the "
+            f"name; for a private or gated one run `hf auth login` first."
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         raise EnvironmentProblem(
-            f"There is no folder {name}. As a name on the Hugging Face hub it is not in the cache ({_home()}), and "
-            "cannot be fetched: "
-            f"{_reason(error)}. {OFFLINE.format(name=name)}"
+            f"There is no folder {name}.{_alike(name)} As a name on the Hugging Face hub it is not in the cache "
+            f"({_home()}), and cannot be fetched: {_reason(error)}. {OFFLINE.format(name=name)}"
         ) from error
+
+
+def _alike(name: str) -> str:
+    """` Did you mean runs/digits?`, where a path so written has such a neighbour; else an empty string."""
+    path = Path(name)
+    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {shown(path.parent / near[0])}?" if near else ""
 
 
 def push_folder(

@@ -71,6 +71,7 @@ def refused_at_once(said: str, seconds: str, cache: Path) -> None:
         "There is no folder somebody/other. As a name on the Hugging Face hub it is not in the cache "
         f"({cache}/hub), and cannot be fetched"
     )
+    assert "If you mean a folder, check its path" in said
     assert "hf download somebody/other" in said
     assert float(seconds) < 10
 
@@ -110,6 +111,18 @@ def test_a_name_in_no_cache_is_a_sentence_with_the_remedy_and_quick(tmp_path: Pa
     said, seconds = done.stdout.strip().splitlines()
     refused_at_once(said, seconds, tmp_path)
     assert "HF_HUB_OFFLINE is set" not in said
+
+
+def test_a_folder_of_a_similar_name_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Path("runs/vit-digits").mkdir(parents=True)
+    with pytest.raises(
+        EnvironmentProblem, match=r"no folder runs/vit-digit\. Did you mean runs/vit-digits\? As a"
+    ):
+        local_weights("runs/vit-digit")
+    with pytest.raises(EnvironmentProblem, match=r"no folder runs/marian-tiny\. As a"):
+        local_weights("runs/marian-tiny")
 
 
 def test_paths_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,11 @@ def test_another_head_is_an_error_or_drawn_anew() -> None:
         "head.bias is (10,), but the model's is (3,).",
         "Pass new_head=True to keep the model's own head, for fine-tuning to other classes.",
     )
-    assert load_weights(target, source.state_dict(), new_head=True).drawn == ("head.weight", "head.bias")
+    loaded = load_weights(target, to_hf(source.state_dict(), TINY), new_head=True)
+    assert loaded.drawn == ("head.weight", "head.bias")
+    assert (
+        str(loaded) == "weights in the names of transformers; initialised at random: head.weight, head.bias"
+    )
     assert torch.equal(target.head.weight, head)
     assert torch.equal(target.encoder.places.weight, source.encoder.places.weight)
 

@@ -54,6 +54,18 @@ class Loaded:
     upcycled: bool = False
     """Whether the weights were dense, and mixtures were made of them."""
 
+    def __str__(self) -> str:
+        library = {"penstock": "Penstock", "hf": "transformers", "timm": "timm"}[self.names]
+        notes = {
+            "experts start as copies of the dense weights": self.upcycled,
+            f"positions of {self.resized_from} tokens were interpolated": self.resized_from is not None,
+            f"initialised at random: {', '.join(self.drawn)}": self.drawn,
+            f"left out: {', '.join(self.ignored)}": self.ignored,
+        }
+        return "; ".join(
+            [f"weights in the names of {library}", *(note for note, holds in notes.items() if holds)]
+        )
+
 
 def load_weights(
     model: nn.Module,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from penstock.config.compress import CompressConfig
 from penstock.config.describe import default_word, field_docs, settings, type_word
 from penstock.config.plan import Plan
 from penstock.config.run import RunConfig
@@ -27,6 +30,11 @@ def test_words() -> None:
     assert default_word(found["machine"].default) == "none"
     assert default_word(found["data.columns"].default) == "()"
     assert found["plan.precision"].help.startswith("O0: fp32 throughout.")
+
+
+@pytest.mark.parametrize("config", [RunConfig, CompressConfig])
+def test_every_setting_has_a_description(config: type) -> None:
+    assert [setting.key for setting in settings(config) if not setting.help and "." in setting.key] == []
 
 
 def test_every_field_of_a_plan_is_documented() -> None:

@@ -74,6 +74,7 @@ class Distil(Checked, where="distil"):
     """Training after pruning, with the original model as the teacher. What is not here is as in `recipe`."""
 
     epochs: Positive | None = None
+    """Times that each training sample is used; none: no training, unless `steps` is set."""
     steps: Count | None = None
     """Optimizer steps; overrides `epochs`."""
     lr: Positive | None = None

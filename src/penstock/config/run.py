@@ -190,6 +190,7 @@ class Augment(Checked, where="recipe.augment"):
     crop_scale_min: Share = 0.08
     """Smallest share of the area that a random resized crop keeps; 1 turns cropping off."""
     flip: Share = 0.5
+    """Probability of a horizontal flip."""
     color: Share = 0.0
     """Strength in [0, 1] of random brightness, contrast, saturation and sharpness changes."""
     color_ops: Annotated[int, Range(0, 100)] = 2
@@ -205,6 +206,7 @@ class Augment(Checked, where="recipe.augment"):
     cutmix: NotNegative = 0.0
     """Alpha of CutMix (Yun et al., ICCV 2019); 0 is off."""
     label_smoothing: Share = 0.0
+    """Share of the target that is spread over all classes or words (Szegedy et al., CVPR 2016)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +254,7 @@ class Recipe(Checked, where="recipe"):
     """How weights are trained. Learning rates are per step at the given global batch and never rescaled."""
 
     epochs: Positive = 10.0
+    """How often each training sample is used, on average."""
     steps: Count | None = None
     """Optimizer steps; overrides `epochs`."""
     lr: Positive = 1e-3
@@ -265,8 +268,11 @@ class Recipe(Checked, where="recipe"):
     weight_decay: NotNegative = 0.05
     """Rate of weight decay, not applied to biases, norms and other one-dimensional parameters."""
     beta1: Probability = 0.9
+    """Decay of AdamW's mean of gradients, or SGD's momentum."""
     beta2: Probability = 0.999
+    """Decay of AdamW's mean of squared gradients."""
     eps: Positive = 1e-8
+    """Added to the root of that mean before AdamW divides by it."""
     clip_norm: Positive | None = 1.0
     """Maximum global 2-norm of the gradients; larger ones are scaled down to it."""
     loss_scale: Positive | None = None
@@ -310,6 +316,7 @@ class Recipe(Checked, where="recipe"):
     """β of `task=preferences` (Rafailov et al., NeurIPS 2023, equation 7): a higher one keeps the model nearer to the
     weights that it starts from."""
     eval_every_epochs: Positive = 1.0
+    """Epochs between evaluations; one more follows the last step."""
     augment: Augment = field(default_factory=Augment)
     lora: Lora = field(default_factory=Lora)
     lists: Lists = field(default_factory=Lists)

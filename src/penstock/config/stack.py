@@ -73,20 +73,25 @@ class Stack:
     """
 
     width: Features = 768
+    """Features of a token between blocks."""
     depth: Depth = 12
     """Number of blocks that a sample goes through."""
     heads: Heads = 12
+    """Attention heads of each block."""
     kv_heads: Heads | None = None
     """Heads of keys and values, if several queries share them (Ainslie et al., EMNLP 2023); none: as many as
     `heads`."""
     head_features: Features | None = None
     """Features of one head; none: `width / heads`."""
     mlp_width: Features = 3072
+    """Hidden width of the MLP."""
     mlp: Mlp = "gelu"
     """Activation of the MLP; `_tanh` is GELU's tanh approximation, `gelu_quick` x·σ(1.702·x), as in CLIP. `swiglu` and
     `geglu` have a third weight matrix, the gate (Shazeer, 2020)."""
     norm: Norm = "layer"
+    """Kind of norm: LayerNorm, or `rms`, without mean and bias (Zhang & Sennrich, NeurIPS 2019)."""
     norm_eps: Positive = 1e-5
+    """Added to the variance before a norm divides by its square root."""
     norm_first: bool = True
     """Whether a norm comes before attention and MLP, and after the last block (pre-norm), or after each residual
     sum, as in Vaswani et al."""
@@ -137,6 +142,7 @@ class Stack:
     """Part that there is for each expert: the MLP, or the whole `block`, of which a sample goes through the one that is
     given (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.3)."""
     experts_per_token: Annotated[int, Range(1, 1 << 16)] = 1
+    """Number of experts that the router chooses for a token."""
     shared_experts: Experts = 0
     """Number of experts that every token visits."""
     expert_width: Features | None = None
@@ -157,6 +163,7 @@ class Stack:
     best experts have the highest sum of scores (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2); with router `given`
     they are in the group that is given."""
     groups_per_token: Annotated[int, Range(1, 1 << 16)] = 1
+    """Number of groups from which a token's experts come."""
     router_normalised: bool | None = None
     """Whether the weights of a token's experts are divided by their sum; none: if it has several and chose them."""
     router_jitter: Probability = 0.0

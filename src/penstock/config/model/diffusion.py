@@ -24,7 +24,9 @@ class DiffusionConfig(Stack, ModelFamily):
 
     family: Literal["diffusion"] = "diffusion"
     image_size: Pixels = 32
+    """Height and width of an image, in pixels."""
     patch_size: Pixels = 2
+    """Height and width of a patch, in pixels: each is one token."""
     channels: Annotated[int, Range(1, 1 << 12)] = 4
     """Channels of an image, or of a latent."""
     classes: Annotated[int, Range(0, 1 << 24)] = 1000

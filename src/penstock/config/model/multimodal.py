@@ -20,8 +20,11 @@ class MultimodalConfig(TextFamily):
 
     family: Literal["multimodal"] = "multimodal"
     image_size: Pixels = 224
+    """Height and width of an image, in pixels."""
     patch_size: Pixels = 16
+    """Height and width of a patch, in pixels: each is one token."""
     channels: Annotated[int, Range(1, 1 << 12)] = 3
+    """Colours of a pixel: 3, or 1 in grey."""
     classifier: Classifier = "pooled"
     """An image's vector is made of the mean over patches, or of a learned class token (`token`)."""
     vision_norm: bool = False

@@ -25,9 +25,13 @@ class ViTConfig(Stack, ModelFamily):
 
     family: Literal["vit"] = "vit"
     image_size: Pixels = 224
+    """Height and width of an image, in pixels."""
     patch_size: Pixels = 16
+    """Height and width of a patch, in pixels: each is one token."""
     channels: Annotated[int, Range(1, 1 << 12)] = 3
+    """Colours of a pixel: 3, or 1 in grey."""
     classes: Words = 1000
+    """Number of classes."""
     classifier: Classifier = "token"
     """Input of the head: a learned class token (`token`), or the mean over patches (`pooled`), which means 196 tokens
     instead of 197."""

@@ -466,22 +466,22 @@ LINES = {
     "checkpoint": 2030,
     "cli": 4360,
     "compress": 2690,
-    "config": 6320,
+    "config": 6330,
     "data": 6970,
     "decode": 2570,
     "doctor": 450,
     "export": 940,
     "infer": 1770,
-    "kernels": 6800,
+    "kernels": 6640,
     "ladder": 5500,
     "launch": 1610,
-    "models": 9290,
+    "models": 9280,
     "optim": 1860,
     "parallel": 4160,
     "planner": 6870,
     "precision": 5510,
     "probe": 1280,
-    "products": 1740,
+    "products": 1630,
     "report": 1390,
     "schedules": 1040,
     "serve": 3390,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 91_100
+    assert sum(LINES.values()) <= 90_800
 
 
 FAMILIES = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.convert import word
 from penstock.config.graph import TokenInput
-from penstock.config.model import ModelConfig, ViTConfig
+from penstock.config.model import PRESETS, ModelConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import TaskName
 from penstock.errors import ConfigError
@@ -58,9 +58,11 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
         classes = model.graph.classes is not None and "pairs" in fitting
         return "pairs" if classes else fitting[0]  # type: ignore[return-value]
     if task not in fitting:
+        others = [name for name, preset in PRESETS.items() if preset.graph.form in TASKS[task].split(" or ")]
+        tiny = next((name for name in others if name.endswith("-tiny")), others[0])
         raise ConfigError(
-            f"task is {task}, which trains models that read {TASKS[task]}, but model.family {model.family} reads "
-            f"{model.graph.form}; use task {' or '.join(fitting)}, or another model."
+            f"task is {task}, for models such as {tiny}, but model.family is {model.family}; use task "
+            f"{' or '.join(fitting)}, or another model."
         )
     return task
 

@@ -70,7 +70,7 @@ class Int8(Stored):
 
     wide = True
     one_pass = True
-    """Whether each input is rounded once, as that kernel does."""
+    """Whether that kernel rounds by ranges, too, as it can where each input is rounded once."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -79,14 +79,14 @@ class Int8(Stored):
         # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
         self.most = MOST if this_cpu().vnni else MOST // 2
         self.fused: PackedInt8 | None = None
-        if self.one_pass and multiplies_integers():
-            self.fused, self.wide = PackedInt8(rounded.numbers, rounded.scales[:, 0], self.bias), False
-            return
-        self.packed = packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
+        if multiplies_integers():
+            bias = self.bias if self.one_pass else None
+            self.fused, self.wide = PackedInt8(rounded.numbers, rounded.scales[:, 0], bias), not self.one_pass
+        self.packed = None if self.fused else packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
         self.sums = rounded.numbers.sum(1) * rounded.scales[:, 0]
 
     def product(self, x: Tensor) -> Tensor:
-        if self.fused is not None:
+        if self.fused is not None and self.one_pass:
             return self.called(x)
         wide = x.float()
         low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
@@ -101,7 +101,7 @@ class Int8(Stored):
 
     def kernel(self, x: Tensor) -> Tensor:
         if self.fused is not None:
-            return self.fused.product(x, "range")
+            return self.fused.product(x, "range" if self.one_pass else 1.0)
         return fused_product(x, 1.0, self.most + 1, self.packed)
 
 

@@ -110,6 +110,9 @@ def test_texts_are_labels_of_a_model_that_reads_them() -> None:
     other = generator.sample(["three", None, "one"], steps=2)
     assert not torch.equal(other[0], found[0])
     torch.testing.assert_close(other[1:], found[1:], rtol=1e-4, atol=1e-4)
+    guided = generator.sample(["seven", None, "one"], steps=2, guidance=2.0)
+    assert not torch.allclose(guided[0], found[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(guided[1], found[1], rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="longest"):
         generator.sample(["many letters"], steps=1)
 

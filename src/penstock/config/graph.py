@@ -62,6 +62,11 @@ class PatchInput:
     """Whether another one comes behind it, of which a head learns from a teacher."""
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, S, S), of one image."""
+        return self.channels, self.image_size, self.image_size
+
+    @property
     def patches(self) -> int:
         """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
@@ -328,6 +333,11 @@ class Graph:
     def vision(self) -> bool:
         """Whether it takes images and nothing else."""
         return all(isinstance(one, PatchInput) for one in self.inputs)
+
+    @property
+    def images(self) -> PatchInput:
+        """The first input of images, of a model that has one."""
+        return self.inputs_of(PatchInput)[0]
 
     @cached_property
     def words(self) -> WordHead | None:

@@ -277,19 +277,19 @@ def _over_images(
         raise ConfigError("There are no images; give at least one.")
     made = []
     for begin in range(0, len(paths), batch):
-        images = read_images(model, [Path(one) for one in paths[begin : begin + batch]], **how)
+        images = read_images(model, paths[begin : begin + batch], **how)
         with torch.inference_mode():
             made.append(compute(images))
     return torch.cat(made)
 
 
-def read_images(model: Model, paths: Sequence[Path], *, crop_share: float = 1.0) -> Tensor:
+def read_images(model: Model, paths: Sequence[str | Path], *, crop_share: float = 1.0) -> Tensor:
     """The centres of images in files, as a model takes them: (B, C, S, S) in its type and on its device. Raises
     DataError for a file that cannot be read."""
     from penstock.data.augment import center_batch
     from penstock.data.decode import decode
 
-    one = model.graph.inputs_of(PatchInput)[0]
+    one = model.graph.images
     size, first = round(one.image_size / crop_share), next(model.parameters())
     pixels = np.empty((len(paths), size, size, one.channels), np.uint8)
     for place, path in enumerate(paths):

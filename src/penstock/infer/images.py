@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +14,19 @@ from torch import Tensor
 
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Weights
-from penstock.config.graph import PatchInput, TokenInput
+from penstock.config.graph import TokenInput
 from penstock.config.plan import Plan
 from penstock.config.sampling import Sampling
-from penstock.data.text.open import found_in
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.infer.labels import labels_of
-from penstock.infer.load import Loaded, loaded
+from penstock.infer.load import loaded
 from penstock.infer.samplers import SAMPLERS, Sampler, ddim, even_times, guide
 from penstock.models.convert.files import settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
-from penstock.tasks.denoise import texts_of
+from penstock.tasks.denoise import conditions_of
 from penstock.tasks.noise import NoiseSchedule, ranges_of
 
 Arguments = dict[str, Tensor]
@@ -55,36 +54,31 @@ class ImageGenerator:
         batch: int = 64,
         device: torch.device | str = "cpu",
     ) -> None:
-        folder = None if isinstance(model, Model) else local_weights(model)
-        self._open = partial(
-            loaded, folder or model, plan or Plan(), weights=weights, tokenizer=None, device=device
-        )
-        self.batch, self.opened = batch, 0
-        self.graph = cast(Model, model).graph if folder is None else read_config(folder).graph
-        settings = {} if folder is None else settings_in(folder)
+        source = model if isinstance(model, Model) else local_weights(model)
+        self.graph = source.graph if isinstance(source, Model) else read_config(source).graph
+        settings = {} if isinstance(source, Model) else settings_in(source)
         if self.graph.pixels is None or self.graph.condition is None:
             raise ConfigError(
                 f"The model, {self.graph.form}, does not denoise; give one that was trained to, as `penstock train "
                 "ddigits-tiny` does."
             )
         self.head, self.schedule = self.graph.pixels, NoiseSchedule(self.graph.pixels.schedule)
-        (self.input,) = self.graph.inputs_of(PatchInput)
-        names = settings.get("id2label") or {}
-        count = self.graph.condition.classes
+        names, count = settings.get("id2label") or {}, self.graph.condition.classes
         self.classes = tuple(str(names.get(str(number), number)) for number in range(count))
         """Names of the classes that images can have."""
         self.reads = bool(self.graph.inputs_of(TokenInput))
         """Whether labels are texts."""
-        self._tokenizer = tokenizer
-        if tokenizer is None and self.reads and folder is not None:
-            self._tokenizer = found_in(folder)
         self.ranges = labels_of(self.graph, settings).names
         """Names of the ranges of time that have experts of their own; none where all times share them."""
+        self._open = partial(
+            loaded, source, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device
+        )
         # Weights in few bits are read together.
-        parted = folder is not None and bool(self.ranges) and not rounded_weights(folder)
-        self._parted, self._range = parted, -1
-        """Whether one range's experts are in memory at a time, and whose."""
-        self._loaded: Loaded | None = None if self._parted else self._open()
+        self._parted = isinstance(source, Path) and bool(self.ranges) and not rounded_weights(source)
+        """Whether one range's experts are in memory at a time: those of `_range`, the first of which is the last."""
+        self.batch, self.opened, self._range = batch, int(self._parted), len(self.ranges) - 1
+        self._loaded = self._open(only=self.ranges[-1:] if self._parted else ())
+        self._tokenizer = self._loaded.tokenizer
 
     # -- the model at a time
 
@@ -92,16 +86,15 @@ class ImageGenerator:
         """The model with the experts that time t needs, and the number of its range in that model."""
         number = int(ranges_of(torch.tensor(t, dtype=torch.float64), max(len(self.ranges), 1)))
         if self._parted and self._range != number:
-            self._loaded = None  # before the next ones are read
+            del self._loaded  # before the next ones are read
             self._loaded, self._range = self._open(only=[self.ranges[number]]), number
             self.opened += 1
-        assert self._loaded is not None
         return self._loaded.model, 0 if self._parted else number
 
     @property
     def bytes(self) -> tuple[int, int]:
         """Bytes of weights that were last read of a folder, and of all weights in it."""
-        return (0, 0) if self._loaded is None else (self._loaded.bytes, self._loaded.whole_bytes)
+        return self._loaded.bytes, self._loaded.whole_bytes
 
     def predict(
         self, x: Tensor, t: float, condition: Arguments, without: Arguments, scale: float = 1.0
@@ -124,32 +117,14 @@ class ImageGenerator:
 
     # -- images
 
-    def numbers(self, labels: Sequence[str | int | None]) -> list[int]:
-        """The number of each label's class, by name or number; that after the last class for None. Raises ConfigError
-        for one that is no class."""
-        return [len(self.classes) if label is None else self._number(str(label)) for label in labels]
-
-    def _number(self, label: str) -> int:
-        if label in self.classes:
-            return self.classes.index(label)
-        if not self.classes:
-            raise ConfigError("The model knows no classes; leave label out.")
-        known = ", ".join(self.classes[:20]) + ", …" * (len(self.classes) > 20)
-        raise ConfigError(f"{quoted(label)} is no class of this model. Its classes are {known}.")
-
     def _arguments(self, labels: Sequence[str | int | None]) -> Arguments:
         """The model's arguments that say what images are of."""
-        made: Arguments = {}
-        if self.classes or not self.reads:
-            made["classes"] = torch.tensor(self.numbers(labels))
-        if self.reads:
-            texts = list(dict.fromkeys(str(label) for label in labels if label is not None))
-            encoded = texts_of(self.graph, texts, self._tokenizer)
-            assert encoded is not None
-            # The last row is the empty text.
-            rows = [len(texts) if label is None else texts.index(str(label)) for label in labels]
-            made |= {name: torch.from_numpy(each[rows]) for name, each in zip(("tokens", "lengths"), encoded)}
-        return {name: value for name, value in made.items() if name in self.graph.arguments}
+        names = self.classes
+        if self.reads and not names:
+            names = tuple(dict.fromkeys(str(label) for label in labels if label is not None))
+        rows = [len(names) if label is None else _number(str(label), names) for label in labels]
+        tables = conditions_of(self.graph, names, self._tokenizer)
+        return {name: torch.from_numpy(table[rows]) for name, table in tables.items()}
 
     def sample(
         self, labels: Sequence[str | int | None], sampling: Sampling | None = None, **settings: Any
@@ -163,21 +138,21 @@ class ImageGenerator:
         how = replace(sampling or Sampling(), **settings)
         if not labels:
             raise ConfigError("There are no labels; give one for each image, or None for each.")
-        condition, without = self._arguments(labels), self._arguments([None] * len(labels))
-        if not condition and how.guidance != 1.0:
+        # Those of the images, and behind them those without a condition, which texts then are padded alike.
+        every = self._arguments([*labels, *[None] * len(labels)])
+        if not every and how.guidance != 1.0:
             raise ConfigError("The model takes no labels to guide towards; leave guidance at 1.")
         chances = [np.random.default_rng([how.seed, number]) for number in range(len(labels))]
-        shape = (self.input.channels, self.input.image_size, self.input.image_size)
+        shape = self.graph.images.shape
 
         def draw() -> Tensor:
             return torch.from_numpy(np.stack([each.standard_normal(shape, np.float32) for each in chances]))
 
         def denoise(x: Tensor, t: float) -> tuple[Tensor, Tensor]:
             parts = []
-            for begin in range(0, len(x), self.batch):
-                rows = slice(begin, begin + self.batch)
+            for rows in torch.arange(len(x)).split(self.batch):  # type: ignore[no-untyped-call]
                 own, none = (
-                    {name: value[rows] for name, value in each.items()} for each in (condition, without)
+                    {name: value[rows + begin] for name, value in every.items()} for begin in (0, len(x))
                 )
                 parts.append(self.predict(x[rows], t, own, none, how.guidance).cpu())
             times = torch.full((len(x),), t, dtype=torch.float64)
@@ -191,3 +166,13 @@ class ImageGenerator:
             sampler = partial(ddim, eta=how.eta, draw=draw)
         start = LAST_WITH_EPS if self.head.predicts == "eps" else 1.0
         return sampler(denoise, draw(), even_times(how.steps, start=start), self.schedule)
+
+
+def _number(label: str, names: Sequence[str]) -> int:
+    """The number of a label among names. Raises ConfigError for one that is none of them."""
+    if label in names:
+        return names.index(label)
+    if not names:
+        raise ConfigError("The model knows no classes; leave label out.")
+    known = ", ".join(names[:20]) + ", …" * (len(names) > 20)
+    raise ConfigError(f"{quoted(label)} is no class of this model. Its classes are {known}.")

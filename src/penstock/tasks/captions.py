@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.config.decoding import Decoding
-from penstock.config.graph import PatchInput, TokenInput, VectorHead
+from penstock.config.graph import TokenInput, VectorHead
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.captions import IMAGE, Captions, beginning, open_captions
@@ -93,7 +93,7 @@ class Captioning(TextTask):
     # -- data
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
-        source = open_captions(data, split, channels=_images(model).channels)
+        source = open_captions(data, split, channels=model.graph.images.channels)
         source.tokenizer = self.tokenizer(data)
         if data.transform is not None:
             source.transform = load_function(data.transform, "data.transform")
@@ -111,8 +111,8 @@ class Captioning(TextTask):
         return self._made
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
-        images, one = _images(model), torch.zeros(1, 1, dtype=torch.int64, device=device)
-        empty = torch.zeros(1, images.channels, images.image_size, images.image_size, device=device)
+        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        empty = torch.zeros(1, *model.graph.images.shape, device=device)
         target = one.expand(1, model.graph.inputs[2].length)
         return model.graph.ordered(
             images=empty, source=one, target=target, lengths=one[0] + 1, smoothing=0.0, sees=one[0]
@@ -219,10 +219,6 @@ class Captioning(TextTask):
         )
 
 
-def _images(model: ModelConfig) -> PatchInput:
-    return model.graph.inputs_of(PatchInput)[0]
-
-
 def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.float64]) -> dict[str, float]:
     """Recall@1 both ways, by language and on average, and the contrast of all images with all names in nats, from sums
     of vectors (I, E + 1) and (W, E + 1) with how often each was made."""
@@ -263,7 +259,7 @@ class PrepareCaptions:
         self.smoothing = 0.0 if augment is None else augment.label_smoothing
         if augment is not None:
             augment = replace(augment, mixup=0.0, cutmix=0.0, label_smoothing=0.0)
-        size = _images(model).image_size
+        size = model.graph.images.image_size
         self.images = PrepareImages(source, image_size=size, classes=0, augment=augment, seed=seed)
         self.limits = [one.length for one in model.graph.inputs_of(TokenInput)]
         words, tokenizer = source.words, self.tokenizer

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.config.graph import Graph, PatchInput, TokenInput
+from penstock.config.graph import Graph, TokenInput
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import NOISE, uniforms, words
@@ -74,18 +74,14 @@ class PrepareNoise:
         assert condition is not None
         self._graph, self._head, self._seed = graph, head, seed
         self._schedule = NoiseSchedule(head.schedule)
-        self._labels, self._none = source.labels, condition.classes
+        self._labels, self._none = source.labels, len(source.classes)
         self._dropout = 0.0 if augment is None else condition.dropout
         self._training = augment is not None
         flips = None if augment is None else Augment(crop_scale_min=1.0, flip=augment.flip)
         self._images = PrepareImages(
-            source,
-            image_size=_images(graph).image_size,
-            classes=len(source.classes),
-            augment=flips,
-            seed=seed,
+            source, image_size=graph.images.image_size, classes=len(source.classes), augment=flips, seed=seed
         )
-        self._texts = texts_of(graph, source.classes, source.tokenizer)
+        self._conditions = conditions_of(graph, source.classes, source.tokenizer)
 
     def __call__(self, host: HostBatch, device: torch.device) -> NoisyBatch:
         """Copy to the device and mix in noise there, on the current stream, waiting for nothing."""
@@ -96,14 +92,8 @@ class PrepareNoise:
         noise = to_device(_normal(table[:, 1:], x0[0].numel()), device).view_as(x0)
         times = to_device(_times(self._seed, places), device)
         t = times.float()  # mixing in fp64 would take a GPU long
-        more: dict[str, Tensor] = {}
-        if self._texts is not None:
-            tokens, lengths = self._texts
-            # The last row is the empty text.
-            rows = np.where(shown, self._labels[host.ids], len(tokens) - 1)
-            more |= {"tokens": to_device(tokens[rows], device), "lengths": to_device(lengths[rows], device)}
-        if self._none:
-            more["classes"] = to_device(np.where(shown, self._labels[host.ids], self._none), device)
+        rows = np.where(shown, self._labels[host.ids], self._none)
+        more = {name: to_device(table[rows], device) for name, table in self._conditions.items()}
         if self._graph.labelled:
             more["routes"] = ranges_of(times, self._graph.ranges)
         weights = None
@@ -137,7 +127,7 @@ class Denoise(Task):
         self.init_from = init_from
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
-        images = _images(model.graph)
+        images = model.graph.images
         source = open_source(data, split=split, channels=images.channels, image_size=images.image_size)
         if model.graph.inputs_of(TokenInput):
             source.tokenizer = open_tokenizer(data, self.init_from)
@@ -158,22 +148,30 @@ class Denoise(Task):
         return PrepareNoise(source, model.graph, augment=augment, seed=seed)
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
-        images, zero = _images(model.graph), torch.zeros(1, dtype=torch.int64, device=device)
-        noisy = torch.zeros(1, images.channels, images.image_size, images.image_size, device=device)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        noisy = torch.zeros(1, *model.graph.images.shape, device=device)
         return NoisyBatch.of(
             model.graph, noisy, images=noisy, tokens=zero[None], lengths=zero + 1, times=zero.double(),
             classes=zero, routes=zero,
         ).inputs  # fmt: skip
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return _errors(outputs, batch).mean()
-
-    def tally(self, outputs: Any, batch: Any) -> Tensor:
-        return _errors(outputs, batch).sum().double()[None]
+        squares: Tensor = (widened(outputs) - batch.target).square()
+        return (squares if batch.weights is None else squares * batch.weights).flatten(1).mean(1).mean()
 
     def describe_model(self, model: ModelConfig) -> str:
-        images = _images(model.graph)
-        return f"images of {images.channels} × {images.image_size} × {images.image_size}"
+        return f"images of {' × '.join(map(str, model.graph.images.shape))}"
+
+
+def conditions_of(
+    graph: Graph, names: Sequence[str], tokenizer: Tokenizer | None = None
+) -> dict[str, NDArray[np.int64]]:
+    """Arguments of the model for images of each of these names, (names + 1, …), and last for images of none of them:
+    the names as texts, or numbers of classes. Raises ConfigError as `texts_of` does."""
+    tables = dict(zip(("tokens", "lengths"), texts_of(graph, names, tokenizer) or ()))
+    if graph.condition is not None and graph.condition.classes:
+        tables["classes"] = np.append(np.arange(len(names)), graph.condition.classes)
+    return tables
 
 
 def texts_of(
@@ -203,21 +201,6 @@ def texts_of(
     if problems:
         raise ConfigError(problems)
     return tokens, lengths
-
-
-def _images(graph: Graph) -> PatchInput:
-    """The input of images that the head makes again."""
-    assert graph.pixels is not None
-    one = graph.input_of(graph.run(graph.pixels.run))
-    assert isinstance(one, PatchInput)
-    return one
-
-
-def _errors(outputs: Tensor, batch: NoisyBatch) -> Tensor:
-    """The mean over pixels of the weighted squared error of each image, (B,)."""
-    outputs = widened(outputs)
-    squares = (outputs - batch.target).square()
-    return (squares if batch.weights is None else squares * batch.weights).flatten(1).mean(1)
 
 
 def _times(seed: int, places: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -60,8 +60,7 @@ class ImageClassification(Task):
         )
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
-        model = require_vision(model)
-        return (torch.zeros(1, model.channels, model.image_size, model.image_size, device=device),)
+        return (torch.zeros(1, *model.graph.images.shape, device=device),)
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         return (_split(batch)[0],)

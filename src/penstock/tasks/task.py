@@ -138,10 +138,10 @@ class Task(ABC):
 
     # -- evaluation
 
-    @abstractmethod
     def tally(self, outputs: Any, batch: Any) -> Tensor:
         """The batch's contribution to the sums that metrics are made of: (K,) float64, on the device, K the same for
-        all batches of a split."""
+        all batches of a split. Here the sum of losses, for a loss that is the mean over samples."""
+        return self.loss(outputs, batch).double()[None] * len(batch)
 
     def assess(self, model: nn.Module, batch: Any) -> Tensor:
         """Forward pass and tally in one, in evaluation mode; a task that generates does so here."""

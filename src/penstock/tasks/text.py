@@ -147,7 +147,11 @@ class WordTask(TextTask):
     bytes of text that the targets stand for, so that tokenizers can be compared.
     """
 
-    shown = ("loss {loss:.4f}", "perplexity {perplexity:.2f}", "{bits_per_byte:.3f} bits per byte")
+    shown: tuple[str, ...] = (
+        "loss {loss:.4f}",
+        "perplexity {perplexity:.2f}",
+        "{bits_per_byte:.3f} bits per byte",
+    )
 
     def loss(self, outputs: Tensor, batch: TextBatch) -> Tensor:
         return outputs / max(1, self.targets(batch))

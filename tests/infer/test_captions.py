@@ -137,6 +137,8 @@ def test_the_commands_find_show_and_write(
         main(["retrieve", model, "--image", one, "--texts", str(tmp_path / "texts.txt"), "--best", "9"]) == 0
     )
     assert sorted(line.split("\t")[2] for line in capsys.readouterr().out.splitlines()) == sorted(TEXTS)
+    assert main(["retrieve", model, "--image", one, "--images", images, "--best", "1"]) == 0
+    assert capsys.readouterr().out == f"{one}\t1.0000\t{one}\n"
     assert main(["embed", model, "--image", one, "--image", f"{images}/1.png"]) == 0
     assert [len(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [8, 8]
     assert main(["generate", model, "--image", one, "--label", "de", "--max_tokens", "4"]) == 0
@@ -152,6 +154,8 @@ def test_the_commands_find_show_and_write(
     [
         (["retrieve", "MODEL", "--text", "seven"], "Say what to find"),
         (["retrieve", "MODEL", "--text", "a", "--image", "b", "--images", "c"], "Say what to find"),
+        (["retrieve", "MODEL", "--text", "a", "--images", "b", "--texts", "c"], "Say what to find"),
+        (["retrieve", "MODEL", "--text", "a", "--texts", "c", "--grid", "d.png"], "texts are searched here"),
         (["retrieve", "MODEL", "--text", "seven", "--images", "EMPTY"], "There are no images in"),
         (["embed", "MODEL", "text", "--image", "a.png"], "not both"),
         (["generate", "MODEL", "--image", "a.png"], "Say in which language to write"),

@@ -88,6 +88,15 @@ def test_the_command_line_tells_vectors_and_classes(
     told = np.array([json.loads(line) for line in capsys.readouterr().out.splitlines()])
     expected = Embedder(tmp_path / "vectors").embed(TEXTS).numpy()
     np.testing.assert_allclose(told, expected, atol=1e-6)
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    searched = ["--texts", str(tmp_path / "texts.txt"), "--best", "2"]
+    assert main(["retrieve", str(tmp_path / "vectors"), "--text", TEXTS[1], *searched]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    nearest = np.argsort(-(expected @ expected[1]))[:2]
+    assert [row[2] for row in rows] == [TEXTS[number] for number in nearest]
+    assert float(rows[0][1]) == pytest.approx(1.0, abs=1e-3)
+    assert main(["retrieve", str(tmp_path / "vectors"), "--image", "a.png", *searched]) == 2
+    assert "gives no vectors of images" in capsys.readouterr().err
     assert main(["classify", str(tmp_path / "classes"), "--json", *TEXTS]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["input"] for each in told] == TEXTS

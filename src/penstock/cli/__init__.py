@@ -33,7 +33,7 @@ _VERBS = {
     "generate": "Continue or translate texts with a trained model.",
     "sample": "Make images with a trained diffusion model.",
     "embed": "Turn texts into vectors with a trained encoder.",
-    "retrieve": "Find images by texts, or texts by images, with a trained model of both.",
+    "retrieve": "Find texts or images by their likeness to a text or an image.",
     "classify": "Classify texts or images with a trained model.",
     "ladder": "Measure what each optimisation gains on this machine.",
     "experts": "Show how often a run visited its experts, and place them on devices.",

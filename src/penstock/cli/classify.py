@@ -34,9 +34,7 @@ def classify(
     model, sources = config.named("classify"), words(inputs, file)
     from penstock.infer.encode import Classifier
 
-    classifier = Classifier(
-        model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
-    )
+    classifier = Classifier(model, **config.options)
     for source, answer in zip(sources, classifier.classify(sources), strict=True):
         if as_json:
             print(json.dumps({"input": source, "label": answer.label, "probabilities": answer.probabilities}))

@@ -42,7 +42,7 @@ def embed(
     if image and (texts or file is not None):
         raise ConfigError("Give texts, or images with --image, not both.")
     inputs = words(texts, file) if main and not image else []
-    with Embedder(model, plan, weights=config.weights, batch=config.batch, device=config.device) as embedder:
+    with Embedder(model, **config.options) as embedder:
         vectors = (
             embedder.embed_images(image) if image else embedder.embed(from_rank_zero(inputs, embedder.dims))
         )

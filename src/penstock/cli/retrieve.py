@@ -1,9 +1,9 @@
-"""`penstock retrieve`: the images that a text fits best, or the texts that an image does."""
+"""`penstock retrieve`: the texts or images that are nearest to a text or an image."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -19,40 +19,41 @@ from penstock.errors import ConfigError
 def retrieve(
     config: EncodeConfig,
     *,
-    text: Annotated[tuple[str, ...], Parameter(help="A text to find images for; may be repeated.")] = (),
-    image: Annotated[tuple[Path, ...], Parameter(help="An image to find texts for; may be repeated.")] = (),
+    text: Annotated[tuple[str, ...], Parameter(help="A text to find others for; may be repeated.")] = (),
+    image: Annotated[tuple[Path, ...], Parameter(help="An image to find others for; may be repeated.")] = (),
     images: Annotated[Path | None, Parameter(help="Folder of images to search.")] = None,
     texts: Annotated[Path | None, Parameter(help="File of texts to search, one per line.")] = None,
     best: Annotated[int, Parameter(help="How many answers to show of each.")] = 5,
     grid: Annotated[
         Path | None,
-        Parameter(help="Draw the answers here (PNG) as the model sees them, a row for each text."),
+        Parameter(
+            help="Draw images that are answers here (PNG) as the model sees them, a row for each question."
+        ),
     ] = None,
 ) -> None:
-    """Find images by texts, or texts by images, with a trained model of both.
+    """Find texts or images by their likeness to a text or an image.
 
-    --text searches the folder --images, and --image searches the file --texts. Each line that is printed is the
+    A question is a --text or an --image, and the folder --images or the file --texts is searched. An encoder compares
+    texts with texts; a trained model of images and texts compares either with either. Each line that is printed is the
     question, the cosine of the two vectors, and an answer, the best first.
 
         penstock retrieve runs/both --text "two red squares" --images photos
     """
     model = config.named("retrieve")
-    if bool(text) == bool(image) or (images if text else texts) is None or best < 1:
+    if bool(text) == bool(image) or (images is None) == (texts is None) or best < 1:
         raise ConfigError(
             "Say what to find: `penstock retrieve RUN --text WORDS --images FOLDER`, or `--image FILE --texts FILE`, "
             "and at least one answer (--best)."
         )
-    if grid is not None and image:
+    if grid is not None and images is None:
         raise ConfigError("--grid draws images, and texts are searched here; leave it out.")
-    searched: list[Any] = [*(_images_in(images) if text and images else words((), texts))]
+    searched = words((), texts) if images is None else _images_in(images)
     from penstock.infer.encode import Embedder, read_images
     from penstock.infer.pictures import grid_of, pixels_of, png
 
-    with Embedder(
-        model, config.as_plan, weights=config.weights, batch=config.batch, device=config.device
-    ) as embedder:
+    with Embedder(model, **config.options) as embedder:
         queries = embedder.embed(text) if text else embedder.embed_images(image)
-        near = queries @ (embedder.embed_images(searched) if text else embedder.embed(searched)).T
+        near = queries @ (embedder.embed(searched) if images is None else embedder.embed_images(searched)).T
         scores, places = near.topk(min(best, len(searched)), dim=1)
         if grid is not None:
             drawn = [searched[place] for place in places.flatten().tolist()]
@@ -62,9 +63,9 @@ def retrieve(
             print(f"{question}\t{score:.4f}\t{searched[place]}")
 
 
-def _images_in(folder: Path) -> list[Path]:
+def _images_in(folder: Path) -> list[str]:
     """All images in a folder and below it, by name. Raises ConfigError where there are none."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+    files = [str(path) for path in sorted(folder.rglob("*")) if path.suffix.lower() in EXTENSIONS]
     if not files:
         raise ConfigError(f"There are no images in {shown(folder)}; name a folder that has some.")
     return files

@@ -44,9 +44,7 @@ def sample(
     from penstock.infer.images import ImageGenerator
     from penstock.infer.pictures import grid_of, pixels_of, png
 
-    generator = ImageGenerator(
-        config.named("sample"), config.as_plan, weights=config.weights, batch=config.batch, device=config.device
-    )  # fmt: skip
+    generator = ImageGenerator(config.named("sample"), **config.options)
     classes: tuple[str | None, ...] = config.label or generator.classes or (None,)
     labels = [label for label in classes for _ in range(config.count)]
     began = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from penstock.config.convert import Checked, Count, Natural, Positive, PositiveShare, Probability, Range, Text
 from penstock.config.plan import Plan
@@ -153,6 +153,11 @@ class InferConfig(Checked, where=""):
         """The Plan of these settings."""
         plan = Plan.parse(self.plan)
         return plan if self.dtype == "fp32" else replace(plan, precision="O3", dtype=self.dtype)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `penstock.Embedder`, `Classifier` and `ImageGenerator` behind the model."""
+        return {"plan": self.as_plan, "weights": self.weights, "batch": self.batch, "device": self.device}
 
     def _problems(self) -> Iterator[str]:
         try:

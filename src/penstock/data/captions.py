@@ -7,6 +7,7 @@ of languages, among them all pairs with a language that training sees in caption
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -148,7 +149,7 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
         typeface = ImageFont.truetype(str(font), _DRAWN)
     except OSError as error:
         raise DataError(f"The font {shown(font)} cannot be read: {error}") from error
-    images, codes = [], []
+    drawn = dict[str, Pixels]()
     for code in sorted({code for names in texts.values() for code in names if len(code) == 1}):
         left, top, right, bottom = typeface.getbbox(code)
         side = max(1, round(right - left), round(bottom - top))
@@ -157,15 +158,14 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
         ImageDraw.Draw(canvas).text(corner, code, font=typeface, fill="black", embedded_color=True)
         if canvas.getextrema() != ((255, 255),) * 3:
             small = canvas.resize((EMOJI_SIZE,) * 2).convert("L" if channels == 1 else "RGB")
-            images.append(np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels))
-            codes.append(code)
-    if len(codes) < _CODES_EVERY:
+            drawn[code] = np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels)
+    if len(drawn) < _CODES_EVERY:
         raise DataError(
-            f"The font {shown(font)} draws {len(codes)} of the named emoji; name a font of emoji."
+            f"The font {shown(font)} draws {len(drawn)} of the named emoji; name a font of emoji."
         )
-    held_out = np.array([is_held_out(code, _CODES_EVERY) for code in codes])
-    named = {language: [names.get(code, "") for code in codes] for language, names in texts.items()}
-    return Pictures(np.stack(images), np.arange(len(codes)), named, held_out, words=False)
+    held_out = np.array([is_held_out(code, _CODES_EVERY) for code in drawn])
+    named = {language: [names.get(code, "") for code in drawn] for language, names in texts.items()}
+    return Pictures(np.stack([*drawn.values()]), np.arange(len(drawn)), named, held_out, words=False)
 
 
 def _annotations(file: Path) -> dict[str, str]:
@@ -187,31 +187,26 @@ def beginning(language: str) -> str:
 
 
 def _words(pictures: Pictures) -> NameTable:
-    languages = tuple(pictures.names)
     entries = [
-        (number, concept, text)
-        for number, language in enumerate(languages)
-        for concept, text in enumerate(pictures.names[language])
+        (number, concept, pictures.words and is_held_out(f"{language}:{concept}", _WORDS_EVERY), text)
+        for number, (language, names) in enumerate(pictures.names.items())
+        for concept, text in enumerate(names)
         if text
     ]
-    held_out = [
-        pictures.words and is_held_out(f"{languages[number]}:{concept}", _WORDS_EVERY)
-        for number, concept, _ in entries
-    ]
-    numbers, concepts, texts = zip(*entries, strict=True)
-    return NameTable(languages, np.array(numbers), np.array(concepts), np.array(held_out), texts)
+    numbers, concepts, held, texts = zip(*entries, strict=True)
+    languages = tuple(pictures.names)
+    return NameTable(languages, np.array(numbers), np.array(concepts), np.array(held), texts)
 
 
 def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
     """(L, L), whether training translates from a language to another. Of every third language it sees captions alone,
     of four or more; of the other pairs a fifth is held out, in both directions."""
     count = len(languages)
-    alone = [count > 3 and number % _ALONE_EVERY == _ALONE_EVERY - 1 for number in range(count)]
     pairs = np.zeros((count, count), np.bool_)
-    for first in range(count):
-        for second in range(first):
-            held_out = count > 3 and is_held_out(f"{languages[first]}:{languages[second]}", _PAIRS_EVERY)
-            pairs[first, second] = pairs[second, first] = not (alone[first] or alone[second] or held_out)
+    for second, first in itertools.combinations(range(count), 2):
+        alone = _ALONE_EVERY - 1 in (first % _ALONE_EVERY, second % _ALONE_EVERY)
+        held_out = alone or is_held_out(f"{languages[first]}:{languages[second]}", _PAIRS_EVERY)
+        pairs[first, second] = pairs[second, first] = count < 4 or not held_out
     return pairs
 
 

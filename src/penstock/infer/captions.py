@@ -55,10 +55,7 @@ class Captioner:
         """Raises ConfigError for a model that does not write of images."""
         opened = loaded(model, plan or Plan(), weights="plain", tokenizer=tokenizer, device=device)
         graph = opened.model.graph
-        memories = {name for run in graph.written for name in run.memories}
-        self._inputs = {
-            type(one): one for run in graph.runs if run.name in memories for one in (graph.input_of(run),)
-        }
+        self._inputs = {type(one): one for one in map(graph.input_of, graph.remembered)}
         if PatchInput not in self._inputs or TokenInput not in self._inputs:
             raise ConfigError(
                 "The model writes no captions; give one of images and texts, such as multimodal-tiny."
@@ -73,8 +70,7 @@ class Captioner:
         `Decoding`. Raises DataError for a file that cannot be read, ConfigError for settings that ask for more than the
         likeliest text."""
         name, how = self._inputs[PatchInput].name, replace(decoding or Decoding(), **settings)
-        files = [Path(path) for path in paths]
-        return self._written(files, lambda some: {name: read_images(self.model, some)}, language, how)
+        return self._written(paths, lambda some: {name: read_images(self.model, some)}, language, how)
 
     def translate(
         self, texts: Sequence[str], language: str, decoding: Decoding | None = None, **settings: Any

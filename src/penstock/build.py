@@ -19,7 +19,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.config.recipes import require_recipe
+from penstock.config.recipes import INSIDE, require_recipe
 from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
@@ -206,9 +206,7 @@ def build(
     compile_model(module, plan)
 
     # A teacher is no part of what learns, is sharded or saved: the loss alone knows it. It computes by the same Plan.
-    if recipe.teacher is not None and (
-        recipe.teacher_weight or recipe.teacher_hidden or recipe.teacher_attention
-    ):
+    if recipe.teacher is not None and any(getattr(recipe, name) for name in ("teacher_weight", *INSIDE)):
         # What is cached each rank computes when it needs it, so that ranks cannot gather weights together.
         divides = plan.sharding in ("fsdp", "hsdp") and not dims.alone and recipe.teacher_cache is None
         teacher_rows: dict[str, Tensor] = {}

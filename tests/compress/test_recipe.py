@@ -170,6 +170,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"steps": "distil,distil", "distil.steps": "3"}, "twice"),
     ({"prune.layers": "1"}, "below 1"),
     ({"trim": "true"}, "trim needs one tokenizer.json"),
+    (
+        {"distil.steps": "3", "distil.scores": "1", "prune.heads": "0.5"},
+        "heads are pruned; use distil.attention",
+    ),
+    ({"distil.steps": "3", "distil.scores": "1", "target": "2x"}, "heads are pruned; use distil.attention"),
     ({"distil.steps": "3", "plan": "dp=2"}, "runs on one"),
     ({"distil.steps": "3", "plan": "compile=whole"}, "use compile=blocks"),
     ({"distil.steps": "3", "output": "."}, "in which the model itself is"),

@@ -14,11 +14,15 @@ from torch.nn import functional as F
 
 from helpers.spawn import spawn
 from penstock.build import Built, build
+from penstock.compress.pad import write_transformers
+from penstock.compress.quantise import quantise_folder
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.plan import Plan
+from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
+from penstock.export.export import export
 from penstock.models import create
 from penstock.models.convert import from_pretrained, save_pretrained
 from penstock.optim.tensors import local
@@ -240,6 +244,77 @@ def test_relations_of_tokens_are_compared(kind: str, tmp_path: Path) -> None:
         build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
 
 
+def _scores(model: Any, inputs: tuple[Any, ...], run: str, numbers: list[int]) -> list[Tensor]:
+    """The scores (B, heads, N, N) of some blocks, of the queries and keys that they multiply."""
+    seen: list[Tensor] = []
+    blocks: Any = model.get_submodule(f"{run}.blocks")
+    with pytest.MonkeyPatch.context() as patch:
+        for number in numbers:
+            attention = blocks[number].attention
+
+            def mix(q: Tensor, k: Tensor, v: Tensor, *rest: Any, mix: Any = attention.mix) -> Tensor:
+                groups = q.shape[2] // k.shape[2]
+                keys = torch.stack([k[:, :, head // groups] for head in range(q.shape[2])], 2)
+                seen.append(torch.stack([a @ b.mT for a, b in zip(q.unbind(2), keys.unbind(2))], 1))
+                return mix(q, k, v, *rest)  # type: ignore[no-any-return]
+
+            patch.setattr(attention, "mix", mix)
+        model(*inputs)
+    return [one / attention.head_width**0.5 for one in seen]
+
+
+ROTARY = replace(GPT, heads=4, kv_heads=2, positions="rotary", attention_dropout=None)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "rotary"])
+def test_scores_of_attention_are_compared_at_the_same_depth(kind: str, tmp_path: Path) -> None:
+    model, task = (ROTARY, NextToken()) if kind == "rotary" else KINDS[kind]
+    kind = "next token" if kind == "rotary" else kind
+    torch.manual_seed(3)
+    wide = create(_deep(_wider(model), 4))
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.mul_(5.0)  # so that scores are far from zero
+    save_pretrained(wide, tmp_path / "teacher")
+    recipe = Recipe(teacher=str(tmp_path / "teacher"), teacher_weight=0.0, teacher_scores=3.0, clip_norm=None)
+    built, batch = build(_deep(model, 2), Plan(), recipe=recipe, loss=task), _batch(kind)
+    teacher, weights = from_pretrained(tmp_path / "teacher").eval(), list(built.model.parameters())
+    inputs, parts = task.inputs(batch), []
+    for run in teacher.graph.runs:
+        lengths = {"masked words": 1, "sentences": 1, "translation": 2}.get(kind)
+        for own, other in zip(
+            _scores(built.model, inputs, run.name, [0, 1]), _scores(teacher, inputs, run.name, [1, 3])
+        ):
+            squares = []
+            for sample, (mine, theirs) in enumerate(zip(own, other.detach())):
+                count = mine.shape[-1]
+                if lengths is not None and not run.causal:
+                    count = int(inputs[lengths][sample])
+                apart = (mine - theirs)[:, :count, :count].square()
+                pairs = [(i, j) for i in range(count) for j in range(i + 1 if run.causal else count)]
+                squares += [apart[:, i, j].mean() for i, j in pairs]
+            parts.append(torch.stack(squares).mean())
+    expected = task(built.model, batch) + 3.0 * torch.stack(parts).mean()
+    gradients = torch.autograd.grad(expected, weights, allow_unused=True)
+    loss = built.loss(built.model, batch)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected)
+    assert float(torch.stack(parts).detach().mean()) > 1e-2
+    for parameter, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ConfigError, match="compile=none"):
+        build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
+    with pytest.raises(ConfigError, match=r"teacher_scores .* use a shallower student"):
+        build(_deep(model, 5), Plan(), recipe=recipe, loss=task)
+    if not isinstance(model, Seq2SeqConfig):
+        with pytest.raises(
+            ConfigError, match=r"head by head, but \w+\.blocks\.0 has 1 of them.*teacher_attention"
+        ):
+            build(replace(model, heads=1, kv_heads=None), Plan(), recipe=recipe, loss=task)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_computed_by_hand(kind: str, tmp_path: Path) -> None:
     model, task = KINDS[kind]
@@ -327,6 +402,30 @@ def test_outputs_are_kept_on_disk_and_read_again(kind: str, tmp_path: Path) -> N
         build(model, Plan(), recipe=replace(cached, teacher_hidden=1.0), loss=task)
     with pytest.raises(ConfigError, match=r"no recipe\.teacher; name one"):
         build(model, Plan(), recipe=Recipe(teacher_cache="x"), loss=task)
+
+
+def test_a_teacher_may_be_in_any_format(tmp_path: Path) -> None:
+    """Of a quantised one the values of its weights teach."""
+    model = replace(VIT, classifier="token")
+    recipe, batch = _teacher(model, tmp_path / "own"), _batch("images")
+    quantise_folder(tmp_path / "own", tmp_path / "int8", QuantiseOptions(format="int8"))
+    save_pretrained(from_pretrained(tmp_path / "int8"), tmp_path / "values")
+    write_transformers(tmp_path / "own", tmp_path / "transformers")
+    export(tmp_path / "int8", tmp_path / "compressed", "compressed-tensors")
+
+    def loss(name: str) -> Tensor:
+        built = build(model, Plan(), recipe=replace(recipe, teacher=str(tmp_path / name)))
+        found = built.loss(built.model, batch)
+        assert isinstance(found, Tensor)
+        return found.detach()
+
+    torch.testing.assert_close(loss("transformers"), loss("own"))
+    assert torch.equal(loss("int8"), loss("values"))
+    torch.testing.assert_close(loss("compressed"), loss("values"))
+    assert abs(float(loss("int8") - loss("own"))) > 1e-5
+    (tmp_path / "transformers" / "config.json").write_text('{"architecture": "vit_tiny_patch16_224"}')
+    with pytest.raises(ConfigError, match=r"timm's vit_tiny_patch16_224.*call load_weights"):
+        loss("transformers")
 
 
 def test_shares_of_classes_are_taught_too(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
         teacher_weight=distil.weight,
         teacher_hidden=distil.hidden,
         teacher_attention=distil.attention,
+        teacher_scores=distil.scores,
         teacher_beams=distil.beams,
         temperature=distil.temperature,
         eval_every_epochs=NEVER,
@@ -141,6 +142,7 @@ def learning_run(config: CompressConfig, call: StepCall) -> RunConfig:
         lr=options.learn_lr,
         teacher_hidden=0.0,
         teacher_attention=0.0,
+        teacher_scores=0.0,
         teacher_beams=0,
     )
     return replace(run, recipe=recipe, plan=replace(run.plan, products="int8_pact"))

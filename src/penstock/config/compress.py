@@ -88,6 +88,9 @@ class Distil(Checked, where="distil"):
     depth; 0: none."""
     attention: NotNegative = 0.0
     """Weight of the divergence of self-attention relations in the last block; 0: none."""
+    scores: NotNegative = 0.0
+    """Weight of the difference between the attention scores of blocks and those of the original's at the same share of
+    the depth, which must have as many heads; 0: none."""
     beams: Annotated[int, Range(0, 256)] = 0
     """Beams with which the original translates the training data, whose targets its translations replace; 0: none."""
     temperature: Positive = 2.0
@@ -160,6 +163,9 @@ class CompressConfig(Checked):
             yield "steps has prune, but nothing is removed; set prune.layers, prune.heads or prune.hidden to a share."
         if "distil" in self.steps and not self.distil.enabled:
             yield "steps has distil, but it trains for no time; set distil.epochs or distil.steps."
+        heads = self.prune.heads or (self.target is not None and not self.prune.enabled)
+        if self.distil.scores and heads and "prune" in self.order:
+            yield "distil.scores compares attention head by head, but heads are pruned; use distil.attention."
         if "quantise" in self.steps and not self.quantise.enabled:
             yield "steps has quantise, but no format; set quantise.format to int8, int8_weights or int4."
         if "quantise" in self.steps[:-1]:

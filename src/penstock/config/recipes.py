@@ -20,6 +20,8 @@ from penstock.config.run import Recipe, RunConfig
 from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+INSIDE = ("teacher_hidden", "teacher_attention", "teacher_scores")
+"""Settings of a recipe that look into the blocks of a teacher."""
 
 
 def load_run(
@@ -94,7 +96,7 @@ def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
 def _idle(recipe: Recipe) -> Iterator[str]:
     """Settings of a teacher where there is none."""
     usual = Recipe()
-    for name in ("teacher_weight", "teacher_hidden", "teacher_attention", "teacher_beams", "temperature"):
+    for name in ("teacher_weight", *INSIDE, "teacher_beams", "temperature"):
         if getattr(recipe, name) != getattr(usual, name):
             yield (
                 f"recipe.{name} is {getattr(recipe, name):g}, but there is no recipe.teacher to learn from; name one, "
@@ -122,7 +124,7 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"recipe.temperature is {recipe.temperature:g}, but the likeliest class is the same at any; leave it out, "
             "or use recipe.teacher_targets soft."
         )
-    inside = [name for name in ("teacher_hidden", "teacher_attention") if getattr(recipe, name)]
+    inside = [name for name in INSIDE if getattr(recipe, name)]
     if recipe.teacher_cache is not None and inside:
         yield (
             f"recipe.teacher_cache keeps outputs, and recipe.{inside[0]} looks into the teacher's blocks each time; "
@@ -130,8 +132,8 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
     if inside and plan.tp > 1:
         yield f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
-    if recipe.teacher_attention and plan.compile == "blocks":
-        yield "recipe.teacher_attention looks into blocks, which plan.compile=blocks closes; use compile=none."
+    if plan.compile == "blocks" and inside[-1:] not in ([], ["teacher_hidden"]):
+        yield f"recipe.{inside[-1]} looks into blocks, which plan.compile=blocks closes; use compile=none."
     if inside and plan.padding == "remove":
         yield (
             f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove puts together; use "

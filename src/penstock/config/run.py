@@ -303,6 +303,10 @@ class Recipe(Checked, where="recipe"):
     teacher_attention: NotNegative = 0.0
     """Weight of the divergence of self-attention relations in the last block of each run, of queries, keys and values
     (Wang et al., ACL 2021, "MiniLMv2"); the teacher may be wider. 0: none."""
+    teacher_scores: NotNegative = 0.0
+    """Weight of the squared difference between the attention scores of the student's blocks and of the teacher's at the
+    same share of the depth, before their softmax (Jiao et al., EMNLP 2020, "TinyBERT", equation 7); both have as many
+    heads. 0: none."""
     teacher_beams: Annotated[int, Range(0, 256)] = 0
     """Beams with which the teacher translates the training data before the first step: its best translations take the
     place of the targets (Kim and Rush, EMNLP 2016, section 3.2). 0: the targets stay."""

@@ -10,6 +10,7 @@ The factor T² keeps gradients as large as those of the loss beside it, whatever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,27 @@ def relation_divergence(
     if real is None:
         return divergence.mean()
     return divergence.where(real[:, None], 0.0).sum() / (heads * real.sum().clamp(min=1))
+
+
+def score_difference(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], *, real: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """The mean squared difference of a student's attention scores Q Kᵀ / √d from a teacher's (Jiao et al., EMNLP 2020,
+    "TinyBERT", equation 7), 0-d, over heads and pairs of tokens.
+
+    student, teacher: queries (B, N, H, d) and keys (B, N, G, d), of which each serves H / G queries; H is that of both.
+    real: (B, N), which tokens are no padding; none: all. With `causal` a token is compared with those before it alone.
+    """
+    scores = []
+    for q, k in (student, teacher):
+        keys = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        scores.append(torch.einsum("bnhd,bmhd->bhnm", q.float(), keys.float()) * q.shape[-1] ** -0.5)
+    squares = (scores[0] - scores[1]).square().mean(1)
+    seen = torch.ones_like(squares, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    if real is not None:
+        seen = seen & real[:, None, :] & real[:, :, None]
+    return squares.where(seen, 0.0).sum() / seen.sum().clamp(min=1)
 
 
 def divergences_and_gradients(

@@ -191,8 +191,9 @@ class Attention(_Attending):
         super().__init__(sizes)
         self.causal, self.windowed = causal, layer.window > 0
         self.shared = layer.heads // layer.kv
-        self.looked: list[tuple[Tensor, Tensor, Tensor]] | None = None
-        """Where queries, keys and values are put, for one who looks at them; none: nowhere."""
+        self.looked: list[tuple[Tensor, ...]] | None = None
+        """Where queries, keys and values are put, for one who looks at them, and behind them queries and keys as they
+        multiply, normed and rotated; none: nowhere."""
         rows = (layer.heads + 2 * layer.kv) * sizes.head_width
         # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
         self.qkv = nn.Linear(sizes.width, rows, bias=sizes.qkv_bias, **where)
@@ -207,14 +208,15 @@ class Attention(_Attending):
         if self._stays_packed(context):
             return self.out(self._mix_packed(packed, context))  # type: ignore[no-any-return]
         q, k, v = split_heads(packed, self.head_width, self.shared)
-        if self.looked is not None:
-            self.looked.append((q, k, v))
+        projected = q, k, v
         q, k = self.normed(q, k, v)
         turn = context.near_rotation if self.windowed and context.near_rotation else context.rotation
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
             if self.q_norm is None:
                 v = v.contiguous()  # a view would keep the whole projection, of which nothing else is needed
+        if self.looked is not None:
+            self.looked.append((*projected, q, k))
         mixed = self.mix(q, k, v, context.near if self.windowed else context.mask, context.causal)
         mixed = mixed if context.real is None else context.real.take(mixed)
         return self.out(mixed)  # type: ignore[no-any-return]

@@ -6,8 +6,8 @@ student), both as means over the task's targets, so that it is the same however 
 over ranks. Of embeddings the mean of 1 − cos between the vectors of a text takes the place of T² · KL, of `hard`
 targets the cross entropy against the teacher's likeliest class. A distilled head (Touvron et al., ICML 2021, "DeiT",
 section 4) learns the first term by one linear and the second by the other. With `hidden` above 0, hidden times the mean
-difference between the outputs of blocks is added, a mean over the tokens of a micro-batch. Evaluations are of the task
-alone.
+difference between the outputs of blocks is added, a mean over the tokens of a micro-batch; likewise `attention` and
+`scores`. Evaluations are of the task alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from penstock.boundary.files import quoted
 from penstock.config.graph import Graph, PatchInput
 from penstock.config.model import ModelConfig
-from penstock.config.recipes import require_alike
+from penstock.config.recipes import INSIDE, require_alike
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
-from penstock.kernels.distil import Taught, divergences, relation_divergence
+from penstock.kernels.distil import Taught, divergences, relation_divergence, score_difference
 from penstock.models.anatomy import uncompiled
 from penstock.models.block import Attention
 from penstock.models.convert import from_pretrained
@@ -62,11 +62,12 @@ class Teacher:
         temperature: float,
         hidden: float = 0.0,
         attention: float = 0.0,
+        scores: float = 0.0,
         hard: bool = False,
     ) -> None:
         """`model` is changed in place."""
-        self.model, self.hidden, self.attention, self.hard = model, hidden, attention, hard
-        self.share, self.temperature = share, temperature
+        self.model, self.hidden, self.attention, self.scores = model, hidden, attention, scores
+        self.share, self.temperature, self.hard = share, temperature, hard
         self.student = student.graph
         self.cache: TeacherCache | None = None
         self.head: Vocabulary | None = None
@@ -86,20 +87,24 @@ class Teacher:
                 self.release()
 
     def _loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
-        if not self.hidden and not self.attention:
+        if not (self.hidden or self.attention or self.scores):
             return self._outputs_loss(task, model, batch)
-        inside = self.attention > 0
+        inside = slice(None) if self.scores else slice(-1, None) if self.attention else slice(0)
         with _looking(self.model, inside) as teacher, _looking(uncompiled(model), inside) as student:
             loss = self._outputs_loss(task, model, batch)
             given = dict(zip(self.student.arguments, task.inputs(batch)))
-            hidden, attention = list[Tensor](), list[Tensor]()
+            hidden, attention, scores = list[Tensor](), list[Tensor](), list[Tensor]()
             for name, run in student.items():
                 lengths = lengths_of(self.model.graph, self.student.run(name), given)
                 if self.hidden:
                     hidden.append(self._hidden_loss(run, teacher[name], lengths))
                 if self.attention:
                     attention.append(_relations_loss(run, teacher[name], lengths))
-        for weight, parts in ((self.hidden, hidden), (self.attention, attention)):
+                if self.scores:
+                    scores.append(_scores_loss(run, teacher[name], lengths))
+        for weight, parts in (
+            (self.hidden, hidden), (self.attention, attention), (self.scores, scores),
+        ):  # fmt: skip
             loss = loss + weight * torch.stack(parts).mean() if parts else loss
         return loss
 
@@ -137,7 +142,7 @@ class Teacher:
         assert teacher.outputs
         depth, losses = len(student.outputs), []
         for number, output in enumerate(student.outputs):
-            other = teacher.outputs[round((number + 1) * len(teacher.outputs) / depth) - 1]
+            other = teacher.outputs[_at_same_depth(number, depth, len(teacher.outputs))]
             output, other = output.float(), other.float()
             size = other.square().sum(-1).clamp(min=1e-12)
             difference = (output - other).square().sum(-1) / size
@@ -181,10 +186,9 @@ class Teacher:
 
 def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
     """The mean divergence of the relations of queries, keys and values in the last blocks, 0-d."""
-    (looked,), (others,) = (_last_attention(run).looked or [] for run in (student, teacher))
+    looked, others = (_looked_in(run, -1)[:3] for run in (student, teacher))
     losses = []
-    for own, other in zip(looked, others, strict=True):  # (·, ·, heads, K)
-        own, other = (x.transpose(0, 1) if student.sequence_first else x for x in (own, other))
+    for own, other in zip(looked, others, strict=True):
         real = None if lengths is None else is_real(lengths, own.shape[1])
         heads = math.gcd(own.shape[2], other.shape[2])
         losses.append(
@@ -193,27 +197,50 @@ def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | 
     return torch.stack(losses).mean()
 
 
-def _last_attention(run: TokenStack) -> Attention:
-    attention = run.blocks[-1].attention
+def _scores_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
+    """The mean over blocks of the difference of their attention scores, 0-d."""
+    losses, depths = [], (len(student.blocks), len(teacher.blocks))
+    for number in range(depths[0]):
+        own, other = _looked_in(student, number), _looked_in(teacher, _at_same_depth(number, *depths))
+        real = None if lengths is None else is_real(lengths, own[0].shape[1])
+        losses.append(score_difference(own[3:], other[3:], real=real, causal=student.causal))
+    return torch.stack(losses).mean()
+
+
+def _at_same_depth(number: int, depth: int, others: int) -> int:
+    """The number of the block of a deeper stack, of `others`, at the same share of the depth."""
+    return round((number + 1) * others / depth) - 1
+
+
+def _attention_of(block: nn.Module) -> Attention:
+    attention = block.attention
     assert isinstance(attention, Attention)
     return attention
 
 
+def _looked_in(run: TokenStack, number: int) -> list[Tensor]:
+    """The parts of the attention of a block, each (B, N, heads, K); see `Attention.looked`."""
+    (looked,) = _attention_of(run.blocks[number]).looked or []
+    return [x.transpose(0, 1) if run.sequence_first else x for x in looked]
+
+
 @contextmanager
-def _looking(model: nn.Module, attention: bool) -> Iterator[dict[str, TokenStack]]:
-    """Inside, each run of a model keeps the outputs of its blocks, and if asked what the last one's `attention` is made
-    of; given are the runs by name."""
+def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]:
+    """Inside, each run of a model keeps the outputs of its blocks, and what the attention of the blocks `inside` is
+    made of; given are the runs by name."""
     runs = {name: module for name, module in model.named_children() if isinstance(module, TokenStack)}
+    attentions = [_attention_of(block) for run in runs.values() for block in run.blocks[inside]]
     for run in runs.values():
         run.outputs = []
-        if attention:
-            _last_attention(run).looked = []
+    for attention in attentions:
+        attention.looked = []
     try:
         yield runs
     finally:
         for run in runs.values():
             run.outputs = None
-            _last_attention(run).looked = None
+        for attention in attentions:
+            attention.looked = None
 
 
 def open_teacher(
@@ -256,24 +283,16 @@ def open_teacher(
             "recipe.teacher teaches words, classes or embeddings, but this student gives numbers or features; leave it "
             "out."
         )
-    runs = [{run.name for run in graph.runs} for graph in (model.graph, student.graph)]
-    if recipe.teacher_attention and runs[0] != runs[1]:
-        raise ConfigError(
-            f"recipe.teacher_attention compares runs of one name, but {quoted(recipe.teacher)} has "
-            f"{', '.join(sorted(runs[0]))} and the student {', '.join(sorted(runs[1]))}; leave it out."
-        )
-    graphs = model.graph, student.graph
-    if recipe.teacher_attention and any(
-        run.stack.experts_in == "block" for one in graphs for run in one.runs
-    ):
-        raise ConfigError(
-            "recipe.teacher_attention compares attention over all samples, which go through blocks of several experts "
-            "where model.experts_in is block; leave one of them out."
-        )
-    if recipe.teacher_hidden or recipe.teacher_attention:
+    if inside := [name for name in INSIDE if getattr(recipe, name)]:
         _require_alike_tokens(model.graph, student.graph, recipe.teacher)
+        if inside != ["teacher_hidden"]:
+            _require_alike_runs(model.graph, student.graph, recipe.teacher, inside[-1])
     if recipe.teacher_hidden:
         _require_alike_hidden(model.graph, student.graph, recipe.teacher)
+    for name in {*inside} - {"teacher_attention"}:
+        _require_as_deep(model.graph, student.graph, recipe.teacher, name)
+    if recipe.teacher_scores:
+        _require_alike_heads(model.graph, student.graph, recipe.teacher)
     model = model.to(dtype=dtype)
     teacher = Teacher(
         model,
@@ -282,6 +301,7 @@ def open_teacher(
         temperature=recipe.temperature,
         hidden=recipe.teacher_hidden,
         attention=recipe.teacher_attention,
+        scores=recipe.teacher_scores,
         hard=recipe.teacher_targets == "hard",
     )
     if recipe.teacher_cache is not None:
@@ -295,10 +315,39 @@ def _require_alike_tokens(teacher: Graph, student: Graph, name: str) -> None:
     for seen, own in zip(teacher.inputs_of(PatchInput), student.inputs_of(PatchInput), strict=True):
         if (seen.length, seen.learned_tokens) != (own.length, own.learned_tokens):
             raise ConfigError(
-                "recipe.teacher_hidden and recipe.teacher_attention compare tokens, but an image is "
+                f"{', '.join(f'recipe.{name}' for name in INSIDE)} compare tokens, but an image is "
                 f"{seen.length} of them for {quoted(name)} and {own.length} for the student; use the same "
                 "model.patch_size, model.classifier and model.distilled, or leave them out."
             )
+
+
+def _require_alike_runs(teacher: Graph, student: Graph, name: str, setting: str) -> None:
+    """Raise ConfigError where attention cannot be compared."""
+    runs = [{run.name for run in graph.runs} for graph in (teacher, student)]
+    if runs[0] != runs[1]:
+        raise ConfigError(
+            f"recipe.{setting} compares runs of one name, but {quoted(name)} has {', '.join(sorted(runs[0]))} and the "
+            f"student {', '.join(sorted(runs[1]))}; leave it out."
+        )
+    if any(run.stack.experts_in == "block" for graph in (teacher, student) for run in graph.runs):
+        raise ConfigError(
+            f"recipe.{setting} compares attention over all samples, which go through blocks of several experts where "
+            "model.experts_in is block; leave one of them out."
+        )
+
+
+def _require_alike_heads(teacher: Graph, student: Graph, name: str) -> None:
+    """Raise ConfigError where a block of the student has other heads than that of the teacher it learns from."""
+    for run in student.runs:
+        own, others = run.stack.layers, teacher.run(run.name).stack.layers
+        for number, layer in enumerate(own):
+            heads = others[_at_same_depth(number, len(own), len(others))].heads
+            if layer.heads != heads:
+                raise ConfigError(
+                    f"recipe.teacher_scores compares attention head by head, but {run.name}.blocks.{number} has "
+                    f"{layer.heads} of them, and {quoted(name)} {heads} there; use as many, or "
+                    "recipe.teacher_attention, which compares any number."
+                )
 
 
 def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
@@ -310,9 +359,13 @@ def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
             f"{', '.join(teacher_runs)} and the student {student.width} in {', '.join(student_runs)}; use a student "
             "as wide, or leave it out."
         )
-    shallow = [run for run in student_runs if teacher_runs[run].depth < student_runs[run].depth]
+
+
+def _require_as_deep(teacher: Graph, student: Graph, name: str, setting: str) -> None:
+    """Raise ConfigError where a student has more blocks than its teacher."""
+    shallow = [run.name for run in student.runs if teacher.run(run.name).stack.depth < run.stack.depth]
     if shallow:
         raise ConfigError(
-            f"recipe.teacher_hidden compares each block of the student with one of {quoted(name)}, which has fewer in "
+            f"recipe.{setting} compares each block of the student with one of {quoted(name)}, which has fewer in "
             f"{', '.join(shallow)}; use a shallower student, or leave it out."
         )

@@ -97,6 +97,42 @@ def test_the_ladder_of_a_family_of_text(
     assert all(word in found["train_command"] for word in rest)
 
 
+SEVERAL: dict[str, tuple[list[str], set[str]]] = {
+    "ddigits-tiny": ([""], set()),
+    "ddigits-moe-tiny": ([""], {"experts-loop"}),
+    "universal-tiny --data text:words": (["shared.", "understanding.", "generating."], {"loss-chunked"}),
+    "multimodal-tiny --data captions:en,de": (["vision.", "text.", "writer."], {"loss-chunked", "padding"}),
+}
+"""A model of noisy images, of two branches, or of images and texts: its runs, and rungs that others lack."""
+
+
+@pytest.mark.parametrize("words", sweep(SEVERAL, ["ddigits-moe-tiny"], slow=list(SEVERAL)))
+def test_the_ladder_of_a_model_of_several_kinds_in_one(
+    words: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words").mkdir()
+    Path("words", "all.txt").write_text("\n".join(f"{n} and {n + 1} are {2 * n + 1}" for n in range(400)))
+    runs, rungs = SEVERAL[words]
+    sizes = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 48}
+    options = [f"--model.{run}{name}={size}" for run in runs for name, size in sizes.items()]
+    options += [
+        "--rounds=2",
+        "--round_seconds=0.01",
+        "--loss_steps=0",
+        "--batch=4",
+        "--device=cpu",
+        "--output=out",
+    ]
+    options += ["--rungs=optimizer-fused,attention-plain,token-order,loss-chunked,padding,experts-loop"]
+    assert main(["ladder", *words.split(), *options, "--machine", machine]) == 0
+    found = json.loads(Path("out", "ladder.json").read_text(encoding="utf-8"))
+    measured = {rung["name"] for rung in found["rungs"] if rung["to_baseline"] is not None}
+    assert measured - {"baseline"} == {"optimizer-fused", "attention-plain", "token-order", *rungs}
+    assert all(rung["reason"] for rung in found["rungs"] if rung["status"] == "unsupported")
+    assert found["train_command"].startswith(f"penstock train {words.split()[0]} --model.")
+
+
 _ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 _STACKS = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,

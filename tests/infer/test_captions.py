@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from helpers.images import encoded, photo
 from penstock.cli import main
 from penstock.config.model import MultimodalConfig
+from penstock.config.run import DataConfig
 from penstock.config.stack import Stack
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, ExitCode
@@ -21,6 +23,8 @@ from penstock.infer.captions import Captioner
 from penstock.infer.encode import Embedder, read_images
 from penstock.models import create
 from penstock.models.convert import save_pretrained
+from penstock.tasks import Captioning
+from penstock.train.prepare import write_beside
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
 CONFIG = MultimodalConfig(
@@ -77,6 +81,22 @@ def test_captions_and_translations_are_the_likeliest_tokens(folder: Path) -> Non
         captioner.caption(paths, "a language of many words")
     with pytest.raises(ConfigError, match=r"A text has \d+ tokens, but the model reads 16"):
         captioner.translate(["far too long a text for this"], "fr")
+
+
+def test_a_language_that_training_did_not_have_is_refused(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("num2words")
+    source = Captioning().open(DataConfig(source="captions:en,de"), CONFIG, "val")
+    write_beside(CONFIG, source, tmp_path / "beside")
+    trained = shutil.copytree(folder, tmp_path / "trained")
+    values = [json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "beside")]
+    (trained / "config.json").write_text(json.dumps(values[0] | values[1]))
+    captioner = Captioner(trained)
+    for language in ("de", "en"):
+        assert len(captioner.translate(["sieben"], language, max_tokens=2)) == 1
+    with pytest.raises(
+        ConfigError, match=r"'fr' is no language of this model\. Its languages are (de, en|en, de)\."
+    ):
+        captioner.translate(["sieben"], "fr")
 
 
 def _log_probability(model: Any, given: dict[str, Any], language: str, text: str, steps: int) -> float:

@@ -77,6 +77,7 @@ class Captions(ImageSource):
     def __init__(self, name: str, pictures: Pictures, split: Split) -> None:
         self.name = f"{name} ({split})"
         self.pictures, self.words = pictures, _words(pictures)
+        self.languages = self.words.languages
         self.size, self.channels = pictures.images.shape[2:]
         self.trained = trained_pairs(self.words.languages)
         """(L, L), pairs of languages between which training translates."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.boundary.files import quoted
 from penstock.config.decoding import Decoding
 from penstock.config.graph import PatchInput, TokenInput
 from penstock.config.plan import Plan
@@ -61,14 +62,14 @@ class Captioner:
                 "The model writes no captions; give one of images and texts, such as multimodal-tiny."
             )
         self.model, self.tokenizer, self.batch = opened.model, needed(opened.tokenizer), batch
-        self.start, self.ends = opened.start, opened.ends
+        self.start, self.ends, self.languages = opened.start, opened.ends, opened.languages
 
     def caption(
         self, paths: Sequence[str | Path], language: str, decoding: Decoding | None = None, **settings: Any
     ) -> list[str]:
         """A caption of each image, in a language by the name that training gave it. `settings` are fields of
-        `Decoding`. Raises DataError for a file that cannot be read, ConfigError for settings that ask for more than the
-        likeliest text."""
+        `Decoding`. Raises DataError for a file that cannot be read, ConfigError for a language that training did not
+        have, and for settings that ask for more than the likeliest text."""
         name, how = self._inputs[PatchInput].name, replace(decoding or Decoding(), **settings)
         return self._written(paths, lambda some: {name: read_images(self.model, some)}, language, how)
 
@@ -101,6 +102,10 @@ class Captioner:
         if others := [name for name in _OTHER_WAYS if getattr(decoding, name) != getattr(Decoding(), name)]:
             raise ConfigError(
                 f"Captions and translations are the likeliest texts; leave decoding.{others[0]} out."
+            )
+        if self.languages and language not in self.languages:
+            raise ConfigError(
+                f"{quoted(language)} is no language of this model. Its languages are {', '.join(self.languages)}."
             )
         device = next(self.model.parameters()).device
         opened: Any = self.tokenizer.encode_target([beginning(language)])[0].tolist()

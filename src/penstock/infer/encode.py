@@ -154,7 +154,8 @@ class Embedder:
             head = _vectors(opened.model, TokenInput)
             if head is None and (graph.vision or graph.writer is not None):
                 raise ConfigError(
-                    f"A {type(opened.model).__name__} gives no vectors of texts; give an encoder."
+                    f"The model, {graph.form}, gives no vectors of texts; give an encoder such as bert-base, or a "
+                    "model of images and texts such as multimodal-tiny."
                 )
             self.model, self.first, self._made = opened.model, opened.pooled_first, head is not None
             self._texts = (

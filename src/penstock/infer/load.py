@@ -57,6 +57,8 @@ class Loaded:
     """Names of a classifier's classes."""
     labels: TextLabels
     """Labels by which experts are given."""
+    languages: tuple[str, ...] = ()
+    """Languages that captions can be in; empty where the folder does not name them."""
     whole_bytes: int = 0
     """Bytes of all weights in the model's folder, in the type that it computes in; 0 of a model that was open
     already."""
@@ -181,6 +183,7 @@ def loaded(
         never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
         labels=labels_of(graph, settings) if kept is None else kept,
+        languages=tuple(map(str, settings.get("languages") or ())),
         whole_bytes=whole * next(module.parameters()).element_size(),
         bytes=elements * next(module.parameters()).element_size(),
     )

@@ -151,8 +151,8 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
 
 def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
     """Write what an export of a text model needs besides its weights: the files of its tokenizer, and a config.json of
-    the numbers of special tokens, and the names of classes or of the labels that choose experts. Nothing for other
-    models.
+    the numbers of special tokens, the names of classes or of the labels that choose experts, and the languages
+    that captions are in. Nothing for other models.
     """
     tokenizer: Any = getattr(source, "tokenizer", None)
     if tokenizer is None:
@@ -176,4 +176,6 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
         values["label2id"] = {str(name): number for number, name in enumerate(classes)}
     if model.graph.routed and source.label_names:
         values |= {"labels": list(source.label_names), "labels_in_prompts": source.labels_in_prompts}
+    if languages := getattr(source, "languages", ()):
+        values["languages"] = list(languages)
     write_file(folder / "config.json", [json.dumps(values).encode()])

@@ -278,7 +278,9 @@ def test_tables_with_missing_columns_and_labels(tmp_path: Path) -> None:
     ]
     path.write_text("one\ttwo\n1\t2\n")
     with pytest.raises(
-        DataError, match=r"has no known columns of text and second text and label; its columns are 'one, two'"
+        DataError,
+        match=r"no known columns of text and second text and label; its columns are 'one, two'\. Name 3 with "
+        r"data\.columns; where the first line holds no names, by number: data\.columns=1,2,3\.",
     ):
         found(path, PAIRS)
 

@@ -104,8 +104,13 @@ class TextColumns:
             raise DataError(
                 f"{message} If its cells are separated by {quoted(likely)}, set data.separator to {quoted(word)}."
             )
-        count = "them" if self.form in CHATS else self.count
-        raise DataError(f"{message} Name {count} with data.columns.")
+        if self.form in CHATS:
+            raise DataError(f"{message} Name them with data.columns.")
+        numbers = ",".join(map(str, range(1, self.count + 1)))
+        raise DataError(
+            f"{message} Name {self.count} with data.columns; where the first line holds no names, by number: "
+            f"data.columns={numbers}."
+        )
 
 
 def value_in(table: Mapping[str, Any], name: str) -> Any:

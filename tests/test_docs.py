@@ -40,7 +40,7 @@ from penstock.config.kinds import field_types
 from penstock.config.plan import EFFECTS, Plan, effect_of
 from penstock.config.recipes import load_run, require_startable
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ExitCode
 from penstock.launch import ELASTIC
 
 ROOT = Path(__file__).parent.parent
@@ -132,6 +132,32 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raising=False,
     )
     run_page(page, page.read_text(encoding="utf-8"))
+
+
+_OF_WEIGHTS = {"--from", "--init_from", "--recipe.teacher", "--config"}
+"""Options of trainings that read what an earlier command writes."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_trainings_have_more_steps_than_warmup_as_they_are_written(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shortened` and `small_form` leave the warm-up out."""
+    runs: list[RunConfig] = []
+
+    def only_read(config: RunConfig, **options: object) -> None:
+        runs.append(config)
+        raise ConfigError("read")
+
+    monkeypatch.setattr("penstock.train.train", only_read)
+    for block in blocks(page.read_text(encoding="utf-8")):
+        for command, _, line in commands(block, "$ " if block.kind == "console" else ""):
+            words = shlex.split(command)[1:]
+            if words[:1] == ["train"] and "--recipe.steps" in words and _OF_WEIGHTS.isdisjoint(words):
+                assert main(words) == ExitCode.CONFIG, f"{page}:{line}"
+                recipe = runs.pop().recipe
+                assert recipe.steps is not None
+                assert recipe.warmup(recipe.steps) < recipe.steps, f"{page}:{line}"
 
 
 def _shown(page: Path) -> list[tuple[str, int]]:

@@ -87,7 +87,8 @@ def to_html(report: Mapping[str, Any]) -> str:
     name = next(iter(first["metrics"]))
     points = [(row["seconds"] * 1e3, row["metrics"][name]) for row in rows]
     tips = [f"{row['title']}: {row['words']}, {duration(row['seconds'], 3)}" for row in rows]
-    label = f"latency in ms of {report['settings']['batch']} sample(s)"
+    samples = report["settings"]["batch"]
+    label = f"latency in ms of {samples} sample{'s' * (samples > 1)}"
     best = front(points, lower=name in LOWER)
     drawn = [
         Line(label="after each step", points=points, tips=tips),

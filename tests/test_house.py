@@ -471,7 +471,7 @@ LINES = {
     "decode": 2570,
     "doctor": 450,
     "export": 940,
-    "infer": 1760,
+    "infer": 1750,
     "kernels": 6660,
     "ladder": 5500,
     "launch": 1610,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_900
+    assert sum(LINES.values()) <= 90_800
 
 
 FAMILIES = {

@@ -96,18 +96,12 @@ class ImageGenerator:
         """Bytes of weights that were last read of a folder, and of all weights in it."""
         return self._loaded.bytes, self._loaded.whole_bytes
 
-    def predict(
-        self, x: Tensor, t: float, condition: Arguments, without: Arguments, scale: float = 1.0
-    ) -> Tensor:
-        """The model's output for noisy images x (B, C, S, S), fp32, all at time t, guided by this scale from the
-        arguments `without` a condition towards those with it."""
+    def predict(self, x: Tensor, t: float, arguments: Arguments, scale: float = 1.0) -> Tensor:
+        """The model's output for noisy images x (B, C, S, S), fp32, all at time t. With a scale other than 1,
+        `arguments` are of 2 · B samples: it is guided from the second half, without a condition, towards the first."""
         model, number = self._model(t)
-        first = next(model.parameters())
-        more, every = dict(condition), x
-        if scale != 1.0:  # both halves are one batch
-            more = {name: torch.cat([value, without[name]]) for name, value in condition.items()}
-            every = torch.cat([x, x])
-        more["times"] = torch.full((len(every),), t, dtype=torch.float64)
+        first, every = next(model.parameters()), x if scale == 1.0 else torch.cat([x, x])
+        more = arguments | {"times": torch.full((len(every),), t, dtype=torch.float64)}
         if "routes" in model.graph.arguments:
             more["routes"] = torch.full((len(every),), number)
         with torch.inference_mode():
@@ -151,10 +145,9 @@ class ImageGenerator:
         def denoise(x: Tensor, t: float) -> tuple[Tensor, Tensor]:
             parts = []
             for rows in torch.arange(len(x)).split(self.batch):  # type: ignore[no-untyped-call]
-                own, none = (
-                    {name: value[rows + begin] for name, value in every.items()} for begin in (0, len(x))
-                )
-                parts.append(self.predict(x[rows], t, own, none, how.guidance).cpu())
+                both = rows if how.guidance == 1.0 else torch.cat([rows, rows + len(x)])
+                own = {name: value[both] for name, value in every.items()}
+                parts.append(self.predict(x[rows], t, own, how.guidance).cpu())
             times = torch.full((len(x),), t, dtype=torch.float64)
             x0, eps = self.schedule.to_x0_eps(self.head.predicts, torch.cat(parts), x, times)
             if how.clip:

@@ -150,10 +150,9 @@ class Denoise(Task):
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         noisy = torch.zeros(1, *model.graph.images.shape, device=device)
-        return NoisyBatch.of(
-            model.graph, noisy, images=noisy, tokens=zero[None], lengths=zero + 1, times=zero.double(),
-            classes=zero, routes=zero,
-        ).inputs  # fmt: skip
+        return model.graph.ordered(
+            images=noisy, tokens=zero[None], lengths=zero + 1, times=zero.double(), classes=zero, routes=zero
+        )
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         squares: Tensor = (widened(outputs) - batch.target).square()

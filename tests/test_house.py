@@ -486,7 +486,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3390,
     "step": 710,
-    "tasks": 3430,
+    "tasks": 3420,
     "train": 3280,
     "tune": 1690,
 }

@@ -159,10 +159,8 @@ class Captioning(TextTask):
             exact[:, kind] += text == source.words.texts[row["written"]], 1
         tables = []
         for side, vectors, most in zip(("image", "read"), (images, texts), self._made.kept):
-            numbers, counted = (
-                torch.from_numpy(rows[side]).to(vectors.device),
-                F.pad(vectors, (0, 1), value=1.0),
-            )
+            numbers = torch.from_numpy(rows[side]).to(vectors.device)
+            counted = F.pad(vectors, (0, 1), value=1.0)
             here = numbers < most
             table = counted.new_zeros(most, counted.shape[1])
             tables.append(table.index_add_(0, numbers[here], counted[here]).flatten())
@@ -174,13 +172,11 @@ class Captioning(TextTask):
             self._tokens(model, blank, blank[3])
 
     def _tokens(self, model: Any, inputs: Sequence[Any], begun: Tensor) -> Tensor:
-        """The likeliest tokens (B, steps) behind the first `begun` (B,) of each target. Where ranks share weights, they
-        take as many steps."""
+        """The likeliest tokens (B, steps) behind the first `begun` (B,) of each target."""
         made, given = self._made, dict(zip(model.graph.arguments, inputs))
         values = {name: given[name] for name in ("images", "source", "lengths", "sees")}
         prompts = Prompts(given["target"][:, : made.opened].contiguous(), begun, values=values)
-        steps, end = made.most if sharded(model) else made.longest, made.tokenizer.end
-        greedy = Decoding(max_tokens=steps, early_stopping="full")
+        greedy, end = Decoding(max_tokens=made.steps, early_stopping="full"), made.tokenizer.end
         with eagerly():
             return search(model, prompts, greedy, ends=() if end is None else (end,)).tokens[:, 0]
 
@@ -194,11 +190,11 @@ class Captioning(TextTask):
         made, languages = self._made, self._made.source.words.languages
         count, total = len(languages), sums[0]
         exact, tables = np.split(np.array(sums[1:]), [2 * (count + 2)])
-        right, asked = exact.reshape(2, -1)
-        results = _recalls(made.source, *np.split(tables.reshape(-1, made.width + 1), made.kept[:1]))
-        *captions, translations, unseen_pairs = (right / np.maximum(asked, 1)).tolist()
-        results["captions"] = float(right[:count].sum() / max(1, asked[:count].sum()))
-        results |= {f"captions_{name}": share for name, share, of in zip(languages, captions, asked) if of}
+        right, counts = exact.reshape(2, -1)
+        results = _recalls(made.source, *np.split(tables.reshape(sum(made.kept), -1), made.kept[:1]))
+        *captions, translations, unseen_pairs = (right / np.maximum(counts, 1)).tolist()
+        results["captions"] = float(right[:count].sum() / max(1, counts[:count].sum()))
+        results |= {f"captions_{name}": share for name, share, of in zip(languages, captions, counts) if of}
         results |= {"translations": translations, "unseen_pairs": unseen_pairs, "words_loss": total / samples}
         _, of_contrast, of_words = made.weights
         loss = of_contrast * results["contrast_loss"] + of_words * results["words_loss"]
@@ -227,7 +223,8 @@ def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.fl
     rows = [table[there, :-1] / table[there, -1:] for table, there in ((images, pictured), (texts, named))]
     near, groups = rows[0] @ rows[1].T, (source.pictures.concepts[pictured], words.concept[named])
     right, held = groups[0][:, None] == groups[1], words.held[named]
-    losses = plain_contrast(*map(torch.from_numpy, (*rows, *groups))).numpy()
+    tensors = [torch.from_numpy(each) for each in (*rows, *groups)]
+    losses = plain_contrast(tensors[0], tensors[1], tensors[2], tensors[3]).numpy()
     recalls = {"contrast_loss": float(losses[right.any(1)].mean())}
     best = right[near.argmax(0), np.arange(len(named))]
     by_language: dict[str, dict[str, tuple[float, float]]] = {"image_to_text": {}, "text_to_image": {}}
@@ -278,31 +275,26 @@ class PrepareCaptions:
         self.beginnings = np.array([len(before) for before in opened])
         """Tokens at the beginning of each name that is written that are given: its language."""
         self.opened = int(self.beginnings.max()) + 1
-        self.most = self.limits[1] - int(self.beginnings.max())
-        """Tokens that there is room for behind any beginning."""
-        self.longest = min(self.most, int((self.written_lengths - self.beginnings).max()) + 1)
+        longest = int((self.written_lengths - self.beginnings).max()) + 1
+        self.steps = min(longest, self.limits[1] + 1 - self.opened)
+        """Tokens that an evaluation writes behind a beginning: no name has more."""
         head = model.graph.heads_of(VectorHead)[0]
-        self.width = head.features + (head.offset is not None)
-        """Numbers of a vector, its offset included."""
-        most = MOST // (2 * (self.width + 1))
+        most = MOST // (2 * (head.features + 1 + (head.offset is not None)))
         self.kept = min(len(source.pictures.images), most), min(len(words.texts), most)
         """How many images and names an evaluation keeps the vectors of."""
 
     def __call__(self, host: HostBatch, device: torch.device) -> CaptionBatch:
         rows, pictures = self.source.rows[host.ids], self.images(host, device)
         read, written = rows["read"], rows["written"]
-        lengths, ends, begun = (
-            self.read_lengths[read],
-            self.written_lengths[written],
-            self.beginnings[written],
-        )
+        lengths, ends = self.read_lengths[read], self.written_lengths[written]
+        begun = self.beginnings[written]
         source = self.read[read][:, : rounded(int(lengths.max()), self.limits[0])]
         target = self.written[written][:, : rounded(int(ends.max()), self.limits[1])]
         places = np.arange(target.shape[1])
         targeted = (places < ends[:, None]) & (places >= begun[:, None])
         tokens = {"source": source, "target": shifted(target, self.tokenizer.start), "lengths": lengths}
-        asked = {"targets": np.where(targeted, target, IGNORED), "sees": rows["sees"]}
-        moved = {name: on_device(value, device) for name, value in (tokens | asked).items()}
+        others = {"targets": np.where(targeted, target, IGNORED), "sees": rows["sees"]}
+        moved = {name: on_device(value, device) for name, value in (tokens | others).items()}
         return CaptionBatch(
             inputs=self.graph.ordered(images=pictures.images, smoothing=self.smoothing, **moved), ids=host.ids,
             tokens=int(lengths.sum() + ends.sum()), concepts=pictures.targets, rows=rows, weights=self.weights,

@@ -83,7 +83,8 @@ def score_difference(
     seen = seen.tril() if causal else seen
     if real is not None:
         seen = seen & real[:, None, :] & real[:, :, None]
-    return squares.where(seen, 0.0).sum() / seen.sum().clamp(min=1)
+    mean: Tensor = squares.where(seen, 0.0).sum() / seen.sum().clamp(min=1)
+    return mean
 
 
 def divergences_and_gradients(

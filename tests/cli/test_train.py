@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.images import write_folder
 from penstock.cli import main
 from penstock.config.load import load
 from penstock.config.machine import Machine, save_machine
@@ -111,3 +112,30 @@ def test_settings_that_training_cannot_run_are_refused_by_name(
         assert f"plan.{word} can be predicted by `penstock plan`, but training cannot run it yet" in told
     assert "torchrun" not in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("classifier", ["pooled", "token"])
+def test_classes_keep_the_names_of_their_folders(
+    classifier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where transformers writes the configuration, whose own names are LABEL_0 and so on."""
+    images, run, small = write_folder(tmp_path / "pets", per_class=12), tmp_path / "run", tmp_path / "small"
+    sizes = {
+        "image_size": 32,
+        "channels": 3,
+        "width": 16,
+        "depth": 1,
+        "heads": 2,
+        "mlp_width": 32,
+        "classes": 2,
+    }
+    model = [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
+    words = ["--model.classifier", classifier, "--data", f"imagefolder:{images}", "--output", str(run)]
+    few = ["--recipe.steps", "1", "--recipe.warmup_steps", "0", "--plan.micro_batch", "4"]
+    assert main(["train", "vit-digits", *model, *words, *few]) == 0
+    assert main(["compress", str(run), "--quantise", "int8", "--output", str(small)]) == 0
+    for folder in (run, small):
+        capsys.readouterr()
+        assert main(["classify", str(folder), str(images / "cat" / "0000.jpg")]) == 0
+        assert capsys.readouterr().out.split("\t")[0] in ("cat", "dog")

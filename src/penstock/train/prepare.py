@@ -150,32 +150,36 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
 
 
 def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
-    """Write what an export of a text model needs besides its weights: the files of its tokenizer, and a config.json of
-    the numbers of special tokens, the names of classes or of the labels that choose experts, and the languages
-    that captions are in. Nothing for other models.
+    """Write what an export needs besides its weights: the files of a text model's tokenizer, and a config.json of the
+    numbers of special tokens, the names of classes or of the labels that choose experts, and the languages that
+    captions are in. Nothing where there are none.
     """
     tokenizer: Any = getattr(source, "tokenizer", None)
-    if tokenizer is None:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        tokenizer.save(folder, getattr(model, "vocabulary", 0))
-    except EnvironmentProblem as problem:
-        _log.warning("Exports of this run will have no tokenizer. %s", problem)
-    numbers = {
-        "pad_token_id": tokenizer.pad,
-        "bos_token_id": tokenizer.begin,
-        "eos_token_id": tokenizer.end,
-        "decoder_start_token_id": tokenizer.start if model.graph.remembered else None,
-    }
-    values: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
-    classes = getattr(source, "classes", None)
-    if model.graph.classes is not None and classes:
+    classes, graph = getattr(source, "classes", None) or (), model.graph
+    values: dict[str, Any] = {}
+    if tokenizer is not None:
+        numbers = {
+            "pad_token_id": tokenizer.pad,
+            "bos_token_id": tokenizer.begin,
+            "eos_token_id": tokenizer.end,
+            "decoder_start_token_id": tokenizer.start if graph.remembered else None,
+        }
+        values |= {name: number for name, number in numbers.items() if number is not None}
+    told = graph.classes or graph.condition
+    if classes and told is not None and told.classes == len(classes):
         values["id2label"] = {str(number): str(name) for number, name in enumerate(classes)}
         values["label2id"] = {str(name): number for number, name in enumerate(classes)}
-    if model.graph.routed and source.label_names:
+    if graph.routed and source.label_names:
         values |= {"labels": list(source.label_names), "labels_in_prompts": source.labels_in_prompts}
     if languages := getattr(source, "languages", ()):
         values["languages"] = list(languages)
+    shutil.rmtree(folder, ignore_errors=True)
+    if not values:
+        return
+    folder.mkdir(parents=True)
+    if tokenizer is not None:
+        try:
+            tokenizer.save(folder, getattr(model, "vocabulary", 0))
+        except EnvironmentProblem as problem:
+            _log.warning("Exports of this run will have no tokenizer. %s", problem)
     write_file(folder / "config.json", [json.dumps(values).encode()])

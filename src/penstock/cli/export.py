@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,10 +44,13 @@ def export(
     head
         Write the output of this head, of a model with several; may be repeated. By default all, each by its name.
     """
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     from penstock.compress.pad import write_transformers
     from penstock.export.export import export as write
 
+    logging.getLogger("torch.onnx").setLevel(
+        logging.ERROR
+    )  # behind the import of torch, which sets all levels again
+    warnings.filterwarnings("ignore", "`isinstance.treespec", FutureWarning)  # of torch's own calls
     if to == "transformers":
         if type != "fp32" or head:
             raise ConfigError(

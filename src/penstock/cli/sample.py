@@ -57,8 +57,8 @@ def sample(
     if grid is not None:
         columns = config.count if len(classes) > 1 else round(len(labels) ** 0.5 + 0.499)
         write_bytes(grid, png(grid_of(pixels, columns)))
-    how = config.sampling
-    print(f"{len(labels)} images in {took:.1f} s, {how.steps} steps of {how.sampler}: {grid or out}")
+    how, places = config.sampling, " and ".join(str(place) for place in (grid, out) if place is not None)
+    print(f"{len(labels)} images in {took:.1f} s, {how.steps} steps of {how.sampler}: {places}")
     if generator.opened:
         some, total = (size / 1e6 for size in generator.bytes)
         print(

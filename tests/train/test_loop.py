@@ -162,6 +162,7 @@ def test_what_a_run_leaves(config: RunConfig) -> None:
         "export",
         "lock",
         "metrics.jsonl",
+        "names",
         "run.toml",
     ]
     assert checkpoint.steps(output / "checkpoints") == [6, 8]

@@ -26,8 +26,13 @@ from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model, writ
 
 _log = logging.getLogger(__name__)
 
-BESIDE = "tokenizer"
-"""Folder of a run with what its exports hold besides weights: see `save_pretrained`."""
+_BESIDE = ("names", "tokenizer")
+
+
+def folder_beside(run: Path, tokenizer: bool | None = None) -> Path:
+    """Folder of a run with what its exports hold besides weights (see `save_pretrained`): a `tokenizer` and names, or
+    `names` of classes alone. Without `tokenizer` it is the one that the run has."""
+    return run / _BESIDE[(run / _BESIDE[1]).is_dir() if tokenizer is None else tokenizer]
 
 
 def candidates(path: Path, *, step: int | None = None) -> list[Path]:
@@ -208,12 +213,12 @@ def export_model(
             f"The weights '{which}' of {checkpoint.path} are not those of the model that its configuration describes "
             f"({problem}); export them with --names plain."
         ) from problem
-    tokenizer = checkpoint.path.parent.parent / BESIDE
+    beside = folder_beside(checkpoint.path.parent.parent)
     if branch is not None:
         alone, weights = branch_of(config.model, branch, weights)
         require_theirs(alone)
         model = create(alone, device="meta")
-    save_pretrained(model, folder, weights=weights, beside=tokenizer, shard_bytes=shard_bytes)
+    save_pretrained(model, folder, weights=weights, beside=beside, shard_bytes=shard_bytes)
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:

@@ -24,7 +24,7 @@ import torch
 from penstock.boundary.files import explained, write_text
 from penstock.build import build
 from penstock.checkpoint.coordinator import main_first
-from penstock.checkpoint.rewrite import BESIDE
+from penstock.checkpoint.rewrite import folder_beside
 from penstock.config.load import dump_toml
 from penstock.config.recipes import require_startable
 from penstock.config.rules import require
@@ -203,7 +203,8 @@ class _Run:
 
         if dims.main:
             write_text(self.output / "run.toml", dump_toml(config))
-            write_beside(config.model, train_source, self.output / BESIDE)
+            tokenizer = getattr(train_source, "tokenizer", None) is not None
+            write_beside(config.model, train_source, folder_beside(self.output, tokenizer))
         self.saves = Saves(self.output / "checkpoints", config)
 
         # The model, its samples, and whoever looks at its losses.

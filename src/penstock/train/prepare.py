@@ -165,8 +165,8 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
             "decoder_start_token_id": tokenizer.start if graph.remembered else None,
         }
         values |= {name: number for name, number in numbers.items() if number is not None}
-    told = graph.classes or graph.condition
-    if classes and told is not None and told.classes == len(classes):
+    owner = graph.classes or graph.condition
+    if classes and owner is not None and owner.classes == len(classes):
         values["id2label"] = {str(number): str(name) for number, name in enumerate(classes)}
         values["label2id"] = {str(name): number for number, name in enumerate(classes)}
     if graph.routed and source.label_names:

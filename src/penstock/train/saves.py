@@ -11,7 +11,7 @@ from penstock import checkpoint
 from penstock.boundary.files import write_text
 from penstock.checkpoint import BackgroundSaver, Checkpoint, Snapshot
 from penstock.checkpoint.coordinator import main_first
-from penstock.checkpoint.rewrite import BESIDE
+from penstock.checkpoint.rewrite import folder_beside
 from penstock.config.run import Lora, RunConfig
 from penstock.errors import PenstockError
 from penstock.models.convert import save_pretrained
@@ -69,7 +69,7 @@ def export(model: Any, output: Path, dims: ParallelDims, lora: Lora, card: str) 
 
     def write() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        save_pretrained(model, partial, weights=merged(weights, lora, model), beside=output / BESIDE)
+        save_pretrained(model, partial, weights=merged(weights, lora, model), beside=folder_beside(output))
         write_text(partial / "README.md", card)
         set_aside(folder)
         partial.rename(folder)

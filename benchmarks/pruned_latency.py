@@ -9,7 +9,7 @@ of the ratios within a round. Of each cut
 
     removed     1 − FLOPs of the cut / FLOPs of the whole
     gained      1 − seconds of the cut / seconds of the whole
-    predicted   the same of the planner's forecast: in int8 where the machine's rates have it
+    predicted   the same of the planner's forecast: in int8 where the machine has a rate of such layers
     returned    gained / removed
 
 Embeddings and what is not a product are not pruned, so that `returned` can be below 1. On one core it takes about four
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from penstock.compress.cut import sized
 from penstock.config.compress import Prune
+from penstock.config.formats import Products
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig, preset
 from penstock.config.plan import Plan
@@ -42,12 +43,13 @@ from penstock.models.anatomy import set_switch
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass
 from penstock.planner.products import VECTOR
+from penstock.planner.stored import assumption
 from penstock.products.convert import store_linears
 from penstock.report.record import environment
 from penstock.train.prepare import machine_for
 
 TOKENS = 128
-FORMS = {"fp32": "packed", "int8": "int8"}
+FORMS: dict[str, Products] = {"fp32": "packed", "int8": "int8"}
 """The products of each type."""
 
 
@@ -67,7 +69,7 @@ def opened(config: ModelConfig, kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = create(config).eval().requires_grad_(False)
     set_switch(model, "attention", "auto")
-    return store_linears(model, FORMS[kind])  # type: ignore[arg-type]
+    return store_linears(model, FORMS[kind])
 
 
 def raced(models: Sequence[nn.Module], inputs: Sequence[Tensor], rounds: int) -> list[list[float]]:
@@ -85,12 +87,11 @@ def raced(models: Sequence[nn.Module], inputs: Sequence[Tensor], rounds: int) ->
 
 def forecast(config: ModelConfig, machine: Machine, kind: str, batch: int) -> float | None:
     """Predicted seconds of a pass; None where the machine has no rate of these products."""
+    weights: Products = FORMS[kind]
+    if kind == "int8" and assumption(machine, weights):
+        return None
     plan = Plan(micro_batch=batch, attention="auto")
-    if kind == "int8":
-        if "int8" not in machine.peak_flops:
-            return None
-        plan = replace(plan, precision="O1", products="int8")
-    return predict_pass(config, machine, plan)
+    return predict_pass(config, machine, plan, weights=weights, heads=True)
 
 
 def cells(

@@ -464,9 +464,9 @@ LINES = {
     "(modules)": 1680,
     "boundary": 1720,
     "checkpoint": 2030,
-    "cli": 4360,
+    "cli": 4370,
     "compress": 2690,
-    "config": 6350,
+    "config": 6360,
     "data": 6970,
     "decode": 2570,
     "doctor": 450,
@@ -478,13 +478,13 @@ LINES = {
     "models": 9280,
     "optim": 1860,
     "parallel": 4160,
-    "planner": 6870,
+    "planner": 7010,
     "precision": 5510,
-    "probe": 1280,
+    "probe": 1330,
     "products": 1630,
     "report": 1390,
     "schedules": 1040,
-    "serve": 3390,
+    "serve": 3400,
     "step": 710,
     "tasks": 3420,
     "train": 3280,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 90_800
+    assert sum(LINES.values()) <= 91_100
 
 
 FAMILIES = {

@@ -46,6 +46,7 @@ from penstock.probe import (
 )
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.rates import page_seconds, seconds, shared
+from penstock.products.integers import Int8, Int8Weights
 
 pytestmark = pytest.mark.alone
 
@@ -221,7 +222,8 @@ def test_each_kind_of_collective_has_its_own_rate() -> None:
 def test_the_peak_is_the_best_sample(measured: Machine) -> None:
     assert measured.peak_flops == measured.achievable_flops
     for kind, rate in measured.peak_flops.items():
-        assert rate == max(sample.flops_per_second for sample in measured.gemm if sample.dtype == kind)
+        samples = [s for s in measured.gemm if s.dtype == kind and s.form != "stored"]
+        assert rate == max(sample.flops_per_second for sample in samples)
     assert len({(s.m, s.n, s.k) for s in measured.gemm if s.dtype == "fp32"}) >= 3
 
 
@@ -240,6 +242,33 @@ def test_gradients_are_measured_as_they_lie(measured: Machine) -> None:
     for form in ("vocabulary", "vocabulary_input", "vocabulary_weight"):
         (sample,) = (s for s in measured.gemm if s.dtype == "fp32" and s.form == form)
         assert 32001 in (sample.m, sample.n, sample.k)
+
+
+def test_layers_in_int8_are_measured_as_inference_computes_them(
+    measured: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = [sample for sample in measured.gemm if sample.form == "stored"]
+    for weights in ("int8", "int8_weights"):
+        rows = [sample.m for sample in stored if sample.dtype == weights]
+        assert min(rows) == 1, "as when a text is generated"
+        assert max(rows) >= 128
+    assert {sample.dtype for sample in stored} == {"int8", "int8_weights"}
+    assert "int8_weights" not in measured.peak_flops, "no compute type"
+    one_token = [s for s in measured.kernels if s.name == "attention_token" and s.dtype == "fp32"]
+    assert one_token
+    called = list[tuple[str, torch.Size]]()
+
+    def counted(name: str, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+        def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+            called.append((name, x.shape))
+            return call(layer, x)
+
+        return forward
+
+    for name, form in (("int8", Int8), ("int8_weights", Int8Weights)):
+        monkeypatch.setattr(form, "product", counted(name, form.product))
+    samples = list(products.stored_samples(True, 1e-4))
+    assert set(called) == {(s.dtype, (s.m, s.k)) for s in samples}
 
 
 def test_load_is_read_once_a_second_and_its_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_state_dict
 from penstock.models.convert.pretrained import rounded_weights
+from penstock.planner.stored import assumption
 from penstock.train import train
 
 SMALL = {
@@ -229,7 +230,7 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(teacher: Path, tmp_
     bench, model = measure.Workbench(config, teacher / "export"), penstock.PRESETS["vit-s16"]
     rates = {**bench.machine.peak_flops, "bf16": 1e11, "int8": 4e11}
     bench.__dict__["machine"] = replace(bench.machine, peak_flops=rates)
-    assert bench.predicted(model, int8=True) < 0.7 * bench.predicted(model)
+    assert bench.predicted(model, "int8") < 0.7 * bench.predicted(model)
     # Scales that learn: the step before is calibrated, and the export is what was trained.
     peaks = dict.fromkeys(("fp32", "bf16", "fp16", "int8"), 1e11)
     desk = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
@@ -238,7 +239,10 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(teacher: Path, tmp_
         "model": str(teacher), "quantise": "int8", "quantise.inputs": "static", "quantise.learn": "3",
         "quantise.samples": "64", "output": str(tmp_path / "learned"), "device": "cpu", "machine": machine,
     })  # fmt: skip
-    (_, row) = run.compress(config)["rows"]
+    report = run.compress(config)
+    (_, row) = report["rows"]
+    assert row["assumption"] == assumption(desk, "int8") != ""
+    assert row["assumption"] in (tmp_path / "learned" / run.PAGE).read_text(encoding="utf-8")
     assert row["notes"]["points_lost"] == pytest.approx(
         100 * (rows[0]["metrics"]["top1"] - row["metrics"]["top1"])
     )

@@ -71,7 +71,7 @@ def test_prefill_is_bound_by_products_and_scales_with_the_prompt() -> None:
 def test_fp8_halves_what_lies_in_blocks_and_multiplies_faster() -> None:
     half, packed, fp8 = (
         predict_inference(LLAMA, H100, Serving(**given))
-        for given in ({}, {"weight_bytes": 1.0}, {"weight_bytes": 1.0, "fp8": True})
+        for given in ({}, {"weight_bytes": 1.0}, {"weight_bytes": 1.0, "weights": "fp8"})
     )
     tables = 2 * 128256 * 4096 + 4096  # embeddings, head and the last norm stay in bf16
     assert fp8.weights_bytes == half.weights_bytes / 2 + tables
@@ -80,7 +80,7 @@ def test_fp8_halves_what_lies_in_blocks_and_multiplies_faster() -> None:
         packed.decode_seconds_per_token < fp8.decode_seconds_per_token < 0.7 * half.decode_seconds_per_token
     )
     with pytest.raises(ConfigError, match="a100-80g has none"):
-        predict_inference(LLAMA, load_machine("a100-80g"), Serving(fp8=True))
+        predict_inference(LLAMA, load_machine("a100-80g"), Serving(weights="fp8"))
 
 
 def test_devices_and_fewer_bytes_shorten_decoding() -> None:

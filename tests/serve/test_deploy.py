@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import penstock
+from helpers.toy import TOY
 from penstock.cli import main
 from penstock.cli.deploy_servers import files_for
-from penstock.config.machine import load_machine
+from penstock.config.machine import GemmSample, load_machine, save_machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.errors import ConfigError, ExitCode
 from penstock.planner.loads import LoadRecord
@@ -190,6 +191,25 @@ def test_every_family_of_text_is_deployed(name: str, capsys: pytest.CaptureFixtu
 def test_mistakes_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["deploy", *words]) in (ExitCode.CONFIG, ExitCode.DATA, ExitCode.ENVIRONMENT)
     assert said in capsys.readouterr().err
+
+
+def test_a_cpu_is_deployed_by_its_rates_of_layers_in_int8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = GemmSample(dtype="int8", m=8, n=768, k=768, flops_per_second=5e11, form="stored")
+    known = replace(TOY, gemm=(sample,))
+    words = ["--gpus", "1", "--requests", "rate=0.1 in=64 out=32", "--count", "20", "--types", "fp32,int8"]
+    told = []
+    for number, machine in enumerate((TOY, known)):
+        file = str(save_machine(machine, tmp_path / f"{number}.json"))
+        assert main(["deploy", "gpt2", "--machine", file, *words]) == 0
+        told.append(capsys.readouterr().out)
+    assert (
+        "note: toy has no rate of inference with weights=int8, so that of products of plain weights"
+        in told[0]
+    )
+    assert "weights=int8," not in told[1]
+    assert "choice: int8" in told[1]
 
 
 def test_the_table_of_steps_is_the_prediction_at_its_points() -> None:

@@ -37,6 +37,8 @@ def compress(config: CompressConfig) -> int:
     console = plain_console()
     for section in filter(None, [cuts_table(report), table(report)]):
         console.print(terminal_table(section, console.width))
+        if section.text:
+            console.print(section.text, style="dim", soft_wrap=True)
     output = Path(config.output)
     console.print(f"\nWritten: {output / 'export'}, {output / PAGE} and {output / RECORD}", soft_wrap=True)
     return int(ExitCode.DONE)

@@ -33,6 +33,9 @@ def show(
     console.print(f"{title(config.model)} on {machine.name}: {len(arrivals):,} requests{rate}, simulated.")
     console.print(terminal_table(table(config, result), console.width))
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
+    for words in dict.fromkeys(layout.assumption for layout in result.layouts[: config.top]):
+        if words:
+            console.print(f"note: {words}", soft_wrap=True)
     best = result.choice
     if best is None:
         console.print(

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.compress import CompressConfig
+from penstock.config.formats import Products
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, with_stacks
+from penstock.config.model import ModelConfig
 from penstock.config.plan import AttentionBackend, Plan
 from penstock.config.run import DataConfig, RunConfig
 from penstock.data import Loader
@@ -29,6 +30,7 @@ from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass
+from penstock.planner.stored import assumption, basis_of
 from penstock.probe import resolve_device
 from penstock.products.rounded import store_rounded, stored_tensors
 from penstock.tasks import Task, task_of
@@ -52,6 +54,8 @@ class FolderFigures:
     """The most that tensors take in that pass, weights included."""
     predicted_seconds: float | None
     """Latency of that pass, by the planner; None of a quantised model whose products have no rate on the machine."""
+    assumption: str
+    """A sentence that says which rate the prediction takes for one that the machine does not have; "" where none."""
     metrics: dict[str, float]
     """The task's metrics of the validation data."""
     words: str
@@ -121,35 +125,26 @@ class Workbench:
         held = [*model.state_dict().values(), *stored_tensors(model)]
         with torch.inference_mode(), TensorMemory(held=held, ignored=list(inputs.values())) as memory:
             model(**inputs)
-        work = totals(model.config)
+        work, weights = totals(model.config), self.weights_of(folder)
+        known = weights == "plain" or basis_of(self.machine, weights) != "plain"
         return FolderFigures(
             parameters=sum(p.numel() for p in create(model.config, device="meta").parameters()),
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
-            predicted_seconds=self.predicted_of(folder, model.config),
+            predicted_seconds=self.predicted(model.config, weights) if known else None,
+            assumption=assumption(self.machine, weights) if known else "",
             metrics=dict(evaluation.metrics), words=task.describe(evaluation.metrics),
         )  # fmt: skip
 
-    def predicted_of(self, folder: Path, model: ModelConfig) -> float | None:
-        """Predicted seconds of a pass of a folder's model; None where its products are quantised and their rate on the
-        machine is not known."""
-        formats = {form for form, _ in rounded_weights(folder).values()}
-        if not formats:
-            return self.predicted(model)
-        predictable = "int8" in formats and "int8" in self.machine.peak_flops
-        return self.predicted(model, int8=True) if predictable else None
+    def weights_of(self, folder: Path) -> Products:
+        """The form in which the linear layers of a folder's model store their weights, of several the first."""
+        return next((form for form, _ in rounded_weights(folder).values()), "plain")
 
-    def predicted(self, model: ModelConfig, *, int8: bool = False) -> float:
-        """Predicted seconds of a pass, with products in int8 where `int8` says so."""
-
-        def without_chance(stack: Any) -> Any:
-            return replace(stack, dropout=0.0, attention_dropout=None, mlp_dropout=None, drop_path=0.0)
-
+    def predicted(self, model: ModelConfig, weights: Products = "plain") -> float:
+        """Predicted seconds of a pass, with `weights` in the linear layers of blocks."""
         attention: AttentionBackend = "auto" if self.device.type == "cpu" else "sdpa"
         plan = Plan(micro_batch=self.config.batch, attention=attention)
-        if int8:
-            plan = replace(plan, precision="O1", products="int8")
-        return predict_pass(with_stacks(model, without_chance), self.machine, plan)
+        return predict_pass(model, self.machine, plan, weights=weights)
 
     def latencies(self, models: Sequence[Model]) -> list[float]:
         """Measured seconds of a pass of each model: the fastest tenth of all passes, because other processes can only

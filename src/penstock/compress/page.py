@@ -36,7 +36,8 @@ def table(report: Mapping[str, Any]) -> Section:
             Cell(_times(expected)), Cell(f"{row['memory_bytes'] / MB:.2f}"), Cell(row["words"], words=True),
         ]  # fmt: skip
         rows.append(("strong" if row is last else "", cells))
-    return Section(title="After each step", columns=heads, rows=rows)
+    assumed = " ".join(dict.fromkeys(row.get("assumption", "") for row in report["rows"]))
+    return Section(title="After each step", columns=heads, rows=rows, text=assumed.strip())
 
 
 def cuts_table(report: Mapping[str, Any]) -> Section | None:

@@ -25,12 +25,13 @@ ASSUMED_LAUNCH_SECONDS = 5e-6
 
 
 ProductForm = Literal[
-    "forward", "input", "weight", "ragged", "vocabulary", "vocabulary_input", "vocabulary_weight"
+    "forward", "input", "weight", "ragged", "vocabulary", "vocabulary_input", "vocabulary_weight", "stored"
 ]
 """The result of a linear layer's matrix product: its output, the gradient of its input, or that of its weight. The
 factors of the three are laid out differently in memory, and some CPU kernels are ten times slower for one than for
 another. `ragged` is an output whose rows begin inside a vector. Those of `vocabulary` are the three of a layer with
-tens of thousands of outputs, whose weight and logits fit no cache."""
+tens of thousands of outputs, whose weight and logits fit no cache. `stored` is the output of a layer whose weights are
+stored for inference (`penstock.config.formats.PRODUCTS`), from fp32 inputs, with their rounding, scales and bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class GemmSample:
     """One measured matrix product, (m, k) @ (k, n)."""
 
     dtype: str
+    """The compute type, as in `Machine.peak_flops`; of the form `stored` the weights: `int8` or `int8_weights`."""
     m: Count
     n: Count
     k: Count
@@ -52,7 +54,8 @@ class KernelSample:
 
     name: str
     per_second: Positive
-    """FLOP/s of the products for `attention`, `attention_backward` and `bmm`; elements per second for all others."""
+    """FLOP/s of the products for `attention`, `attention_backward`, `attention_token` (one query of each head) and
+    `bmm`; elements per second for all others."""
     tokens: Natural = 0
     features: Natural = 0
     dtype: str = "fp32"

@@ -34,6 +34,7 @@ from penstock.planner.loads import EVEN
 from penstock.planner.operators import Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
+from penstock.planner.stored import Storing
 
 
 def describe(
@@ -47,12 +48,14 @@ def describe(
     real: float = 1.0,
     words: float = 1.0,
     uneven: Mapping[int, float] = EVEN,
+    storing: Storing | None = None,
 ) -> Workload:
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
     `avx512` and `kind` are those of the `Machine`. Of a batch of text, `real` is the share of an encoder's tokens that
     are no padding, `words` the share of tokens whose words the loss asks for. `uneven` says by expert parallel degree
-    how much more than the mean the busiest device has to do: see `penstock.planner.loads.unevenness`.
+    how much more than the mean the busiest device has to do: see `penstock.planner.loads.unevenness`. `storing` says
+    how weights are stored for inference; None is a training step.
     """
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
@@ -65,17 +68,17 @@ def describe(
         gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), loops=plan.experts == "loop",
         fuses=fused_operators(plan, device, kind), software=software, norms=BYTES[numerics.norms],
     )  # fmt: skip
-    return workload_of(model, terms)
+    return workload_of(model, terms if storing is None else storing.terms(terms))
 
 
 def describe_on(
     machine: Machine, model: ModelConfig, plan: Plan, software: Software = PENSTOCK, *, real: float = 1.0,
-    words: float = 1.0, uneven: Mapping[int, float] = EVEN,
+    words: float = 1.0, uneven: Mapping[int, float] = EVEN, storing: Storing | None = None,
 ) -> Workload:  # fmt: skip
     """The operators as from `describe`, on a device of `machine`."""
     return describe(
         model, plan, machine.device, software, avx512=machine.avx512, kind=machine.kind, real=real, words=words,
-        uneven=uneven,
+        uneven=uneven, storing=storing,
     )  # fmt: skip
 
 

@@ -61,6 +61,10 @@ class OpTerms(NamedTuple):
     """Whether products are in fp32 at every precision."""
     serving: bool = False
     """Whether text is generated: tensor parallel devices split experts too, `ep` of them whole ones."""
+    one_pass: bool = False
+    """Whether a layer whose `products` store its weights rounds, multiplies and scales in one operator."""
+    heads: bool = False
+    """Whether heads multiply as `products` says, too."""
     gathers_keys: bool = False
     """Whether context parallel devices gather all keys and values before attention, instead of passing them round."""
     cached: int = 0
@@ -176,9 +180,14 @@ class Lister:
         """
         t = self.terms
         launched = batch if t.loops else 1
+        narrow = narrow or (t.heads and self._module == "head")
         c, row = t.product, PRODUCTS[t.products if narrow else "plain"]
-        integers, eight = row.weights == "int8", bool(row.passes)
-        size, into_size, learn_size = (1.0 if one in row.passes else c for one in get_args(ProductForm)[:3])
+        one_pass = t.one_pass and row.weights is not None
+        integers, eight = row.weights == "int8" and not one_pass, bool(row.passes) and not one_pass
+        size, into_size, learn_size = (
+            1.0 if eight and one in row.passes else c for one in get_args(ProductForm)[:3]
+        )
+        stored = BYTES[row.weights] if one_pass and row.weights else t.weight
         inputs = batch * (rows * k if source is None else source)
         outputs, weights = batch * rows * n, batch * n * k
         biases = batch * n if bias else 0
@@ -205,9 +214,9 @@ class Lister:
                    linear=name),
             )  # fmt: skip
         ahead = Op(
-            name, kind, True, batch, rows, n, k, inputs * size + weights * (t.weight or size) + biases * c,
-            outputs * (4.0 if integers else c), kept=kept, group=group, weights=own, tensors=count, narrow=eight,
-            pieces=pieces, exact=t.exact, launches=launched, linear=name,
+            name, kind, True, batch, rows, n, k, inputs * size + weights * (stored or size) + biases * c,
+            outputs * (4.0 if integers else c), kept=kept, group=group, weights=own, tensors=count,
+            narrow=eight or one_pass, pieces=pieces, exact=t.exact, launches=launched, linear=name,
         )  # fmt: skip
         into = Op(
             f"{name}.input", kind, False, batch, rows, k, n, (outputs + weights) * into_size,
@@ -336,10 +345,10 @@ class Lister:
         group: str = "", fused: bool = False,
     ) -> None:  # fmt: skip
         """An activation of `size` elements, of the first half where `mlp` is gated. Those that are `fused` compute as
-        the kernels of `plan.fuse` do. So does compiled code on a CPU of GELU's tanh form, with no tanh. x · σ(1.702 x)
-        is three operators, or one kernel that computes as SiLU's does."""
-        function = UNGATED.get(mlp, mlp)
-        if mlp == "gelu_quick" and not (fused or self.terms.fused):
+        the kernels of `plan.fuse` do. So do compiled code and inference on a CPU of GELU's tanh form, with no tanh.
+        x · σ(1.702 x) is three operators, or one kernel that computes as SiLU's does."""
+        t, function = self.terms, UNGATED.get(mlp, mlp)
+        if mlp == "gelu_quick" and not (fused or t.fused):
             c = ahead[0]
             self.move(f"{name}.scale", size, (c, c))
             self.move(
@@ -351,7 +360,7 @@ class Lister:
             )
             return
         function = "silu" if mlp == "gelu_quick" else function
-        fused = fused or (self.terms.fused and self.terms.host and function == "gelu_tanh")
+        fused = fused or ((t.fused or t.serving) and t.host and function == "gelu_tanh")
         self.move(
             name, size, ahead, behind, kind="activation", kept=kept, group=group,
             function=f"{FUSED_FORM}{function}" if fused else function,

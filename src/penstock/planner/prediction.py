@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from penstock.config import rules
+from penstock.config.formats import Products
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, with_stacks
 from penstock.config.plan import Plan
+from penstock.config.stack import Stack
 from penstock.planner import price
 from penstock.planner.describe import describe_on, totals
 from penstock.planner.intervals import Interval, interval_of
@@ -24,6 +26,7 @@ from penstock.planner.recompute import NOTHING, Recompute, computed_again
 from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.stages import share_processors
 from penstock.planner.step import step
+from penstock.planner.stored import storing
 from penstock.planner.traced import as_planned
 from penstock.report.page import cell
 
@@ -126,14 +129,21 @@ def predict(
     return prediction_of(work, machine, plan, rates, totals(model).parameters, software=software)
 
 
-def predict_pass(model: ModelConfig, machine: Machine, plan: Plan) -> float:
-    """Seconds of one forward pass without a loss, over `plan.micro_batch` samples on one device, each operator launched
-    by Python.
+def predict_pass(
+    model: ModelConfig, machine: Machine, plan: Plan, *, weights: Products = "plain", heads: bool = False
+) -> float:
+    """Seconds of one forward pass in inference, without loss and dropout, over `plan.micro_batch` samples on one
+    device, each operator launched by Python.
+
+    Linear layers of blocks store their `weights` for inference, and with `heads` those of heads, too. Where `machine`
+    has no rate of such layers, `penstock.planner.stored.assumption` says which is taken.
 
     Raises ConfigError as `predict` does.
     """
+    model = with_stacks(model, _without_chance)
     _refuse(model, machine, plan)
-    work, rates = describe_on(machine, model, plan), rates_of(machine, plan)
+    work = describe_on(machine, model, plan, storing=storing(machine, weights, heads=heads))
+    rates = rates_of(machine, plan, weights=weights)
     busy = launches = 0.0
     for part in work.parts:
         operators = [op for op in part.forward if op.module != "loss"]
@@ -142,6 +152,10 @@ def predict_pass(model: ModelConfig, machine: Machine, plan: Plan) -> float:
     if not rates.cpu:  # launches run ahead of the device
         return max(busy, launches * machine.launch_seconds)
     return busy + launches * (machine.operator_seconds or machine.launch_seconds)
+
+
+def _without_chance(stack: Stack) -> Stack:
+    return replace(stack, dropout=0.0, attention_dropout=None, mlp_dropout=None, drop_path=0.0)
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:

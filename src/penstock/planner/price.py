@@ -5,7 +5,10 @@ an insightful visual performance model") and the gap to the next kernel. In plai
 head, so short that storing a tile of them takes as long as computing it, and hides behind nothing of the tile's own:
 what its products write is added. On a CPU a core packs the factors of a product into panels and then multiplies them,
 and it reads what an activation needs and then computes exponentials: little of the moving hides behind the computing,
-so the two are added. Measured rates are those of operands in a cache; the moving is from memory.
+so the two are added. Weights that are stored for inference are packed already: each panel is read from memory while the
+first few rows are multiplied by it, of which what takes longer counts, and from a cache for the others. Measured rates
+are those of operands in a cache; the moving is from memory. Those of a vocabulary fit no cache, so that their rate has
+the moving in it.
 
 A fused attention kernel's thread block loads a tile of queries, goes over the keys that the tile may see, and stores
 its result (Dao 2023, sections 3.1 and 3.3). Matrix products and exponentials run on different units, but each tile
@@ -14,6 +17,8 @@ hides behind nothing of its own. So all are added.
 """
 
 from __future__ import annotations
+
+import math
 
 from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import ProductForm
@@ -28,6 +33,9 @@ MOVED = {True: 2.0, False: 10.0}
 """Traffic of fused attention that it does not hide, in sizes of all queries, forward and backward. Backward: keys and
 values, and their gradients (4); results and their gradients, read for the sums over rows (2); and in fp32 the gradients
 of queries, cleared and read (4)."""
+STREAMED_ROWS = 6
+"""Rows that are multiplied at once by a panel of weights stored for inference: the height of a tile of
+`native/integers.cpp`."""
 USUAL_ROW = 197
 """Numbers in a row of a softmax, where an operator does not say."""
 
@@ -134,12 +142,18 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             return share * op.flops / measured + moved
         products = products_of(op, rates)
         form = _form_of(op, products) if op.kind == "gemm" else op.form
-        return share * products.seconds(op.m, op.n, op.k, op.batch, form=form) + moved
+        computed = share * products.seconds(op.m, op.n, op.k, op.batch, form=form)
+        if form.startswith("vocabulary"):
+            return computed
+        streamed = products.streamed * op.batch * op.n * op.k / rates.memory
+        first = computed / math.ceil(op.m / STREAMED_ROWS)
+        return computed - first + max(first, streamed) + moved - streamed
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.
         flops *= min(0.5 if op.causal else 1.0, op.window / op.n if op.window else 1.0)
-        measured = rates.kernel(f"attention{backward}", op.n, op.k)
+        measured = rates.kernel("attention_token", op.n, op.k) if op.m <= 1 else None
+        measured = measured or rates.kernel(f"attention{backward}", op.n, op.k)
         if measured:
             # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
             return flops / measured

@@ -102,6 +102,9 @@ class Products(NamedTuple):
     """How a GPU without measured products cuts them up."""
     shares: Mapping[ProductForm, float] = MappingProxyType({})
     """Shares of its form's rate that a CPU's product of each `SPECIAL` form keeps, where they were measured."""
+    streamed: float = 0.0
+    """Bytes of a weight where a CPU's weights are stored in the order in which their kernel reads them, so that reading
+    them from memory hides behind a part of the product; else 0."""
 
     def seconds(
         self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock.config import formats
 from penstock.config.formats import BYTES, PRODUCTS
-from penstock.config.machine import Machine, ProductForm
+from penstock.config.machine import GemmSample, Machine, ProductForm
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.products import SPECIAL, Chip, Products, Samples, nearby_rate
+from penstock.planner.stored import basis_of, stored_samples
 
 DEFAULT_MULTIPROCESSORS = 128
 ASSUMED_HOST_LINK = 16e9
@@ -47,7 +50,8 @@ class Rates:
     products: Products
     """Matrix products in the type that the plan computes in outside 8 bits."""
     narrow: Products | None
-    """Matrix products in the 8 bits of the plan's `products`; None where these are plain."""
+    """Matrix products in the 8 bits of the plan's `products`, or of weights that are stored for inference; None where
+    these are plain."""
     exact: Products
     """Matrix products in fp32, whatever the plan computes in: those of routers."""
     product_rate: float
@@ -103,18 +107,20 @@ def product_type(numerics: Numerics, machine: Machine) -> str:
 
 
 def rates_of(
-    machine: Machine, plan: Plan, constants: Constants = DEFAULT, *, launch_blocking: bool = False
-) -> Rates:
-    """The rates of `machine` under `plan`, which the rules allow there."""
-    return _rates(machine, numerics_of(plan), plan.attention, constants, launch_blocking)
+    machine: Machine, plan: Plan, constants: Constants = DEFAULT, *, launch_blocking: bool = False,
+    weights: formats.Products = "plain",
+) -> Rates:  # fmt: skip
+    """The rates of `machine` under `plan`, which the rules allow there, with `weights` stored for inference."""
+    return _rates(machine, numerics_of(plan), plan.attention, constants, launch_blocking, weights)
 
 
 @lru_cache(maxsize=512)
 def _rates(
-    machine: Machine, numerics: Numerics, attention: str, constants: Constants, launch_blocking: bool
-) -> Rates:
-    cpu, narrow = machine.device == "cpu", PRODUCTS[numerics.products].weights
-    type_ = product_type(numerics, machine)
+    machine: Machine, numerics: Numerics, attention: str, constants: Constants, launch_blocking: bool,
+    weights: formats.Products,
+) -> Rates:  # fmt: skip
+    cpu, basis, type_ = machine.device == "cpu", basis_of(machine, weights), product_type(numerics, machine)
+    narrow = PRODUCTS[weights if basis == "training" else numerics.products].weights
     peak_name = narrow or type_
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
@@ -130,11 +136,12 @@ def _rates(
     pairs = None
     if machine.pairs:
         of_two = machine.linked(machine.pairs, machine.devices_per_node)
-        pairs = _rates(of_two, numerics, attention, constants, launch_blocking)
+        pairs = _rates(of_two, numerics, attention, constants, launch_blocking, weights)
     return Rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
         products=_products(machine, type_, constants, multiprocessors, memory),
-        narrow=_products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
+        narrow=_stored_products(machine, weights) if basis == "stored"
+        else _products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
         attention_share=share, exponentials=exponentials, memory=memory,
@@ -149,6 +156,21 @@ def _rates(
     )  # fmt: skip
 
 
+def _stored_products(machine: Machine, weights: formats.Products) -> Products:
+    """Layers that store their weights, by measured shapes."""
+    samples = stored_samples(machine, weights)
+    best = max(sample.flops_per_second for sample in samples)
+    stored = PRODUCTS[weights].weights
+    return Products(
+        {"forward": _logarithms(samples, 1.0)}, best, None, streamed=BYTES[stored] if stored else 0.0
+    )
+
+
+def _logarithms(samples: Iterable[GemmSample], share: float) -> Samples:
+    """Logarithms of sizes, and shares of rates."""
+    return [(math.log(s.m), math.log(s.n), math.log(s.k), share * s.flops_per_second) for s in samples]
+
+
 def _products(
     machine: Machine, type_: str, constants: Constants, multiprocessors: int, memory: float
 ) -> Products:
@@ -156,9 +178,8 @@ def _products(
     share = sustained_share(machine, constants)
     measured: dict[ProductForm, Samples] = {}
     for s in machine.gemm:
-        if s.dtype == type_:
-            sizes = math.log(s.m), math.log(s.n), math.log(s.k)
-            measured.setdefault(s.form, []).append((*sizes, share * s.flops_per_second))
+        if s.dtype == type_ and s.form != "stored":
+            measured.setdefault(s.form, []).extend(_logarithms([s], share))
     best = _sustained(machine, type_, constants)
     if machine.device == "cpu" or measured:
         products = Products(measured, machine.peak_flops[type_] if measured else best, None)
@@ -173,7 +194,7 @@ def _products(
 
 def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samples]:
     """Measured rates of a CPU's operators in the types of a plan."""
-    types = {"attention": type_, "bmm": type_, "norm": numerics.residual}
+    types = {"attention": type_, "attention_token": type_, "bmm": type_, "norm": numerics.residual}
     rates: dict[str, Samples] = {}
     for s in machine.kernels:
         if types.get(s.name.removesuffix("_backward"), numerics.compute) == s.dtype:
@@ -185,7 +206,7 @@ def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samp
 def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
     """The rate of long runs of large products: of the best that was measured, or that a sweep found, or of the peak,
     the share that the chip sustains."""
-    measured = [sample.flops_per_second for sample in machine.gemm if sample.dtype == type_]
+    measured = [s.flops_per_second for s in machine.gemm if s.dtype == type_ and s.form != "stored"]
     best = max(measured, default=None) or machine.achievable_flops.get(type_)
     if not best and type_ == "fp16":
         best = machine.achievable_flops.get("bf16")

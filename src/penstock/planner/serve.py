@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from penstock.config import rules
 from penstock.config.convert import Count, Natural, Positive, check_fields
+from penstock.config.formats import Products
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
@@ -19,6 +20,7 @@ from penstock.planner.operators import Part
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.shapes import counted_tokens
+from penstock.planner.stored import assumption, storing
 
 WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""
@@ -58,9 +60,9 @@ class Serving:
     """Per number of the key–value cache."""
     half: bool = True
     """Whether the device computes in half precision where it can; else in fp32."""
-    fp8: bool = False
-    """Whether products inside blocks are in fp8 with a scale for each row, and their weights kept so; all else is in
-    half precision, whatever `weight_bytes` says. The machine must have fp8."""
+    weights: Products = "plain"
+    """How linear layers store their weights and multiply, as `weights=` of generation says. With `fp8` those inside
+    blocks do, all else is in half precision, whatever `weight_bytes` says, and the machine must have fp8."""
 
     @property
     def gpus(self) -> int:
@@ -85,6 +87,8 @@ class InferencePrediction:
     fits: bool
     largest_batch: int
     """Sequences whose cache the memory holds."""
+    assumption: str = ""
+    """A sentence that says which rate stands for one that the machine does not have; "" where none."""
 
 
 def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) -> InferencePrediction:
@@ -114,6 +118,7 @@ def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) ->
         tokens_per_second=serving.batch * serving.generated / total, weights_bytes=int(weights), cache_bytes=int(cache),
         memory_bytes=needed_bytes, fits=not machine.memory_bytes or needed_bytes <= machine.memory_bytes,
         largest_batch=max(0, int(room / (cache_per_token * length))),
+        assumption=assumption(machine, stored_on(machine, serving.weights)),
     )  # fmt: skip
 
 
@@ -122,7 +127,7 @@ def weights_bytes(model: ModelConfig, serving: Serving) -> float:
     every = totals(model)
     mixtures = [(part, part.block.stack.experts) for part in every.blocks if part.block and part.experts]
     spare = sum(part.count * part.experts * serving.spare / experts for part, experts in mixtures)
-    if not serving.fp8:
+    if serving.weights != "fp8":
         return (every.parameters + spare) * serving.weight_bytes / serving.gpus
     inside = sum(part.count * part.learned for part in every.blocks)
     return (2.0 * (every.parameters - inside) + inside + spare) / serving.gpus
@@ -143,6 +148,11 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
         for layer in run.stack.layers
     )
     return 2 * heads * serving.cache_bytes / serving.pp
+
+
+def stored_on(machine: Machine, weights: Products) -> Products:
+    """Weights as layers on a device of `machine` store them for inference: GPUs multiply plain ones, but for fp8."""
+    return weights if machine.device == "cpu" else "plain"
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
@@ -169,7 +179,10 @@ class Passes:
         if problems := [*_degrees(model, serving)]:
             raise ConfigError(problems)
         self.model, self.serving = model.writing(), serving
-        self.rates = rates_of(machine, _plan(machine, half=serving.half, fp8=serving.fp8))
+        self.fp8 = serving.weights == "fp8"
+        stored = stored_on(machine, serving.weights)
+        self.storing = storing(machine, stored, heads=True)
+        self.rates = rates_of(machine, _plan(machine, half=serving.half, fp8=self.fp8), weights=stored)
 
     def prefill(self, tokens: int, samples: int = 1) -> float:
         """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
@@ -207,11 +220,12 @@ class Passes:
 
     def _terms(self, samples: int, cached: int = 0) -> OpTerms:
         rates, serving = self.rates, self.serving
-        return OpTerms(
+        terms = OpTerms(
             samples, serving.tp, ep=serving.ep, stream=rates.compute, product=rates.compute, fused=True, whole=True,
             host=rates.cpu, serving=True, cache=serving.cache_bytes, cached=max(0, cached), uneven=serving.uneven,
-            products="fp8" if serving.fp8 else "plain", weight=0.0 if serving.fp8 else serving.weight_bytes,
+            products="fp8" if self.fp8 else "plain", weight=0.0 if self.fp8 else serving.weight_bytes,
         )  # fmt: skip
+        return self.storing.terms(terms)
 
     def _ends(self, samples: int) -> float:
         """Seconds of one token of each sequence outside the blocks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from penstock.errors import EnvironmentProblem, PenstockError
 from penstock.kernels.gains import kind_of
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
-from penstock.probe.products import gemm_samples, measured_again, sustained
+from penstock.probe.products import gemm_samples, measured_again, stored_samples, sustained
 from penstock.probe.rates import launch_seconds, memory_bandwidth, memory_bytes, page_seconds, shared
 from penstock.report.record import processor
 
@@ -40,7 +40,7 @@ __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_
 
 log = logging.getLogger(__name__)
 
-_PROBE = 13
+_PROBE = 14
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.2
 """A CPU that is this much faster than when it was measured was busy then."""
@@ -68,12 +68,11 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         page = page_seconds() if on_cpu else 0.0
         operator = operator_seconds(where) if on_cpu else 0.0
         kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
+        samples += stored_samples(quick, budget / 6) if on_cpu else []
         share, words = (0.0, "") if on_cpu or quick else sustained(where, samples)
         link = measure_link(where) if world > 1 else None
         faster_alone = alone_speedup(where) if world > 1 and on_cpu else 0.0
-    best: dict[str, float] = {}
-    for sample in samples:
-        best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
+    best = _best_rates(samples)
     machine = Machine(
         name=machine_name(where),
         device="cuda" if where.type == "cuda" else "cpu",
@@ -131,9 +130,7 @@ def _best_of(first: Machine, second: Machine) -> Machine:
     kernels = {
         (s.name, s.dtype, s.tokens, s.features): s for s in sorted(first.kernels + second.kernels, key=_rate)
     }
-    best: dict[str, float] = {}
-    for sample in gemm.values():
-        best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
+    best = _best_rates(gemm.values())
     return replace(
         second,
         peak_flops=second.peak_flops | best,
@@ -145,6 +142,15 @@ def _best_of(first: Machine, second: Machine) -> Machine:
         gemm=tuple(gemm.values()),
         kernels=tuple(kernels.values()),
     )
+
+
+def _best_rates(samples: Iterable[GemmSample]) -> dict[str, float]:
+    """The best rate of each compute type."""
+    best: dict[str, float] = {}
+    for sample in samples:
+        if sample.form != "stored":
+            best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
+    return best
 
 
 def _rate(sample: GemmSample | KernelSample) -> float:

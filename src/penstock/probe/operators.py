@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _ATTENTION = ((16, 32, 192), (64, 32, 48), (64, 64, 24), (197, 64, 12), (577, 64, 4))
 """Tokens, features of a head, and pairs of sample and head: digits, small images, ViT at 224 and at 384 pixels."""
+_TOKEN_ATTENTION = ((64, 64, 96), (512, 64, 96))
+"""Keys, features of a head and pairs of attention for one query of each pair, as when texts are generated."""
 _ATTENTION_QUICK = (_ATTENTION[0], _ATTENTION[1], _ATTENTION[3])
 _TYPES: tuple[tuple[str, torch.dtype, Matmul], ...] = (
     ("fp32", torch.float32, "highest"),
@@ -62,6 +65,7 @@ def kernel_samples(device: torch.device, quick: bool, budget: float) -> list[Ker
                 if matmul == "highest":
                     samples += kernels.elementwise()
                 samples += kernels.attention(_ATTENTION_QUICK if quick else _ATTENTION)
+                samples += kernels.token_attention(_TOKEN_ATTENTION[:1] if quick else _TOKEN_ATTENTION)
             except (RuntimeError, NotImplementedError) as error:
                 log.info("%s kernels do not run on %s: %s", name, device, str(error).partition("\n")[0])
     return samples
@@ -170,6 +174,16 @@ class _Kernels:
                 yield KernelSample(
                     name=name, per_second=rate, tokens=tokens, features=features, dtype=self.name
                 )
+
+    def token_attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
+        """Fused attention of one query for each pair, whose time is mostly that of beginning each pair."""
+        for tokens, features, pairs in shapes:
+            q, k, v = (self.random(1, pairs, count, features) for count in (1, tokens, tokens))
+            spent = self.seconds(partial(F.scaled_dot_product_attention, q, k, v))
+            rate = 4.0 * pairs * tokens * features / spent
+            yield KernelSample(
+                name="attention_token", per_second=rate, tokens=tokens, features=features, dtype=self.name
+            )
 
 
 def _fused(

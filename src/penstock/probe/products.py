@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from penstock.config.formats import PRODUCTS
 from penstock.config.machine import GemmSample, ProductForm
 from penstock.config.plan import Matmul
+from penstock.errors import PenstockError
 from penstock.matmul import matmul_precision
 from penstock.probe import load
 from penstock.probe.rates import agreed, seconds
+from penstock.products.convert import STORED
 from penstock.products.fp8 import E4M3, scaled_product
 from penstock.products.int8 import integer_product
 
@@ -54,6 +58,11 @@ _CUDA_SHAPES: dict[str, Shape] = {
     "medium": (1024, 1024, 1024),
 }
 _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
+_STORED_ROWS, _STORED_ROWS_QUICK = (1, 8, 128, 1024), (1, 8, 128)
+"""Rows of inputs of layers that store their weights: of generated tokens, and of whole texts and images."""
+_STORED_WIDTHS, _STORED_WIDTHS_QUICK = (384, 768), (768,)
+"""Widths of models. Of each a layer has as many outputs as inputs, one four times as many, and one as many from four
+times the inputs."""
 # The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that large
 # shapes would take minutes. This product predicts which ones would take too long, and they are left out. It runs on a
 # single thread, because a busy neighbour can slow short products on several threads a hundredfold.
@@ -172,6 +181,32 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
     return samples
+
+
+def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
+    """Layers that store their weights in int8 for inference on this CPU, as they compute here."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    rows = _STORED_ROWS_QUICK if quick else _STORED_ROWS
+    shapes = [
+        (m, n * width, k * width)
+        for width in (_STORED_WIDTHS_QUICK if quick else _STORED_WIDTHS)
+        for n, k in ((1, 1), (4, 1), (1, 4))
+        for m in rows
+    ]
+    for name, row in PRODUCTS.items():
+        if row.weights != "int8" or "cpu" not in row.devices:
+            continue
+        try:
+            for m, n, k in shapes:
+                x, weight = _float_operands(torch.float32)((m, n, k), cpu, generator)
+                linear = nn.Linear(k, n, device="meta")
+                linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(weight[:, 0].clone())
+                layer = STORED[name](linear)
+                spent = seconds(partial(layer, x), cpu, budget)
+                flops = 2.0 * m * n * k / spent
+                yield GemmSample(dtype=name, m=m, n=n, k=k, flops_per_second=flops, form="stored")
+        except (RuntimeError, PenstockError) as error:
+            log.info("layers in %s do not run here: %s", name, str(error).partition("\n")[0])
 
 
 def _gradient_samples(

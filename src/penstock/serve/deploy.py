@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config.formats import BYTES, HALVES, Dtype
+from penstock.config.formats import BYTES, HALVES, Dtype, Products
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.errors import ConfigError
@@ -23,8 +23,10 @@ from penstock.planner.serve import (
     StepCosts,
     cache_bytes_per_token,
     predicted_costs,
+    stored_on,
     weights_bytes,
 )
+from penstock.planner.stored import assumption
 from penstock.serve.balance import slots_by, spare_for, unevenness_of
 from penstock.serve.scheduler import Limits
 from penstock.serve.settings import DeployConfig, WeightType
@@ -33,6 +35,8 @@ from penstock.serve.traffic import Arrival, Served
 
 CHANGES: tuple[Dtype, ...] = ("int8", "fp8", "int4")
 """Types that change results, and are chosen only if named."""
+WEIGHTS: dict[Dtype, Products] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
+"""Weights as linear layers store them, where a type is no plain one."""
 SLOTS = (256, 64, 16, 4)
 """Sequences at a time that are tried. Fewer make the tokens of each come faster."""
 PATIENCE = 10.0
@@ -65,6 +69,8 @@ class Layout:
     """The largest load of a device over the mean, in visits to experts."""
     why: str = ""
     """Why it is not the choice; empty for the choice itself."""
+    assumption: str = ""
+    """A sentence that says which rate stands for one that the machine does not have; "" where none."""
 
     @property
     def gpus(self) -> int:
@@ -192,7 +198,7 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
     half = kind != "fp32" and (machine.device != "cpu" or kind in HALVES)
     return Serving(
         tp=tp, pp=pp, ep=ep, weight_bytes=BYTES[kind], cache_bytes=2.0 if half else 4.0, half=half,
-        fp8=kind == "fp8",
+        weights=WEIGHTS.get(kind, "plain"),
     )  # fmt: skip
 
 
@@ -216,6 +222,7 @@ def _replicas(
     plain = Layout(
         type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=max(0, capacity), context=context,
         memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=way.spare, uneven=way.uneven,
+        assumption=assumption(machine, stored_on(machine, serving.weights)),
     )  # fmt: skip
     if capacity < Limits(context=context).blocks(context):
         needs = plain.memory_bytes + each * context

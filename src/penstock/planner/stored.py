@@ -1,0 +1,63 @@
+"""Layers that store their weights in few bits for inference (`weights=int8`): by which rates they are priced.
+
+A CPU's probe measures such layers as they compute there: rounding, product, scales and bias, in one kernel where there
+is one. A Machine without that measurement, such as a datasheet, counts them as products of training in the same 8 bits,
+whose rounding and scaling are operators of their own, or as products of plain weights that are read in fewer bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from penstock.config.formats import BYTES, PRODUCTS, Products
+from penstock.config.machine import GemmSample, Machine
+from penstock.planner.listing import OpTerms
+
+Basis = Literal["stored", "training", "plain"]
+"""Products by whose rates such layers are priced: their own, those of training, or those with plain weights."""
+
+
+def stored_samples(machine: Machine, weights: Products) -> list[GemmSample]:
+    """The measured layers of `machine` with such weights."""
+    return [sample for sample in machine.gemm if sample.form == "stored" and sample.dtype == weights]
+
+
+def basis_of(machine: Machine, weights: Products) -> Basis:
+    """The best rates that `machine` has for layers with such weights."""
+    row = PRODUCTS[weights]
+    if stored_samples(machine, weights):
+        return "stored"
+    return "training" if row.passes and row.weights in machine.peak_flops else "plain"
+
+
+def assumption(machine: Machine, weights: Products) -> str:
+    """A sentence that says what a prediction with such weights assumes; "" where nothing."""
+    basis = basis_of(machine, weights)
+    if basis == "stored" or PRODUCTS[weights].weights is None:
+        return ""
+    other = f"{weights} products in training" if basis == "training" else "products of plain weights"
+    remedy = "; measure it with penstock probe" if machine.device == "cpu" else ""
+    return f"{machine.name} has no rate of inference with weights={weights}, so that of {other} is assumed{remedy}."
+
+
+class Storing(NamedTuple):
+    """How the layers of a model store their weights for inference."""
+
+    weights: Products
+    basis: Basis
+    heads: bool
+    """Whether those of heads do so, too, beside those of blocks."""
+
+    def terms(self, plain: OpTerms) -> OpTerms:
+        """The terms of inference with such layers."""
+        stored, plain = PRODUCTS[self.weights].weights, plain._replace(serving=True)
+        if stored is None:
+            return plain
+        if self.basis == "plain":
+            return plain._replace(weight=BYTES[stored])
+        return plain._replace(products=self.weights, one_pass=self.basis == "stored", heads=self.heads)
+
+
+def storing(machine: Machine, weights: Products, *, heads: bool = False) -> Storing:
+    """Layers that store their weights so, on `machine`."""
+    return Storing(weights, basis_of(machine, weights), heads)

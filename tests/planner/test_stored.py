@@ -1,0 +1,158 @@
+"""Layers that store their weights for inference: by which rates they are priced, and what predictions say of that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.toy import TOY
+from penstock.config.formats import Products
+from penstock.config.machine import GemmSample, KernelSample, Machine, load_machine
+from penstock.config.model import PRESETS, ModelConfig
+from penstock.config.plan import Plan
+from penstock.planner.describe import describe_on
+from penstock.planner.prediction import predict_pass
+from penstock.planner.serve import Passes, Serving, predict_inference
+from penstock.planner.stored import assumption, storing
+
+RATE, TRAINED = 4e11, 1e11
+BERT: Any = replace(PRESETS["bert-base"], sequence=128, dropout=0.0)  # type: ignore[call-arg]
+GPT: Any = PRESETS["gpt2"]
+PASS = Plan(micro_batch=2, attention="auto")
+
+
+def _machine(trained: float = TRAINED, **rates: float) -> Machine:
+    """A machine with rates of training in int8 and of layers with these weights."""
+    samples = [
+        GemmSample(dtype=name, m=128, n=768, k=768, flops_per_second=rate, form="stored")
+        for name, rate in rates.items()
+    ]
+    known = {"int8": trained} if trained else {}
+    return replace(TOY, peak_flops=TOY.peak_flops | known, gemm=tuple(samples))
+
+
+def _seconds(
+    machine: Machine, weights: Products = "int8", model: ModelConfig = BERT, plan: Plan = PASS
+) -> float:
+    return predict_pass(model, machine, plan, weights=weights)
+
+
+def _flops(machine: Machine, *, heads: bool) -> float:
+    """FLOPs of the products that are priced by the rate of stored layers."""
+    work = describe_on(machine, BERT, PASS, storing=storing(machine, "int8", heads=heads))
+    return sum(part.count * op.flops for part in work.parts for op in part.forward if op.narrow)
+
+
+def test_a_pass_in_int8_is_priced_by_the_rate_of_the_layers_that_compute_it() -> None:
+    fast, slow = _machine(int8=RATE), _machine(int8=RATE / 2)
+    blocks = 2.0 * 12 * 2 * 128 * (3 + 1 + 4 + 4) * 768**2
+    assert _flops(fast, heads=False) == blocks, "what a folder in int8 leaves in fp32 is none of them"
+    assert _flops(fast, heads=True) == blocks + 2.0 * 2 * 128 * 768 * (768 + BERT.vocabulary)
+    assert _seconds(slow) - _seconds(fast) == pytest.approx(blocks / RATE)
+    assert _seconds(_machine(trained=2 * TRAINED, int8=RATE)) == _seconds(fast), "nothing is trained here"
+    assert _seconds(fast, "int8_weights") == _seconds(_machine(), "int8_weights")
+    assert _seconds(_machine(int8_weights=RATE), "int8_weights") == _seconds(fast)
+
+
+def test_layers_round_multiply_and_scale_in_one_operator() -> None:
+    listed = {}
+    for machine in (_machine(int8=RATE), _machine()):
+        work = describe_on(machine, BERT, PASS, storing=storing(machine, "int8"))
+        (block,) = work.blocks
+        listed[bool(machine.gemm)] = block.forward
+        (up,) = (op for op in block.forward if op.name == "mlp.up" and op.kind == "gemm")
+        rows, width = 2 * 128, 768
+        read = 4 if machine.gemm else 1
+        assert up.read == rows * width * read + 4 * width**2 + (4 * width * 4)
+        assert up.written == rows * 4 * width * 4
+    own = [op.name for op in listed[True]]
+    assert [op.name for op in listed[False] if not op.name.endswith((".quantize", ".scale"))] == own
+    assert len(listed[False]) == len(own) + 2 * 4
+
+
+@pytest.mark.parametrize("rate", [RATE / 4, 1e15])
+def test_weights_are_read_while_the_core_multiplies_the_first_rows(rate: float) -> None:
+    """84.9 MB in blocks: 8 and 17 ms at these bandwidths. Slow products of 6 of 256 rows hide 11 of them."""
+    fast = _machine(int8=rate)
+    slow = replace(fast, name="half the bandwidth", memory_bytes_per_second=fast.memory_bytes_per_second / 2)
+    work = describe_on(fast, BERT, PASS, storing=storing(fast, "int8"))
+    operators = [(part.count, op) for part in work.parts for op in part.forward if op.module != "loss"]
+    moved = sum(count * (op.read + op.written) for count, op in operators if op.kind != "attention")
+    weights = sum(count * op.n * op.k for count, op in operators if op.narrow)
+    assert weights == 12 * 12 * 768**2
+    products = _flops(fast, heads=False) / rate / math.ceil(256 / 6)
+    other, *read = (moved - weights) / 1e10, weights / 5e9, weights / 1e10
+    longer = other + max(products, read[0]) - max(products, read[1])
+    assert _seconds(slow) - _seconds(fast) == pytest.approx(longer, rel=1e-6)
+
+
+def test_a_machine_without_the_rate_falls_back_and_says_so() -> None:
+    known, trained, none = _machine(int8=RATE), _machine(), _machine(trained=0.0)
+    assert assumption(known, "int8") == assumption(none, "plain") == assumption(none, "packed") == ""
+    assert "that of int8 products in training is assumed; measure it with penstock probe" in assumption(
+        trained, "int8"
+    )
+    assert "that of products of plain weights is assumed" in assumption(none, "int8")
+    assert _seconds(trained) - _seconds(_machine(trained=2 * TRAINED)) == pytest.approx(
+        _flops(trained, heads=False) / TRAINED / 2
+    )
+    plain = predict_pass(BERT, none, PASS)
+    assert 0.9 * plain < _seconds(none) < plain, "the same products, of weights with fewer bytes"
+
+
+def test_generation_in_int8_is_priced_by_the_same_layers() -> None:
+    serving = Serving(batch=4, prompt=64, half=False, weight_bytes=1.0, cache_bytes=4.0, weights="int8")
+    fast, slow, none = (
+        replace(
+            machine, memory_bytes_per_second=1e13
+        )  # so that products of four rows take longer than reading weights
+        for machine in (_machine(int8=1e11), _machine(int8=5e10), _machine(trained=0.0))
+    )
+    inside = 2.0 * 12 * 4 * (3 + 1 + 4 + 4) * 768**2
+    head = 2.0 * 4 * 768 * GPT.vocabulary
+    steps = [Passes(GPT, machine, serving).decode(4, 64) for machine in (slow, fast)]
+    assert steps[0] - steps[1] == pytest.approx((inside + head) / 1e11, rel=1e-6)
+    assert predict_inference(GPT, fast, serving).assumption == ""
+    assert "toy has no rate" in predict_inference(GPT, none, serving).assumption
+    h100 = load_machine("h100")
+    served = predict_inference(GPT, h100, replace(serving, half=True))
+    assert served.assumption == ""
+    assert replace(served, serving=serving) == replace(
+        predict_inference(GPT, h100, replace(serving, half=True, weights="plain")), serving=serving
+    ), "GPUs multiply plain weights"
+
+
+def test_a_pass_of_inference_drops_nothing() -> None:
+    dropping = replace(BERT, dropout=0.1)
+    assert predict_pass(dropping, TOY, PASS) == predict_pass(BERT, TOY, PASS)
+
+
+def test_inference_computes_gelu_by_tanh_as_its_kernel_does() -> None:
+    rates = {"gelu_tanh": 1e8, "fused_gelu_tanh": 1e9}
+    machine = replace(
+        TOY,
+        name="activations",
+        kernels=tuple(KernelSample(name=name, per_second=rate) for name, rate in rates.items()),
+    )
+    slower = replace(
+        machine, name="slower", kernels=(machine.kernels[0], replace(machine.kernels[1], per_second=5e8))
+    )
+    config = replace(GPT, sequence=128)
+    hidden = 12 * 2 * 128 * 4 * 768
+    seconds = [predict_pass(config, one, PASS) for one in (slower, machine)]
+    assert seconds[0] - seconds[1] == pytest.approx(hidden / 1e9)
+
+
+def test_attention_of_one_query_has_a_rate_of_its_own() -> None:
+    serving = Serving(batch=4, prompt=64, half=False, cache_bytes=4.0)
+    kernels = [KernelSample(name="attention", per_second=1e10, tokens=64, features=64)]
+    kernels.append(KernelSample(name="attention_token", per_second=1e9, tokens=64, features=64))
+    machine = replace(TOY, name="one query", kernels=tuple(kernels))
+    slower = replace(machine, name="slower", kernels=(kernels[0], replace(kernels[1], per_second=5e8)))
+    steps = [Passes(GPT, one, serving).decode(4, 64) for one in (slower, machine)]
+    assert steps[0] - steps[1] == pytest.approx(12 * 4.0 * 4 * 768 * 65 / 1e9)
+    prompts = [Passes(GPT, one, serving).prefill(64, 4) for one in (slower, machine)]
+    assert prompts[0] == prompts[1]

@@ -24,14 +24,16 @@ GPT: Any = PRESETS["gpt2"]
 PASS = Plan(micro_batch=2, attention="auto")
 
 
-def _machine(trained: float = TRAINED, **rates: float) -> Machine:
-    """A machine with rates of training in int8 and of layers with these weights."""
+def _machine(trained: float = TRAINED, memory: float = 1e13, **rates: float) -> Machine:
+    """A machine with rates of training in int8 and of layers with these weights, whose memory is so fast that reading
+    weights takes no longer than to multiply the first rows by them."""
     samples = [
         GemmSample(dtype=name, m=128, n=768, k=768, flops_per_second=rate, form="stored")
         for name, rate in rates.items()
     ]
     known = {"int8": trained} if trained else {}
-    return replace(TOY, peak_flops=TOY.peak_flops | known, gemm=tuple(samples))
+    peaks = TOY.peak_flops | known
+    return replace(TOY, peak_flops=peaks, memory_bytes_per_second=memory, gemm=tuple(samples))
 
 
 def _seconds(
@@ -76,8 +78,7 @@ def test_layers_round_multiply_and_scale_in_one_operator() -> None:
 @pytest.mark.parametrize("rate", [RATE / 4, 1e15])
 def test_weights_are_read_while_the_core_multiplies_the_first_rows(rate: float) -> None:
     """84.9 MB in blocks: 8 and 17 ms at these bandwidths. Slow products of 6 of 256 rows hide 11 of them."""
-    fast = _machine(int8=rate)
-    slow = replace(fast, name="half the bandwidth", memory_bytes_per_second=fast.memory_bytes_per_second / 2)
+    fast, slow = (_machine(memory=memory, int8=rate) for memory in (1e10, 5e9))
     work = describe_on(fast, BERT, PASS, storing=storing(fast, "int8"))
     operators = [(part.count, op) for part in work.parts for op in part.forward if op.module != "loss"]
     moved = sum(count * (op.read + op.written) for count, op in operators if op.kind != "attention")
@@ -105,12 +106,7 @@ def test_a_machine_without_the_rate_falls_back_and_says_so() -> None:
 
 def test_generation_in_int8_is_priced_by_the_same_layers() -> None:
     serving = Serving(batch=4, prompt=64, half=False, weight_bytes=1.0, cache_bytes=4.0, weights="int8")
-    fast, slow, none = (
-        replace(
-            machine, memory_bytes_per_second=1e13
-        )  # so that products of four rows take longer than reading weights
-        for machine in (_machine(int8=1e11), _machine(int8=5e10), _machine(trained=0.0))
-    )
+    fast, slow, none = _machine(int8=1e11), _machine(int8=5e10), _machine(trained=0.0)
     inside = 2.0 * 12 * 4 * (3 + 1 + 4 + 4) * 768**2
     head = 2.0 * 4 * 768 * GPT.vocabulary
     steps = [Passes(GPT, machine, serving).decode(4, 64) for machine in (slow, fast)]

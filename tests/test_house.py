@@ -464,7 +464,7 @@ LINES = {
     "(modules)": 1680,
     "boundary": 1720,
     "checkpoint": 2030,
-    "cli": 4370,
+    "cli": 4360,
     "compress": 2690,
     "config": 6360,
     "data": 6970,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 91_100
+    assert sum(LINES.values()) <= 91_000
 
 
 FAMILIES = {

@@ -39,7 +39,7 @@ def configured(
 
     The verb takes `--config FILE`, or one of the names in `file`, and `--key.of.setting VALUE` for every setting.
     `positional` names a setting that may also be its first argument. `flags` are settings that are true where
-    they are named; others that are true or false take a value. `aliases` are other words for the options of settings.
+    they are named; others that are true or false take a value. `aliases` are other words for the beginnings of options.
     `--help` does not list settings of families other than the default's, which are as many again.
 
     The function is called with the loaded configuration first, then with the words behind the positional setting if it
@@ -115,8 +115,9 @@ def _options(
         head = setting.key.partition(".")[0]
         head = head if head in parts else _GENERAL
         first, flag = setting.key == positional, setting.key in flags
+        short = {begin: word for begin, word in aliases.items() if setting.key.startswith(begin)}
         about = Parameter(
-            name=[f"--{setting.key}", *([f"--{aliases[setting.key]}"] if setting.key in aliases else [])],
+            name=[f"--{word}{setting.key.removeprefix(begin)}" for begin, word in {"": "", **short}.items()],
             help=setting.help + (_ELSEWHERE if setting.key.endswith(".family") else ""),
             group=groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups))),
             metavar=None if flag else type_word(setting.kind),

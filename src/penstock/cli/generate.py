@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 MOST = 64 << 20
 """Bytes of prompts that are read."""
-ALIASES = {f"decoding.{name}": name for name in Decoding.__dataclass_fields__}
-"""Settings of generation without the name of their part."""
 
 
-@configured(GenerateConfig, positional="model", aliases=ALIASES)
+@configured(GenerateConfig, positional="model", aliases={"decoding.": ""})
 def generate(
     config: GenerateConfig,
     *prompts: Annotated[str, Parameter(allow_leading_hyphen=False, help="Or use --file, or a pipe.")],

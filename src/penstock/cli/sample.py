@@ -11,14 +11,11 @@ from cyclopts import Parameter
 
 from penstock.boundary.files import require_folder, write_bytes
 from penstock.cli._app import configured
-from penstock.config.sampling import SampleConfig, Sampling
+from penstock.config.sampling import SampleConfig
 from penstock.errors import ConfigError
 
-ALIASES = {f"sampling.{name}": name for name in Sampling.__dataclass_fields__}
-"""Settings of sampling without the name of their part."""
 
-
-@configured(SampleConfig, positional="model", aliases=ALIASES)
+@configured(SampleConfig, positional="model", aliases={"sampling.": ""})
 def sample(
     config: SampleConfig,
     *,

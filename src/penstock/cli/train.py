@@ -26,11 +26,9 @@ def _model_in(weights: str) -> ModelConfig | None:
     return model_in(weights)
 
 
-ALIASES = {"init_from": "from"}
-"""Shorter words for options."""
-
-
-@configured(RunConfig, positional="model", aliases=ALIASES, loader=partial(load_run, model_in=_model_in))
+@configured(
+    RunConfig, positional="model", aliases={"init_from": "from"}, loader=partial(load_run, model_in=_model_in)
+)
 def train(
     config: RunConfig,
     *,

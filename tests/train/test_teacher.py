@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from safetensors import safe_open
 
 from helpers.cut import cut_in_step
 from helpers.jobs import texts_in
+from helpers.trained_tokenizers import LINES, trained_tokenizer
 from penstock.cli import main
 from penstock.config.machine import Machine, save_machine
+from penstock.config.model import PRESETS
+from penstock.data.text.tokenizers import LibraryTokenizer
 from penstock.infer.encode import Classifier, read_images
-from penstock.models.convert import from_pretrained, model_in
+from penstock.models import create
+from penstock.models.convert import from_pretrained, model_in, save_pretrained
 from penstock.train.metrics import read_metrics
 
 pytest.importorskip("tokenizers")
@@ -117,8 +122,43 @@ def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     _train("teacher/more", *beside)  # inside the teacher's folder, but beside its export
     _train("teacher", *beside, code=2)
     assert "will overwrite it" in " ".join(capsys.readouterr().err.split())
-    names = json.loads(Path("teacher/export/tokenizer.json").read_text())
-    assert names["model"]["vocab"]
+    assert json.loads(Path("teacher/export/tokenizer.json").read_text())["model"]["vocab"]
     shutil.rmtree("teacher")
     _train("whole", *beside, code=2)
     assert "no folder teacher" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_teacher_of_other_words_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Its vocabulary is as large, but two tokens have changed places."""
+    monkeypatch.chdir(tmp_path)
+    _machine(tmp_path)
+    text = trained_tokenizer("BPE")
+    words = LibraryTokenizer(text, "words")
+    words.save(Path("words"), words.size)
+    model = replace(PRESETS["gpt-tiny"], width=32, depth=1, heads=2, mlp_width=48, vocabulary=words.size)
+    save_pretrained(create(model), "teacher", beside=Path("words"))
+    Path("lines.txt").write_text("\n".join(LINES))
+    given = [
+        "train",
+        "gpt-tiny",
+        *WORDS.split(),
+        "--model.width",
+        "32",
+        *MORE.split(),
+        "--recipe.teacher",
+        "teacher",
+    ]
+    given[given.index("text:words")] = "text:lines.txt"
+    given += ["--data.tokenizer", "words", "--output", "student"]
+    assert main(given) == 0
+    tree = json.loads(text)
+    vocabulary = tree["model"]["vocab"]
+    *_, first, second = vocabulary
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    Path("teacher/tokenizer.json").write_text(json.dumps(tree))
+    capsys.readouterr()
+    assert main([*given[:-1], "other"]) == 2
+    assert "the numbers of their words are not the same" in " ".join(capsys.readouterr().err.split())
+    assert not Path("other/checkpoints").exists()

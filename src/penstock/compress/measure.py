@@ -29,7 +29,7 @@ from penstock.models.convert import from_pretrained
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.describe import totals
-from penstock.planner.prediction import predict_pass
+from penstock.planner.prediction import predict_pass, predict_pass_bytes
 from penstock.planner.stored import assumption, basis_of
 from penstock.probe import resolve_device
 from penstock.products.rounded import store_rounded, stored_tensors
@@ -52,6 +52,8 @@ class FolderFigures:
     """Floating-point operations of a pass over `batch` samples."""
     memory_bytes: int
     """The most that tensors take in that pass, weights included."""
+    predicted_memory_bytes: float
+    """The same by the planner."""
     predicted_seconds: float | None
     """Latency of that pass, by the planner; None of a quantised model whose products have no rate on the machine."""
     assumption: str
@@ -131,6 +133,7 @@ class Workbench:
             parameters=sum(p.numel() for p in create(model.config, device="meta").parameters()),
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
+            predicted_memory_bytes=self.predicted_bytes(folder, model.config),
             predicted_seconds=self.predicted(model.config, weights) if known else None,
             assumption=assumption(self.machine, weights) if known else "",
             metrics=dict(evaluation.metrics), words=task.describe(evaluation.metrics),
@@ -142,9 +145,19 @@ class Workbench:
 
     def predicted(self, model: ModelConfig, weights: Products = "plain") -> float:
         """Predicted seconds of a pass, with `weights` in the linear layers of blocks."""
+        return predict_pass(model, self.machine, self._plan(), weights=weights)
+
+    def predicted_bytes(self, folder: Path, model: ModelConfig) -> float:
+        """Predicted bytes of tensors in a pass of a folder's model."""
+        rounded = rounded_weights(folder)
+        few = sum(weight.numbers.numel() for _, weight in rounded.values())
+        stored = [part for name, (_, weight) in rounded.items() for part in weight.stored(name).values()]
+        parameters, beside = predict_pass_bytes(model, self.machine, self._plan())
+        return 4.0 * (parameters - few) + sum(part.nbytes for part in stored) + beside
+
+    def _plan(self) -> Plan:
         attention: AttentionBackend = "auto" if self.device.type == "cpu" else "sdpa"
-        plan = Plan(micro_batch=self.config.batch, attention=attention)
-        return predict_pass(model, self.machine, plan, weights=weights)
+        return Plan(micro_batch=self.config.batch, attention=attention)
 
     def latencies(self, models: Sequence[Model]) -> list[float]:
         """Measured seconds of a pass of each model: the fastest tenth of all passes, because other processes can only

@@ -24,7 +24,8 @@ def table(report: Mapping[str, Any]) -> Section:
     """Size, latency, metrics and memory after each step, predicted beside measured."""
     heads = [
         Cell("step", words=True), Cell("parameters"), Cell("MB"), Cell("latency"), Cell("predicted", rank=2),
-        Cell("speed"), Cell("predicted speed", rank=1), Cell("memory, MB", rank=3), Cell("validation", words=True),
+        Cell("speed"), Cell("predicted speed", rank=1), Cell("memory, MB", rank=3),
+        Cell("predicted memory", rank=3), Cell("validation", words=True),
     ]  # fmt: skip
     first, last = report["rows"][0], report["rows"][-1]
     rows = []
@@ -33,7 +34,8 @@ def table(report: Mapping[str, Any]) -> Section:
         cells = [
             Cell(row["title"], words=True), Cell(f"{row['parameters']:,}"), Cell(f"{row['bytes'] / MB:.2f}"),
             Cell(duration(row["seconds"], 3)), Cell(_seconds(row["predicted_seconds"])), Cell(f"{speed:.2f}×"),
-            Cell(_times(expected)), Cell(f"{row['memory_bytes'] / MB:.2f}"), Cell(row["words"], words=True),
+            Cell(_times(expected)), Cell(f"{row['memory_bytes'] / MB:.2f}"),
+            Cell(_megabytes(row.get("predicted_memory_bytes"))), Cell(row["words"], words=True),
         ]  # fmt: skip
         rows.append(("strong" if row is last else "", cells))
     assumed = " ".join(dict.fromkeys(row.get("assumption", "") for row in report["rows"]))
@@ -133,6 +135,10 @@ def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, fl
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else duration(value, 3)
+
+
+def _megabytes(value: float | None) -> str:
+    return "" if value is None else f"{value / MB:.2f}"
 
 
 def _times(value: float | None) -> str:

@@ -102,6 +102,24 @@ def _pass_bytes(work: Workload, how: Recompute, gradient: float, fresh: float) -
     return PassBytes(activations, sum(activations.values()) - before, before, after, working, output)
 
 
+def forward_bytes(work: Workload) -> float:
+    """The most bytes of activations at one time in a forward pass that keeps nothing for a backward pass: the results
+    of three operators in a row, as names hold them in Python, and in a block the streams that they are made of. These
+    are its input and that in normed form; in a perceptron also what attention gave, and the sum."""
+
+    def most(part: Part) -> float:
+        largest, last = 0.0, (0.0, 0.0)
+        for op in part.forward:
+            if op.kind in COLLECTIVE or op.module == "loss" or op.in_place:
+                continue
+            streams = 0 if part.block is None else 4 if op.module in ("perceptron", "experts") else 2
+            largest = max(largest, sum(last) + op.written + part.entering * streams)
+            last = last[1], op.written
+        return largest
+
+    return max(map(most, work.parts))
+
+
 @lru_cache(maxsize=8192)
 def live_bytes(part: Part, gradient: float, fresh: float) -> tuple[float, float]:
     """The most that a part's backward pass has alive beyond all that is kept when it begins, and what is left at its

@@ -18,7 +18,7 @@ from penstock.planner.describe import describe_on, totals
 from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.loads import EVEN
-from penstock.planner.memory import memory, pass_bytes
+from penstock.planner.memory import forward_bytes, memory, pass_bytes
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import in_flight
 from penstock.planner.rates import Rates, rates_of
@@ -152,6 +152,17 @@ def predict_pass(
     if not rates.cpu:  # launches run ahead of the device
         return max(busy, launches * machine.launch_seconds)
     return busy + launches * (machine.operator_seconds or machine.launch_seconds)
+
+
+def predict_pass_bytes(model: ModelConfig, machine: Machine, plan: Plan) -> tuple[int, float]:
+    """The parameters of that pass, and the most bytes that tensors take in it beside them.
+
+    Raises ConfigError as `predict` does.
+    """
+    model = with_stacks(model, _without_chance)
+    _refuse(model, machine, plan)
+    work = describe_on(machine, model, plan)
+    return work.parameters, forward_bytes(work)
 
 
 def _without_chance(stack: Stack) -> Stack:

@@ -472,7 +472,7 @@ LINES = {
     "doctor": 450,
     "export": 940,
     "infer": 1750,
-    "kernels": 6660,
+    "kernels": 6670,
     "ladder": 5500,
     "launch": 1610,
     "models": 9280,

@@ -28,12 +28,13 @@ from penstock.export.export import SomeHeads, export, export_program, inputs_of,
 from penstock.models.anatomy import set_switch
 from penstock.models.convert.pretrained import rounded_weights
 from penstock.models.model import Model
+from penstock.products.rounded import store_rounded
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny", "marian-tiny", "vit-s16"])
+@pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny", "marian-tiny", "t5-tiny", "vit-s16"])
 def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -350,6 +351,31 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
         ours = penstock.Classifier(tmp_path / "few bits").model(images).argmax(1)
     assert float((ours == theirs).float().mean()) >= 0.999
     assert float((ours == classes).float().mean()) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "t5-tiny"])
+def test_onnx_runtime_reads_texts_as_a_quantised_model_does(name: str, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    where = quantised(name, tmp_path, inputs="static")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, difference = export(where, tmp_path / "out", "onnx")
+    assert difference < 0.02
+    rounded = rounded_weights(where)
+    kinds = [node.op_type for node in onnx.load(str(path)).graph.node]
+    assert kinds.count("DequantizeLinear") == kinds.count("QuantizeLinear") + len(rounded)
+    model = penstock.from_pretrained(where).eval()
+    store_rounded(model, rounded)
+    given = inputs_of(model, 32, 40, 30)
+    session = onnxruntime.InferenceSession(str(path))
+    found = torch.from_numpy(session.run(None, {key: value.numpy() for key, value in given.items()})[0])
+    with torch.inference_mode():
+        ours = model(*given.values())
+    # Of weights that have not learned, the largest two of some logits are nearly equal.
+    assert float((found.argmax(-1) == ours.argmax(-1)).float().mean()) >= 0.99
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "marian-tiny"])

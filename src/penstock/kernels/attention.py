@@ -271,7 +271,11 @@ def token_attention(
     """
     if not sequence_first:
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend, scores)
-        return out.transpose(1, 2).flatten(2)
+        out = out.transpose(1, 2)
+        if torch.compiler.is_exporting():
+            # What decomposes the program may choose a kernel with another layout.
+            out = out.clone(memory_format=torch.contiguous_format)
+        return out.flatten(2)
     tokens, batch, heads, width = q.shape
     mask = scores.mask
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[:2] == (1, 1)):

@@ -170,10 +170,19 @@ def test_the_page_shows_what_one_body_scored_beside_single_models() -> None:
     assert len(seeds) == len(data["seeds"])
     assert f"deviations over {len(seeds)} seeds\n(`benchmarks/results/universal_cpu.json`)" in page
     assert bench.report(data["seeds"], data["steps"])["summary"] == data["summary"]
-    # The words below the table: masked words are learned better together, the next token a little worse.
-    joint, alone = data["summary"]["joint"], data["summary"]["flops, understanding"]
-    assert joint["masked_accuracy"]["mean"] > 1.8 * alone["masked_accuracy"]["mean"]
-    assert joint["perplexity"]["mean"] > data["summary"]["flops, generating"]["perplexity"]["mean"]
+    # The words below the table: of all seeds more masked words together, and next tokens a little worse.
+    for seed in data["seeds"]:
+        joint, scores = seed["models"]["joint"], seed["models"]
+        for equal in ("parameters", "flops"):
+            one = scores[f"{equal}, understanding"]
+            assert joint["masked_accuracy"] > 1.6 * one["masked_accuracy"]
+            assert joint["perplexity"] > scores[f"{equal}, generating"]["perplexity"]
+    scores = {
+        name: each["pairs_accuracy"] for name, each in data["summary"].items() if "pairs_accuracy" in each
+    }
+    none = scores.pop("untrained")
+    for one in scores.values():
+        assert abs(one["mean"] - none["mean"]) < one["deviation"] + none["deviation"]
 
 
 def test_a_comparison_goes_on_after_its_last_seed_and_refuses_other_settings(tmp_path: Path) -> None:

@@ -465,7 +465,7 @@ LINES = {
     "boundary": 1720,
     "checkpoint": 2030,
     "cli": 4360,
-    "compress": 2700,
+    "compress": 2720,
     "config": 6360,
     "data": 6970,
     "decode": 2570,

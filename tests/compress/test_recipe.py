@@ -171,7 +171,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"steps": "prune"}, "nothing is removed"),
     ({"steps": "distil,distil", "distil.steps": "3"}, "twice"),
     ({"prune.layers": "1"}, "below 1"),
-    ({"trim": "true"}, "trim needs one tokenizer.json"),
+    ({"trim": "true", "prune.layers": "0.5"}, "trim needs one tokenizer.json"),
     (
         {"distil.steps": "3", "distil.scores": "1", "prune.heads": "0.5"},
         "heads are pruned; use distil.attention",
@@ -190,6 +190,7 @@ def test_what_cannot_be_compressed_is_refused(
     monkeypatch.chdir(teacher.parent)
     with pytest.raises(ConfigError, match=words):
         run.compress(load_compression(overrides={"model": "run", "output": "new", **overrides}))
+    assert not Path("new").exists(), "nothing is pruned before"
 
 
 def test_settings_come_from_the_run_then_the_recipe_then_the_options(teacher: Path, tmp_path: Path) -> None:

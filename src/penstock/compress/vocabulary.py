@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,15 +37,22 @@ def trim(folder: Path, source: Any, target: Path) -> dict[str, int]:
     """Write the model in `folder` to `target` without the tokens that a source of text does not use; how many are left
     as `words`, `of` how many. Raises ConfigError for a source without text, and for a tokenizer that is none of those
     that `smaller_tokenizer` knows."""
-    tokenizer, file = getattr(source, "tokenizer", None), folder / "tokenizer.json"
-    if not isinstance(tokenizer, LibraryTokenizer) or tokenizer.two_sided or not file.is_file():
-        raise ConfigError(
-            f"trim needs one tokenizer.json with a vocabulary of its own, which {folder} has not; leave it out."
-        )
+    tokenizer = require_trimmable(getattr(source, "tokenizer", None), folder)
+    file = folder / "tokenizer.json"
     text, kept = smaller_tokenizer(read_text(file, "The tokenizer", limit=MOST_BYTES), used_tokens(source))
     save_values(keep_words(from_pretrained(folder), kept), target, source=folder)
     _write_beside(text, kept, target)
     return {"words": len(kept), "of": tokenizer.size}
+
+
+def require_trimmable(tokenizer: Any, folder: Path) -> LibraryTokenizer:
+    """The tokenizer of a model's folder, if `trim` can make it smaller. Raises ConfigError."""
+    one = isinstance(tokenizer, LibraryTokenizer) and not tokenizer.two_sided
+    if not one or not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"trim needs one tokenizer.json with a vocabulary of its own, which {folder} has not; leave trim out."
+        )
+    return cast(LibraryTokenizer, tokenizer)
 
 
 def used_tokens(source: Source) -> set[int]:

@@ -178,7 +178,8 @@ class Passes:
         """Raises ConfigError for degrees that the model does not admit."""
         if problems := [*_degrees(model, serving)]:
             raise ConfigError(problems)
-        self.model, self.serving = model.writing(), serving
+        self.model: ModelConfig = model.writing()
+        self.serving = serving
         self.fp8 = serving.weights == "fp8"
         stored = stored_on(machine, serving.weights)
         self.storing = storing(machine, stored, heads=True)

@@ -466,8 +466,8 @@ LINES = {
     "checkpoint": 2030,
     "cli": 4360,
     "compress": 2720,
-    "config": 6360,
-    "data": 6970,
+    "config": 6390,
+    "data": 7020,
     "decode": 2570,
     "doctor": 450,
     "export": 940,
@@ -486,7 +486,7 @@ LINES = {
     "schedules": 1040,
     "serve": 3400,
     "step": 710,
-    "tasks": 3420,
+    "tasks": 3480,
     "train": 3280,
     "tune": 1690,
 }
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 91_100
+    assert sum(LINES.values()) <= 91_300
 
 
 FAMILIES = {

@@ -23,6 +23,7 @@ from penstock.infer.pictures import grid_of, pixels_of, png
 from penstock.infer.samplers import even_times, guide
 from penstock.models import create
 from penstock.models.convert import save_pretrained
+from penstock.planner.describe import totals
 from penstock.tasks.noise import ranges_of
 
 
@@ -96,6 +97,10 @@ def test_one_expert_is_loaded_at_a_time_and_images_stay_the_same(mixture: tuple[
     part = ".blocks." if model.config.experts_in == "block" else ".mlp."
     mixed = sum(value.numel() for name, value in model.named_parameters() if part in name)
     assert every - some == pytest.approx(4 * mixed * 2 / 3, rel=0.01)
+    # A step runs the model without experts, whose FLOPs the planner's tests hold to torch's.
+    dense, one = totals(made().config), totals(alone._model(1.0)[0].config)
+    assert (one.model_flops, one.parameters) == (dense.model_flops, dense.parameters)
+    assert some == 4 * dense.parameters
     # Each step asks for the range that its time was in at training.
     for t in even_times(7)[:-1]:
         assert whole._model(t)[1] == int(ranges_of(torch.tensor([t]), 3))
@@ -110,9 +115,24 @@ def test_texts_are_labels_of_a_model_that_reads_them() -> None:
     other = generator.sample(["three", None, "one"], steps=2)
     assert not torch.equal(other[0], found[0])
     torch.testing.assert_close(other[1:], found[1:], rtol=1e-4, atol=1e-4)
-    guided = generator.sample(["seven", None, "one"], steps=2, guidance=2.0)
-    assert not torch.allclose(guided[0], found[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(guided[1], found[1], rtol=1e-4, atol=1e-4)
+    weighed = generator.sample(["seven", None, "one"], steps=2, word_weights=("seven=3",))
+    assert not torch.allclose(weighed[0], found[0], atol=1e-4)
+    torch.testing.assert_close(weighed[1:], found[1:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="reads no texts whose words could have weights"):
+        ImageGenerator(made()).sample([3], steps=1, word_weights=("seven=3",))
+    # Guided away from the empty text, whose tokens are fewer.
+    guided = generator.sample(["seven", "one"], sampler="ddim", steps=1, guidance=3.0, clip=0.0, seed=4)
+    x = torch.from_numpy(
+        np.stack([np.random.default_rng([4, n]).standard_normal((1, 8, 8), np.float32) for n in range(2)])
+    )
+    times = torch.ones(2, dtype=torch.float64)
+    with torch.no_grad():
+        own, none = (
+            model(images=x, times=times, **generator._arguments(labels))
+            for labels in (["seven", "one"], [None, None])
+        )
+    expected, _ = generator.schedule.to_x0_eps("v", guide(own, none, 3.0), x, times)
+    torch.testing.assert_close(guided, expected.float(), rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="longest"):
         generator.sample(["many letters"], steps=1)
 

@@ -36,15 +36,25 @@ def _stirred(config: Any) -> Model:
     return model
 
 
+def _with_weights(config: Any, step: int, samples: int) -> tuple[Any, ...]:
+    """Batches whose words have weights, too."""
+    *inputs, targets = batches(config, step, samples)
+    inputs += [None] * (len(config.graph.arguments) - len(inputs))
+    given = dict(zip(config.graph.arguments, inputs, strict=True))
+    given["token_weights"] = 0.5 + (given["tokens"] + step) % 4
+    return *given.values(), targets
+
+
 def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
     found = []
     for name in NAMES:
         config = ENROLLED[name].config
         options: dict[str, Any] = {
-            "steps": 2, "recipe": Recipe(lr=3e-3, eps=1e-4), "batches": partial(batches, config), "loss": loss,
-            "double": True,
+            "steps": 2, "recipe": Recipe(lr=3e-3, eps=1e-4), "loss": loss, "double": True,
         }  # fmt: skip
         for line in lines:
+            weighed = config.text is not None and "cp=" not in line  # which refuses weights of words
+            options["batches"] = partial(_with_weights if weighed else batches, config)
             plan, made = Plan.parse(line), partial(_stirred, config)
             got = trained(made, plan, **options)
             found.append((f"{name}: {line}", got, trained(made, alone(plan), **options)))

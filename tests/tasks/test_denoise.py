@@ -6,29 +6,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.images import photo
 from penstock.build import build
 from penstock.checkpoint import rewrite
 from penstock.config.graph import NoiseKind, Target
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import DiffusionConfig
 from penstock.config.plan import Plan
-from penstock.config.recipes import load_run
+from penstock.config.recipes import load_run, require_startable
 from penstock.config.run import Augment, DataConfig, Recipe
 from penstock.config.stack import Stack
 from penstock.data import Loader
 from penstock.data.images import PrepareImages
-from penstock.errors import ConfigError
+from penstock.data.source import ImageSource, Split
+from penstock.errors import ConfigError, DataError
 from penstock.infer.images import ImageGenerator
 from penstock.models import Model, create
 from penstock.models.block import ZeroLinear
 from penstock.models.convert import from_pretrained
 from penstock.models.experts import mixtures_of
 from penstock.tasks import Denoise
-from penstock.tasks.denoise import NoisyBatch, texts_of
+from penstock.tasks.denoise import NoisyBatch, texts_of, weights_of
 from penstock.tasks.noise import NoiseSchedule
 from penstock.train import train
 
@@ -115,7 +118,7 @@ def test_every_target_of_every_schedule_has_one_loss_of_the_sample(
     config = replace(SMALL, predicts=predicts, schedule=schedule, experts=0, condition_dropout=0.0)
     (plain,), (weighed,) = batches(config, 1, batch=64), batches(replace(config, min_snr=5.0), 1, batch=64)
     assert plain.weights is None
-    given = dict(zip(config.graph.arguments, plain.inputs))
+    given: dict[str, Any] = dict(zip(config.graph.arguments, plain.inputs))
     noise = NoiseSchedule(schedule)
     x, times = given["images"].double(), given["times"]
     clean = noise.to_x0_eps(predicts, plain.target.double(), x, times)[0]
@@ -219,6 +222,97 @@ def test_a_run_goes_on_exactly_and_experts_begin_as_copies(tmp_path: Path) -> No
         torch.testing.assert_close(one, block.mlp.up.weight, rtol=0, atol=0.02)
 
 
+def _marked(folder: Path, *, classes: tuple[str, ...] = ("red apple", "apple", "blue")) -> tuple[Path, Path]:
+    """Grey images, of which every second one has itself as its mark, in another folder."""
+    for name in classes:
+        (folder / "images" / name).mkdir(parents=True)
+        (folder / "marks" / name).mkdir(parents=True)
+        for number in range(11):
+            photo(30, 24, seed=number).convert("L").save(folder / "images" / name / f"{number}.png")
+            if number % 2:
+                photo(30, 24, seed=number).convert("L").save(folder / "marks" / name / f"{number}.png")
+    return folder / "images", folder / "marks"
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_regions_that_the_data_marks_weigh_more_wherever_an_image_is_flipped(
+    split: Split, tmp_path: Path
+) -> None:
+    images, marks = _marked(tmp_path)
+    config = replace(SMALL, classes=3)
+    data = DataConfig(source=f"imagefolder:{images}", regions=str(marks), region_weight=4.0)
+    source = TASK.open(data, config, split)
+    made: dict[float | None, Any] = {}
+    for gamma in (None, 5.0):
+        model = replace(config, min_snr=gamma)
+        prepare = TASK.prepare(source, model, augment=Augment() if split == "train" else None, seed=3)
+        with Loader(source, prepare, seed=3, batch=len(source), endless=False) as loader:
+            made[gamma] = next(loader)
+    plain, times = made[None], dict(zip(config.graph.arguments, made[None].inputs))["times"]
+    clean = NoiseSchedule("cosine").to_x0_eps("v", plain.target, plain.inputs[0], times.float())[0]
+    weighed = plain.weights.flatten(1).amax(1) > 1
+    assert 0 < weighed.sum() < len(source)
+    expected = torch.where(weighed[:, None, None, None], 1 + 3 * (clean + 1) / 2, torch.ones(()))
+    torch.testing.assert_close(plain.weights, expected, rtol=0, atol=1e-5)
+    assert clean[weighed].std() > 0.1
+    ratios = NoiseSchedule("cosine").min_snr_weight("v", times, 5.0).float().view(-1, 1, 1, 1)
+    torch.testing.assert_close(made[5.0].weights, plain.weights * ratios)
+    output = torch.randn_like(plain.target)
+    found = float(((output - plain.target) ** 2 * expected).mean())
+    assert TASK.loss(output, plain) == pytest.approx(found, rel=1e-5)
+
+
+def test_marks_that_are_of_no_use_are_refused(tmp_path: Path) -> None:
+    images, marks = _marked(tmp_path)
+    data = DataConfig(source=f"imagefolder:{images}", regions=str(marks))
+    more = {"data": data, "recipe.steps": 2, "model.classes": 3}
+    assert _run(tmp_path / "run", model="ddigits-tiny", **more).evaluation is not None
+    with pytest.raises(
+        ConfigError, match=r"data\.regions is for models that learn to make images; leave it out"
+    ):
+        require_startable(replace(load_run(overrides={"model": "vit-digits"}), data=data))
+    words = replace(data, regions=None, word_weights=("apple=2",))
+    with pytest.raises(
+        ConfigError, match=r"data\.word_weights is for models that learn to make images of texts"
+    ):
+        require_startable(replace(load_run(overrides={"model": "ddigits-tiny"}), data=words))
+    with pytest.raises(ConfigError, match=r"marks images of a folder, but data\.source is 'digits'"):
+        DataConfig(source="digits", regions=str(marks))
+    with pytest.raises(DataError, match=r"nowhere does not exist or is no folder\. Check data\.regions"):
+        TASK.open(replace(data, regions=str(tmp_path / "nowhere")), SMALL, "train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"those of 'apple/0\.png' would be 'apple/0\.png'"):
+        TASK.open(replace(data, regions=str(tmp_path / "empty")), SMALL, "train")
+    photo(24, 30).save(marks / "blue" / "1.png")
+    source = TASK.open(data, SMALL, "train")
+    assert isinstance(source, ImageSource)
+    with pytest.raises(DataError, match=r"marks an image of 30 × 24 pixels, but has 24 × 30"):
+        source.read(np.arange(len(source)))
+
+
+def test_words_that_the_data_marks_get_more_attention() -> None:
+    texts = ["red apple", "pineapple", "apple red"]
+    graph = replace(TEXTS, sequence=16).graph
+    found = weights_of(graph, texts, None, ["apple=3", "red=0.5"])
+    first = [1] + [0.5] * 3 + [1] + [3] * 5
+    assert found.tolist() == [first, [1] * 10, [1] + [3] * 5 + [1] + [0.5] * 3, [1] * 10]
+    with pytest.raises(ConfigError, match=r"word_weights names 'pear=2', but no text has such a word"):
+        weights_of(graph, texts, None, ["pear=2"])
+    with pytest.raises(ConfigError, match=r"'<end> apple' spells a special token"):
+        weights_of(graph, ["<end> apple"], None, ["apple=2"])
+    with pytest.raises(ConfigError, match="reads no texts whose words"):
+        weights_of(SMALL.graph, texts, None, ["apple=2"])
+    with pytest.raises(ConfigError, match=r"must be a word and a factor above 0, as seven=2"):
+        DataConfig(word_weights=("apple=0",))
+    source = TASK.open(DataConfig(source="digits", word_weights=("7=3", "1=2")), TEXTS, "train")
+    with Loader(source, TASK.prepare(source, TEXTS, augment=Augment(), seed=3), seed=3, batch=200) as loader:
+        given: dict[str, Any] = dict(zip(TEXTS.graph.arguments, next(loader).inputs))
+    tokens, weights = given["tokens"], given["token_weights"]
+    expected = torch.where(tokens == ord("7"), 3.0, torch.where(tokens == ord("1"), 2.0, 1.0))
+    assert torch.equal(weights, expected)
+    assert set(weights.unique().tolist()) == {1.0, 2.0, 3.0}
+
+
 def test_images_are_made_by_the_averaged_weights_of_a_run(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", model="ddigits-tiny", **{"recipe.ema_decay": 0.5})
     newest = rewrite.open_newest(tmp_path / "run")
@@ -257,6 +351,8 @@ def test_a_run_of_texts_reads_them_in_the_tokenizer_that_is_named(tmp_path: Path
     assert found["tokens"].tolist() == [[10, 1, 0], [1, 0, 0], [10, 6, 1]]
     assert found["lengths"].tolist() == [2, 1, 3]
     assert generator.sample(["7", "3"], steps=2).shape == (2, 1, 8, 8)
+    found = weights_of(generator.graph, ["7", "7 3"], generator._tokenizer, ["3=2"])
+    assert found.tolist() == [[1, 1, 1], [1, 2, 1], [1, 1, 1]]
     # Weights to start from bring theirs.
     source = Denoise(str(run.export)).open(
         DataConfig(source="digits"), generator._model(0.5)[0].config, "val"

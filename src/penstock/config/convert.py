@@ -108,6 +108,9 @@ Seconds = Annotated[float, Range(0, 1e8)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 FilledText = Annotated[str, Text()]
 Device = Annotated[str, Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")]
+WordFactor = Annotated[
+    str, Text(r"[^=]+=(?=.*[1-9])\d{1,6}(\.\d{1,6})?", "a word and a factor above 0, as seven=2")
+]
 FunctionPath = Annotated[str, Text(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", "package.module:function")]
 
 

@@ -78,6 +78,20 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
         )
     if config.recipe.steps is not None:
         config.recipe.warmup(config.recipe.steps)
+    graph = config.model.graph
+    marks = {
+        "regions": (config.data.regions is not None and graph.pixels is None, "images"),
+        "word_weights": (
+            bool(config.data.word_weights) and not (graph.pixels and graph.inputs_of(TokenInput)),
+            "images of texts",
+        ),
+    }
+    if idle := [
+        f"data.{name} is for models that learn to make {what}; leave it out."
+        for name, (bad, what) in marks.items()
+        if bad
+    ]:
+        raise ConfigError(idle)
 
 
 def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:

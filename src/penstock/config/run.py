@@ -27,6 +27,7 @@ from penstock.config.convert import (
     Range,
     Seed,
     Share,
+    WordFactor,
     nearest,
 )
 from penstock.config.model import PRESETS, ModelConfig
@@ -78,6 +79,15 @@ class DataConfig(Checked, where="data"):
     """An image whose header claims more is refused before it is decoded."""
     transform: FunctionPath | None = None
     """Function of your own that each batch goes through on its device after augmentation: `package.module:function`."""
+    regions: FilledText | None = None
+    """Folder of marks for an image folder: to `dark/7.jpg` a grey `dark/7.png` of its size, whose white pixels weigh
+    `region_weight` in the loss of a model that makes images, black ones 1, and others between. An image without marks
+    weighs 1. A transform gets the marks as one more channel."""
+    region_weight: Positive = 2.0
+    """Weight of the squared error where a region is marked in white."""
+    word_weights: tuple[WordFactor, ...] = ()
+    """Words of the texts that a model makes images of, each with the factor of the attention that its tokens get:
+    `seven=2,red=1.5`."""
     tokenizer: FilledText = "auto"
     """`auto` (that of the weights to start from or of the pack, else `bytes`), `bytes`, a folder, a `tokenizer.json`, a
     sentencepiece `.model`, or a name on the Hugging Face hub."""
@@ -121,6 +131,11 @@ class DataConfig(Checked, where="data"):
             yield (
                 f"data.encoding is {quoted(self.encoding)}, but must be a text encoding that Python knows, such as "
                 "utf-8, utf-16, latin-1 or cp1252."
+            )
+        if self.regions is not None and not self.source.startswith("imagefolder:"):
+            yield (
+                f"data.regions marks images of a folder, but data.source is {quoted(self.source)}; use "
+                "imagefolder:PATH."
             )
         parts = self.parts()
         for source, share in parts:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from penstock.config.convert import Checked, Count, Natural, Range
+from penstock.config.convert import Checked, Count, Natural, Range, WordFactor
 from penstock.config.decoding import InferConfig
 
 SamplerName = Literal["ddim", "dpm", "euler"]
@@ -30,6 +30,9 @@ class Sampling(Checked, where="sampling"):
     """Largest value of a denoised image in each step, as of pixels in [−1, 1]; 0: none, as for latents."""
     seed: Natural = 0
     """Chooses the noise. An image depends on the seed and its number, not on those beside it."""
+    word_weights: tuple[WordFactor, ...] = ()
+    """Words of labels that are texts, each with the factor of the attention that its tokens get, as the run's
+    `data.word_weights`: `seven=2,red=1.5`."""
 
     def _problems(self) -> Iterator[str]:
         if self.eta and self.sampler != "ddim":

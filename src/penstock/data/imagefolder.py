@@ -136,16 +136,52 @@ class ImageFolder(ImageSource):
         self.channels = channels
         self.bad_samples = config.bad_images
         self._root = listing.root
+        self._within = os.path.relpath(listing.root, path)
         self._paths = listing.paths
         self._max_pixels = config.max_pixels
+
+    def mark(self, folder: str, *, needed: bool = True) -> None:
+        """Read marks of regions, too: see `DataConfig.regions`. Raises DataError for no folder, and where they are
+        `needed` for one that has none."""
+        if not os.path.isdir(folder):
+            raise DataError(
+                f"The folder of marks {shown(folder)} does not exist or is no folder. Check data.regions."
+            )
+        there = {os.path.relpath(file, folder) for file in visible_files(folder)}
+        names = [
+            os.path.normpath(os.path.join(self._within, os.path.splitext(path)[0] + ".png"))
+            for path in self._paths
+        ]
+        self._marks = tuple(os.path.join(folder, name) if name in there else "" for name in names)
+        self.marked = any(self._marks)
+        if needed and not self.marked:
+            raise DataError(
+                f"{shown(folder)} has no marks of the images in {self.name}: those of {quoted(self._paths[0])} would "
+                f"be {quoted(names[0])}. Check data.regions."
+            )
+        count = sum(map(bool, self._marks))
+        log.info("%s: %d of %d images have marks of regions.", self.name, count, len(names))
 
     def path(self, index: int) -> Path:
         """The file of sample `index`."""
         return self._root / self._paths[index]
 
     def load(self, index: int, out: Pixels) -> None:
-        path = self.path(index)
+        size = self._decoded(self.path(index), out[..., : self.channels])
+        if not self.marked:
+            return
+        marks = out[..., self.channels :]
+        if not self._marks[index]:
+            marks[...] = 0
+        elif (own := self._decoded(Path(self._marks[index]), marks)) != size:
+            why = "it marks an image of {} × {} pixels, but has {} × {}".format(*size, *own)
+            raise BadSample(shown(self._marks[index]), why)
+
+    def _decoded(self, path: Path, out: Pixels) -> tuple[int, int]:
+        """Decode a file, and return how many pixels wide and high it is upright."""
         try:
-            decode(content(path, limit=MAX_BYTES), out, max_pixels=self._max_pixels)
+            header = decode(content(path, limit=MAX_BYTES), out, max_pixels=self._max_pixels)
         except Unreadable as error:
             raise BadSample(shown(path), str(error)) from error
+        turned = header.orientation in (5, 6, 7, 8)
+        return (header.height, header.width) if turned else (header.width, header.height)

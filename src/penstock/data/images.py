@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class Batch:
     """The input of a training step.
 
-    images (B, C, H, W) float32 on the device, in [-1, 1]; targets (B,) int64, or (B, classes) float32 where
-    labels are mixed or smoothed; ids (B,) sample numbers on the host.
+    images (B, C, H, W) float32 on the device, in [-1, 1], the last channel of a marked source its marks; targets (B,)
+    int64, or (B, classes) float32 where labels are mixed or smoothed; ids (B,) sample numbers on the host.
     """
 
     images: Tensor

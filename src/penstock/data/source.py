@@ -129,6 +129,8 @@ class ImageSource(Source):
     """Stored images are size × size pixels; the device resizes them to what the model wants."""
     channels: int
     """1 (grey) or 3 (red, green, blue)."""
+    marked: bool = False
+    """Whether samples have one more channel, which says how much each pixel is marked, 0 to 255."""
     crop_share: float = 0.875
     """Share of the side, in the centre, that evaluation uses (the usual 224 of 256)."""
     scalable: bool = False
@@ -137,6 +139,10 @@ class ImageSource(Source):
     """The function for each batch after augmentation (see `penstock.data.transform`); reading processes lack it."""
     tokenizer: Any = None
     """The tokenizer of a model that reads the names of classes; reading processes lack it."""
+    region_weight: float = 1.0
+    """Weight in the loss of what is marked in full."""
+    word_weights: tuple[str, ...] = ()
+    """Words of the names of classes and the factors of their attention, as `DataConfig.word_weights`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -145,7 +151,7 @@ class ImageSource(Source):
 
     @property
     def sample(self) -> np.dtype[Any]:  # type: ignore[override]  # it follows from the other attributes
-        return np.dtype((np.uint8, (self.size, self.size, self.channels)))
+        return np.dtype((np.uint8, (self.size, self.size, self.channels + self.marked)))
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -111,13 +111,13 @@ class ImageGenerator:
 
     # -- images
 
-    def _arguments(self, labels: Sequence[str | int | None]) -> Arguments:
-        """The model's arguments that say what images are of."""
+    def _arguments(self, labels: Sequence[str | int | None], factors: Sequence[str] = ()) -> Arguments:
+        """The model's arguments that say what images are of, and with `factors` how much words of it count."""
         names = self.classes
         if self.reads and not names:
             names = tuple(dict.fromkeys(str(label) for label in labels if label is not None))
         rows = [len(names) if label is None else _number(str(label), names) for label in labels]
-        tables = conditions_of(self.graph, names, self._tokenizer)
+        tables = conditions_of(self.graph, names, self._tokenizer, factors)
         return {name: torch.from_numpy(table[rows]) for name, table in tables.items()}
 
     def sample(
@@ -133,7 +133,7 @@ class ImageGenerator:
         if not labels:
             raise ConfigError("There are no labels; give one for each image, or None for each.")
         # Those of the images, and behind them those without a condition, which texts then are padded alike.
-        every = self._arguments([*labels, *[None] * len(labels)])
+        every = self._arguments([*labels, *[None] * len(labels)], how.word_weights)
         if not every and how.guidance != 1.0:
             raise ConfigError("The model takes no labels to guide towards; leave guidance at 1.")
         chances = [np.random.default_rng([how.seed, number]) for number in range(len(labels))]

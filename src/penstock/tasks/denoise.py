@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.boundary.files import quoted
 from penstock.config.graph import Graph, TokenInput
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import NOISE, uniforms, words
+from penstock.data.imagefolder import ImageFolder
 from penstock.data.images import PrepareImages
 from penstock.data.loader import HostBatch
 from penstock.data.open import open_source
@@ -44,7 +47,7 @@ class NoisyBatch:
     """(B, C, S, S)."""
     weights: Tensor | None = None
     """Factors of the squared error: (B, 1, 1, 1), or (B, 1, S, S) where regions weigh differently, such as those of
-    known objects (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2). None: 1."""
+    known objects (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2), which `data.regions` marks. None: 1."""
 
     @classmethod
     def of(
@@ -81,11 +84,16 @@ class PrepareNoise:
         self._images = PrepareImages(
             source, image_size=graph.images.image_size, classes=len(source.classes), augment=flips, seed=seed
         )
-        self._conditions = conditions_of(graph, source.classes, source.tokenizer)
+        self._conditions = conditions_of(graph, source.classes, source.tokenizer, source.word_weights)
+        self._marked, self._region_weight = source.marked, source.region_weight
 
     def __call__(self, host: HostBatch, device: torch.device) -> NoisyBatch:
         """Copy to the device and mix in noise there, on the current stream, waiting for nothing."""
         x0 = self._images(host, device).images
+        weights = None
+        if self._marked:
+            weights = 1 + (self._region_weight - 1) * (x0[:, -1:] + 1) / 2
+            x0 = x0[:, :-1].contiguous()
         places = host.positions if self._training else host.ids
         table = uniforms(self._seed, NOISE, counters=places, columns=1 + x0[0].numel() // 2 * 2 + 2)
         shown = table[:, 0] >= self._dropout
@@ -96,10 +104,10 @@ class PrepareNoise:
         more = {name: to_device(table[rows], device) for name, table in self._conditions.items()}
         if self._graph.labelled:
             more["routes"] = ranges_of(times, self._graph.ranges)
-        weights = None
         if self._head.min_snr is not None:
             ratios = self._schedule.min_snr_weight(self._head.predicts, times, self._head.min_snr)
-            weights = ratios.float().view(-1, 1, 1, 1)
+            ratios = ratios.float().view(-1, 1, 1, 1)
+            weights = ratios if weights is None else ratios * weights
         return NoisyBatch.of(
             self._graph,
             self._schedule.target(self._head.predicts, x0, noise, t),
@@ -131,6 +139,11 @@ class Denoise(Task):
         source = open_source(data, split=split, channels=images.channels, image_size=images.image_size)
         if model.graph.inputs_of(TokenInput):
             source.tokenizer = open_tokenizer(data, self.init_from)
+            source.word_weights = data.word_weights
+        if data.regions is not None:
+            assert isinstance(source, ImageFolder)
+            source.mark(data.regions, needed=split == "train")
+            source.region_weight = data.region_weight
         return source
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
@@ -163,11 +176,19 @@ class Denoise(Task):
 
 
 def conditions_of(
-    graph: Graph, names: Sequence[str], tokenizer: Tokenizer | None = None
-) -> dict[str, NDArray[np.int64]]:
+    graph: Graph,
+    names: Sequence[str],
+    tokenizer: Tokenizer | None,
+    factors: Sequence[str],
+) -> dict[str, NDArray[Any]]:
     """Arguments of the model for images of each of these names, (names + 1, …), and last for images of none of them:
-    the names as texts, or numbers of classes. Raises ConfigError as `texts_of` does."""
-    tables = dict(zip(("tokens", "lengths"), texts_of(graph, names, tokenizer) or ()))
+    the names as texts, whose words have `factors` of their attention, or numbers of classes. Raises ConfigError as
+    `texts_of` and `weights_of` do."""
+    tables: dict[str, NDArray[Any]] = dict(
+        zip(("tokens", "lengths"), texts_of(graph, names, tokenizer) or ())
+    )
+    if factors:
+        tables["token_weights"] = weights_of(graph, names, tokenizer, factors)
     if graph.condition is not None and graph.condition.classes:
         tables["classes"] = np.append(np.arange(len(names)), graph.condition.classes)
     return tables
@@ -200,6 +221,40 @@ def texts_of(
     if problems:
         raise ConfigError(problems)
     return tokens, lengths
+
+
+def weights_of(
+    graph: Graph,
+    texts: Sequence[str],
+    tokenizer: Tokenizer | None,
+    factors: Sequence[str],
+) -> NDArray[np.float32]:
+    """The weights of the tokens of `texts_of`, (texts + 1, N): the factor of the word that a token is of, and 1 of all
+    others. `factors` are such as `seven=2`, and the last of those that a token is of counts. Raises ConfigError where
+    the model reads no texts, one spells a special token, or none has one of the words."""
+    encoded = texts_of(graph, texts, tokenizer)
+    if encoded is None:
+        raise ConfigError("The model reads no texts whose words could have weights; leave word_weights out.")
+    tokenizer = tokenizer or Bytes()
+    first = 1 if isinstance(tokenizer, Bytes) else len(tokenizer.frame().before)
+    weights = np.ones(encoded[0].shape, np.float32)
+    unseen = dict.fromkeys(factors)
+    for row, (text, (numbers, places)) in enumerate(zip(texts, tokenizer.encode_marked(texts), strict=True)):
+        if not np.array_equal(numbers, encoded[0][row, first : first + len(numbers)]):
+            raise ConfigError(
+                f"{quoted(text)} spells a special token, so that its words can have no weights."
+            )
+        for each in factors:
+            word, _, factor = each.rpartition("=")
+            for place in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text):
+                unseen.pop(each, None)
+                inside = [low < place.end() and high > place.start() for low, high in places]
+                weights[row, first : first + len(numbers)][np.array(inside, bool)] = float(factor)
+    if unseen:
+        raise ConfigError(
+            f"word_weights names {', '.join(map(quoted, unseen))}, but no text has such a word."
+        )
+    return weights
 
 
 def _times(seed: int, places: NDArray[np.int64]) -> NDArray[np.float64]:

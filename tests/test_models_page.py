@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.planner.describe import describe
+from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +40,12 @@ def test_every_preset_is_counted_once_and_written_once() -> None:
         assert len([line for line in counted if line.startswith(f"| `{name}` |")]) == 1, name
         assert len([line for line in forms.splitlines() if f"`{name}`" in line]) == 1, name
     assert len(counted) == len(PRESETS)
+
+
+def test_the_page_of_unified_models_counts_the_sizes_of_the_articles() -> None:
+    page = (ROOT / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8")
+    for name in ("ernie-vilg2-24b", "ernie3-10b", "multimodal-large"):
+        assert f"| `{name}` | {totals(PRESETS[name]).parameters:,} |" in page
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -183,11 +183,17 @@ def table(data: dict[str, Any]) -> list[str]:
         return lines
     lines += ["", lines[0].replace("made by", "sampled by"), lines[1]]
     lines += [_row(name, measured) for name, measured in data["ways"].items()]
-    lines += ["", "| model | parameters | loaded at a time | training image | made image |", "|---" * 5 + "|"]
+    lines += [
+        "",
+        "| model | parameters | loaded at a time | training image | memory of training | predicted | made image |",
+        "|---" * 7 + "|",
+    ]
     for name, size in data["sizes"].items():
         lines.append(
             f"| {name} | {size['parameters']:,} | {size['bytes_loaded_at_a_time'] / 1e6:.2f} MB "
             f"| {size['model_flops_of_a_training_image'] / 1e6:.1f} MFLOP "
+            f"| {size['training']['memory_bytes'] / 1e6:.1f} MB "
+            f"| {size['training_predicted']['memory_bytes'] / 1e6:.1f} MB "
             f"| {size['sampling_seconds_per_image'] * 1e3:.1f} ms |"
         )
     return lines
@@ -281,7 +287,8 @@ def main() -> None:
             )
     if options.no_ways:
         return
-    runs = {name: options.runs / f"{name}-0" for name in options.models}
+    # Made again where an earlier call judged them elsewhere.
+    runs = {name: trained(name, options.runs, 0, options.steps, more) for name in options.models}
     makers = {name: court.by_model(run) for name, run in runs.items()}
     first = runs[options.models[0]]
     data["ways"] = {way: court.measure(court.by_model(first, **how), 1) for way, how in HOWS.items()}

@@ -206,7 +206,9 @@ def test_settings_come_from_the_run_then_the_recipe_then_the_options(teacher: Pa
     assert verb.read((str(teacher),), words).recipe.lr == 2e-4
 
 
-def test_the_last_round_quantises_what_was_pruned_and_taught(teacher: Path, tmp_path: Path) -> None:
+def test_the_last_round_quantises_what_was_pruned_and_taught(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = _config(
         teacher,
         tmp_path / "out",
@@ -250,6 +252,16 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(teacher: Path, tmp_
     assert row["notes"]["points_lost"] == pytest.approx(
         100 * (rows[0]["metrics"]["top1"] - row["metrics"]["top1"])
     )
+    export, small = tmp_path / "learned" / "export", bench.model
+    every = rounded_weights(export)
+    whole, _ = bench.forecast(export, small)
+    plain = bench.predicted(small)
+    assert whole == bench.predicted(small, "int8") != plain
+    # Where the first of four blocks alone is in int8, a quarter of the time is.
+    monkeypatch.setattr(
+        measure, "rounded_weights", lambda _: {n: every[n] for n in every if ".blocks.0." in n}
+    )
+    assert bench.forecast(export, small)[0] == pytest.approx((whole + 3 * plain) / 4)
     start, learned = (rounded_weights(tmp_path / "learned" / name) for name in ("1-quantise-start", "export"))
     assert start.keys() == learned.keys()
     moved = [not torch.equal(start[name][1].numbers, weight.numbers) for name, (_, weight) in learned.items()]

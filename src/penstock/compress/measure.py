@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.compress.quantise import candidates
 from penstock.config.compress import CompressConfig
 from penstock.config.formats import Products
 from penstock.config.machine import Machine
@@ -127,21 +128,29 @@ class Workbench:
         held = [*model.state_dict().values(), *stored_tensors(model)]
         with torch.inference_mode(), TensorMemory(held=held, ignored=list(inputs.values())) as memory:
             model(**inputs)
-        work, weights = totals(model.config), self.weights_of(folder)
-        known = weights == "plain" or basis_of(self.machine, weights) != "plain"
+        work, (predicted, assumed) = totals(model.config), self.forecast(folder, model.config)
         return FolderFigures(
             parameters=sum(p.numel() for p in create(model.config, device="meta").parameters()),
             bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             flops=self.config.batch * work.model_flops / 3, memory_bytes=memory.peak,
             predicted_memory_bytes=self.predicted_bytes(folder, model.config),
-            predicted_seconds=self.predicted(model.config, weights) if known else None,
-            assumption=assumption(self.machine, weights) if known else "",
+            predicted_seconds=predicted, assumption=assumed,
             metrics=dict(evaluation.metrics), words=task.describe(evaluation.metrics),
         )  # fmt: skip
 
-    def weights_of(self, folder: Path) -> Products:
-        """The form in which the linear layers of a folder's model store their weights, of several the first."""
-        return next((form for form, _ in rounded_weights(folder).values()), "plain")
+    def forecast(self, folder: Path, model: ModelConfig) -> tuple[float | None, str]:
+        """Predicted seconds of a pass of a folder's model, None where the machine has no rate of its layers, and what
+        is assumed. Where some layers stay as they were, time is split by numbers of weights."""
+        rounded, plain = rounded_weights(folder), self.predicted(model)
+        if not rounded:
+            return plain, ""
+        form = next(form for form, _ in rounded.values())
+        if basis_of(self.machine, form) == "plain":
+            return None, ""
+        linears, _ = candidates(create(model, device="meta"), form)
+        stored = sum(weight.numbers.numel() for _, weight in rounded.values())
+        share = stored / sum(linear.weight.numel() for linear in linears.values())
+        return share * self.predicted(model, form) + (1 - share) * plain, assumption(self.machine, form)
 
     def predicted(self, model: ModelConfig, weights: Products = "plain") -> float:
         """Predicted seconds of a pass, with `weights` in the linear layers of blocks."""

@@ -16,7 +16,7 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
-from penstock.kernels import native_attention
+from penstock.kernels import native, native_attention
 from penstock.kernels.attention import Scores, attention, packed_attention, plain_attention, split_heads
 
 needs_pairs = pytest.mark.skipif(
@@ -232,5 +232,6 @@ def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             _hold_errors(case, padded=case == "whole")
         _hold_dropout()
 
-    changes = [("attention.cpp", *change) for change in MUTANTS]
+    shared = (Path(native.__file__).parent / "products.h").read_text()
+    changes = [("products.h" if term in shared else "attention.cpp", term, other) for term, other in MUTANTS]
     assert_changes_are_seen("attention", changes, use, hold, tmp_path)

@@ -215,17 +215,17 @@ def test_other_cpus_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS = (
-    ("integers.cpp", "value < low ? value : low", "value < low ? low : value"),
-    ("integers.cpp", "(low + high) / 2, scale", "low, scale"),
-    ("integers.cpp", "1.0f / size * MOST", "MOST / size * 0.99f"),
-    ("integers.cpp", "float size = given ? given :", "float size ="),
+    ("rounded.h", "value < low ? value : low", "value < low ? low : value"),
+    ("rounded.h", "(low + high) / 2, scale", "low, scale"),
+    ("rounded.h", "1.0f / size * MOST", "MOST / size * 0.99f"),
+    ("rounded.h", "float size = given ? given :", "float size ="),
     (
-        "integers.cpp",
+        "rounded.h",
         "_mm512_sub_epi32(_mm512_load_si512(totals + i), zeros)",
         "_mm512_load_si512(totals + i)",
     ),
-    ("integers.cpp", "scaled[r + i], part", "scaled[r], part"),
-    ("integers.cpp", "of.zeros + column, of.scales + column", "of.zeros + column, of.scales"),
+    ("rounded.h", "scaled[r + i], part", "scaled[r], part"),
+    ("rounded.h", "of.zeros + column, of.scales + column", "of.zeros + column, of.scales"),
     ("integers.cpp", "word ? totals : nullptr", "nullptr"),
     ("integers.cpp", "Left<u32>{left + word, words, 1}", "Left<u32>{left, words, 1}"),
     ("integers.cpp", "if (inputs % 2) to[inputs] = 0;", "if (inputs % 2) to[inputs] = 0x7fc0;"),

@@ -23,18 +23,6 @@ void product(i64 rows, i64 lanes, i64 depth, const u32* a, i64 a_row, i64 a_step
              i64 c_row, bool add) {
   product<Pairs>(rows, lanes, depth, {a, a_row, a_step}, {b, b_step}, add ? c : nullptr, c_row, c, c_row);
 }
-inline V exponential(V x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-87.3f));
-  V n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  V r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-  V p = _mm512_set1_ps(8.3334519073e-3f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, n);
-}
 // Rows lie far apart in a packed projection, where no hardware fetches ahead.
 inline void fetch(const u16* x, i64 row, i64 rows, i64 features) {
   for (i64 r = 0; r < rows; ++r)

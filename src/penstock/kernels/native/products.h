@@ -25,6 +25,21 @@ inline void put_lanes(float* to, __mmask16 lanes, V sums) {
     _mm512_mask_storeu_ps(to, lanes, sums);
 }
 
+// e^x to about one unit in the last place, for x from -87.3 on; below, as there.
+inline V exponential(V x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-87.3f), x);  // NaN stays NaN
+  V n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  V r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+  V p = _mm512_set1_ps(1.3981999507e-3f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
 struct Singles {
   using Element = float;
   using Word = float;

@@ -481,7 +481,7 @@ LINES = {
     "planner": 7040,
     "precision": 5510,
     "probe": 1330,
-    "products": 1630,
+    "products": 1640,
     "report": 1390,
     "schedules": 1040,
     "serve": 3400,

@@ -76,6 +76,20 @@ def test_packed_models_generate_the_same_and_small_ones_nearly(name: str, tmp_pa
     assert len(half.generate(rows, max_tokens=8)[0].ids) == 8
 
 
+def test_the_linear_of_patches_is_packed_and_never_in_few_bits() -> None:
+    torch.manual_seed(0)
+    model = create(replace(PRESETS["vit-digits"], width=32, depth=1, heads=2, mlp_width=64)).eval()
+    sizes = model.config
+    images = torch.randn(2, sizes.channels, sizes.image_size, sizes.image_size)
+    with torch.inference_mode():
+        expected = model(images)
+        for form in ("packed", "int8_weights"):
+            made = store_linears(copy.deepcopy(model), form)  # type: ignore[arg-type]
+            assert isinstance(made.stem.proj, Stored) == (form == "packed")  # type: ignore[union-attr]
+            if form == "packed":
+                torch.testing.assert_close(made(images), expected)
+
+
 def test_bf16_is_not_packed_where_onednn_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, "avx2")
     model = tiny("gpt", dtype=torch.bfloat16)

@@ -107,7 +107,8 @@ class _Texts:
                 kinds = (
                     segments.to(device) if self.model.graph.inputs_of(TokenInput)[0].segments > 1 else None
                 )
-                outputs = self.run(tokens.to(device), lengths.to(device), kinds)
+                padded = int(lengths.min()) < tokens.shape[1]  # without padding there is no mask
+                outputs = self.run(tokens.to(device), lengths.to(device) if padded else None, kinds)
                 part = finish(outputs, lengths.to(device))
             results = part.new_empty(len(rows), *part.shape[1:]) if results is None else results
             results[torch.tensor(some, device=device)] = part

@@ -23,7 +23,7 @@ from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import Anatomy, anatomy_of
 from penstock.models.expert_linear import ExpertLinear
-from penstock.models.roles import Attention, Experts, Linear, Perceptron
+from penstock.models.roles import Attention, Experts, Linear, Perceptron, Stem
 from penstock.models.rounded import CLIP
 from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedExpertLinear, RoundedLinear
 from penstock.products.integers import Int4, Int8, Int8Twice, Int8Weights
@@ -242,7 +242,9 @@ def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str,
         return linears
     modules, routers = dict(model.named_modules(remove_duplicate=False)), _routers(anatomy)
     linears = {}
-    for role in (role for role in anatomy.parts(Linear) if role.name not in routers):
+    roles: list[Linear | Stem] = [*anatomy.parts(Linear)]
+    roles += anatomy.parts(Stem) if products == "packed" else []  # in few bits the first layer loses most
+    for role in (role for role in roles if role.name not in routers):
         name, module = role.name, modules.get(role.name)  # None in a block that another rank has
         if isinstance(module, Shortlist):
             name, module = f"{name}.rows", module.rows

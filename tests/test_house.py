@@ -465,23 +465,23 @@ LINES = {
     "boundary": 1720,
     "checkpoint": 2030,
     "cli": 4360,
-    "compress": 2720,
+    "compress": 2730,
     "config": 6390,
     "data": 7020,
     "decode": 2570,
     "doctor": 450,
     "export": 940,
     "infer": 1750,
-    "kernels": 6670,
+    "kernels": 6820,
     "ladder": 5500,
     "launch": 1610,
-    "models": 9280,
+    "models": 9290,
     "optim": 1860,
     "parallel": 4160,
     "planner": 7040,
     "precision": 5510,
     "probe": 1330,
-    "products": 1640,
+    "products": 1750,
     "report": 1390,
     "schedules": 1040,
     "serve": 3400,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 91_300
+    assert sum(LINES.values()) <= 91_500
 
 
 FAMILIES = {

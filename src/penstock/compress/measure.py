@@ -33,6 +33,7 @@ from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass, predict_pass_bytes
 from penstock.planner.stored import assumption, basis_of
 from penstock.probe import resolve_device
+from penstock.products.blocks import join_blocks
 from penstock.products.rounded import store_rounded, stored_tensors
 from penstock.tasks import Task, task_of
 from penstock.train.evaluate import evaluate
@@ -103,6 +104,7 @@ class Workbench:
         """The model in a folder, ready for inference."""
         model = self.ready(from_pretrained(folder))
         store_rounded(model, rounded_weights(folder))
+        join_blocks(model)
         return model
 
     def ready(self, model: Model) -> Model:

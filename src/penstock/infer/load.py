@@ -36,6 +36,7 @@ from penstock.parallel.dims import LOSS
 from penstock.parallel.hosts import Slots, host_experts, rounds_of
 from penstock.parallel.parts import rounded_part
 from penstock.parallel.tensor import line_of, split_layers
+from penstock.products.blocks import join_blocks
 from penstock.products.convert import store_linears, suited
 from penstock.products.rounded import store_rounded
 from penstock.products.shortlist import shorten
@@ -168,6 +169,7 @@ def loaded(
             rounded = {name: weight for name, weight in rounded.items() if name in here}
         store_rounded(module, rounded)
     module = store_linears(module, suited(module, form, own=own), careful=careful)
+    join_blocks(module)
     never = {
         word[0] for word in settings.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1
     }

@@ -30,7 +30,8 @@ from penstock.kernels.gelu import gelu_tanh
 from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "gelu_quick"]
-_CODES: dict[str, int] = {name: code for code, name in enumerate(get_args(Activation))}
+ACTIVATION_CODES: dict[str, int] = {name: code for code, name in enumerate(get_args(Activation))}
+"""How kernels in C++ number activations."""
 QUICK = 1.702
 """Factor of x in the sigmoid of the quick form (Hendrycks & Gimpel, 2016, section 2)."""
 
@@ -78,7 +79,7 @@ def _forward(
     if out.numel():
         kernels.penstock_activation(
             *_places(product, gated, second), c_int64(product.shape[-1]), address(bias), address(out),
-            *sizes(out.numel() // n, n), _CODES[activation], TYPES[product.dtype],
+            *sizes(out.numel() // n, n), ACTIVATION_CODES[activation], TYPES[product.dtype],
             0 if bias is None else TYPES[bias.dtype], threads_for(out.numel()),
         )  # fmt: skip
     return out
@@ -112,7 +113,7 @@ def _make_gradient(
         kernels.penstock_activation_gradient(
             *_places(product, gated, second), c_int64(product.shape[-1]), address(bias), address(gradient),
             *_places(into, gated, None if second is None else into_second), address(None if bias is None else by_bias),
-            *sizes(gradient.numel() // n, n), _CODES[activation], TYPES[product.dtype],
+            *sizes(gradient.numel() // n, n), ACTIVATION_CODES[activation], TYPES[product.dtype],
             0 if bias is None else TYPES[bias.dtype], threads_for(into.numel()),
         )  # fmt: skip
     else:

@@ -19,7 +19,7 @@ from penstock.cpu import this_cpu
 from penstock.kernels.native import TYPES, library, threads_for
 
 _PANEL = 64
-_PRODUCTS_PER_ELEMENT = 256
+PRODUCTS_PER_ELEMENT = 256
 """As many products of two numbers take as long as a pass over one element."""
 _GIVEN, _BY_SIZE, _BY_RANGE = range(3)
 """How rows are rounded, as the kernel numbers it."""
@@ -31,6 +31,8 @@ _ARGUMENTS = {
     "penstock_widened_product": (c_int, POINTER(c_int64), *[c_void_p] * 5, c_int),
 }  # fmt: skip
 """Types of the kernels' arguments, which ctypes converts numbers to sooner than it makes objects of them."""
+InputScale = float | Literal["size", "range"]
+"""How rows are rounded: by one scale, by each row's largest magnitude, or by its range."""
 QUADS, PAIRS = 4, 2
 """Inputs of an output that lie side by side: of products in int8, and of those in bf16."""
 
@@ -75,13 +77,25 @@ class PackedInt8:
         self.panels, self.scales, self.bias = in_panels(numbers, QUADS), scales.float().contiguous(), bias
         sums = numbers.sum(1)
         self.zeros, self.sums = (128 * sums).to(torch.int32), sums * self.scales
+        self._scaled = 0.0, self.scales
+        """The scale that was given last, and the scales of its products."""
 
     @property
     def numbers(self) -> Tensor:
         """The weight's numbers, int8 (N, K)."""
         return out_of_panels(self.panels, *self.shape)
 
-    def product(self, x: Tensor, scale: float | Tensor | Literal["size", "range"]) -> Tensor:
+    def scaled(self, scale: InputScale) -> tuple[int, float, Tensor]:
+        """How the kernel numbers a way of rounding, the inverse of a given scale, and the scales of products (N,)."""
+        if not isinstance(scale, float):
+            return _BY_RANGE if scale == "range" else _BY_SIZE, 0.0, self.scales
+        last, scales = self._scaled
+        if last != scale:
+            scales = self.scales * scale
+            self._scaled = scale, scales
+        return _GIVEN, 1.0 / scale, scales
+
+    def product(self, x: Tensor, scale: InputScale | Tensor) -> Tensor:
         """Rows (M, K), rounded to 8 bits and multiplied by the weight: (M, N) in their type.
 
         They are rounded by one scale, by each row's largest magnitude, which may be given, fp32 (M, 1), or by its
@@ -89,15 +103,13 @@ class PackedInt8:
         """
         rows, (outputs, inputs) = _readable(x), self.shape
         y = rows.new_empty(rows.shape[0], outputs)
-        given = scale if isinstance(scale, float) else 0.0
         sizes = scale.contiguous() if isinstance(scale, Tensor) else None
-        scales = self.scales * given if given else self.scales
+        scaling, inverse, scales = self.scaled("size" if isinstance(scale, Tensor) else scale)
         _kernel("penstock_int8_product")(
-            TYPES[rows.dtype], _Sizes(rows.shape[0], inputs, outputs), rows.data_ptr(),
-            _GIVEN if given else _BY_RANGE if scale == "range" else _BY_SIZE, 1.0 / given if given else 0.0,
-            None if sizes is None else sizes.data_ptr(), self.panels.data_ptr(), self.zeros.data_ptr(),
+            TYPES[rows.dtype], _Sizes(rows.shape[0], inputs, outputs), rows.data_ptr(), scaling,
+            inverse, None if sizes is None else sizes.data_ptr(), self.panels.data_ptr(), self.zeros.data_ptr(),
             scales.data_ptr(), self.sums.data_ptr(), None if self.bias is None else self.bias.data_ptr(), y.data_ptr(),
-            threads_for(y.numel() * inputs // _PRODUCTS_PER_ELEMENT),
+            threads_for(y.numel() * inputs // PRODUCTS_PER_ELEMENT),
         )  # fmt: skip
         return y.to(x.dtype)
 
@@ -111,7 +123,7 @@ def widened_product(x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | No
     _kernel("penstock_widened_product")(
         TYPES[rows.dtype], _Sizes(count, inputs, outputs), rows.data_ptr(), panels.data_ptr(), scales.data_ptr(),
         None if bias is None else bias.data_ptr(), y.data_ptr(),
-        threads_for(y.numel() * inputs // _PRODUCTS_PER_ELEMENT),
+        threads_for(y.numel() * inputs // PRODUCTS_PER_ELEMENT),
     )  # fmt: skip
     return y.to(x.dtype)
 

@@ -100,6 +100,12 @@ class Past(Protocol):
         ...
 
 
+class OneCall(Protocol):
+    """A block in one call: returns its output, or None for inputs that it does not take."""
+
+    def __call__(self, block: Block, x: Tensor, context: Context) -> Tensor | None: ...
+
+
 def make_norm(sizes: Stack, features: int, *, affine: bool = True, **where: Any) -> nn.LayerNorm | nn.RMSNorm:
     """A norm over so many features, of the kind that a stack has; unless `affine`, without weights."""
     if sizes.norm == "rms":
@@ -359,11 +365,17 @@ class Block(nn.Module):
             self.cross_norm = make_norm(sizes, sizes.width, **where)
             self.cross = CrossAttention(sizes, layer, cross, **where)
             self.cross_branch = Branch(sizes, **branch, **where)
+        self.whole: OneCall | None = None
+        """Computes the block in inference where that is faster: see `penstock.products.blocks`."""
         self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, affine=affine, **where)
         self.mlp: MLP | MixtureOfExperts = (MixtureOfExperts if layer.mixture else MLP)(sizes, layer, **where)
         self.branch2 = Branch(sizes, **branch, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
+        if self.whole is not None and not torch.compiler.is_compiling():
+            made = self.whole(self, x, context)
+            if made is not None:
+                return made
         return self._compute(x, context) if self.expert is None else self._of_its_samples(x, context)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]

@@ -31,7 +31,7 @@ from penstock.cpu import this_cpu
 __all__ = ["TYPES", "address", "direct", "direct_function", "library", "read_number", "sizes", "threads_for"]
 
 _log = logging.getLogger(__name__)
-Kernels = Literal["fused", "losses", "dropout", "attention", "grouped", "adamw", "integers"]
+Kernels = Literal["fused", "losses", "dropout", "attention", "grouped", "adamw", "integers", "blocks"]
 """Source files, one library each."""
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
@@ -47,6 +47,7 @@ _OWN_FLAGS: dict[Kernels, tuple[str, ...]] = {
     "grouped": ("-mavx512bf16",),
     "adamw": ("-ffp-contract=off",),
     "integers": ("-mavx512vnni", "-mavx512bf16", "-ffp-contract=off"),
+    "blocks": ("-mavx512vnni", "-mavx512bf16"),
 }
 """Flags of one file: attention and grouped products multiply pairs of bf16 numbers, AdamW rounds every operation by
 itself, and so do products of whole numbers."""

@@ -1,0 +1,144 @@
+"""Whole Transformer blocks with weights in int8, in one C++ call on CPUs with AVX512-VNNI, for inference in fp32.
+
+The kernel and its formulas are in `native/blocks.cpp`; the reference is the block's own forward pass. Linear layers
+give the bits of `penstock.kernels.native_integers`; norms, attention and activations are those of torch but for
+rounding.
+
+Shapes: B samples, T tokens of all of them behind each other, D features, H heads of K features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.bias_activation import ACTIVATION_CODES
+from penstock.kernels.native import library, threads_for
+from penstock.kernels.native_integers import PRODUCTS_PER_ELEMENT, InputScale, PackedInt8, multiplies_integers
+
+VECTOR = 16
+"""The features of a head are a multiple of this."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("zeros", c_void_p), ("scales", c_void_p),
+        ("sums", c_void_p), ("bias", c_void_p), ("scaling", c_int32), ("inverse", c_float),
+    )  # fmt: skip
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rms", c_int32))
+
+
+class _Block(ctypes.Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("qkv", "out", "up", "down")), ("first", _Norm), ("second", _Norm),
+        ("heads", c_int64), ("width", c_int64), ("scale", c_float), ("norm_first", c_int32), ("activation", c_int32),
+    )  # fmt: skip
+
+
+_ARGUMENTS = {
+    "penstock_attend_samples": (POINTER(c_int64), c_void_p, POINTER(c_int64), c_float, c_void_p, c_int),
+    "penstock_int8_block": (
+        c_void_p, c_int64, POINTER(c_int64), c_int64, c_void_p, c_void_p, c_void_p, c_int,
+    ),
+}  # fmt: skip
+
+
+def computes_blocks() -> bool:
+    """Whether the kernel of whole blocks is there. Compiles it where nobody has."""
+    return multiplies_integers() and library("blocks") is not None
+
+
+def _kernel(name: str) -> Any:
+    kernel = getattr(library("blocks"), name)
+    if kernel.argtypes is None:
+        kernel.argtypes = _ARGUMENTS[name]
+    return kernel
+
+
+def _ends(lengths: Sequence[int]) -> Any:
+    return (c_int64 * len(lengths))(*itertools.accumulate(lengths))
+
+
+def attend_samples(qkv: Tensor, width: int, lengths: Sequence[int], scale: float | None = None) -> Tensor:
+    """Attention within samples of so many tokens each, which lie behind each other: softmax(scale q kᵀ) v.
+
+    qkv: fp32 (T, H·3·K), of each head queries, keys and values of `width` = K features; returns (T, H·K), zeros behind
+    the last sample. `scale` is by default 1 / √K. The reference is `penstock.kernels.attention.plain_attention`.
+    """
+    qkv, heads = qkv.contiguous(), qkv.shape[1] // (3 * width)
+    out = qkv.new_empty(qkv.shape[0], heads * width)
+    scores = sum(length * length for length in lengths) * heads
+    _kernel("penstock_attend_samples")(
+        (c_int64 * 4)(qkv.shape[0], len(lengths), heads, width), qkv.data_ptr(), _ends(lengths),
+        1.0 / math.sqrt(width) if scale is None else scale, out.data_ptr(), threads_for(scores),
+    )  # fmt: skip
+    return out
+
+
+class BlockKernel:
+    """A block's weights as the kernel reads them: of the projection to queries, keys and values, of that of attention's
+    output, and of the perceptron's two layers, each with the scale of its inputs.
+
+    `norms` are those of attention and of the perceptron, in fp32, before them where `norm_first`, else behind the sums;
+    an Identity stands for none. Raises KeyError for an activation that the kernel does not have.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[PackedInt8, InputScale]],
+        norms: Sequence[nn.Module],
+        *,
+        width: int,
+        scale: float | None,
+        norm_first: bool,
+        activation: str,
+    ) -> None:
+        self._kept: list[object] = [layers]
+        """The owners of memory that the kernel reads."""
+        inner, self._features = (layers[1][0].shape[1], layers[1][0].shape[0])
+        self._room = 4 * inner + self._features
+        self._work = sum(math.prod(packed.shape) for packed, _ in layers) // PRODUCTS_PER_ELEMENT
+        self._block = _Block(
+            *(self._linear(*layer) for layer in layers), *map(self._norm, norms), inner // width, width,
+            1.0 / math.sqrt(width) if scale is None else scale, norm_first, ACTIVATION_CODES[activation],
+        )  # fmt: skip
+
+    def _linear(self, packed: PackedInt8, scale: InputScale) -> _Linear:
+        scaling, inverse, scales = packed.scaled(scale)
+        self._kept.append(scales)
+        bias = None if packed.bias is None else packed.bias.data_ptr()
+        outputs, inputs = packed.shape
+        addresses = (one.data_ptr() for one in (packed.panels, packed.zeros, scales, packed.sums))
+        return _Linear(inputs, outputs, *addresses, bias, scaling, inverse)
+
+    def _norm(self, norm: nn.Module) -> _Norm:
+        if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+            return _Norm()
+        weight = torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight.detach()
+        bias = getattr(norm, "bias", None)
+        bias = torch.zeros(norm.normalized_shape) if bias is None else bias.detach()
+        self._kept += [weight, bias]
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        return _Norm(weight.data_ptr(), bias.data_ptr(), eps, isinstance(norm, nn.RMSNorm))
+
+    def __call__(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The block's output of fp32 tokens x (…, D), of samples with so many tokens each, which lie behind each other;
+        what is behind the last is attended to by nobody."""
+        rows = x.contiguous()
+        count = rows.numel() // self._features
+        y, room = torch.empty_like(rows), rows.new_empty(count * self._room)
+        _kernel("penstock_int8_block")(
+            ctypes.byref(self._block), count, _ends(lengths), len(lengths), rows.data_ptr(), y.data_ptr(),
+            room.data_ptr(), threads_for(count * self._work),
+        )  # fmt: skip
+        return y

@@ -1,0 +1,118 @@
+"""Blocks whose linear layers all multiply in int8, computed in one call in inference on CPUs with AVX512-VNNI.
+
+Single operators write and read all tokens between each two of them, and in a small model each costs more time to call
+than it computes. One call (`penstock.kernels.native_blocks`) norms as it rounds, and adds as it multiplies. A block is
+judged by its parts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.bias_activation import ACTIVATION_CODES
+from penstock.kernels.documents import Documents
+from penstock.kernels.native import direct
+from penstock.kernels.native_blocks import VECTOR, BlockKernel, computes_blocks
+from penstock.kernels.native_integers import InputScale, PackedInt8
+from penstock.models.block import Block, Context
+from penstock.models.perceptron import MLP
+from penstock.products.integers import Int8
+from penstock.products.rounded import RoundedInt8
+
+
+def join_blocks(model: nn.Module) -> int:
+    """Let blocks of a model for inference be computed in one call each where their parts allow it, in place; returns
+    how many. Results change by rounding only, and by what rounding to 8 bits makes of that. A block computes by its
+    modules again once one of them is replaced, or `attention` is another than `auto` or `sdpa`."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    count = 0
+    for block in blocks if blocks and computes_blocks() else ():
+        if (kernel := _kernel_of(block)) is not None:
+            block.whole, count = partial(_compute, kernel, _places(block)), count + 1
+    return count
+
+
+_Place = tuple[dict[str, nn.Module | None], str, nn.Module]
+
+
+def _places(block: Block) -> tuple[_Place, ...]:
+    """The parts of a block, each with where it is held. Looked up so, none takes a call of torch's `__getattr__`."""
+    names = {
+        block: ("attention", "mlp", "norm1", "norm2"),
+        block.attention: ("qkv", "out"),
+        block.mlp: ("up", "down"),
+    }
+    return tuple(
+        (owner._modules, name, owner.get_submodule(name)) for owner, parts in names.items() for name in parts
+    )
+
+
+def _kernel_of(block: Block) -> BlockKernel | None:
+    """The kernel of a block; None where it has parts that the kernel does not know."""
+    attention, mlp, norms = block.attention, block.mlp, (block.norm1, block.norm2)
+    plain = block.cross is None and block.modulation is None and block.expert is None
+    alone = all(branch.scale is None for branch in (block.branch1, block.branch2))
+    known = type(mlp) is MLP and mlp.activation in ACTIVATION_CODES and not mlp.activated
+    heads = (
+        attention.shared == 1 and attention.q_norm is None and not (attention.causal or attention.windowed)
+    )
+    if not (plain and alone and known and heads and attention.head_width % VECTOR == 0):
+        return None
+    if not all(_norms_fp32(norm, first=norm is block.norm1 and block.norm_first) for norm in norms):
+        return None
+    assert isinstance(mlp, MLP)
+    layers = [_packed(layer) for layer in (attention.qkv, attention.out, mlp.up, mlp.down)]
+    if any(layer is None for layer in layers):
+        return None
+    return BlockKernel(
+        [layer for layer in layers if layer is not None], [norm for norm in norms if norm is not None],
+        width=attention.head_width, scale=attention.scale, norm_first=block.norm_first, activation=mlp.activation,
+    )  # fmt: skip
+
+
+def _norms_fp32(norm: nn.Module | None, *, first: bool) -> bool:
+    """Whether the kernel has a norm: the `first` of a block may be missing."""
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+        return first and isinstance(norm, nn.Identity)
+    tensors = [one for one in (norm.weight, getattr(norm, "bias", None)) if one is not None]
+    return all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
+
+
+def _packed(layer: nn.Module) -> tuple[PackedInt8, InputScale] | None:
+    """The weights of a linear layer in int8 and how its inputs are rounded; None of others."""
+    if isinstance(layer, RoundedInt8) and layer.fused is not None and layer.whole_rows is None:
+        return layer.fused, "size" if layer.static is None else layer.static
+    if type(layer) is Int8 and layer.fused is not None:
+        return layer.fused, "range"
+    return None
+
+
+def _compute(
+    kernel: BlockKernel, places: tuple[_Place, ...], block: Block, x: Tensor, context: Context
+) -> Tensor | None:
+    """The output of a block that is as it was; None of inputs that the kernel does not take."""
+    if any(held.get(name) is not part or part._forward_hooks for held, name, part in places):
+        return None
+    attention = block.attention
+    changed = block.training or attention.looked is not None or attention.backend not in ("auto", "sdpa")
+    masked = context.real is not None or context.rotation is not None or context.causal
+    if changed or masked or x.dtype != torch.float32 or torch.is_grad_enabled() or not direct(x):
+        return None
+    lengths = _lengths(x, context, sequence_first=block.sequence_first)
+    return None if lengths is None else kernel(x, lengths)
+
+
+def _lengths(x: Tensor, context: Context, *, sequence_first: bool) -> Sequence[int] | None:
+    """Tokens of the samples in x, which lie behind each other and see all of their own; None where they do not."""
+    mask = context.mask
+    if sequence_first or not x.numel():
+        return None
+    if mask is None:
+        return [x.shape[1]] * x.shape[0]
+    if isinstance(mask, Documents) and mask.mask is None and not mask.causal and len(mask.runs) == 1:
+        return mask.runs[0]
+    return None

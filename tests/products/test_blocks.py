@@ -1,0 +1,132 @@
+"""Which blocks are computed in one call, and when they go back to their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.compress.data import QuantiseData
+from penstock.compress.quantise import quantise_folder
+from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
+from penstock.config.quantise import QuantiseOptions
+from penstock.data.text.tokenizers import Bytes
+from penstock.infer.encode import Embedder
+from penstock.infer.load import loaded
+from penstock.kernels.native_blocks import computes_blocks
+from penstock.models import create
+from penstock.models.block import Block
+from penstock.models.convert import save_pretrained
+from penstock.products.blocks import join_blocks
+
+pytestmark = pytest.mark.skipif(
+    not computes_blocks(), reason="the kernel is made of instructions of AVX512-VNNI, by a C++ compiler"
+)
+VIT: Any = replace(PRESETS["vit-digits"], width=32, depth=3, heads=2, mlp_width=64)
+BERT: Any = replace(
+    PRESETS["bert-tiny"], width=32, heads=2, mlp_width=64, vocabulary=Bytes.size, head="none", classes=3
+)
+IMAGES = torch.rand(
+    5, VIT.channels, VIT.image_size, VIT.image_size, generator=torch.Generator().manual_seed(0)
+)
+
+
+def _quantised(config: Any, inputs: torch.Tensor, folder: Path, **options: Any) -> Path:
+    torch.manual_seed(0)
+    save_pretrained(create(config), folder / "whole")
+    wanted = QuantiseOptions(format="int8", inputs="static", limit="absmax", **options)
+    quantise_folder(folder / "whole", folder / "small", wanted, QuantiseData(lambda: [(inputs,)]))
+    return folder / "small"
+
+
+def _blocks(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Block]]:
+    """Blocks that were computed by their modules."""
+    apart: list[Block] = []
+    compute = Block._compute
+
+    def counted(self: Block, *given: Any) -> Any:
+        apart.append(self)
+        return compute(self, *given)
+
+    monkeypatch.setattr(Block, "_compute", counted)
+    return apart  # type: ignore[return-value]
+
+
+def test_an_opened_model_computes_blocks_in_one_call_each(tmp_path: Path, calls: list[Block]) -> None:
+    folder = _quantised(VIT, IMAGES, tmp_path)
+    model = loaded(folder, Plan(), weights="auto", tokenizer=None).model
+    assert all(block.whole is not None for block in _blocks(model))
+    calls.clear()  # of calibration
+    with torch.inference_mode():
+        whole = model(IMAGES)
+        assert not calls
+        apart = loaded(folder, Plan.parse("attention=math"), weights="auto", tokenizer=None).model(IMAGES)
+    assert len(calls) == VIT.depth
+    torch.testing.assert_close(whole, apart, rtol=0.0, atol=0.05 * float(apart.std()))
+    plain = loaded(folder, Plan(), weights="plain", tokenizer=None).model
+    assert not any(block.whole for block in _blocks(plain))
+
+
+def test_layers_that_stayed_as_they_were_keep_their_block_apart(tmp_path: Path) -> None:
+    model = loaded(_quantised(VIT, IMAGES, tmp_path), Plan(), weights="auto", tokenizer=None).model
+    blocks = _blocks(model)
+    blocks[0].mlp.up = nn.Linear(32, 64)  # type: ignore[union-attr]
+    blocks[1].attention.causal = True
+    for block in blocks:
+        block.whole = None
+    assert join_blocks(model) == 1
+    assert [block.whole is not None for block in blocks] == [False, False, True]
+
+
+def test_blocks_go_back_to_their_modules(tmp_path: Path, calls: list[Block]) -> None:
+    model = loaded(_quantised(VIT, IMAGES, tmp_path), Plan(), weights="auto", tokenizer=None).model
+    calls.clear()  # of calibration
+    with torch.no_grad():
+        whole = model(IMAGES)
+        assert not calls
+        seen: list[Any] = []
+        handle = _blocks(model)[1].mlp.register_forward_hook(lambda *given: seen.append(given))
+        model(IMAGES)
+        assert calls == _blocks(model)[1:2]
+        assert len(seen) == 1
+        handle.remove()
+        calls.clear()
+        other = nn.Linear(64, 32)
+        _blocks(model)[2].mlp.down = other  # type: ignore[union-attr]
+        changed = model(IMAGES)
+        assert calls == _blocks(model)[2:]
+        assert not torch.allclose(changed, whole)
+        calls.clear()
+        model.train()(IMAGES)
+        assert len(calls) == VIT.depth
+        model.eval()
+    calls.clear()
+    model(IMAGES)  # in which gradients may be asked for
+    assert len(calls) == VIT.depth
+
+
+def test_texts_need_no_mask_in_one_call(tmp_path: Path, calls: list[Block]) -> None:
+    folder = _quantised(BERT, torch.randint(0, 250, (4, 60)), tmp_path)
+    made = Embedder(folder, tokenizer=Bytes(), batch=8)
+    lengths = (40, 90, 90, 126)
+    rows = [torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+            for length in lengths]  # fmt: skip
+    calls.clear()  # of calibration
+    together = made.embed(rows)
+    alone = torch.cat([made.embed([row]) for row in rows])
+    assert not calls
+    assert torch.equal(alone, together)
+    with torch.inference_mode():
+        made.model(torch.tensor([rows[0]]), torch.tensor([30]))
+    assert len(calls) == len(_blocks(made.model))  # under a mask

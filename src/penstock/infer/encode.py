@@ -77,9 +77,10 @@ class _Texts:
         return [*ids, *(parts[1] if len(parts) > 1 else []), *frame.behind], second
 
     def compute(
-        self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor], Tensor]
+        self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor | None], Tensor]
     ) -> Tensor:
-        """`finish` of the model's outputs and the lengths, for all rows in their order. Ranks split the rows."""
+        """`finish` of the model's outputs and the lengths, None without padding, for all rows in their order. Ranks
+        split the rows."""
         if not rows:
             raise ConfigError("There are no texts; give at least one.")
         if any(not ids for ids, _ in rows):
@@ -89,27 +90,25 @@ class _Texts:
         return torch.cat([part.to(here.device) for part in from_all_ranks([here], self.dims) if len(part)])
 
     def _computed(
-        self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor], Tensor]
+        self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor | None], Tensor]
     ) -> Tensor:
         order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
         device = next(self.model.parameters()).device
         results: Tensor | None = None
         for begin in range(0, len(order), self.batch):
             some = order[begin : begin + self.batch]
-            lengths = torch.tensor([len(rows[number][0]) for number in some])
-            tokens = torch.zeros(len(some), int(lengths.max()), dtype=torch.int64)
-            segments = torch.zeros_like(tokens)
-            for place, number in enumerate(some):
-                ids, second = rows[number]
-                tokens[place, : len(ids)] = torch.tensor(ids)
-                segments[place, second : len(ids)] = 1
+            texts = [rows[number] for number in some]
+            sizes = [len(ids) for ids, _ in texts]
+            longest = max(sizes)
+            tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in texts])
+            kinds, lengths = None, None
+            if min(sizes) < longest:  # without padding there is no mask
+                lengths = torch.tensor(sizes).to(device)
+            if self.model.graph.inputs_of(TokenInput)[0].segments > 1:
+                marks = [[0] * second + [1] * (len(ids) - second) for ids, second in texts]
+                kinds = torch.tensor([[*row, *[0] * (longest - len(row))] for row in marks]).to(device)
             with torch.inference_mode():
-                kinds = (
-                    segments.to(device) if self.model.graph.inputs_of(TokenInput)[0].segments > 1 else None
-                )
-                padded = int(lengths.min()) < tokens.shape[1]  # without padding there is no mask
-                outputs = self.run(tokens.to(device), lengths.to(device) if padded else None, kinds)
-                part = finish(outputs, lengths.to(device))
+                part = finish(self.run(tokens.to(device), lengths, kinds), lengths)
             results = part.new_empty(len(rows), *part.shape[1:]) if results is None else results
             results[torch.tensor(some, device=device)] = part
         return torch.empty(0, device=device) if results is None else results
@@ -175,7 +174,7 @@ class Embedder:
     def embed(self, texts: Sequence[str | Sequence[int]], *, normalize: bool = True) -> Tensor:
         """Vectors (texts, D) in fp32 on the model's device; of length 1 unless `normalize` is false."""
 
-        def finish(features: Tensor, lengths: Tensor) -> Tensor:
+        def finish(features: Tensor, lengths: Tensor | None) -> Tensor:
             if self._made:
                 return features
             vectors = features[:, 0].float() if self.first else mean_of(features.float(), lengths)

@@ -27,12 +27,14 @@ from penstock.config.recipes import load_run
 from penstock.config.run import DataConfig, Lora, Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
+from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained, load_weights, save_pretrained
 from penstock.models.convert.files import read_state_dict
 from penstock.models.convert.pretrained import rounded_weights
 from penstock.models.rounded import CLIP
 from penstock.parallel import ALONE, dims_of
 from penstock.products import int8
+from penstock.products.blocks import join_blocks
 from penstock.products.convert import convert_linears
 from penstock.products.eight_bits import Int8Linear
 from penstock.products.int8 import clipped, int8_linear, integer_product
@@ -147,6 +149,8 @@ def test_a_deployed_model_equals_the_trained_one(
             opened = from_pretrained(tmp_path / level).eval()
             store_rounded(opened, rounded)
             assert sum(isinstance(one, RoundedInt8) for one in opened.modules()) == 8
+            join_blocks(opened)  # as inference does; with attention=math blocks go through their modules
+            set_switch(opened, "attention", "math")
             with torch.inference_mode():
                 assert torch.equal(opened(pictures), trained)
                 weights = built.model.state_dict()

@@ -38,6 +38,7 @@ from penstock.models.anatomy import set_switch
 from penstock.models.rounded import round_rows
 from penstock.planner.prediction import predict_pass
 from penstock.planner.serve import Serving, predict_inference
+from penstock.products.blocks import join_blocks
 from penstock.products.rounded import store_rounded
 from penstock.report.record import environment
 from penstock.train.prepare import machine_for
@@ -62,7 +63,9 @@ def passed(config: ModelConfig, batch: int) -> Call:
     set_switch(model, "attention", "auto")
     linears, _ = candidates(model, "int8")
     store_rounded(model, {name: ("int8", round_rows(linear.weight)) for name, linear in linears.items()})
+    join_blocks(model)
     inputs = inputs_of(model, batch, TOKENS, TOKENS)
+    inputs.pop("lengths", None)  # texts without padding
     return lambda: model(**inputs)
 
 

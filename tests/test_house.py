@@ -478,9 +478,9 @@ LINES = {
     "models": 9290,
     "optim": 1860,
     "parallel": 4160,
-    "planner": 7040,
+    "planner": 7080,
     "precision": 5510,
-    "probe": 1330,
+    "probe": 1340,
     "products": 1750,
     "report": 1390,
     "schedules": 1040,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 91_500
+    assert sum(LINES.values()) <= 91_600
 
 
 FAMILIES = {

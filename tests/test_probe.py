@@ -32,6 +32,7 @@ from penstock.config.machine import (
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import EnvironmentProblem
+from penstock.kernels.native_blocks import computes_blocks
 from penstock.matmul import matmul_precision
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds, send_seconds
 from penstock.planner.rates import rates_of
@@ -256,6 +257,10 @@ def test_layers_in_int8_are_measured_as_inference_computes_them(
     assert "int8_weights" not in measured.peak_flops, "no compute type"
     one_token = [s for s in measured.kernels if s.name == "attention_token" and s.dtype == "fp32"]
     assert one_token
+    in_blocks = {s.tokens for s in measured.kernels if s.name == "attention_block" and s.dtype == "fp32"}
+    assert in_blocks == (
+        {s.tokens for s in measured.kernels if s.name == "attention"} if computes_blocks() else set()
+    )
     called = list[tuple[str, torch.Size]]()
 
     def counted(name: str, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:

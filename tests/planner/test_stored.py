@@ -152,3 +152,29 @@ def test_attention_of_one_query_has_a_rate_of_its_own() -> None:
     assert steps[0] - steps[1] == pytest.approx(12 * 4.0 * 4 * 768 * 65 / 1e9)
     prompts = [Passes(GPT, one, serving).prefill(64, 4) for one in (slower, machine)]
     assert prompts[0] == prompts[1]
+
+
+def test_blocks_in_one_call_are_one_launch_with_attention_of_their_own() -> None:
+    """Norms, activations and sums add nothing to the products and the attention of such blocks."""
+    kernels = [KernelSample(name=name, per_second=1e9) for name in ("gelu", "norm")]
+    kernels.append(KernelSample(name="attention", per_second=1e10, tokens=197, features=64))
+    own, slow = (replace(kernels[2], name="attention_block", per_second=rate) for rate in (2e10, 1e10))
+    without = replace(_machine(int8=RATE), name="by operators", kernels=tuple(kernels))
+    rated = replace(without, name="in one call", kernels=(*kernels, own))
+    slower = replace(without, name="slower", kernels=(*kernels, slow))
+    vit: Any = PRESETS["vit-s16"]
+    seconds = [_seconds(machine, model=vit) for machine in (rated, slower, without)]
+    assert seconds[1] - seconds[0] == pytest.approx(2 * 12 * 4.0 * 6 * 197**2 * 64 / 2e10)
+    activated, normed = (2 * 12 * 197 * size for size in (1536, 2 * 384))
+    launches = without.operator_seconds or without.launch_seconds
+    assert seconds[2] - seconds[1] > (activated + normed) / 1e9 + 12 * 8 * launches
+    others = [
+        replace(vit, layer_scale=1.0),
+        replace(vit, mlp="swiglu"),
+        replace(vit, heads=12, width=288),
+        GPT,
+    ]
+    for model in others:
+        assert _seconds(rated, model=model) == _seconds(without, model=model), "computed by operators"
+    for weights in ("int8_weights", "plain"):
+        assert _seconds(rated, weights, vit) == _seconds(without, weights, vit)

@@ -196,6 +196,7 @@ class Workbench:
     def _inputs(self, model: Model) -> dict[str, Tensor]:
         lengths, samples = model.graph.lengths, self.config.batch
         inputs = inputs_of(model, samples, lengths[0], lengths[-1])
+        inputs.pop("lengths", None)  # texts without padding
         if model.graph.routed:  # to one expert, as in a step of sampling
             inputs["routes"] = torch.zeros(samples, dtype=torch.int64)
         return {name: value.to(self.device) for name, value in inputs.items()}

@@ -54,8 +54,8 @@ class KernelSample:
 
     name: str
     per_second: Positive
-    """FLOP/s of the products for `attention`, `attention_backward`, `attention_token` (one query of each head) and
-    `bmm`; elements per second for all others."""
+    """FLOP/s of the products for `attention`, `attention_backward`, `attention_token` (one query of each head),
+    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; elements per second for all others."""
     tokens: Natural = 0
     features: Natural = 0
     dtype: str = "fp32"

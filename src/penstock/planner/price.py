@@ -152,7 +152,8 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.
         flops *= min(0.5 if op.causal else 1.0, op.window / op.n if op.window else 1.0)
-        measured = rates.kernel("attention_token", op.n, op.k) if op.m <= 1 else None
+        special = op.function or ("attention_token" if op.m <= 1 else "")
+        measured = rates.kernel(special, op.n, op.k) if special else None
         measured = measured or rates.kernel(f"attention{backward}", op.n, op.k)
         if measured:
             # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.

@@ -194,7 +194,8 @@ def _products(
 
 def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samples]:
     """Measured rates of a CPU's operators in the types of a plan."""
-    types = {"attention": type_, "attention_token": type_, "bmm": type_, "norm": numerics.residual}
+    types = dict.fromkeys(("attention", "attention_token", "attention_block", "bmm"), type_)
+    types["norm"] = numerics.residual
     rates: dict[str, Samples] = {}
     for s in machine.kernels:
         if types.get(s.name.removesuffix("_backward"), numerics.compute) == s.dtype:

@@ -11,8 +11,13 @@ from typing import Literal, NamedTuple
 
 from penstock.config.formats import BYTES, PRODUCTS, Products
 from penstock.config.machine import GemmSample, Machine
+from penstock.config.stack import UNGATED
 from penstock.planner.listing import OpTerms
+from penstock.planner.operators import Op, Part
+from penstock.planner.shapes import BlockKind
 
+ATTENTION = "attention_block"
+"""The rate of attention in such a call, by its name in `Machine.kernels`."""
 Basis = Literal["stored", "training", "plain"]
 """Products by whose rates such layers are priced: their own, those of training, or those with plain weights."""
 
@@ -56,6 +61,34 @@ class Storing(NamedTuple):
         if self.basis == "plain":
             return plain._replace(weight=BYTES[stored])
         return plain._replace(products=self.weights, one_pass=self.basis == "stored", heads=self.heads)
+
+
+_ALONE = ("norm", "activation", "pointwise", "copy")
+"""Operators that a block in one call computes as it reads and writes the factors of its products."""
+
+
+_IN_ATTENTION = ("rotary", "alibi", "relative")
+"""Positions that attention sees, which that call does not."""
+
+
+def joined(part: Part, machine: Machine, weights: Products) -> tuple[Op, ...]:
+    """The forward operators of a part in inference in fp32. Blocks that `penstock.products.blocks` computes in one call
+    are one launch of their products and of its own attention, where `machine` has a rate of that."""
+    rated = any(sample.name == ATTENTION for sample in machine.kernels)
+    block = part.block
+    if block is None or not rated or weights != "int8" or not _in_one_call(block):
+        return part.forward
+    ops = [op._replace(launches=0) for op in part.forward if op.kind not in _ALONE]
+    ops = [op._replace(function=ATTENTION) if op.kind == "attention" else op for op in ops]
+    return (ops[0]._replace(launches=1), *ops[1:])
+
+
+def _in_one_call(block: BlockKind) -> bool:
+    stack, layer = block.stack, block.layer
+    masked = block.causal or block.cross or layer.window or stack.positions in _IN_ATTENTION
+    more = block.modulated or stack.parallel or stack.qk_norm or stack.layer_scale is not None
+    alike = layer.heads == layer.kv and stack.head_width % 16 == 0 and stack.mlp not in UNGATED
+    return alike and not (masked or more or layer.mixture or layer.routed)
 
 
 def storing(machine: Machine, weights: Products, *, heads: bool = False) -> Storing:

@@ -40,7 +40,7 @@ __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_
 
 log = logging.getLogger(__name__)
 
-_PROBE = 14
+_PROBE = 15
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.2
 """A CPU that is this much faster than when it was measured was busy then."""

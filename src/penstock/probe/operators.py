@@ -20,6 +20,7 @@ from penstock.config.machine import KernelSample
 from penstock.config.plan import Matmul
 from penstock.kernels.bias_activation import Activation, bias_activation
 from penstock.kernels.dropout import dropout
+from penstock.kernels.native_blocks import attend_samples, computes_blocks
 from penstock.matmul import matmul_precision
 from penstock.probe.rates import seconds
 from penstock.products.int8 import rounded
@@ -66,6 +67,8 @@ def kernel_samples(device: torch.device, quick: bool, budget: float) -> list[Ker
                     samples += kernels.elementwise()
                 samples += kernels.attention(_ATTENTION_QUICK if quick else _ATTENTION)
                 samples += kernels.token_attention(_TOKEN_ATTENTION[:1] if quick else _TOKEN_ATTENTION)
+                if name == "fp32" and computes_blocks() and device.type == "cpu":
+                    samples += kernels.block_attention(_ATTENTION_QUICK if quick else _ATTENTION)
             except (RuntimeError, NotImplementedError) as error:
                 log.info("%s kernels do not run on %s: %s", name, device, str(error).partition("\n")[0])
     return samples
@@ -183,6 +186,16 @@ class _Kernels:
             rate = 4.0 * pairs * tokens * features / spent
             yield KernelSample(
                 name="attention_token", per_second=rate, tokens=tokens, features=features, dtype=self.name
+            )
+
+    def block_attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
+        """Attention as blocks in int8 compute it in one call."""
+        for tokens, features, pairs in shapes:
+            qkv = self.random(tokens, pairs * 3 * features)
+            spent = self.seconds(partial(attend_samples, qkv, features, [tokens]))
+            rate = 4.0 * pairs * tokens * tokens * features / spent
+            yield KernelSample(
+                name="attention_block", per_second=rate, tokens=tokens, features=features, dtype=self.name
             )
 
 

@@ -73,14 +73,15 @@ _IN_ATTENTION = ("rotary", "alibi", "relative")
 
 def joined(part: Part, machine: Machine, weights: Products) -> tuple[Op, ...]:
     """The forward operators of a part in inference in fp32. Blocks that `penstock.products.blocks` computes in one call
-    are one launch of their products and of its own attention, where `machine` has a rate of that."""
+    are one call of their products and of its own attention, where `machine` has a rate of that. The call, with the
+    memory that it asks for, takes as long to launch as two operators."""
     rated = any(sample.name == ATTENTION for sample in machine.kernels)
     block = part.block
     if block is None or not rated or weights != "int8" or not _in_one_call(block):
         return part.forward
     ops = [op._replace(launches=0) for op in part.forward if op.kind not in _ALONE]
     ops = [op._replace(function=ATTENTION) if op.kind == "attention" else op for op in ops]
-    return (ops[0]._replace(launches=1), *ops[1:])
+    return (ops[0]._replace(launches=2), *ops[1:])
 
 
 def _in_one_call(block: BlockKind) -> bool:

@@ -84,8 +84,8 @@ class Op(NamedTuple):
     """Whether it belongs to no single product that it could be cut into pieces with."""
     function: str = ""
     """The function that an activation computes, as a probe names it: `gelu_tanh`, or `fused_gelu_tanh` of the kernels
-    that `Plan.fuse` chooses. "" where nobody knows: it is priced as GELU. Of attention, a kernel with a rate of its own,
-    `attention_block`; "" is the usual one."""
+    that `Plan.fuse` chooses. "" where nobody knows: it is priced as GELU. Attention has one where its kernel has a rate
+    of its own: `attention_block`."""
     row: int = 0
     """Elements in a row of a softmax; 0 where that is not known."""
     module: Module = ""

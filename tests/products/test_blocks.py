@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,25 @@ import torch
 from torch import nn
 
 from penstock.compress.data import QuantiseData
-from penstock.compress.quantise import quantise_folder
+from penstock.compress.quantise import candidates, quantise_folder
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
 from penstock.data.text.tokenizers import Bytes
+from penstock.export.export import inputs_of
 from penstock.infer.encode import Embedder
 from penstock.infer.load import loaded
 from penstock.kernels.native_blocks import computes_blocks
 from penstock.models import create
+from penstock.models.anatomy import set_switch
 from penstock.models.block import Block
 from penstock.models.convert import save_pretrained
+from penstock.models.model import Model
+from penstock.models.rounded import round_rows
+from penstock.planner.shapes import blocks_of
+from penstock.planner.stored import in_one_call
 from penstock.products.blocks import join_blocks
+from penstock.products.rounded import store_rounded
 
 pytestmark = pytest.mark.skipif(
     not computes_blocks(), reason="the kernel is made of instructions of AVX512-VNNI, by a C++ compiler"
@@ -50,7 +59,7 @@ def _blocks(model: nn.Module) -> list[Block]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Block]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     """Blocks that were computed by their modules."""
     apart: list[Block] = []
     compute = Block._compute
@@ -60,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Block]]:
         return compute(self, *given)
 
     monkeypatch.setattr(Block, "_compute", counted)
-    return apart  # type: ignore[return-value]
+    return apart
 
 
 def test_an_opened_model_computes_blocks_in_one_call_each(tmp_path: Path, calls: list[Block]) -> None:
@@ -130,3 +139,44 @@ def test_texts_need_no_mask_in_one_call(tmp_path: Path, calls: list[Block]) -> N
     with torch.inference_mode():
         made.model(torch.tensor([rows[0]]), torch.tensor([30]))
     assert len(calls) == len(_blocks(made.model))  # under a mask
+
+
+def _joined(config: Any) -> Model:
+    """A model whose linear layers of blocks are in int8, in as few calls as can be."""
+    torch.manual_seed(0)
+    model = create(config).eval().requires_grad_(False)
+    linears = {name: one for name, one in candidates(model, "int8")[0].items() if isinstance(one, nn.Linear)}
+    store_rounded(model, {name: ("int8", round_rows(one.weight)) for name, one in linears.items()})
+    join_blocks(model)
+    set_switch(model, "attention", "auto")
+    return model
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_compute_with_weights_of_their_own(
+    calls: list[Block], copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = _joined(VIT)
+    with torch.inference_mode():
+        expected, other = model(IMAGES), copied(model)
+        assert torch.equal(other(IMAGES), expected)
+        for block in _blocks(model):
+            block.norm1.weight.zero_()  # type: ignore[union-attr,operator]
+        assert torch.equal(other(IMAGES), expected)
+        assert not torch.equal(model(IMAGES), expected)
+    assert not calls, "copies are computed in one call, too"
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith(("-tiny", "-digits"))])
+def test_the_planner_knows_which_blocks_are_computed_in_one_call(name: str, calls: list[Block]) -> None:
+    config = PRESETS[name]
+    model = _joined(config)
+    lengths = model.graph.lengths
+    inputs = inputs_of(model, 2, lengths[0], lengths[-1])
+    inputs.pop("lengths", None)
+    if model.graph.routed:
+        inputs["routes"] = torch.zeros(2, dtype=torch.int64)
+    with torch.inference_mode():
+        model(**inputs)
+    expected = sum(kind.count for kind in blocks_of(config) if in_one_call(kind))
+    assert len(_blocks(model)) - len(set(calls)) == expected

@@ -230,18 +230,23 @@ def test_relations_of_tokens_are_compared(kind: str, tmp_path: Path) -> None:
                         total = total + (logs[1].exp() * (logs[1] - logs[0])).sum()
                         rows += 1
             parts.append(total / rows)
-    expected = task(built.model, batch) + 3.0 * torch.stack(parts).mean()
+    term = torch.stack(parts).mean()
+    assert float(term.detach()) > 1e-4
+    _require_loss(built, batch, weights, task(built.model, batch) + 3.0 * term)
+    with pytest.raises(ConfigError, match="compile=none"):
+        build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
+
+
+def _require_loss(built: Any, batch: Any, weights: list[Tensor], expected: Tensor) -> None:
+    """The loss of a batch and its gradients are those of `expected`."""
     gradients = torch.autograd.grad(expected, weights, allow_unused=True)
     loss = built.loss(built.model, batch)
     assert isinstance(loss, Tensor)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(loss, expected)
-    assert float(torch.stack(parts).detach().mean()) > 1e-4
     for parameter, gradient in zip(weights, gradients, strict=True):
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ConfigError, match="compile=none"):
-        build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
 
 
 def _scores(model: Any, inputs: tuple[Any, ...], run: str, numbers: list[int]) -> list[Tensor]:
@@ -294,16 +299,9 @@ def test_scores_of_attention_are_compared_at_the_same_depth(kind: str, tmp_path:
                 pairs = [(i, j) for i in range(count) for j in range(i + 1 if run.causal else count)]
                 squares += [apart[:, i, j].mean() for i, j in pairs]
             parts.append(torch.stack(squares).mean())
-    expected = task(built.model, batch) + 3.0 * torch.stack(parts).mean()
-    gradients = torch.autograd.grad(expected, weights, allow_unused=True)
-    loss = built.loss(built.model, batch)
-    assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(loss, expected)
-    assert float(torch.stack(parts).detach().mean()) > 1e-2
-    for parameter, gradient in zip(weights, gradients, strict=True):
-        if gradient is not None:
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    term = torch.stack(parts).mean()
+    assert float(term.detach()) > 1e-2
+    _require_loss(built, batch, weights, task(built.model, batch) + 3.0 * term)
     with pytest.raises(ConfigError, match="compile=none"):
         build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
     with pytest.raises(ConfigError, match=r"teacher_scores .* use a shallower student"):

@@ -47,9 +47,8 @@ def export(
     from penstock.compress.pad import write_transformers
     from penstock.export.export import export as write
 
-    logging.getLogger("torch.onnx").setLevel(
-        logging.ERROR
-    )  # behind the import of torch, which sets all levels again
+    # The import of torch sets all levels again, so this comes after it.
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`isinstance.treespec", FutureWarning)  # of torch's own calls
     if to == "transformers":
         if type != "fp32" or head:

@@ -79,19 +79,10 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
     if config.recipe.steps is not None:
         config.recipe.warmup(config.recipe.steps)
     graph = config.model.graph
-    marks = {
-        "regions": (config.data.regions is not None and graph.pixels is None, "images"),
-        "word_weights": (
-            bool(config.data.word_weights) and not (graph.pixels and graph.inputs_of(TokenInput)),
-            "images of texts",
-        ),
-    }
-    if idle := [
-        f"data.{name} is for models that learn to make {what}; leave it out."
-        for name, (bad, what) in marks.items()
-        if bad
-    ]:
-        raise ConfigError(idle)
+    if config.data.regions is not None and graph.pixels is None:
+        raise ConfigError("data.regions is for models that learn to make images; leave it out.")
+    if config.data.word_weights and not (graph.pixels and graph.inputs_of(TokenInput)):
+        raise ConfigError("data.word_weights is for models that learn to make images of texts; leave it out.")
 
 
 def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
@@ -146,8 +137,9 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
     if inside and plan.tp > 1:
         yield f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
-    if plan.compile == "blocks" and inside[-1:] not in ([], ["teacher_hidden"]):
-        yield f"recipe.{inside[-1]} looks into blocks, which plan.compile=blocks closes; use compile=none."
+    within = [name for name in inside if name != "teacher_hidden"]  # those see what blocks return
+    if plan.compile == "blocks" and within:
+        yield f"recipe.{within[0]} looks into blocks, which plan.compile=blocks closes; use compile=none."
     if inside and plan.padding == "remove":
         yield (
             f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove puts together; use "

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,8 +104,15 @@ class BlockKernel:
         norm_first: bool,
         activation: str,
     ) -> None:
-        self._kept: list[object] = [layers]
-        """The owners of memory that the kernel reads."""
+        settings: dict[str, Any] = {
+            "width": width,
+            "scale": scale,
+            "norm_first": norm_first,
+            "activation": activation,
+        }
+        self._made_of = partial(BlockKernel, **settings), (layers, norms)
+        self._kept: list[object] = []
+        """Owners of memory that the kernel reads, beside `layers`."""
         inner, self._features = (layers[1][0].shape[1], layers[1][0].shape[0])
         self._room = 4 * inner + self._features
         self._work = sum(math.prod(packed.shape) for packed, _ in layers) // PRODUCTS_PER_ELEMENT
@@ -112,6 +120,10 @@ class BlockKernel:
             *(self._linear(*layer) for layer in layers), *map(self._norm, norms), inner // width, width,
             1.0 / math.sqrt(width) if scale is None else scale, norm_first, ACTIVATION_CODES[activation],
         )  # fmt: skip
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy reads the memory of its own layers."""
+        return self._made_of
 
     def _linear(self, packed: PackedInt8, scale: InputScale) -> _Linear:
         scaling, inverse, scales = packed.scaled(scale)

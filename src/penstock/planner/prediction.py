@@ -146,7 +146,7 @@ def predict_pass(
     rates = rates_of(machine, plan, weights=weights)
     busy = launches = 0.0
     for part in work.parts:
-        operators = [op for op in joined(part, machine, weights) if op.module != "loss"]
+        operators = [op for op in joined(part, machine, plan, weights) if op.module != "loss"]
         busy += part.count * sum(price.seconds(op, rates) for op in operators)
         launches += part.count * sum(op.launches for op in operators)
     if not rates.cpu:  # launches run ahead of the device

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 from penstock.config.formats import BYTES, PRODUCTS, Products
 from penstock.config.machine import GemmSample, Machine
+from penstock.config.numerics import numerics_of
+from penstock.config.plan import Plan
 from penstock.config.stack import UNGATED
 from penstock.planner.listing import OpTerms
 from penstock.planner.operators import Op, Part
@@ -65,28 +67,29 @@ class Storing(NamedTuple):
 
 _ALONE = ("norm", "activation", "pointwise", "copy")
 """Operators that a block in one call computes as it reads and writes the factors of its products."""
-
-
 _IN_ATTENTION = ("rotary", "alibi", "relative")
 """Positions that attention sees, which that call does not."""
 
 
-def joined(part: Part, machine: Machine, weights: Products) -> tuple[Op, ...]:
-    """The forward operators of a part in inference in fp32. Blocks that `penstock.products.blocks` computes in one call
-    are one call of their products and of its own attention, where `machine` has a rate of that. The call, with the
-    memory that it asks for, takes as long to launch as two operators."""
+def joined(part: Part, machine: Machine, plan: Plan, weights: Products) -> tuple[Op, ...]:
+    """The forward operators of a part in inference. Blocks that `penstock.products.blocks` computes in one call are one
+    call of their products and of its own attention, where `machine` has a rate of that. The call, with the memory that
+    it asks for, takes as long to launch as two operators."""
+    called = weights == "int8" and plan.attention in ("auto", "sdpa") and numerics_of(plan).compute == "fp32"
     rated = any(sample.name == ATTENTION for sample in machine.kernels)
-    block = part.block
-    if block is None or not rated or weights != "int8" or not _in_one_call(block):
+    if part.block is None or not (called and rated and in_one_call(part.block)):
         return part.forward
     ops = [op._replace(launches=0) for op in part.forward if op.kind not in _ALONE]
     ops = [op._replace(function=ATTENTION) if op.kind == "attention" else op for op in ops]
     return (ops[0]._replace(launches=2), *ops[1:])
 
 
-def _in_one_call(block: BlockKind) -> bool:
+def in_one_call(block: BlockKind) -> bool:
+    """Whether that call takes a block, by its sizes; `penstock.products.blocks` asks its modules the same."""
     stack, layer = block.stack, block.layer
-    masked = block.causal or block.cross or layer.window or stack.positions in _IN_ATTENTION
+    masked = (
+        block.causal or block.cross or layer.window or block.inputs > 1 or stack.positions in _IN_ATTENTION
+    )
     more = block.modulated or stack.parallel or stack.qk_norm or stack.layer_scale is not None
     alike = layer.heads == layer.kv and stack.head_width % 16 == 0 and stack.mlp not in UNGATED
     return alike and not (masked or more or layer.mixture or layer.routed)

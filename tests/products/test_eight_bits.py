@@ -271,8 +271,11 @@ def test_each_expert_multiplies_as_a_linear_of_its_own(products: Products) -> No
     rounded = run(model, tokens)
     for mixture in mixtures_of(model):
         mixture.gathers = True
-    torch.testing.assert_close(run(model, tokens), rounded)
+    outputs_too = "forward" in PRODUCTS[products].passes
+    # Sums of whole numbers do not depend on their order, those of bf16 do.
+    torch.testing.assert_close(run(model, tokens), rounded, rtol=1.6e-2, atol=1e-5 if outputs_too else 1e-3)
     convert_linears(model, "plain")
     assert not isinstance(experts, RoundedExpertLinear)
     plain = run(model, tokens)
-    assert 1e-3 < float(((rounded - plain).norm() / plain.norm()).detach()) < 0.1
+    least = 1e-3 if outputs_too else 0.0
+    assert least <= float(((rounded - plain).norm() / plain.norm()).detach()) < 0.1

@@ -124,7 +124,7 @@ def _passes(
     return [y.detach(), *[copy.grad for copy in copies if copy.grad is not None]]
 
 
-@pytest.mark.parametrize("passes", [ALL[:1], ALL[:2], ("forward", "weight"), ALL])
+@pytest.mark.parametrize("passes", [ALL[:1], ALL[:2], ("forward", "weight"), ALL[1:], ALL[1:2], ALL[2:], ALL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_three_products_equal_their_reference_and_nearly_the_exact(
     dtype: torch.dtype, passes: tuple[ProductPass, ...]
@@ -193,7 +193,7 @@ def test_the_planner_knows_what_is_kept(products: str, attention: str) -> None:
     assert _bytes_kept(config, plan) == pytest.approx(predicted, rel=5e-4)
 
 
-@pytest.mark.parametrize("products", ["int8", "int8_all"])
+@pytest.mark.parametrize("products", ["int8", "int8_all", "int8_backward"])
 def test_a_vit_learns_as_in_bf16(products: str) -> None:
     """Real products, under autocast and over half weights, from the same weights and samples."""
     tiny = ViTConfig(image_size=16, patch_size=4, width=36, depth=2, heads=2, mlp_width=70, classes=8)

@@ -71,6 +71,7 @@ Products = Literal[
     "int8",
     "int8_all",
     "int8_forward",
+    "int8_backward",
     "int8_pact",
     "int8_weights",
     "int4",
@@ -136,6 +137,10 @@ PRODUCTS: dict[Products, Product] = {
     "int8_forward": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward",), kept="int8",
         splits=True,
+    ),
+    "int8_backward": Product(
+        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("input", "weight"),
+        kept="int8", splits=True,
     ),
     "int8_pact": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward", "input"),

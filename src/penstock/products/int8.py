@@ -146,7 +146,7 @@ def int8_linear(
     """`F.linear` with products in int8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
 
     Gradients have the types of `x`, `weight`, `bias` and `clip`, (1,), with which all inputs have one scale. Products
-    of the backward pass that are not in `passes` are in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be
+    that are not in `passes` are in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be
     differentiated twice.
     """
     flat = x.reshape(-1, x.shape[-1])
@@ -204,9 +204,11 @@ class _Int8(torch.autograd.Function):
         else:
             row_scales = input_scale_of(clip)
             rows = clipped(x, row_scales)
-        outputs, output_scales = rounded(weight)
         # Of the weight the parameter itself: where it is sharded, nothing of it stays behind.
         ctx.save_for_backward(rows, row_scales, weight, clip)
+        if "forward" not in passes:
+            return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        outputs, output_scales = rounded(weight)
         sums = integer_product(rows, outputs.t(), emulate=emulate)
         return scale_sums(sums, output_scales.t(), row_scales, bias, dtype)
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.toy import TOY
 from penstock.cli import main
 from penstock.config.model import PRESETS
+from penstock.config.plan import Plan
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.infer.images import ImageGenerator
@@ -24,6 +26,7 @@ from penstock.infer.samplers import even_times, guide
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.planner.describe import totals
+from penstock.planner.prediction import predict_pass
 from penstock.tasks.noise import ranges_of
 
 
@@ -105,6 +108,17 @@ def test_one_expert_is_loaded_at_a_time_and_images_stay_the_same(mixture: tuple[
     for t in even_times(7)[:-1]:
         assert whole._model(t)[1] == int(ranges_of(torch.tensor([t]), 3))
     assert whole.opened == 0
+
+
+def test_the_predicted_time_is_that_of_the_passes_of_one_expert(mixture: tuple[Any, Path]) -> None:
+    def passed(batch: int) -> float:
+        return predict_pass(made().config, TOY, Plan(micro_batch=batch))
+
+    alone = ImageGenerator(mixture[1], batch=4)
+    assert alone.predict_seconds(10, TOY, steps=7) == pytest.approx(7 * (2 * passed(4) + passed(2)))
+    guided = alone.predict_seconds(3, TOY, steps=2, guidance=1.5)
+    assert guided == pytest.approx(2 * passed(6))  # those with and without a condition together
+    assert alone.predict_seconds(4, TOY) == 20 * passed(4)
 
 
 def test_texts_are_labels_of_a_model_that_reads_them() -> None:

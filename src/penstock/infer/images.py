@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Weights
 from penstock.config.graph import TokenInput
+from penstock.config.machine import Machine
 from penstock.config.plan import Plan
 from penstock.config.sampling import Sampling
 from penstock.data.text.tokenizers import Tokenizer
@@ -26,6 +27,7 @@ from penstock.models.convert.files import settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
+from penstock.planner.prediction import predict_pass
 from penstock.tasks.denoise import conditions_of
 from penstock.tasks.noise import NoiseSchedule, ranges_of
 
@@ -70,9 +72,8 @@ class ImageGenerator:
         """Whether labels are texts."""
         self.ranges = labels_of(self.graph, settings).names
         """Names of the ranges of time that have experts of their own; none where all times share them."""
-        self._open = partial(
-            loaded, source, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device
-        )
+        self._plan = plan or Plan()
+        self._open = partial(loaded, source, self._plan, weights=weights, tokenizer=tokenizer, device=device)
         # Weights in few bits are read together.
         self._parted = isinstance(source, Path) and bool(self.ranges) and not rounded_weights(source)
         """Whether one range's experts are in memory at a time: those of `_range`, the first of which is the last."""
@@ -159,6 +160,19 @@ class ImageGenerator:
             sampler = partial(ddim, eta=how.eta, draw=draw)
         start = LAST_WITH_EPS if self.head.predicts == "eps" else 1.0
         return sampler(denoise, draw(), even_times(how.steps, start=start), self.schedule)
+
+    def predict_seconds(
+        self, images: int, machine: Machine, sampling: Sampling | None = None, **settings: Any
+    ) -> float:
+        """Predicted seconds of `sample` for so many images on one device of a machine, without reading weights."""
+        how = replace(sampling or Sampling(), **settings)
+
+        def passed(batch: int) -> float:
+            plan = replace(self._plan, micro_batch=batch if how.guidance == 1.0 else 2 * batch)
+            return predict_pass(self._loaded.model.config, machine, plan)
+
+        full, rest = divmod(images, self.batch)
+        return how.steps * ((full and full * passed(self.batch)) + (rest and passed(rest)))
 
 
 def _number(label: str, names: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from penstock.planner.operators import Part
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.shapes import counted_tokens
-from penstock.planner.stored import assumption, storing
+from penstock.planner.stored import assumption, joined, storing
 
 WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""
@@ -181,18 +181,18 @@ class Passes:
         self.model: ModelConfig = model.writing()
         self.serving = serving
         self.fp8 = serving.weights == "fp8"
+        self._plan = _plan(machine, half=serving.half, fp8=self.fp8)
         stored = stored_on(machine, serving.weights)
         self.storing = storing(machine, stored, heads=True)
-        self.rates = rates_of(machine, _plan(machine, half=serving.half, fp8=self.fp8), weights=stored)
+        self.rates = rates_of(machine, self._plan, weights=stored)
 
     def prefill(self, tokens: int, samples: int = 1) -> float:
         """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
-        rates, serving = self.rates, self.serving
         work = workload_of(_sized(self.model, tokens), self._terms(samples))
         if not self.model.graph.generates:
-            return sum(part.count * _seconds(part, rates, serving) for part in work.parts)
+            return sum(part.count * self._seconds(part) for part in work.parts)
         # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
-        blocks = sum(part.count * _seconds(part, rates, serving) for part in work.blocks)
+        blocks = sum(part.count * self._seconds(part) for part in work.blocks)
         # Only the last token of a prompt needs an output.
         return blocks + self._ends(samples) + self._between(samples * tokens) + self._host(samples)
 
@@ -200,11 +200,10 @@ class Passes:
         """One token of each of `samples` sequences, with `cached` tokens of each in the cache: of all stages, one after
         the other. An encoder–decoder's cache has the source among them, here as many tokens as its own.
         """
-        rates, serving = self.rates, self.serving
         sources = max(1, cached // 2) if self.model.graph.remembered else 1
         work = workload_of(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
         blocks = [part for part in work.blocks if part.block and part.block.causal]
-        token = sum(part.count * _seconds(part, rates, serving, again=True) for part in blocks)
+        token = sum(part.count * self._seconds(part, again=True) for part in blocks)
         return token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
 
     def parts(self) -> Iterator[tuple[int, Part]]:
@@ -231,7 +230,24 @@ class Passes:
     def _ends(self, samples: int) -> float:
         """Seconds of one token of each sequence outside the blocks."""
         work = workload_of(_sized(self.model, 1), self._terms(samples))
-        return sum(_seconds(part, self.rates, self.serving) for part in work.parts if part.block is None)
+        return sum(self._seconds(part) for part in work.parts if part.block is None)
+
+    def _seconds(self, part: Part, *, again: bool = False) -> float:
+        """Seconds of a part's forward operators; groups that hold alike experts' parts are tp / ep devices apart.
+        `again` leaves out what the first token has left in the cache: keys and values of another stack."""
+        rates, serving, total = self.rates, self.serving, 0.0
+        for op in joined(part, rates.machine, self._plan, self.storing.weights):
+            if again and op.module == "cross" and op.pieces:
+                continue
+            if op.axis == "expert":
+                total += collective_seconds(op, rates, serving.ep, serving.tp // serving.ep)
+            elif op.axis:
+                total += collective_seconds(op, rates, serving.tp, 1)
+            elif op.module != "loss":
+                total += seconds(op, rates)
+                if rates.cpu:
+                    total += op.launches * rates.machine.launch_seconds
+        return total
 
     def _host(self, samples: int, cached: int = 0) -> float:
         """Additional seconds of our engine on a CPU."""
@@ -272,24 +288,6 @@ def _sized(model: ModelConfig, tokens: int) -> ModelConfig:
     lengths = (1 if source.name == decoder_input else tokens for source in graph.inputs)
     sized: ModelConfig = model.with_lengths(*lengths)
     return sized
-
-
-def _seconds(part: Part, rates: Rates, serving: Serving, *, again: bool = False) -> float:
-    """Seconds of a part's forward operators; groups that hold alike experts' parts are tp / ep devices apart. `again`
-    leaves out what the first token has left in the cache: keys and values of another stack."""
-    total = 0.0
-    for op in part.forward:
-        if again and op.module == "cross" and op.pieces:
-            continue
-        if op.axis == "expert":
-            total += collective_seconds(op, rates, serving.ep, serving.tp // serving.ep)
-        elif op.axis:
-            total += collective_seconds(op, rates, serving.tp, 1)
-        elif op.module != "loss":
-            total += seconds(op, rates)
-            if rates.cpu:
-                total += op.launches * rates.machine.launch_seconds
-    return total
 
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

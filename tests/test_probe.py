@@ -48,6 +48,7 @@ from penstock.probe import (
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.rates import page_seconds, seconds, shared
 from penstock.products.integers import Int8, Int8Weights
+from penstock.products.stored import OneDnn
 
 pytestmark = pytest.mark.alone
 
@@ -223,7 +224,7 @@ def test_each_kind_of_collective_has_its_own_rate() -> None:
 def test_the_peak_is_the_best_sample(measured: Machine) -> None:
     assert measured.peak_flops == measured.achievable_flops
     for kind, rate in measured.peak_flops.items():
-        samples = [s for s in measured.gemm if s.dtype == kind and s.form != "stored"]
+        samples = [s for s in measured.gemm if s.dtype == kind and s.plain]
         assert rate == max(sample.flops_per_second for sample in samples)
     assert len({(s.m, s.n, s.k) for s in measured.gemm if s.dtype == "fp32"}) >= 3
 
@@ -245,7 +246,7 @@ def test_gradients_are_measured_as_they_lie(measured: Machine) -> None:
         assert 32001 in (sample.m, sample.n, sample.k)
 
 
-def test_layers_in_int8_are_measured_as_inference_computes_them(
+def test_stored_layers_are_measured_as_inference_computes_them(
     measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = [sample for sample in measured.gemm if sample.form == "stored"]
@@ -255,6 +256,8 @@ def test_layers_in_int8_are_measured_as_inference_computes_them(
         assert max(rows) >= 128
     assert {sample.dtype for sample in stored} == {"int8", "int8_weights"}
     assert "int8_weights" not in measured.peak_flops, "no compute type"
+    packed = {sample.dtype for sample in measured.gemm if sample.form == "packed"}
+    assert packed == ({"fp32", "bf16"} if this_cpu().packs_bf16 else {"fp32"})
     one_token = [s for s in measured.kernels if s.name == "attention_token" and s.dtype == "fp32"]
     assert one_token
     in_blocks = {s.tokens for s in measured.kernels if s.name == "attention_block" and s.dtype == "fp32"}
@@ -272,8 +275,9 @@ def test_layers_in_int8_are_measured_as_inference_computes_them(
 
     for name, form in (("int8", Int8), ("int8_weights", Int8Weights)):
         monkeypatch.setattr(form, "product", counted(name, form.product))
+    monkeypatch.setattr(OneDnn, "kernel", counted("packed", OneDnn.kernel))
     samples = list(products.stored_samples(True, 1e-4))
-    assert set(called) == {(s.dtype, (s.m, s.k)) for s in samples}
+    assert set(called) == {("packed" if s.form == "packed" else s.dtype, (s.m, s.k)) for s in samples}
 
 
 def test_load_is_read_once_a_second_and_its_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from penstock.config.machine import GemmSample, KernelSample, Machine, load_mach
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe_on
-from penstock.planner.prediction import predict_pass
+from penstock.planner.prediction import predict, predict_pass
 from penstock.planner.serve import Passes, Serving, predict_inference
 from penstock.planner.stored import assumption, storing
 
@@ -182,3 +182,24 @@ def test_blocks_in_one_call_are_one_launch_with_attention_of_their_own() -> None
         assert _seconds(rated, model=model) == _seconds(without, model=model), "computed by operators"
     for weights in ("int8_weights", "plain"):
         assert _seconds(rated, weights, vit) == _seconds(without, weights, vit)
+
+
+def test_packed_layers_are_priced_by_their_own_rate_and_so_is_what_int8_leaves_out() -> None:
+    def machine(rate: float) -> Machine:
+        packed = GemmSample(dtype="fp32", m=128, n=768, k=768, flops_per_second=rate, form="packed")
+        return replace(none, gemm=(*none.gemm, packed))
+
+    attention = KernelSample(name="attention", per_second=1e10, tokens=128, features=64)
+    none = replace(_machine(int8=RATE), kernels=(attention,))
+    fast, slow = machine(4e11), machine(2e11)
+    blocks, head = _flops(none, heads=False), 2.0 * 2 * 128 * 768 * (768 + BERT.vocabulary)
+    for weights, flops in (("packed", blocks + head), ("int8", head), ("plain", 0.0)):
+        given: Any = weights
+        assert _seconds(slow, given) - _seconds(fast, given) == pytest.approx(flops / 4e11)
+        assert (_seconds(none, given) == _seconds(fast, given)) == (weights == "plain")
+    half = Plan(micro_batch=2, precision="O3", dtype="bf16", attention="flash")
+    assert _seconds(slow, "packed", plan=half) == _seconds(fast, "packed", plan=half), "of fp32 alone"
+    # The rate of training stays what it is.
+    assert predict(BERT, slow, PASS) == replace(predict(BERT, fast, PASS), machine=slow.name)
+    serving = Serving(half=False, cache_bytes=4.0, weights="packed")
+    assert Passes(GPT, slow, serving).prefill(64, 4) > Passes(GPT, fast, serving).prefill(64, 4)

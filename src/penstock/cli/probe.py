@@ -84,6 +84,12 @@ def _products(machine: Machine) -> Table:
 
 
 def _product(sample: GemmSample) -> str:
-    forms = {"forward": "", "ragged": ", odd rows", "vocabulary": ", a vocabulary", "stored": ", stored"}
+    forms = {
+        "forward": "",
+        "ragged": ", odd rows",
+        "vocabulary": ", a vocabulary",
+        "stored": ", stored",
+        "packed": ", packed",
+    }
     gradient = forms.get(sample.form, f", {sample.form} gradient")
     return f"{sample.m} × {sample.n} × {sample.k}{gradient}"

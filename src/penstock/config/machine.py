@@ -25,13 +25,22 @@ ASSUMED_LAUNCH_SECONDS = 5e-6
 
 
 ProductForm = Literal[
-    "forward", "input", "weight", "ragged", "vocabulary", "vocabulary_input", "vocabulary_weight", "stored"
+    "forward",
+    "input",
+    "weight",
+    "ragged",
+    "vocabulary",
+    "vocabulary_input",
+    "vocabulary_weight",
+    "stored",
+    "packed",
 ]
 """The result of a linear layer's matrix product: its output, the gradient of its input, or that of its weight. The
 factors of the three are laid out differently in memory, and some CPU kernels are ten times slower for one than for
 another. `ragged` is an output whose rows begin inside a vector. Those of `vocabulary` are the three of a layer with
 tens of thousands of outputs, whose weight and logits fit no cache. `stored` is the output of a layer whose weights are
-stored for inference (`penstock.config.formats.PRODUCTS`), from fp32 inputs, with their rounding, scales and bias."""
+stored for inference in few bits (`penstock.config.formats.PRODUCTS`), from fp32 inputs, with their rounding, scales and
+bias; `packed` that of one whose weights are laid out for the processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,11 @@ class GemmSample:
     k: Count
     flops_per_second: Positive
     form: ProductForm = "forward"
+
+    @property
+    def plain(self) -> bool:
+        """Whether it multiplies weights as they are, not as they are stored for inference."""
+        return self.form not in ("stored", "packed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.prediction import predict_pass
+from penstock.planner.serve import stored_on
 from penstock.tasks.denoise import conditions_of
 from penstock.tasks.noise import NoiseSchedule, ranges_of
 
@@ -72,7 +73,7 @@ class ImageGenerator:
         """Whether labels are texts."""
         self.ranges = labels_of(self.graph, settings).names
         """Names of the ranges of time that have experts of their own; none where all times share them."""
-        self._plan = plan or Plan()
+        self._plan, self._weights = plan or Plan(), weights
         self._open = partial(loaded, source, self._plan, weights=weights, tokenizer=tokenizer, device=device)
         # Weights in few bits are read together.
         self._parted = isinstance(source, Path) and bool(self.ranges) and not rounded_weights(source)
@@ -166,10 +167,11 @@ class ImageGenerator:
     ) -> float:
         """Predicted seconds of `sample` for so many images on one device of a machine, without reading weights."""
         how = replace(sampling or Sampling(), **settings)
+        weights = stored_on(machine, "packed" if self._weights == "auto" else self._weights)
 
         def passed(batch: int) -> float:
             plan = replace(self._plan, micro_batch=batch if how.guidance == 1.0 else 2 * batch)
-            return predict_pass(self._loaded.model.config, machine, plan)
+            return predict_pass(self._loaded.model.config, machine, plan, weights=weights)
 
         full, rest = divmod(images, self.batch)
         return how.steps * ((full and full * passed(self.batch)) + (rest and passed(rest)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -121,7 +121,9 @@ def _rates(
 ) -> Rates:  # fmt: skip
     cpu, basis, type_ = machine.device == "cpu", basis_of(machine, weights), product_type(numerics, machine)
     narrow = PRODUCTS[weights if basis == "training" else numerics.products].weights
-    peak_name = narrow or type_
+    peak_name, stored = narrow or type_, PRODUCTS[weights].weights
+    # Layers that stay out of few bits are packed, too.
+    packed = [s for s in machine.gemm if weights != "plain" and s.form == "packed" and s.dtype == type_]
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
     multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
@@ -139,8 +141,10 @@ def _rates(
         pairs = _rates(of_two, numerics, attention, constants, launch_blocking, weights)
     return Rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
-        products=_products(machine, type_, constants, multiprocessors, memory),
-        narrow=_stored_products(machine, weights) if basis == "stored"
+        products=_stored_products(packed, BYTES[numerics.compute]) if packed
+        else _products(machine, type_, constants, multiprocessors, memory),
+        narrow=_stored_products(stored_samples(machine, weights), BYTES[stored] if stored else 0.0)
+        if basis == "stored"
         else _products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
@@ -156,14 +160,10 @@ def _rates(
     )  # fmt: skip
 
 
-def _stored_products(machine: Machine, weights: formats.Products) -> Products:
-    """Layers that store their weights, by measured shapes."""
-    samples = stored_samples(machine, weights)
+def _stored_products(samples: Sequence[GemmSample], streamed: float) -> Products:
+    """Layers that store their weights for inference, `streamed` bytes each, by measured shapes."""
     best = max(sample.flops_per_second for sample in samples)
-    stored = PRODUCTS[weights].weights
-    return Products(
-        {"forward": _logarithms(samples, 1.0)}, best, None, streamed=BYTES[stored] if stored else 0.0
-    )
+    return Products({"forward": _logarithms(samples, 1.0)}, best, None, streamed=streamed)
 
 
 def _logarithms(samples: Iterable[GemmSample], share: float) -> Samples:
@@ -178,7 +178,7 @@ def _products(
     share = sustained_share(machine, constants)
     measured: dict[ProductForm, Samples] = {}
     for s in machine.gemm:
-        if s.dtype == type_ and s.form != "stored":
+        if s.dtype == type_ and s.plain:
             measured.setdefault(s.form, []).extend(_logarithms([s], share))
     best = _sustained(machine, type_, constants)
     if machine.device == "cpu" or measured:
@@ -207,7 +207,7 @@ def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samp
 def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
     """The rate of long runs of large products: of the best that was measured, or that a sweep found, or of the peak,
     the share that the chip sustains."""
-    measured = [s.flops_per_second for s in machine.gemm if s.dtype == type_ and s.form != "stored"]
+    measured = [s.flops_per_second for s in machine.gemm if s.dtype == type_ and s.plain]
     best = max(measured, default=None) or machine.achievable_flops.get(type_)
     if not best and type_ == "fp16":
         best = machine.achievable_flops.get("bf16")

@@ -18,7 +18,7 @@ from penstock.planner.describe import totals, workload_of
 from penstock.planner.listing import OpTerms
 from penstock.planner.operators import Part
 from penstock.planner.price import collective_seconds, seconds
-from penstock.planner.rates import Rates, rates_of
+from penstock.planner.rates import rates_of
 from penstock.planner.shapes import counted_tokens
 from penstock.planner.stored import assumption, joined, storing
 

@@ -40,7 +40,7 @@ __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_
 
 log = logging.getLogger(__name__)
 
-_PROBE = 15
+_PROBE = 16
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.2
 """A CPU that is this much faster than when it was measured was busy then."""
@@ -148,7 +148,7 @@ def _best_rates(samples: Iterable[GemmSample]) -> dict[str, float]:
     """The best rate of each compute type."""
     best: dict[str, float] = {}
     for sample in samples:
-        if sample.form != "stored":
+        if sample.plain:
             best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
     return best
 

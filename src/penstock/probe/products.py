@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.config.formats import PRODUCTS
+from penstock.config.formats import PRODUCTS, Products
 from penstock.config.machine import GemmSample, ProductForm
 from penstock.config.plan import Matmul
+from penstock.cpu import this_cpu
 from penstock.errors import PenstockError
 from penstock.matmul import matmul_precision
 from penstock.probe import load
@@ -184,7 +185,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
 
 
 def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
-    """Layers that store their weights in int8 for inference on this CPU, as they compute here."""
+    """Layers that store their weights for inference on this CPU, in int8 or laid out for it, as they compute here."""
     generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
     rows = _STORED_ROWS_QUICK if quick else _STORED_ROWS
     shapes = [
@@ -193,18 +194,24 @@ def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
         for n, k in ((1, 1), (4, 1), (1, 4))
         for m in rows
     ]
-    for name, row in PRODUCTS.items():
-        if row.weights != "int8" or "cpu" not in row.devices:
-            continue
+    kinds: list[tuple[Products, str, ProductForm, torch.dtype]] = [
+        (name, name, "stored", torch.float32)
+        for name, row in PRODUCTS.items()
+        if row.weights == "int8" and "cpu" in row.devices
+    ]
+    kinds.append(("packed", "fp32", "packed", torch.float32))
+    if this_cpu().packs_bf16:
+        kinds.append(("packed", "bf16", "packed", torch.bfloat16))
+    for name, kind, form, dtype in kinds:
         try:
             for m, n, k in shapes:
-                x, weight = _float_operands(torch.float32)((m, n, k), cpu, generator)
+                x, weight = _float_operands(dtype)((m, n, k), cpu, generator)
                 linear = nn.Linear(k, n, device="meta")
                 linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(weight[:, 0].clone())
                 layer = STORED[name](linear)
                 spent = seconds(partial(layer, x), cpu, budget)
                 flops = 2.0 * m * n * k / spent
-                yield GemmSample(dtype=name, m=m, n=n, k=k, flops_per_second=flops, form="stored")
+                yield GemmSample(dtype=kind, m=m, n=n, k=k, flops_per_second=flops, form=form)
         except (RuntimeError, PenstockError) as error:
             log.info("layers in %s do not run here: %s", name, str(error).partition("\n")[0])
 

@@ -34,6 +34,7 @@ from penstock.planner.prediction import predict_pass, predict_pass_bytes
 from penstock.planner.stored import assumption, basis_of
 from penstock.probe import resolve_device
 from penstock.products.blocks import join_blocks
+from penstock.products.convert import store_linears, suited
 from penstock.products.rounded import store_rounded, stored_tensors
 from penstock.tasks import Task, task_of
 from penstock.train.evaluate import evaluate
@@ -172,7 +173,11 @@ class Workbench:
 
     def latencies(self, models: Sequence[Model]) -> list[float]:
         """Measured seconds of a pass of each model: the fastest tenth of all passes, because other processes can only
-        lengthen them. Models take turns in rounds."""
+        lengthen them. Models take turns in rounds. What a quantised model leaves in fp32 is laid out for the processor,
+        as inference does; other models multiply as torch does."""
+        for model in models:
+            if stored_tensors(model):
+                store_linears(model, suited(model, "auto", own=True))
         passes = [(model, self._inputs(model)) for model in models]
         seconds: list[list[float]] = [[] for _ in passes]
         with torch.inference_mode():

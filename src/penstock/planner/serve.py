@@ -60,9 +60,10 @@ class Serving:
     """Per number of the key–value cache."""
     half: bool = True
     """Whether the device computes in half precision where it can; else in fp32."""
-    weights: Products = "plain"
-    """How linear layers store their weights and multiply, as `weights=` of generation says. With `fp8` those inside
-    blocks do, all else is in half precision, whatever `weight_bytes` says, and the machine must have fp8."""
+    weights: Products = "packed"
+    """How linear layers store their weights and multiply, as `weights=` of generation says; `packed` is what `auto`
+    means on a CPU, and a GPU multiplies plain ones. With `fp8` those inside blocks do, all else is in half precision,
+    whatever `weight_bytes` says, and the machine must have fp8."""
 
     @property
     def gpus(self) -> int:

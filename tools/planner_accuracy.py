@@ -1,20 +1,28 @@
 """Write docs/reference/planner-accuracy.md: every published row beside its prediction.
 
-    python tools/planner_accuracy.py [--quick]
-
-`--quick` keeps the stored leave-one-out errors, instead of fitting again without each model.
+python tools/planner_accuracy.py [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="keep the stored errors, in place of fitting again without each model",
+    )
+    quick = parser.parse_args().quick
     # The tables are beside the tests, which compare the page with them.
     sys.path.insert(0, str(ROOT / "tests"))
     from calibration.report import write
 
-    write(ROOT, refit="--quick" not in sys.argv)
+    write(ROOT, refit=not quick)

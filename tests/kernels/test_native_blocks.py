@@ -92,8 +92,8 @@ def test_activations_are_those_of_torch_in_fp64() -> None:
 
 
 def _int8(linear: nn.Linear, kind: str) -> nn.Module:
-    if kind == "range":
-        return Int8(linear)
+    if kind in ("range", "factors"):
+        return Int8(linear, torch.rand(linear.in_features) + 0.5 if kind == "factors" else None)
     rounded = round_rows(linear.weight)
     scale = torch.tensor(0.03) if kind == "static" else None
     return stored_form(linear, "int8", RoundedWeight(rounded.numbers, rounded.scales, input_scale=scale))
@@ -127,7 +127,7 @@ LENGTHS = (20, 31, 7, 25, 40)
 
 def _hold_blocks() -> None:
     for name, sizes in STACKS.items():
-        for kind in ("static", "token", "range"):
+        for kind in ("static", "token", "range", "factors"):
             block = _block(sizes, kind)
             assert join_blocks(block) == 1, name
             assert block.whole is not None
@@ -191,6 +191,8 @@ MUTANTS = (
     ("blocks.cpp", "first = b.norm_first ? b.first : none", "first = b.first"),
     ("blocks.cpp", "second = b.norm_first ? b.second : none", "second = b.second"),
     ("blocks.cpp", "norm_in_place(b.first, u, rows, n, threads)", "norm_in_place(b.second, u, rows, n, threads)"),
+    ("blocks.cpp", "last[i] * factors[i]", "last[i]"),
+    ("blocks.cpp", "norm.weight ? out : from", "from"),
     ("blocks.cpp", "here, y + begin * n, adding(from, n)", "here, y + begin * n, adding(x, n)"),
     ("rows.h", "square / n + eps", "square / n"),
     ("products.h", "_mm512_set1_ps(2.12194440e-4f)", "_mm512_set1_ps(0.0f)"),

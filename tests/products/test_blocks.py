@@ -31,6 +31,7 @@ from penstock.models.model import Model
 from penstock.models.rounded import round_rows
 from penstock.planner.shapes import blocks_of
 from penstock.planner.stored import in_one_call
+from penstock.products import convert
 from penstock.products.blocks import join_blocks
 from penstock.products.rounded import store_rounded
 
@@ -139,6 +140,32 @@ def test_texts_need_no_mask_in_one_call(tmp_path: Path, calls: list[Block]) -> N
     with torch.inference_mode():
         made.model(torch.tensor([rows[0]]), torch.tensor([30]))
     assert len(calls) == len(_blocks(made.model))  # under a mask
+
+
+def test_vectors_by_weights_in_int8_are_those_of_one_call_a_block(
+    calls: list[Block], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With features of other sizes behind norms, which dividing them by their sizes makes alike."""
+    torch.manual_seed(0)
+    model = create(BERT).eval()
+    with torch.no_grad():
+        *norms, _ = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+        for norm in norms:
+            norm.weight[::16] *= 40
+        for linear in candidates(model, "int8")[0].values():
+            nn.init.normal_(linear.weight, std=0.3)
+    rows = torch.randint(0, 250, (16, 60)).tolist()
+    exact = Embedder(copy.deepcopy(model), weights="plain", tokenizer=Bytes()).embed(rows)
+    calls.clear()
+    off = {}
+    for careful in (True, False):
+        if not careful:
+            monkeypatch.setattr(convert, "_factors", lambda model, names: dict.fromkeys(names))
+        made = Embedder(copy.deepcopy(model), weights="int8", tokenizer=Bytes())
+        calls.clear()  # of measuring features
+        off[careful] = float(1 - (made.embed(rows) * exact).sum(1).min())
+        assert not calls
+    assert 0 < off[True] < 0.5 * off[False]
 
 
 def _joined(config: Any) -> Model:

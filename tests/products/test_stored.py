@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from helpers.cpus import pretend
 from helpers.generation import tiny
@@ -143,10 +143,11 @@ def test_experts_are_stored_each_by_itself(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("kind", ["here", "without our kernel", "avx2"])
+@pytest.mark.parametrize("factors", [None, torch.linspace(0.5, 2.0, 64)])
 @pytest.mark.parametrize("form", [Int8, Int8Twice])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_row_in_int8_changes_another(
-    form: type[Int8], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    form: type[Int8], kind: str, dtype: torch.dtype, factors: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "without our kernel":
         monkeypatch.setattr("penstock.products.integers.multiplies_integers", lambda: False)
@@ -154,7 +155,7 @@ def test_no_row_in_int8_changes_another(
         pretend(monkeypatch, kind)
     torch.manual_seed(0)
     linear = nn.Linear(64, 48).to(dtype).requires_grad_(False)
-    packed, x = form(linear), torch.randn(6, 64).to(dtype)
+    packed, x = form(linear, factors), torch.randn(6, 64).to(dtype)
     x[1], x[4] = x[1].abs(), 0.0  # of one sign, as activations are, and padding
     found, outlier = packed(x), x.clone()
     outlier[3] *= 1000
@@ -163,10 +164,12 @@ def test_no_row_in_int8_changes_another(
     others = [0, 1, 2, 4, 5]
     assert torch.equal(packed(outlier)[others], found[others])
     if form is Int8 and dtype == torch.float32:
+        by = torch.ones(64) if factors is None else factors
+        weight, x = linear.weight / by, x * by
         low, high = x.amin(1, keepdim=True).double(), x.amax(1, keepdim=True).double()
         middle, step = (low + high) / 2, (high - low) / (2 * packed.most) + 1e-12
         inputs = ((x - middle) / step).round() * step + middle
-        expected = inputs @ round_rows(linear.weight).values().double().t() + linear.bias.double()
+        expected = inputs @ round_rows(weight).values().double().t() + linear.bias.double()
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 

@@ -31,7 +31,7 @@ VECTOR = 16
 class _Linear(ctypes.Structure):
     _fields_ = (
         ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("zeros", c_void_p), ("scales", c_void_p),
-        ("sums", c_void_p), ("bias", c_void_p), ("scaling", c_int32), ("inverse", c_float),
+        ("sums", c_void_p), ("bias", c_void_p), ("scaling", c_int32), ("inverse", c_float), ("factors", c_void_p),
     )  # fmt: skip
 
 
@@ -128,10 +128,10 @@ class BlockKernel:
     def _linear(self, packed: PackedInt8, scale: InputScale) -> _Linear:
         scaling, inverse, scales = packed.scaled(scale)
         self._kept.append(scales)
-        bias = None if packed.bias is None else packed.bias.data_ptr()
         outputs, inputs = packed.shape
-        addresses = (one.data_ptr() for one in (packed.panels, packed.zeros, scales, packed.sums))
-        return _Linear(inputs, outputs, *addresses, bias, scaling, inverse)
+        read = (packed.panels, packed.zeros, scales, packed.sums, packed.bias, packed.factors)
+        *addresses, factors = (None if one is None else one.data_ptr() for one in read)
+        return _Linear(inputs, outputs, *addresses, scaling, inverse, factors)
 
     def _norm(self, norm: nn.Module) -> _Norm:
         if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):

@@ -71,8 +71,12 @@ def out_of_panels(panels: Tensor, outputs: int, inputs: int) -> Tensor:
 class PackedInt8:
     """A weight in int8 as the kernel of products in int8 reads it."""
 
-    def __init__(self, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        """numbers: int8 (N, K) from −127 to 127; scales, bias: fp32 (N,)."""
+    def __init__(
+        self, numbers: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None = None
+    ) -> None:
+        """numbers: int8 (N, K) from −127 to 127; scales, bias: fp32 (N,); factors that inputs are multiplied by before
+        they are rounded: fp32 (K,)."""
+        self.factors = None if factors is None else factors.contiguous()
         self.shape = numbers.shape
         self.panels, self.scales, self.bias = in_panels(numbers, QUADS), scales.float().contiguous(), bias
         sums = numbers.sum(1)
@@ -101,7 +105,7 @@ class PackedInt8:
         They are rounded by one scale, by each row's largest magnitude, which may be given, fp32 (M, 1), or by its
         range.
         """
-        rows, (outputs, inputs) = _readable(x), self.shape
+        rows, (outputs, inputs) = _readable(x if self.factors is None else x * self.factors), self.shape
         y = rows.new_empty(rows.shape[0], outputs)
         sizes = scale.contiguous() if isinstance(scale, Tensor) else None
         scaling, inverse, scales = self.scaled("size" if isinstance(scale, Tensor) else scale)

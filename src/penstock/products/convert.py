@@ -5,24 +5,28 @@ packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alo
 text has them.
 
 Inputs in 8 bits lose most behind a norm, where few features are far larger than the others. `careful` products there
-are in bf16, whose weights take twice the memory. A CPU without bf16 units rounds what the first rounding left once more
-instead, and multiplies twice.
+divide features by the square root of their size before they are rounded, in encoders of texts where blocks are
+computed in one call. Elsewhere they are in bf16, whose weights take twice the memory, and a CPU without bf16 units
+rounds what the first rounding left once more, and multiplies twice.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.config.decoding import Weights
 from penstock.config.formats import PRODUCTS, Product, Products
+from penstock.config.graph import TokenInput
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
+from penstock.kernels.native_blocks import computes_blocks
 from penstock.models.anatomy import Anatomy, anatomy_of
 from penstock.models.expert_linear import ExpertLinear
+from penstock.models.model import Model
 from penstock.models.roles import Attention, Experts, Linear, Perceptron, Stem
 from penstock.models.rounded import CLIP
 from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedExpertLinear, RoundedLinear
@@ -42,6 +46,8 @@ STORED: dict[Products, type[Stored]] = {
 """Classes of linear layers in inference; `plain` leaves them as they are."""
 AnyLinear = nn.Linear | ExpertLinear
 _ROUNDED = (RoundedLinear, RoundedExpertLinear)
+_SAMPLES, _TOKENS = 8, 32
+"""Random texts by which the size of features is known, and their tokens."""
 UNCALIBRATED = 3.0
 """The logarithm of a clip that no calibration has set: inputs from −8 to 8."""
 
@@ -194,11 +200,15 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
         _require_onednn(products, first.dtype)
     anatomy = anatomy_of(model)
     exact = _behind_norms(anatomy) if careful and products == "int8" else set()
+    factors = _factors(model, exact) if exact and computes_blocks() else {}
     stored: dict[nn.Linear, nn.Module] = {}
     careful_form = Bf16 if this_cpu().bf16 and this_cpu().packs_bf16 else Int8Twice
     for name, linear in _chosen(model, anatomy, products).items():
         if linear not in stored:
-            stored[linear] = _stored(linear, careful_form if name in exact else STORED[products])
+            if name in factors:
+                stored[linear] = in_place_of(linear, Int8(linear, factors[name]))
+            else:
+                stored[linear] = _stored(linear, careful_form if name in exact else STORED[products])
         model.set_submodule(name, stored[linear])
     if row.weights is not None and "cpu" in row.devices:
         for name, experts in list(model.named_modules()):
@@ -225,6 +235,32 @@ def _behind_norms(anatomy: Anatomy) -> set[str]:
     normed = {linear.name for part in anatomy.parts(Attention) for linear in part.projections}
     feeds: list[Perceptron | Experts] = [*anatomy.parts(Perceptron), *anatomy.parts(Experts)]
     return normed | {linear.name for part in feeds for linear in (part.up, part.gate) if linear}
+
+
+@torch.no_grad()
+def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """What the inputs of the named layers are multiplied by, (in,) each, so that features are of similar size: the
+    inverse square root of each one's largest magnitude, of random tokens. None where a model reads no tokens alone, or
+    has experts, which some of these would not visit."""
+    if not isinstance(model, Model) or len(model.graph.inputs) > 1:
+        return {}
+    (words,), first = model.graph.inputs, model.graph.runs[0]
+    if not isinstance(words, TokenInput) or first.stack.experts:
+        return {}
+    largest: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            largest[name] = inputs[0].float().abs().flatten(0, -2).amax(0)
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+    shape = (_SAMPLES, min(_TOKENS, first.most))
+    model.features(torch.randint(words.vocabulary, shape, generator=torch.Generator().manual_seed(0)))
+    for hook in hooks:
+        hook.remove()
+    return {name: size.clamp(min=1e-6).rsqrt() for name, size in largest.items()}
 
 
 def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str, nn.Linear]:

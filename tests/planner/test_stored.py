@@ -186,6 +186,21 @@ def test_blocks_in_one_call_are_one_launch_with_attention_of_their_own() -> None
         assert _seconds(rated, weights, vit) == _seconds(without, weights, vit)
 
 
+@pytest.mark.parametrize(("weights", "each"), [("packed", 4.0), ("int8", 1.0)])
+def test_weights_of_one_text_are_read_at_a_rate_of_their_own(weights: Products, each: float) -> None:
+    packed = GemmSample(dtype="fp32", m=128, n=768, k=768, flops_per_second=1e13, form="packed")
+    base = _machine(int8=1e13)
+
+    def decoded(rate: float) -> float:
+        reading = KernelSample(name=f"reading_{weights}", per_second=rate)
+        machine = replace(base, gemm=(*base.gemm, packed), kernels=(reading,))
+        serving = Serving(half=False, weight_bytes=each, cache_bytes=4.0, weights=weights)
+        return Passes(GPT, machine, serving).decode(1, 64)
+
+    read = each * (12 * 12 * 768**2 + 768 * GPT.vocabulary)
+    assert decoded(1e10) - decoded(2e10) == pytest.approx(read / 2e10, rel=1e-3)
+
+
 def test_packed_layers_are_priced_by_their_own_rate_and_so_is_what_int8_leaves_out() -> None:
     def machine(rate: float) -> Machine:
         packed = GemmSample(dtype="fp32", m=128, n=768, k=768, flops_per_second=rate, form="packed")

@@ -69,7 +69,8 @@ class KernelSample:
     name: str
     per_second: Positive
     """FLOP/s of the products for `attention`, `attention_backward`, `attention_token` (one query of each head),
-    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; elements per second for all others."""
+    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; bytes of weights for `reading_packed`,
+    `reading_int8` and `reading_int8_weights`, of layers for inference; elements for all others."""
     tokens: Natural = 0
     features: Natural = 0
     dtype: str = "fp32"

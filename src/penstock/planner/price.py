@@ -145,9 +145,12 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         computed = share * products.seconds(op.m, op.n, op.k, op.batch, form=form)
         if form.startswith("vocabulary"):
             return computed
-        streamed = products.streamed * op.batch * op.n * op.k / rates.memory
-        first = computed / math.ceil(op.m / STREAMED_ROWS)
-        return computed - first + max(first, streamed) + moved - streamed
+        weights = products.streamed * op.batch * op.n * op.k
+        first, streamed = (
+            computed / math.ceil(op.m / STREAMED_ROWS),
+            weights / (products.reading or rates.memory),
+        )
+        return computed - first + max(first, streamed) + moved - weights / rates.memory
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.

@@ -141,10 +141,11 @@ def _rates(
         pairs = _rates(of_two, numerics, attention, constants, launch_blocking, weights)
     return Rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
-        products=_stored_products(packed, BYTES[numerics.compute]) if packed
+        products=_stored_products(packed, BYTES[numerics.compute], kernels.get("reading_packed")) if packed
         else _products(machine, type_, constants, multiprocessors, memory),
-        narrow=_stored_products(stored_samples(machine, weights), BYTES[stored] if stored else 0.0)
-        if basis == "stored"
+        narrow=_stored_products(
+            stored_samples(machine, weights), BYTES[stored] if stored else 0.0, kernels.get(f"reading_{weights}")
+        ) if basis == "stored"
         else _products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
@@ -160,10 +161,11 @@ def _rates(
     )  # fmt: skip
 
 
-def _stored_products(samples: Sequence[GemmSample], streamed: float) -> Products:
-    """Layers that store their weights for inference, `streamed` bytes each, by measured shapes."""
-    best = max(sample.flops_per_second for sample in samples)
-    return Products({"forward": _logarithms(samples, 1.0)}, best, None, streamed=streamed)
+def _stored_products(samples: Sequence[GemmSample], streamed: float, reading: Samples | None) -> Products:
+    """Layers that store their weights for inference, `streamed` bytes each, by measured shapes and, if it was measured,
+    their rate of reading them."""
+    best, rate = max(sample.flops_per_second for sample in samples), reading[0][3] if reading else 0.0
+    return Products({"forward": _logarithms(samples, 1.0)}, best, None, streamed=streamed, reading=rate)
 
 
 def _logarithms(samples: Iterable[GemmSample], share: float) -> Samples:

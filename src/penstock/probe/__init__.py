@@ -32,7 +32,7 @@ from penstock.errors import EnvironmentProblem, PenstockError
 from penstock.kernels.gains import kind_of
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
-from penstock.probe.products import gemm_samples, measured_again, stored_samples, sustained
+from penstock.probe.products import gemm_samples, measured_again, reading_samples, stored_samples, sustained
 from penstock.probe.rates import launch_seconds, memory_bandwidth, memory_bytes, page_seconds, shared
 from penstock.report.record import processor
 
@@ -69,6 +69,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         operator = operator_seconds(where) if on_cpu else 0.0
         kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
         samples += stored_samples(quick, budget / 6) if on_cpu else []
+        kernels += reading_samples(quick, budget / 6) if on_cpu else []
         share, words = (0.0, "") if on_cpu or quick else sustained(where, samples)
         link = measure_link(where) if world > 1 else None
         faster_alone = alone_speedup(where) if world > 1 and on_cpu else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.config.formats import PRODUCTS, Products
-from penstock.config.machine import GemmSample, ProductForm
+from penstock.config.formats import BYTES, FORMATS, PRODUCTS, Dtype, Products
+from penstock.config.machine import GemmSample, KernelSample, ProductForm
 from penstock.config.plan import Matmul
 from penstock.cpu import this_cpu
 from penstock.errors import PenstockError
@@ -64,6 +64,8 @@ _STORED_ROWS, _STORED_ROWS_QUICK = (1, 8, 128, 1024), (1, 8, 128)
 _STORED_WIDTHS, _STORED_WIDTHS_QUICK = (384, 768), (768,)
 """Widths of models. Of each a layer has as many outputs as inputs, one four times as many, and one as many from four
 times the inputs."""
+_READ_SIDE, _READ_BYTES, _READ_BYTES_QUICK = 2048, 1 << 28, 1 << 27
+"""Inputs and outputs of layers whose weights are read from memory, and bytes of all of them."""
 # The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that large
 # shapes would take minutes. This product predicts which ones would take too long, and they are left out. It runs on a
 # single thread, because a busy neighbour can slow short products on several threads a hundredfold.
@@ -194,26 +196,55 @@ def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
         for n, k in ((1, 1), (4, 1), (1, 4))
         for m in rows
     ]
-    kinds: list[tuple[Products, str, ProductForm, torch.dtype]] = [
-        (name, name, "stored", torch.float32)
-        for name, row in PRODUCTS.items()
-        if row.weights == "int8" and "cpu" in row.devices
-    ]
-    kinds.append(("packed", "fp32", "packed", torch.float32))
-    if this_cpu().packs_bf16:
-        kinds.append(("packed", "bf16", "packed", torch.bfloat16))
-    for name, kind, form, dtype in kinds:
+    for name, form, dtype in _stored_kinds():
         try:
             for m, n, k in shapes:
-                x, weight = _float_operands(dtype)((m, n, k), cpu, generator)
-                linear = nn.Linear(k, n, device="meta")
-                linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(weight[:, 0].clone())
-                layer = STORED[name](linear)
-                spent = seconds(partial(layer, x), cpu, budget)
-                flops = 2.0 * m * n * k / spent
+                x, linear = _linear((m, n, k), dtype, generator)
+                flops = 2.0 * m * n * k / seconds(partial(STORED[name](linear), x), cpu, budget)
+                kind = dtype if form == "packed" else name
                 yield GemmSample(dtype=kind, m=m, n=n, k=k, flops_per_second=flops, form=form)
         except (RuntimeError, PenstockError) as error:
             log.info("layers in %s do not run here: %s", name, str(error).partition("\n")[0])
+
+
+def reading_samples(quick: bool, budget: float) -> Iterator[KernelSample]:
+    """How fast such layers read their weights from memory: those of one row, several that fit no cache in turn."""
+    generator, every = torch.Generator().manual_seed(0), _READ_BYTES_QUICK if quick else _READ_BYTES
+    for name, _, dtype in _stored_kinds():
+        try:
+            x, linear = _linear((1, _READ_SIDE, _READ_SIDE), dtype, generator)
+            each = _READ_SIDE**2 * BYTES[PRODUCTS[name].weights or dtype]
+            layers = [STORED[name](linear) for _ in range(math.ceil(every / each))]
+            rate = len(layers) * each / seconds(partial(_in_turn, layers, x), torch.device("cpu"), budget)
+            yield KernelSample(name=f"reading_{name}", per_second=rate, dtype=dtype)
+        except (RuntimeError, PenstockError) as error:
+            log.info("layers in %s do not run here: %s", name, str(error).partition("\n")[0])
+
+
+def _in_turn(layers: Sequence[nn.Module], x: Tensor) -> None:
+    for layer in layers:
+        layer(x)
+
+
+def _stored_kinds() -> list[tuple[Products, ProductForm, Dtype]]:
+    """How layers store their weights for inference, with the form of their samples and the type of inputs."""
+    kinds: list[tuple[Products, ProductForm, Dtype]] = [
+        (name, "stored", "fp32")
+        for name, row in PRODUCTS.items()
+        if row.weights == "int8" and "cpu" in row.devices
+    ]
+    kinds.append(("packed", "packed", "fp32"))
+    if this_cpu().packs_bf16:
+        kinds.append(("packed", "packed", "bf16"))
+    return kinds
+
+
+def _linear(shape: Shape, dtype: Dtype, generator: torch.Generator) -> tuple[Tensor, nn.Linear]:
+    """Inputs of a layer, and the layer."""
+    x, weight = _float_operands(getattr(torch, FORMATS[dtype].dtype))(shape, torch.device("cpu"), generator)
+    linear = nn.Linear(shape[2], shape[1], device="meta")
+    linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(weight[:, 0].clone())
+    return x, linear
 
 
 def _gradient_samples(

@@ -25,7 +25,7 @@ from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import NOTHING, Recompute, computed_again
 from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.stages import share_processors
-from penstock.planner.step import step
+from penstock.planner.step import PAGE_BYTES, mapped_alone, step
 from penstock.planner.stored import joined, storing
 from penstock.planner.traced import as_planned
 from penstock.report.page import cell
@@ -144,14 +144,18 @@ def predict_pass(
     _refuse(model, machine, plan)
     work = describe_on(machine, model, plan, storing=storing(machine, weights, heads=heads))
     rates = rates_of(machine, plan, weights=weights)
-    busy = launches = 0.0
+    busy = launches = mapped = 0.0
     for part in work.parts:
         operators = [op for op in joined(part, machine, plan, weights) if op.module != "loss"]
         busy += part.count * sum(price.seconds(op, rates) for op in operators)
         launches += part.count * sum(op.launches for op in operators)
+        mapped += part.count * sum(mapped_alone(op) for op in operators)
     if not rates.cpu:  # launches run ahead of the device
         return max(busy, launches * machine.launch_seconds)
-    return busy + launches * (machine.operator_seconds or machine.launch_seconds)
+    pages = mapped / PAGE_BYTES if plan.host_memory == "release" else 0.0
+    return (
+        busy + launches * (machine.operator_seconds or machine.launch_seconds) + pages * machine.page_seconds
+    )
 
 
 def predict_pass_bytes(model: ModelConfig, machine: Machine, plan: Plan) -> tuple[int, float]:

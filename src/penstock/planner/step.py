@@ -329,13 +329,14 @@ def _host(
     }
 
 
+def mapped_alone(op: Op) -> float:
+    """Bytes of an operator's result that glibc maps on their own; 0 where it is too small for that."""
+    return op.written if op.written >= MAPPED_ALONE_BYTES and not op.in_place else 0.0
+
+
 def faulted_pages(work: Workload, plan: Plan) -> float:
     """Pages that one step on a CPU maps again, where freed memory goes back to the kernel."""
-    large = sum(
-        count * op.written
-        for count, op in work.operators()
-        if op.written >= MAPPED_ALONE_BYTES and not op.in_place
-    )
+    large = sum(count * mapped_alone(op) for count, op in work.operators())
     # Gradients are cleared to None, unless they are in one flat buffer.
     gradients = work.learned * work.parameters * BYTES[numerics_of(plan).gradients]
     freed = 0.0 if plan.optimizer == "contiguous" else gradients

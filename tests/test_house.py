@@ -464,9 +464,9 @@ LINES = {
     "(modules)": 1680,
     "boundary": 1720,
     "checkpoint": 2030,
-    "cli": 4360,
+    "cli": 4370,
     "compress": 2730,
-    "config": 6390,
+    "config": 6400,
     "data": 7020,
     "decode": 2570,
     "doctor": 450,
@@ -478,10 +478,10 @@ LINES = {
     "models": 9290,
     "optim": 1860,
     "parallel": 4160,
-    "planner": 7080,
+    "planner": 7100,
     "precision": 5510,
-    "probe": 1340,
-    "products": 1760,
+    "probe": 1380,
+    "products": 1800,
     "report": 1390,
     "schedules": 1040,
     "serve": 3400,
@@ -499,7 +499,7 @@ def test_rooms_keep_to_their_lines() -> None:
         lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
     too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
     assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 91_600
+    assert sum(LINES.values()) <= 91_800
 
 
 FAMILIES = {

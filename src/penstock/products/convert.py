@@ -239,9 +239,9 @@ def _behind_norms(anatomy: Anatomy) -> set[str]:
 
 @torch.no_grad()
 def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """What the inputs of the named layers are multiplied by, (in,) each, so that features are of similar size: the
-    inverse square root of each one's largest magnitude, of random tokens. None where a model reads no tokens alone, or
-    has experts, which some of these would not visit."""
+    """Factors by which the inputs of the named layers become of similar size, (in,) each: the inverse square root of
+    each feature's largest magnitude, over random tokens. None of a model that reads other inputs than tokens, or has
+    experts, which some of these would not visit."""
     if not isinstance(model, Model) or len(model.graph.inputs) > 1:
         return {}
     (words,), first = model.graph.inputs, model.graph.runs[0]

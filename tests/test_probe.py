@@ -47,7 +47,7 @@ from penstock.probe import (
 )
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.rates import page_seconds, seconds, shared
-from penstock.products.integers import Int8, Int8Weights
+from penstock.products.integers import Int4, Int8, Int8Weights
 from penstock.products.stored import OneDnn
 
 pytestmark = pytest.mark.alone
@@ -250,16 +250,16 @@ def test_stored_layers_are_measured_as_inference_computes_them(
     measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = [sample for sample in measured.gemm if sample.form == "stored"]
-    for weights in ("int8", "int8_weights"):
+    for weights in ("int8", "int8_weights", "int4"):
         rows = [sample.m for sample in stored if sample.dtype == weights]
         assert min(rows) == 1, "as when a text is generated"
         assert max(rows) >= 128
-    assert {sample.dtype for sample in stored} == {"int8", "int8_weights"}
+    assert {sample.dtype for sample in stored} == {"int8", "int8_weights", "int4"}
     assert "int8_weights" not in measured.peak_flops, "no compute type"
     packed = {sample.dtype for sample in measured.gemm if sample.form == "packed"}
     assert packed == ({"fp32", "bf16"} if this_cpu().packs_bf16 else {"fp32"})
     read = {s.name for s in measured.kernels if s.name.startswith("reading_") and s.dtype == "fp32"}
-    assert read == {"reading_int8", "reading_int8_weights", "reading_packed"}
+    assert read == {"reading_int8", "reading_int8_weights", "reading_int4", "reading_packed"}
     one_token = [s for s in measured.kernels if s.name == "attention_token" and s.dtype == "fp32"]
     assert one_token
     in_blocks = {s.tokens for s in measured.kernels if s.name == "attention_block" and s.dtype == "fp32"}
@@ -275,7 +275,7 @@ def test_stored_layers_are_measured_as_inference_computes_them(
 
         return forward
 
-    for name, form in (("int8", Int8), ("int8_weights", Int8Weights)):
+    for name, form in (("int8", Int8), ("int8_weights", Int8Weights), ("int4", Int4)):
         monkeypatch.setattr(form, "product", counted(name, form.product))
     monkeypatch.setattr(OneDnn, "kernel", counted("packed", OneDnn.kernel))
     samples = list(products.stored_samples(True, 1e-4))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
+from penstock.config.formats import PRODUCTS, Products
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.models import Model
@@ -210,6 +211,20 @@ def test_casts_are_operators_too() -> None:
     assert len([name for name in integers if "cast." in name]) == len(shards & {"cast.weights"}) + 2, (
         "the ends' alone"
     )
+
+
+@pytest.mark.parametrize("products", ["int8", "int8_all", "int8_forward", "int8_backward"])
+def test_each_product_is_in_int8_where_its_form_says_so(products: Products) -> None:
+    every = {
+        op.name: op
+        for _, op in describe(PRESETS["vit-b16"], Plan.parse(f"precision=O1 products={products}")).operators()
+    }
+    ahead, *behind = (every[f"mlp.up{ending}"] for ending in ("", ".input", ".weight"))
+    passes = PRODUCTS[products].passes
+    assert [ahead.narrow, *(op.narrow for op in behind)] == [
+        one in passes for one in ("forward", "input", "weight")
+    ]
+    assert ahead.written == ahead.m * ahead.n * (4.0 if "forward" in passes else 2.0)
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "marian-base"])

@@ -84,12 +84,6 @@ def _products(machine: Machine) -> Table:
 
 
 def _product(sample: GemmSample) -> str:
-    forms = {
-        "forward": "",
-        "ragged": ", odd rows",
-        "vocabulary": ", a vocabulary",
-        "stored": ", stored",
-        "packed": ", packed",
-    }
-    gradient = forms.get(sample.form, f", {sample.form} gradient")
-    return f"{sample.m} × {sample.n} × {sample.k}{gradient}"
+    forms = {"forward": "", "ragged": ", odd rows", "vocabulary": ", a vocabulary"}
+    other = f", {sample.form}{' gradient' if sample.plain else ''}"
+    return f"{sample.m} × {sample.n} × {sample.k}{forms.get(sample.form, other)}"

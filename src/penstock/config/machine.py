@@ -48,7 +48,8 @@ class GemmSample:
     """One measured matrix product, (m, k) @ (k, n)."""
 
     dtype: str
-    """The compute type, as in `Machine.peak_flops`; of the form `stored` the weights: `int8` or `int8_weights`."""
+    """The compute type, as in `Machine.peak_flops`; of the form `stored` the weights: `int8`, `int8_weights` or
+    `int4`."""
     m: Count
     n: Count
     k: Count
@@ -69,8 +70,8 @@ class KernelSample:
     name: str
     per_second: Positive
     """FLOP/s of the products for `attention`, `attention_backward`, `attention_token` (one query of each head),
-    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; bytes of weights for `reading_packed`,
-    `reading_int8` and `reading_int8_weights`, of layers for inference; elements for all others."""
+    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; bytes of weights for `reading_` and how
+    layers store them for inference; elements for all others."""
     tokens: Natural = 0
     features: Natural = 0
     dtype: str = "fp32"

@@ -184,6 +184,7 @@ class Lister:
         c, row = t.product, PRODUCTS[t.products if narrow else "plain"]
         one_pass = t.one_pass and row.weights is not None
         integers, eight = row.weights == "int8" and not one_pass, bool(row.passes) and not one_pass
+        ahead_in_8 = one_pass or (eight and "forward" in row.passes)
         size, into_size, learn_size = (
             1.0 if eight and one in row.passes else c for one in get_args(ProductForm)[:3]
         )
@@ -215,8 +216,8 @@ class Lister:
             )  # fmt: skip
         ahead = Op(
             name, kind, True, batch, rows, n, k, inputs * size + weights * (stored or size) + biases * c,
-            outputs * (4.0 if integers else c), kept=kept, group=group, weights=own, tensors=count,
-            narrow=eight or one_pass, pieces=pieces, exact=t.exact, launches=launched, linear=name,
+            outputs * (4.0 if integers and ahead_in_8 else c), kept=kept, group=group, weights=own, tensors=count,
+            narrow=ahead_in_8, pieces=pieces, exact=t.exact, launches=launched, linear=name,
         )  # fmt: skip
         into = Op(
             f"{name}.input", kind, False, batch, rows, k, n, (outputs + weights) * into_size,
@@ -238,15 +239,17 @@ class Lister:
     def _round(
         self, name: str, inputs: float, weights: float, outputs: float, passes: tuple[ProductForm, ...]
     ) -> None:
-        """Operators that int8 adds beside each product: inputs and weights are rounded, and sums scaled; in the
-        backward pass weights again, and the outputs' gradients once for each product in int8, else scaled. Fused ones
-        read twice, for the largest element and to round; a CPU's single ones work on pieces that stay in its cache."""
+        """Operators that int8 adds beside each product: inputs are rounded, and where outputs are in int8 weights, and
+        sums scaled; in the backward pass weights again, and the outputs' gradients once for each product in int8, else
+        scaled. Fused ones read twice, for the largest element and to round; a CPU's single ones work on pieces that
+        stay in its cache."""
         t = self.terms
         c, weight = t.product, 4.0 if t.casts else t.product
         times = sum(one in passes for one in ("input", "weight"))
         gradients = outputs * times
         reads, writes = (2.0 if t.fused else 1.0), 1.0 + ROUNDING_BYTES * (not t.fused and not t.host)
-        ahead, behind = inputs + (0.0 if t.serving else weights), gradients + weights
+        forward = "forward" in passes
+        ahead, behind = inputs + (weights if forward and not t.serving else 0.0), gradients + weights
         self.add(
             Op(f"{name}.quantize", "quantize", read=reads * (inputs * c + (ahead - inputs) * weight),
                written=writes * ahead, elements=0.0 if t.fused else ahead),
@@ -256,7 +259,8 @@ class Lister:
         own = 0.0 if "weight" in passes else (outputs + inputs) * (2 * c)
         moved = 4.0 + c if t.fused else 12.0 + 8.0 + c
         self.add(
-            Op(f"{name}.scale", "copy", read=outputs * moved / 2, written=outputs * moved / 2),
+            Op(f"{name}.scale", "copy", read=forward * outputs * moved / 2, written=forward * outputs * moved / 2,
+               launches=int(forward)),
             Op(f"{name}.scale", "copy", False, read=(inputs * moved + weights * 8.0 + own) / 2,
                written=(inputs * moved + weights * 8.0 + own) / 2, launches=2),
         )  # fmt: skip

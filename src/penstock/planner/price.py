@@ -146,10 +146,8 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         if form.startswith("vocabulary"):
             return computed
         weights = products.streamed * op.batch * op.n * op.k
-        first, streamed = (
-            computed / math.ceil(op.m / STREAMED_ROWS),
-            weights / (products.reading or rates.memory),
-        )
+        first = computed / math.ceil(op.m / STREAMED_ROWS)
+        streamed = weights / (products.reading or rates.memory)
         return computed - first + max(first, streamed) + moved - weights / rates.memory
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops

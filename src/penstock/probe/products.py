@@ -187,7 +187,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
 
 
 def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
-    """Layers that store their weights for inference on this CPU, in int8 or laid out for it, as they compute here."""
+    """Layers that store their weights for inference on this CPU, in few bits or laid out for it, as they compute."""
     generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
     rows = _STORED_ROWS_QUICK if quick else _STORED_ROWS
     shapes = [
@@ -231,7 +231,7 @@ def _stored_kinds() -> list[tuple[Products, ProductForm, Dtype]]:
     kinds: list[tuple[Products, ProductForm, Dtype]] = [
         (name, "stored", "fp32")
         for name, row in PRODUCTS.items()
-        if row.weights == "int8" and "cpu" in row.devices
+        if row.weights in ("int8", "int4") and "cpu" in row.devices
     ]
     kinds.append(("packed", "packed", "fp32"))
     if this_cpu().packs_bf16:

@@ -260,7 +260,8 @@ def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     model.features(torch.randint(words.vocabulary, shape, generator=torch.Generator().manual_seed(0)))
     for hook in hooks:
         hook.remove()
-    return {name: size.clamp(min=1e-6).rsqrt() for name, size in largest.items()}
+    # Features that are nearly zero here may not be so in other texts.
+    return {name: size.clamp(min=float(size.mean()) / 100 + 1e-12).rsqrt() for name, size in largest.items()}
 
 
 def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str, nn.Linear]:

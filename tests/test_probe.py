@@ -258,8 +258,8 @@ def test_stored_layers_are_measured_as_inference_computes_them(
     assert "int8_weights" not in measured.peak_flops, "no compute type"
     packed = {sample.dtype for sample in measured.gemm if sample.form == "packed"}
     assert packed == ({"fp32", "bf16"} if this_cpu().packs_bf16 else {"fp32"})
-    read = {s.name for s in measured.kernels if s.name.startswith("reading_") and s.dtype == "fp32"}
-    assert read == {"reading_int8", "reading_int8_weights", "reading_int4", "reading_packed"}
+    (reading,) = (s.per_second for s in measured.kernels if s.name == "reading")
+    assert reading > 1e8
     one_token = [s for s in measured.kernels if s.name == "attention_token" and s.dtype == "fp32"]
     assert one_token
     in_blocks = {s.tokens for s in measured.kernels if s.name == "attention_block" and s.dtype == "fp32"}

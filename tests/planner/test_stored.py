@@ -192,7 +192,7 @@ def test_weights_of_one_text_are_read_at_a_rate_of_their_own(weights: Products, 
     base = _machine(int8=1e13)
 
     def decoded(rate: float) -> float:
-        reading = KernelSample(name=f"reading_{weights}", per_second=rate)
+        reading = KernelSample(name="reading", per_second=rate)
         machine = replace(base, gemm=(*base.gemm, packed), kernels=(reading,))
         serving = Serving(half=False, weight_bytes=each, cache_bytes=4.0, weights=weights)
         return Passes(GPT, machine, serving).decode(1, 64)

@@ -70,8 +70,8 @@ class KernelSample:
     name: str
     per_second: Positive
     """FLOP/s of the products for `attention`, `attention_backward`, `attention_token` (one query of each head),
-    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; bytes of weights for `reading_` and how
-    layers store them for inference; elements for all others."""
+    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; bytes of weights that layers of
+    inference read from memory for `reading`; elements for all others."""
     tokens: Natural = 0
     features: Natural = 0
     dtype: str = "fp32"

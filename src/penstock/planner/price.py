@@ -147,8 +147,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
             return computed
         weights = products.streamed * op.batch * op.n * op.k
         first = computed / math.ceil(op.m / STREAMED_ROWS)
-        streamed = weights / (products.reading or rates.memory)
-        return computed - first + max(first, streamed) + moved - weights / rates.memory
+        return computed - first + max(first, weights / rates.reading) + moved - weights / rates.memory
     if op.kind == "attention":
         flops = op.flops + op.repeated_flops
         # A causal mask lets the kernel skip half of the scores of its own tokens.

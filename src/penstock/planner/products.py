@@ -105,8 +105,6 @@ class Products(NamedTuple):
     streamed: float = 0.0
     """Bytes of a weight where a CPU's weights are stored in the order in which their kernel reads them, so that reading
     them from memory hides behind a part of the product; else 0."""
-    reading: float = 0.0
-    """Bytes of them that such a layer reads from memory per second; 0 is the memory's rate."""
 
     def seconds(
         self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False,

@@ -66,6 +66,8 @@ class Rates:
     """Exponentials of softmax per second."""
     memory: float
     """Bytes per second of streaming kernels."""
+    reading: float
+    """Bytes of weights that layers of inference read from memory per second."""
     kernel_seconds: float
     """Gap between two dependent kernels of a GPU."""
     cpu: bool
@@ -141,15 +143,15 @@ def _rates(
         pairs = _rates(of_two, numerics, attention, constants, launch_blocking, weights)
     return Rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
-        products=_stored_products(packed, BYTES[numerics.compute], kernels.get("reading_packed")) if packed
+        products=_stored_products(packed, BYTES[numerics.compute]) if packed
         else _products(machine, type_, constants, multiprocessors, memory),
-        narrow=_stored_products(
-            stored_samples(machine, weights), BYTES[stored] if stored else 0.0, kernels.get(f"reading_{weights}")
-        ) if basis == "stored"
+        narrow=_stored_products(stored_samples(machine, weights), BYTES[stored] if stored else 0.0)
+        if basis == "stored"
         else _products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
         attention_share=share, exponentials=exponentials, memory=memory,
+        reading=next((kernel.per_second for kernel in machine.kernels if kernel.name == "reading"), memory),
         kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds, cpu=cpu,
         kernels=kernels, compute=BYTES[numerics.compute], link=link,
         gathering=(machine.gather_bytes_per_second or link) / link,
@@ -161,11 +163,10 @@ def _rates(
     )  # fmt: skip
 
 
-def _stored_products(samples: Sequence[GemmSample], streamed: float, reading: Samples | None) -> Products:
-    """Layers that store their weights for inference, `streamed` bytes each, by measured shapes and, if it was measured,
-    their rate of reading them."""
-    best, rate = max(sample.flops_per_second for sample in samples), reading[0][3] if reading else 0.0
-    return Products({"forward": _logarithms(samples, 1.0)}, best, None, streamed=streamed, reading=rate)
+def _stored_products(samples: Sequence[GemmSample], streamed: float) -> Products:
+    """Layers that store their weights for inference, `streamed` bytes each, by measured shapes."""
+    best = max(sample.flops_per_second for sample in samples)
+    return Products({"forward": _logarithms(samples, 1.0)}, best, None, streamed=streamed)
 
 
 def _logarithms(samples: Iterable[GemmSample], share: float) -> Samples:

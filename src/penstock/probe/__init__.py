@@ -69,7 +69,7 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         operator = operator_seconds(where) if on_cpu else 0.0
         kernels = kernel_samples(where, quick, budget / 3) if on_cpu else []
         samples += stored_samples(quick, budget / 6) if on_cpu else []
-        kernels += reading_samples(quick, budget / 6) if on_cpu else []
+        kernels += reading_samples(budget / 6) if on_cpu else []
         share, words = (0.0, "") if on_cpu or quick else sustained(where, samples)
         link = measure_link(where) if world > 1 else None
         faster_alone = alone_speedup(where) if world > 1 and on_cpu else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.formats import BYTES, FORMATS, PRODUCTS, Dtype, Products
+from penstock.config.formats import FORMATS, PRODUCTS, Dtype, Products
 from penstock.config.machine import GemmSample, KernelSample, ProductForm
 from penstock.config.plan import Matmul
 from penstock.cpu import this_cpu
@@ -64,7 +64,7 @@ _STORED_ROWS, _STORED_ROWS_QUICK = (1, 8, 128, 1024), (1, 8, 128)
 _STORED_WIDTHS, _STORED_WIDTHS_QUICK = (384, 768), (768,)
 """Widths of models. Of each a layer has as many outputs as inputs, one four times as many, and one as many from four
 times the inputs."""
-_READ_SIDE, _READ_BYTES, _READ_BYTES_QUICK = 2048, 1 << 28, 1 << 27
+_READ_SIDE, _READ_BYTES = 2048, 1 << 28
 """Inputs and outputs of layers whose weights are read from memory, and bytes of all of them."""
 # The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that large
 # shapes would take minutes. This product predicts which ones would take too long, and they are left out. It runs on a
@@ -193,7 +193,7 @@ def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
     shapes = [
         (m, n * width, k * width)
         for width in (_STORED_WIDTHS_QUICK if quick else _STORED_WIDTHS)
-        for n, k in ((1, 1), (4, 1), (1, 4))
+        for n, k in ((1, 1), (4, 1), (1, 4))[: 2 if quick else 3]
         for m in rows
     ]
     for name, form, dtype in _stored_kinds():
@@ -207,23 +207,16 @@ def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
             log.info("layers in %s do not run here: %s", name, str(error).partition("\n")[0])
 
 
-def reading_samples(quick: bool, budget: float) -> Iterator[KernelSample]:
+def reading_samples(budget: float) -> Iterator[KernelSample]:
     """How fast such layers read their weights from memory: those of one row, several that fit no cache in turn."""
-    generator, every = torch.Generator().manual_seed(0), _READ_BYTES_QUICK if quick else _READ_BYTES
-    for name, _, dtype in _stored_kinds():
-        try:
-            x, linear = _linear((1, _READ_SIDE, _READ_SIDE), dtype, generator)
-            each = _READ_SIDE**2 * BYTES[PRODUCTS[name].weights or dtype]
-            layers = [STORED[name](linear) for _ in range(math.ceil(every / each))]
-            rate = len(layers) * each / seconds(partial(_in_turn, layers, x), torch.device("cpu"), budget)
-            yield KernelSample(name=f"reading_{name}", per_second=rate, dtype=dtype)
-        except (RuntimeError, PenstockError) as error:
-            log.info("layers in %s do not run here: %s", name, str(error).partition("\n")[0])
-
-
-def _in_turn(layers: Sequence[nn.Module], x: Tensor) -> None:
-    for layer in layers:
-        layer(x)
+    x, linear = _linear((1, _READ_SIDE, _READ_SIDE), "fp32", torch.Generator().manual_seed(0))
+    count = _READ_BYTES // (4 * _READ_SIDE**2)
+    try:
+        layers = [STORED["packed"](linear) for _ in range(count)]
+        spent = seconds(lambda: [layer(x) for layer in layers], torch.device("cpu"), budget)
+        yield KernelSample(name="reading", per_second=count * 4.0 * _READ_SIDE**2 / spent)
+    except (RuntimeError, PenstockError) as error:
+        log.info("packed layers do not run here: %s", str(error).partition("\n")[0])
 
 
 def _stored_kinds() -> list[tuple[Products, ProductForm, Dtype]]:

@@ -464,7 +464,7 @@ LINES = {
     "(modules)": 1680,
     "boundary": 1720,
     "checkpoint": 2030,
-    "cli": 4370,
+    "cli": 4360,
     "compress": 2730,
     "config": 6400,
     "data": 7020,

@@ -151,7 +151,7 @@ def _rates(
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
         attention_share=share, exponentials=exponentials, memory=memory,
-        reading=next((kernel.per_second for kernel in machine.kernels if kernel.name == "reading"), memory),
+        reading=next((s.per_second for s in machine.kernels if s.name == "reading"), memory),
         kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds, cpu=cpu,
         kernels=kernels, compute=BYTES[numerics.compute], link=link,
         gathering=(machine.gather_bytes_per_second or link) / link,

@@ -16,12 +16,14 @@ from torch.nn import functional as F
 
 from helpers.cpus import pretend
 from penstock.cli import main
+from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError
 from penstock.infer.encode import Classifier, Embedder
+from penstock.kernels.native_blocks import computes_blocks
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 
@@ -142,10 +144,15 @@ def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8(
     ]
     plain = Embedder(folder, weights="plain").embed(texts)
     bf16 = Plan(precision="O3")
-    # Measured 0.9996; without VNNI inputs have 7 bits: 0.9982.
-    int8 = 0.999 if this_cpu().vnni else 0.998
-    for plan, weights, least in (
-        (Plan(), "packed", 1 - 1e-6), (bf16, "auto", 0.9999), (Plan(), "int8_weights", 0.999), (Plan(), "int8", int8),
-    ):  # fmt: skip
-        vectors = Embedder(folder, plan, weights=weights).embed(texts)  # type: ignore[arg-type]
-        assert float((plain * vectors).sum(-1).min()) >= least, (weights, (plain * vectors).sum(-1).min())
+    # Measured 0.9990 and on average 0.9993 in one call a block, which all rounds; else 0.9995, and without VNNI, where
+    # inputs have 7 bits, 0.9982.
+    apart = 0.999 if this_cpu().vnni else 0.998
+    least = 0.9985 if computes_blocks() else apart
+    cases: list[tuple[Plan, Weights, float, float]] = [
+        (Plan(), "packed", 1 - 1e-6, 1 - 1e-6), (bf16, "auto", 0.9999, 0.9999), (bf16, "int8", apart, apart),
+        (Plan(), "int8_weights", 0.999, 0.999), (Plan(), "int8", least, apart),
+    ]  # fmt: skip
+    for plan, weights, lowest, average in cases:
+        cosines = (plain * Embedder(folder, plan, weights=weights).embed(texts)).sum(-1)
+        assert float(cosines.min()) >= lowest, (weights, cosines)
+        assert float(cosines.mean()) >= average, (weights, cosines)

@@ -200,7 +200,8 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
         _require_onednn(products, first.dtype)
     anatomy = anatomy_of(model)
     exact = _behind_norms(anatomy) if careful and products == "int8" else set()
-    factors = _factors(model, exact) if exact and computes_blocks() else {}
+    in_one_call = exact and first.dtype == torch.float32 and computes_blocks()
+    factors = _factors(model, exact) if in_one_call else {}
     stored: dict[nn.Linear, nn.Module] = {}
     careful_form = Bf16 if this_cpu().bf16 and this_cpu().packs_bf16 else Int8Twice
     for name, linear in _chosen(model, anatomy, products).items():

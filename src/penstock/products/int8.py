@@ -146,8 +146,7 @@ def int8_linear(
     """`F.linear` with products in int8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
 
     Gradients have the types of `x`, `weight`, `bias` and `clip`, (1,), with which all inputs have one scale. Products
-    that are not in `passes` are in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be
-    differentiated twice.
+    that are not in `passes` are in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be differentiated twice.
     """
     flat = x.reshape(-1, x.shape[-1])
     function: Any = _Int8

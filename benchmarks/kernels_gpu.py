@@ -37,14 +37,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from language_train import batch_of, by_plan, sized
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
-from penstock.kernels.grouped import gathered_product, scattered_product
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.remainder_adamw import Batch, Hyper, adamw_
 from penstock.kernels.seeded_norm import seeded_norm
 from penstock.models import create
 from penstock.optim.clip import clipping_divisor, grad_norm
-from penstock.products import fp8, int8
-from penstock.products.rounded_rows import rounded_product, rounded_rows
 from penstock.report.record import environment
 from vit_train import penstock_loop
 
@@ -341,101 +338,6 @@ def optimizer_cell(bench: Bench, name: str, sizes: list[int]) -> Cell:
     return Cell("adamw", {"model": name, "elements": sum(sizes)}, {"torch": of_torch, OURS: ours}, moved)
 
 
-# -- rounding to 8 bits
-
-
-def roundings(bench: Bench) -> Iterator[Cell]:
-    shapes = [(16384, 4096), (4096, 1024), (65536, 768)]
-    for rows, columns in [(32, 16)] if bench.dry else shapes:
-        for form in ("int8", "fp8"):
-            yield rounding_cell(bench, rows, columns, form)
-            yield product_cell(bench, rows, columns, form)
-
-
-def rounding_cell(bench: Bench, rows: int, columns: int, form: str) -> Cell:
-    x, weight, bias = bench.drawn(rows, columns), bench.drawn(columns), bench.drawn(columns)
-    by_rows = int8.rounded if form == "int8" else fp8.rows_in_fp8
-
-    def plain(x: Tensor) -> Any:
-        return by_rows(F.layer_norm(x, (columns,), weight, bias))
-
-    def ours(x: Tensor) -> Any:
-        return rounded_rows(x, form, norm="layer", weight=weight, bias=bias)
-
-    ways = _forward_ways(bench, plain, ours, x)
-    return Cell("norm to " + form, {"rows": rows, "columns": columns}, ways, 3 * rows * columns)
-
-
-def product_cell(bench: Bench, rows: int, columns: int, form: str) -> Cell:
-    outputs = 4 * columns
-    a, a_scales = rounded_rows(bench.drawn(rows, columns), form)
-    b, b_scales = rounded_rows(bench.drawn(outputs, columns), form)
-    bias = bench.drawn(outputs)
-
-    def plain(a: Tensor) -> Tensor:
-        if form == "fp8":
-            return F.gelu(
-                fp8.scaled_product(a, b.t(), a_scales, b_scales.t(), torch.bfloat16, bias=bias, fast=True)
-            )
-        sums = int8.integer_product(a, b.t())
-        return F.gelu(int8.scale_sums(sums, b_scales.t(), a_scales, bias, torch.bfloat16))
-
-    def ours(a: Tensor) -> Tensor:
-        return rounded_product(a, a_scales, b, b_scales, bias, activation="gelu")
-
-    ways = _forward_ways(bench, plain, ours, a)
-    return Cell(
-        f"{form} product", {"rows": rows, "columns": columns}, ways, flops=2 * rows * columns * outputs
-    )
-
-
-def _forward_ways(
-    bench: Bench, plain: Callable[..., Any], ours: Callable[..., Any], x: Tensor
-) -> dict[str, Callable[[], Run]]:
-    return {
-        "eager": lambda: partial(plain, x),
-        "compiled": lambda: partial(bench.compiled(plain), x),
-        "compiled max-autotune": lambda: partial(bench.compiled(plain, "max-autotune-no-cudagraphs"), x),
-        OURS: lambda: partial(bench.compiled(ours), x),
-    }
-
-
-# -- mixtures of experts
-
-
-def experts(bench: Bench) -> Iterator[Cell]:
-    shapes = [(16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (4096, 768, 3072, 8, 1)]
-    for shape in [(16, 16, 32, 4, 2)] if bench.dry else shapes:
-        yield expert_cell(bench, *shape)
-
-
-def expert_cell(bench: Bench, tokens: int, width: int, hidden: int, count: int, visits: int) -> Cell:
-    chosen = torch.rand(tokens, count, device=bench.device).topk(visits).indices
-    numbers, order = chosen.flatten().sort(stable=True)
-    ends = torch.bincount(numbers, minlength=count).cumsum(0).to(torch.int32)
-    x, into = bench.drawn(tokens, width, grad=True), [bench.drawn(tokens, width)]
-    up, down = bench.drawn(count, hidden, width, grad=True), bench.drawn(count, width, hidden, grad=True)
-    shares = torch.rand(tokens * visits, device=bench.device).requires_grad_()
-
-    def plain(x: Tensor, up: Tensor, down: Tensor, shares: Tensor) -> Tensor:
-        made = F.silu(F.grouped_mm(x[order // visits], up.transpose(1, 2), offs=ends))
-        made = F.grouped_mm(made, down.transpose(1, 2), offs=ends) * shares[:, None].to(x.dtype)
-        return torch.zeros_like(x).index_add(0, order // visits, made)
-
-    def ours(x: Tensor, up: Tensor, down: Tensor, shares: Tensor) -> Tensor:
-        made = F.silu(gathered_product(x, up, ends, order, visits))
-        return scattered_product(made, down, ends, order, visits, tokens, shares)
-
-    made = partial(bench.gradients, leaves=[x, up, down, shares], into=into)
-    ways: dict[str, Callable[[], Run]] = {
-        "eager": lambda: made(plain),
-        "compiled": lambda: made(bench.compiled(plain)),
-        OURS: lambda: made(bench.compiled(ours)),
-    }
-    shape = {"tokens": tokens, "width": width, "hidden": hidden, "experts": count, "visits": visits}
-    return Cell("experts", shape, ways, flops=12 * tokens * visits * width * hidden)
-
-
 # -- attention, which is torch's: which of its kernels pays
 
 
@@ -530,7 +432,7 @@ def vit_cell(bench: Bench, name: str, samples: int) -> Cell:
     return Cell("step", {"model": name, "samples": samples}, ways)
 
 
-SECTIONS = (norms, losses, optimizers, roundings, experts, attentions, models)
+SECTIONS = (norms, losses, optimizers, attentions, models)
 
 
 def in_turns(bench: Bench) -> Iterator[Cell]:

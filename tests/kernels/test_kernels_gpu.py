@@ -27,16 +27,7 @@ def test_the_whole_script_runs_dry(
     assert stored["environment"]["versions"]["torch"] == torch.__version__
     assert stored["copy_bytes_per_second"] == 2 * 1024 / 1e-3
     sections = {cell["section"] for cell in stored["cells"]}
-    assert sections >= {
-        "norm",
-        "loss",
-        "adamw",
-        "norm to int8",
-        "fp8 product",
-        "experts",
-        "attention",
-        "step",
-    }
+    assert sections >= {"norm", "loss", "adamw", "attention", "step"}
     for cell in stored["cells"]:
         failed = {name: error for name, error in cell["failed"].items() if name not in ELSEWHERE}
         if not hasattr(torch.nn.functional, "linear_cross_entropy"):  # before 2.13

@@ -43,41 +43,6 @@ def _mixture(dtype: torch.dtype = torch.float64, **changes: Any) -> MixtureOfExp
     return mixture
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"mlp": "gelu"},
-        {"bias": False, "capacity": 0.9},
-        {"router": "sigmoid", "experts_per_token": 3, "sample_capacity": 5},
-        {"router": "expert_choice"},
-    ],
-)
-def test_products_that_gather_learn_as_those_of_sorted_rows_do(changes: dict[str, Any]) -> None:
-    """Results, gradients and, after 32 steps, weights: of the plain form here, and of kernels on a GPU."""
-    generator = torch.Generator().manual_seed(0)
-    batches = torch.randn(32, 3, 5, 16, generator=generator, dtype=torch.float64)
-    both = [_mixture(**changes) for _ in range(2)]
-    both[1].gathers = True
-    optimizers = [torch.optim.SGD(mixture.parameters(), lr=0.05) for mixture in both]
-    for number, x in enumerate(batches):
-        results = []
-        for mixture, optimizer in zip(both, optimizers):
-            leaf = x.clone().requires_grad_()
-            out = mixture(leaf)
-            (grad,) = torch.autograd.grad((out * batches[-number]).sum(), leaf, retain_graph=True)
-            optimizer.zero_grad()
-            (out - batches[-number]).square().mean().backward()
-            optimizer.step()
-            results.append((out, grad))
-        torch.testing.assert_close(results[0], results[1])
-    for one, other in zip(both[0].parameters(), both[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-    if "capacity" not in changes:
-        return
-    compiled = torch.compile(both[1], backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(batches[0]), both[0](batches[0]))
-
-
 def _reference(
     mixture: MixtureOfExperts,
     x: Tensor,

@@ -17,7 +17,6 @@ from penstock.config.formats import PRODUCTS, Products
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import Model, create
-from penstock.models.experts import mixtures_of
 from penstock.products.convert import STORED, TRAINED, convert_linears, device_problem
 from penstock.products.eight_bits import Fp8Linear, RoundedExpertLinear
 
@@ -269,11 +268,7 @@ def test_each_expert_multiplies_as_a_linear_of_its_own(products: Products) -> No
         assert torch.equal(experts.weight.grad[number], own)
     tokens = torch.randint(0, WORDS, (2, 8))
     rounded = run(model, tokens)
-    for mixture in mixtures_of(model):
-        mixture.gathers = True
     outputs_too = "forward" in PRODUCTS[products].passes
-    # Sums of whole numbers do not depend on their order, those of bf16 do.
-    torch.testing.assert_close(run(model, tokens), rounded, rtol=1.6e-2, atol=1e-5 if outputs_too else 1e-3)
     convert_linears(model, "plain")
     assert not isinstance(experts, RoundedExpertLinear)
     plain = run(model, tokens)

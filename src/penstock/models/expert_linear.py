@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.grouped import gathered_product, scattered_product
 from penstock.kernels.native_grouped import grouped_outer, grouped_product, takes_grouped
-from penstock.models.visits import SortedVisits
 
 
 class _Grouped(torch.autograd.Function):
@@ -131,37 +129,11 @@ class ExpertLinear(nn.Module):
         """Whether products go through one expert after the other even where torch has a grouped product: see
         `Plan.experts`."""
 
-    def forward(
-        self,
-        x: Tensor,
-        ends: Tensor,
-        experts: Tensor,
-        gathered: SortedVisits | None = None,
-        scattered: SortedVisits | None = None,
-    ) -> Tensor:
-        """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row.
-
-        With `gathered` x are the tokens (T, in) of these visits; with `scattered` the result is that of the tokens,
-        (T, out): see `penstock.kernels.grouped`.
-        """
+    def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+        """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row."""
         weight = self.weight.to(x.dtype)
-        if scattered is not None:
-            order, each, tokens, shares = scattered
-            x = scattered_product(x, weight, ends, order, each, tokens, shares)
-            return x if self.bias is None else x + self._scattered_bias(x, experts, scattered)
-        if gathered is not None:
-            x = gathered_product(x, weight, ends, gathered.order, gathered.each)
-        elif torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             x = _grouped(x, weight, ends, self.plain)
         else:
             x = _Grouped.apply(x, weight, ends, self.plain)  # type: ignore[no-untyped-call]
         return x if self.bias is None else x + self.bias.to(x.dtype)[experts]
-
-    def _scattered_bias(self, x: Tensor, experts: Tensor, visits: SortedVisits) -> Tensor:
-        """The sum of the biases that each token of x (T, out) meets, times its visits' shares."""
-        assert self.bias is not None
-        shares = visits.shares
-        shares = torch.ones_like(visits.order, dtype=x.dtype) if shares is None else shares.to(x.dtype)
-        met = x.new_zeros(visits.tokens * len(self.bias))
-        met = met.index_add(0, visits.order // visits.each * len(self.bias) + experts, shares)
-        return met.view(visits.tokens, -1) @ self.bias.to(x.dtype)

@@ -21,7 +21,7 @@ from penstock.models.balance_loss import add_gradient
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.perceptron import MLP, activate
 from penstock.models.router import Router, recomputing, repeated
-from penstock.models.visits import SortedVisits, loads_of, merged, permuted, places_of, spread
+from penstock.models.visits import loads_of, merged, permuted, places_of, spread
 
 Facts = list[Tensor | None]
 """Facts about tokens, (T,) each: shares, routes, places."""
@@ -113,9 +113,6 @@ class MixtureOfExperts(nn.Module):
             self.shared = MLP(sizes, layer, hidden=layer.hidden * sizes.shared_experts, **where)
         self.stepped = False
         """Whether `balance` follows each step."""
-        self.gathers = False
-        """Whether products read tokens where they are and add results where they belong, where no other rank takes
-        part: see `penstock.kernels.grouped`."""
         self.exchange: Exchange | None = None
         """How other ranks take part; None where all tokens and experts are here."""
         self.neighbours: Callable[[Tensor], Tensor] | None = None
@@ -323,10 +320,6 @@ class MixtureOfExperts(nn.Module):
         device = x.device.type
         cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
         seen = x.to(torch.get_autocast_dtype(device)) if cast else x
-        if self.gathers and self.exchange is None:
-            shares = None if weights is None else weights.flatten()[order]
-            visits = SortedVisits(order, k, len(x), shares)
-            return self._compute(seen, experts, loads, visits)
         if compiled:
             inverse = torch.empty_like(order).scatter_(
                 0, order, torch.arange(len(order), device=order.device)
@@ -350,15 +343,12 @@ class MixtureOfExperts(nn.Module):
         weighted: Tensor = made * weights[..., None]
         return weighted.sum(1)
 
-    def _compute(
-        self, rows: Tensor, experts: Tensor, loads: Tensor, visits: SortedVisits | None = None
-    ) -> Tensor:
-        """See `Compute`; of these visits, from tokens (T, D) to tokens."""
+    def _compute(self, rows: Tensor, experts: Tensor, loads: Tensor) -> Tensor:
+        """See `Compute`."""
         ends = loads.cumsum(0).to(torch.int32)
-        first, second = ((), ()) if visits is None else ((visits,), (None, visits))
-        hidden = activate(self.up(rows, ends, experts, *first), self.activation)
+        hidden = activate(self.up(rows, ends, experts), self.activation)
         hidden = hidden if self.dropout is None else self.dropout(hidden)
-        made: Tensor = self.down(hidden, ends, experts, *second)
+        made: Tensor = self.down(hidden, ends, experts)
         return made
 
     def _dropped(

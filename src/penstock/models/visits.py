@@ -5,23 +5,10 @@ Shapes: T tokens, D width, E experts, k experts of a token, V visits (T·k where
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class SortedVisits(NamedTuple):
-    """The places that rows sorted by expert come from, or go to."""
-
-    order: Tensor
-    """(V,) int64: the number of each visit among all T·k, those of a token side by side."""
-    each: int
-    """k"""
-    tokens: int
-    """T"""
-    shares: Tensor | None = None
-    """(V,): the weight of each visit in its token's result."""
 
 
 class _Spread(torch.autograd.Function):

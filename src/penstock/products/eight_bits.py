@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from penstock.config.formats import PRODUCTS, Products
 from penstock.errors import ConfigError
-from penstock.kernels.padding import put_rows
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import CLIP
-from penstock.models.visits import SortedVisits, spread
 from penstock.products.fp8 import Scaling, fp8_linear, rows_in_fp8, scaled_product
 from penstock.products.int8 import int8_linear
 from penstock.products.stored import Stored
@@ -89,14 +87,10 @@ class RoundedExpertLinear(ExpertLinear):
     products: Products
     emulate: bool
 
-    def forward(
-        self, x: Tensor, ends: Tensor, experts: Tensor, gathered: SortedVisits | None = None,
-        scattered: SortedVisits | None = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """See `ExpertLinear`. On a GPU this waits to know how many rows an expert has."""
         if not _in_8_bits(self.products, x):
-            return super().forward(x, ends, experts, gathered, scattered)
-        x = x if gathered is None else spread(x, gathered.order, gathered.each)
+            return super().forward(x, ends, experts)
         row = PRODUCTS[self.products]
         how: dict[str, Any] = {"dtype": torch.bfloat16, "emulate": self.emulate}
         multiply: Callable[..., Tensor]
@@ -108,12 +102,7 @@ class RoundedExpertLinear(ExpertLinear):
         biases = [None] * len(weights) if self.bias is None else self.bias.unbind(0)
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
         each = zip(torch.split(x, counts), weights, biases)
-        made = torch.cat([multiply(rows, weight, bias, **how) for rows, weight, bias in each if len(rows)])
-        if scattered is None:
-            return made
-        made = made if scattered.shares is None else made * scattered.shares.to(made.dtype)[:, None]
-        placed: Tensor = put_rows(made, scattered.order, scattered.tokens * scattered.each)
-        return placed.view(scattered.tokens, scattered.each, -1).sum(1)
+        return torch.cat([multiply(rows, weight, bias, **how) for rows, weight, bias in each if len(rows)])
 
 
 class Fp8(Stored):

@@ -246,7 +246,14 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(dtype: torch.d
             module.plain = plain
         made = mixture(x)
         results.append([made, *torch.autograd.grad(made.float().square().sum(), [x, *mixture.parameters()])])
-    torch.testing.assert_close(*results)
+    for grouped, looped in zip(*results):
+        # Sums in another order: each differs by a few roundings of its largest terms (16 at most), not of its result.
+        atol = (
+            16 * torch.finfo(dtype).eps * float(looped.detach().abs().max())
+            if dtype == torch.float32
+            else None
+        )
+        torch.testing.assert_close(grouped, looped, atol=atol, rtol=atol and 1.3e-6)
 
 
 def test_all_tokens_on_one_expert_and_no_tokens_at_all() -> None:

@@ -102,8 +102,8 @@ class Plan(Checked, where="plan"):
     norms: Norms = field(default="fp32", metadata=_PRECISION)
     """Type of the weights and the arithmetic of norms with O2; they are fp32 with O0 and O1, half with O3."""
     matmul: Matmul = field(default="highest", metadata=_PRECISION)
-    """Precision of fp32 matrix products, under torch's names: `high` is TF32 on a GPU, `medium` bf16 passes
-    on a CPU."""
+    """Precision of fp32 matrix products, under torch's names: `high` is TF32 on a GPU. On a CPU `medium` lets oneDNN
+    multiply: in bf16 on a processor with AMX, in fp32 on all others."""
     optimizer: OptimizerForm = field(default="loop", metadata=_ROUNDING)
     """How the update is launched: once per tensor, per chunk of tensors, per group (fused), or once per flat
     buffer of each group and dtype."""

@@ -140,6 +140,7 @@ reference: $(VENV)/.core
 	$(PY) tools/ablation.py
 	$(PY) tools/faults.py
 	$(PY) tools/gains.py
+	$(PY) tools/published.py
 
 relock: install-all
 	$(PY) tools/relock.py

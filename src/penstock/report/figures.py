@@ -83,15 +83,17 @@ class Stack:
 
 def waterfall(
     bars: Sequence[Bar], *, title: str, x_label: str, heading: str = "", notes: Sequence[str] = (),
-    parts: tuple[str, str] = ("where the step starts", "what it gains"), width: float = WIDE, alone: bool = False,
+    parts: tuple[str, str] = ("where the step starts", "what it gains"), marked: str = "predicted", width: float = WIDE,
+    alone: bool = False,
 ) -> str:  # fmt: skip
     """Relative speed step by step; the baseline is 1. A step's gain is drawn behind its `floor`: the steps before it,
     or whatever the first of `parts` names, of which the second names the rest of a bar.
 
-    `predicted` is marked by a diamond, `heading` is written above and `notes` below. Raises ValueError without any bar.
+    `predicted` is drawn as a diamond, named `marked`; `heading` is written above and `notes` below. Raises ValueError
+    without any bar.
     """
     baseline = [_BASELINE] if any(bar.state == "baseline" for bar in bars) else []
-    entries = [*baseline, Entry(parts[0], "--soft"), Entry(parts[1], "--accent"), *_others(bars)]
+    entries = [*baseline, Entry(parts[0], "--soft"), Entry(parts[1], "--accent"), *_others(bars, marked)]
     rows = _bars(bars, x_label, entries, lambda value: f"{value:.2f}×", width, heading=heading, ruler=1.0)
     for note in notes:
         for line in wrap(note, width - 4, 13):
@@ -121,12 +123,16 @@ def difference_bars(
     return drawn.svg(title, description)
 
 
-def _others(bars: Sequence[Bar]) -> list[Entry]:
+def _others(bars: Sequence[Bar], marked: str = "predicted") -> list[Entry]:
     """Legend entries for bars that were not kept, so far as there are any."""
     states = {bar.state for bar in bars}
     entries = {"unproven": _UNPROVEN, "offered": _OFFERED, "not kept": _UNKEPT}
     states_shown = [entry for state, entry in entries.items() if state in states]
-    return [*states_shown, _PREDICTED] if any(bar.predicted is not None for bar in bars) else states_shown
+    return (
+        [*states_shown, Entry(marked, "--mark", "diamond")]
+        if any(bar.predicted is not None for bar in bars)
+        else states_shown
+    )
 
 
 class _Rows(Chart):

@@ -1,0 +1,39 @@
+"""docs/reference/published.md: each published figure is recomputed, and the page and its picture are up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location(
+    "tools_published", Path(__file__).parent.parent / "tools" / "published.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+published = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(published)
+
+
+def test_the_page_of_published_figures_is_up_to_date() -> None:
+    assert published.PATH.read_text(encoding="utf-8") == published.page(), "run make reference"
+    assert published.FIGURE.read_text(encoding="utf-8") == published.figure(), "run make reference"
+
+
+@pytest.mark.parametrize("section", ["GPT-3's arithmetic", "Megatron-LM"])
+def test_arithmetic_and_scaling_come_out(section: str) -> None:
+    for row in published.SECTIONS[section]():
+        assert row.ratio == pytest.approx(1, abs=0.12), row
+
+
+def test_the_ladder_of_vit_h_climbs_as_the_article_says() -> None:
+    rungs = published.climb()
+    rates = [rungs[name].model_flops_per_second_per_gpu for name, *_ in published.RUNGS]
+    assert rates == pytest.approx(sorted(rates), rel=0.005)
+    assert all(rung.fits for rung in rungs.values())
+    base = rungs["TF32, DDP"].model_flops_per_second_per_gpu
+    for name in ("256 px, batch 384", "all in fp16, 256 px, batch 384"):
+        assert rungs[name].model_flops_per_second_per_gpu / base == pytest.approx(
+            published._ARTICLE[name], rel=0.05
+        )

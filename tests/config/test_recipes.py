@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from penstock.cli.plan_config import PlanConfig
+from penstock.config.compress import Distil
+from penstock.config.convert import EXCLUSIVE
 from penstock.config.jobs import JOBS
 from penstock.config.load import dump_toml
 from penstock.config.model import PRESETS
@@ -49,6 +53,58 @@ def test_file_and_command_line_go_over_the_preset(tmp_path: Path) -> None:
     assert run.recipe.augment == preset_run("vit-digits").recipe.augment
     assert run.output == "runs/vit-digits"
     assert load_run(file=file, overrides={"model": "vit-ti16"}).recipe == Recipe(lr=0.5, epochs=3.0)
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "run.toml"
+    file.write_text(f'model = "bert-tiny"\n[recipe]\n{text}')
+    return file
+
+
+def test_of_settings_that_say_the_same_the_higher_layer_counts(tmp_path: Path) -> None:
+    """bert-tiny's own recipe has steps and a share of warm-up."""
+    assert preset_run("bert-tiny").recipe.total_steps(30, 32) == 340
+    of_file = written(tmp_path, "epochs = 4\nwarmup_steps = 0\n")
+    recipe = load_run(file=of_file).recipe
+    assert (recipe.steps, recipe.epochs, recipe.total_steps(30, 10)) == (None, 4.0, 12)
+    assert (recipe.warmup_steps, recipe.warmup_share, recipe.warmup(12)) == (0, None, 0)
+    typed = {"recipe.steps": "7", "recipe.warmup_share": "0.5"}
+    recipe = load_run(file=of_file, overrides=typed).recipe
+    assert (recipe.steps, recipe.epochs, recipe.warmup_steps, recipe.warmup(8)) == (7, None, None, 4)
+    recipe = load_run(overrides={"model": "bert-tiny", "recipe.steps": "none"}).recipe
+    assert recipe.total_steps(30, 30) == 10, "the general number of epochs"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("steps = 7", "epochs = 3"), ("warmup_steps = 0", "warmup_share = 0.1")],
+)
+def test_both_in_one_layer_are_an_error_that_names_both(tmp_path: Path, first: str, second: str) -> None:
+    file = written(tmp_path, f"{second}\n{first}\n")
+    names = [f"recipe.{text.replace(' =', ' is')}" for text in (first, second)]
+    with pytest.raises(ConfigError, match=f"In {file}: {names[0]} and {names[1]}.*; keep one") as told:
+        load_run(file=file)
+    assert len(told.value.problems) == 1
+    typed = dict(f"recipe.{text}".split(" = ") for text in (first, second))
+    with pytest.raises(ConfigError, match=f"In the command line: {names[0]} and {names[1]}"):
+        load_run(overrides=typed)
+    with pytest.raises(ConfigError, match=f"{names[0]} and {names[1]}"):
+        Recipe(**{name.removeprefix("recipe."): json.loads(value) for name, value in typed.items()})
+    load_run(file=written(tmp_path, f"{first}\n{second.split()[0]} = 'none'\n"))
+
+
+def test_every_pair_names_settings_that_may_be_none() -> None:
+    classes = {one.__name__: one for one in (Recipe, Distil, PlanConfig)}
+    assert classes.keys() == EXCLUSIVE.keys()
+    for name, pairs in EXCLUSIVE.items():
+        made = classes[name]()
+        assert all(getattr(made, each) is None for pair in pairs for each in pair)
+
+
+def test_what_is_usual_for_fine_tuning_goes_over_a_presets_steps() -> None:
+    start = {"model": "bert-tiny", "task": "sentences", "init_from": "somewhere"}
+    recipe = load_run(overrides=start, model_in=lambda _: PRESETS["bert-tiny"]).recipe
+    assert (recipe.epochs, recipe.steps) == (3.0, None)
 
 
 def test_a_model_written_out_brings_no_recipe(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def test_a_warm_up_may_be_a_share_of_the_run() -> None:
     assert [learning_rate(s, share, 40) for s in range(40)] == [
         learning_rate(s, Recipe(lr=1.0, warmup_steps=4), 40) for s in range(40)
     ]
-    assert learning_rate(0, Recipe(lr=1.0, warmup_steps=2, warmup_share=0.5), 40) == 0.5
+    with pytest.raises(ConfigError, match=r"warmup_steps is 2 and recipe\.warmup_share is 0\.5"):
+        Recipe(lr=1.0, warmup_steps=2, warmup_share=0.5)
     with pytest.raises(ConfigError, match=r"warmup_share is 10 steps, but the run has 10 steps"):
         learning_rate(0, Recipe(warmup_share=1.0), 10)
 

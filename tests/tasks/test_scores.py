@@ -34,6 +34,13 @@ def test_what_guessing_gives_is_called_chance(share: float, classes: int, sample
         assert words.startswith(f"{100 * share:.1f} % is no more than chance for {classes} classes: ")
 
 
+@pytest.mark.parametrize(("share", "samples", "few"), [(1.0, 4, True), (0.0, 1, True), (1.0, 5, False)])
+def test_few_samples_tell_nothing_of_two_classes(share: float, samples: int, few: bool) -> None:
+    words = chance_words(share, 2, samples)
+    assert words.startswith(f"{samples} validation samples are too few to tell") == few
+    assert "100.0 %" not in words
+
+
 @pytest.mark.parametrize("classes", [2, 4])
 def test_scores_of_classes_are_scikit_learns(classes: int) -> None:
     metrics = pytest.importorskip("sklearn.metrics")

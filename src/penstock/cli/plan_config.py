@@ -92,8 +92,6 @@ class PlanConfig(Checked):
         if self.laws:
             name = "--compute" if self.compute is not None else "--budget-gpu-hours"
             yield from self._unused(name, _LAWS)
-            if self.compute is not None and self.budget_gpu_hours is not None:
-                yield "--compute and --budget-gpu-hours were both given; a budget is one of them."
             return
         if self.model is None:
             yield "penstock plan needs a model, such as gpt-175b; or --compute FLOPS for scaling laws."
@@ -105,8 +103,6 @@ class PlanConfig(Checked):
             yield from self._unused(
                 "--run", frozenset({"model", "machine", "gpus", "global_batch", "base", "run", "loads"})
             )
-        if self.tokens is not None and self.images is not None:
-            yield "--tokens and --images were both given; a model is trained on one of them."
         vision = self.model is not None and self.model.graph.vision
         if self.images is not None and not vision:
             yield "--images is for vision models; say with --tokens what a language model is trained on."

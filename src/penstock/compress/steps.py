@@ -72,9 +72,9 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
     recipe = replace(
         config.recipe,
         steps=distil.steps,
-        epochs=distil.epochs or config.recipe.epochs,
+        epochs=distil.epochs,
         lr=distil.lr or config.recipe.lr,
-        warmup_steps=0,
+        warmup_steps=None,
         warmup_share=distil.warmup_share,
         teacher=str(call.original),
         teacher_weight=distil.weight,

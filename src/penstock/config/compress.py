@@ -76,7 +76,7 @@ class Distil(Checked, where="distil"):
     epochs: Positive | None = None
     """Times that each training sample is used; none: no training, unless `steps` is set."""
     steps: Count | None = None
-    """Optimizer steps; overrides `epochs`."""
+    """Optimizer steps, in place of `epochs`."""
     lr: Positive | None = None
     """Peak learning rate; none: that of `recipe`."""
     warmup_share: Share = 0.1

@@ -16,7 +16,7 @@ import math
 import re
 import shlex
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from penstock.boundary.files import quoted, shown
@@ -347,6 +347,23 @@ def check_fields(config: Any, where: str) -> list[str]:
     return problems
 
 
+EXCLUSIVE: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "Recipe": (("steps", "epochs"), ("warmup_steps", "warmup_share")),
+    "Distil": (("steps", "epochs"),),
+    "PlanConfig": (("tokens", "images"), ("compute", "budget_gpu_hours")),
+}
+"""Pairs of settings that say the same in two ways, by dataclass: one of a pair at most is not none. That of a higher
+layer replaces the other, and both in one layer are an error (`penstock.config.load`)."""
+
+
+def both_given(key: str, value: Any, other_key: str, other: Any) -> str:
+    """The problem of two settings of `EXCLUSIVE` that are both given."""
+    return (
+        f"{shown(key)} is {shown_value(value)} and {shown(other_key)} is {shown_value(other)}, but each says what the "
+        "other does; keep one."
+    )
+
+
 class Checked:
     """A configuration dataclass that holds its fields to their types when it is made, and then to rules of its own."""
 
@@ -359,9 +376,16 @@ class Checked:
             cls._where = where
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, self._where) or list(self._problems())
+        problems = check_fields(self, self._where) or [*self._both_given(), *self._problems()]
         if problems:
             raise ConfigError(problems)
+
+    def _both_given(self) -> Iterator[str]:
+        path = f"{self._where}." if self._where else ""
+        for pair in EXCLUSIVE.get(type(self).__name__, ()):
+            values = [getattr(self, name) for name in pair]
+            if None not in values:
+                yield both_given(path + pair[0], values[0], path + pair[1], values[1])
 
     def _problems(self) -> Iterable[str]:
         """Every reason why these values contradict each other; asked only if each is of its type."""

@@ -21,7 +21,16 @@ from typing import Any, TypeVar, cast, overload
 
 from penstock.boundary.files import shown
 from penstock.boundary.trees import read_tree
-from penstock.config.convert import NONE_WORDS, BadValue, convert, nearest, plain, present
+from penstock.config.convert import (
+    EXCLUSIVE,
+    NONE_WORDS,
+    BadValue,
+    both_given,
+    convert,
+    nearest,
+    plain,
+    present,
+)
 from penstock.config.kinds import (
     accepts_none,
     dataclasses_of,
@@ -54,15 +63,16 @@ def load(
 
     Strings in `overrides` are parsed to the type of their field, as from a command line. A whole value for a
     nested part (`plan="precision=O1"`, `model="vit-s16"`) replaces that part as earlier layers left it.
-    Dotted keys of the same layer then apply on top, in any order. Raises `ConfigError` with every problem,
-    each naming `origin` or the file.
+    Dotted keys of the same layer then apply on top, in any order. Of two settings that say the same (`EXCLUSIVE`) that
+    of the later layer counts. Raises `ConfigError` with every problem, each naming `origin` or the file.
     """
-    layers: list[tuple[Mapping[str, Any], str, bool]] = []
+    problems: list[str] = []
+    layers: list[tuple[Mapping[str, Any], _Layer]] = []
     if file is not None:
-        layers.append((read_file(file) if stored is None else stored, str(file), False))
+        layers.append((read_file(file) if stored is None else stored, _Layer(str(file), False, problems)))
     if overrides:
-        layers.append((overrides, origin, True))
-    return cast(T, _assemble(cls, base, layers))
+        layers.append((overrides, _Layer(origin, True, problems)))
+    return cast(T, _assemble(cls, base, layers, problems))
 
 
 @overload
@@ -88,20 +98,24 @@ def from_dict(
 ) -> Any:
     """Make a `cls` (a dataclass or a union of them) from typed values, as from `to_dict`, TOML or JSON.
 
-    Absent fields keep their defaults, or what `base` has. Raises `error` with every problem, each naming `origin`.
+    Absent fields keep their defaults, or what `base` has. Of two settings that say the same the first that is set
+    counts, as in runs that were stored before this was an error. Raises `error` with every problem, each naming
+    `origin`.
     """
+    problems: list[str] = []
     try:
-        return _assemble(cls, base, [(values, origin, False)])
+        return _assemble(cls, base, [(values, _Layer(origin, False, problems, stored=True))], problems)
     except ConfigError as problem:
         raise problem if error is ConfigError else error(str(problem)) from None
 
 
-def _assemble(cls: Any, base: Any, layers: Sequence[tuple[Mapping[str, Any], str, bool]]) -> Any:
-    """A `cls` from values with their origin, and whether strings among them are to be parsed."""
-    problems: list[str] = []
+def _assemble(
+    cls: Any, base: Any, layers: Sequence[tuple[Mapping[str, Any], _Layer]], problems: list[str]
+) -> Any:
+    """A `cls` from the values of each layer, whose problems are in `problems`."""
     tree = _Node.of(cls, base)
-    for values, origin, text in layers:
-        tree.merge(values, _Layer(origin, text, problems), "")
+    for values, layer in layers:
+        tree.merge(values, layer, "")
     made = tree.make(problems)
     if problems:
         raise ConfigError(problems)
@@ -146,7 +160,10 @@ class _Layer:
 
     origin: str
     text: bool
+    """Whether strings are parsed."""
     problems: list[str]
+    stored: bool = False
+    """Whether a program wrote it, with every setting."""
 
     def wrong(self, message: str) -> None:
         self.problems.append(f"In {self.origin}: {message}")
@@ -179,6 +196,7 @@ class _Node:
     def merge(self, values: Mapping[str, Any], layer: _Layer, path: str) -> None:
         """Override present values with `values`."""
         self.origins[layer.origin] = None
+        given_here: list[str] = []
         # A preset sets every field and a family decides which fields exist, so both come before other keys.
         first = ("preset", "family")
         for name, given in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
@@ -196,8 +214,22 @@ class _Node:
             elif dataclasses_of(kinds[key]):
                 for part in given:
                     self._merge_child(key, kinds[key], part, layer, path)
-            else:
-                self._merge_value(key, kinds[key], value, layer, path)
+            elif self._merge_value(key, kinds[key], value, layer, path):
+                given_here.append(key)
+        self._settle_pairs(given_here, layer, path)
+
+    def _settle_pairs(self, given: Sequence[str], layer: _Layer, path: str) -> None:
+        """Drop the setting that says what one of those `given` in this layer says."""
+        for pair in EXCLUSIVE.get(self.cls.__name__, ()):
+            named = [name for name in pair if name in given and self.values[name] is not None]
+            if len(named) == 2 and layer.stored:
+                named = [name for name in pair if self.values[name]][:1]
+            if len(named) == 2:
+                self.refused = True
+                first, second = pair
+                layer.wrong(both_given(path + first, self.values[first], path + second, self.values[second]))
+            elif named:
+                self.values[pair[pair[0] == named[0]]] = None
 
     def _choose_family(self, value: Any, layer: _Layer, path: str) -> None:
         """Select the dataclass of the union whose family is `value`; if it changes, start from its
@@ -210,12 +242,15 @@ class _Node:
         elif families[value] is not self.cls:
             self.cls, self.base, self.values, self.children = families[value], None, {}, {}
 
-    def _merge_value(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
+    def _merge_value(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> bool:
+        """Take a value for a field; False where it cannot hold it."""
         try:
             self.values[key] = convert(value, kind, text=layer.text)
         except BadValue as bad:
             self.refused = True
             layer.wrong(bad.sentence(f"{path}{key}"))
+            return False
+        return True
 
     def _merge_child(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
         none = isinstance(value, str) and value.lower() in NONE_WORDS and accepts_none(kind)

@@ -264,22 +264,26 @@ class Lora(Checked, where="recipe.lora"):
     bits, of which each product makes them (Dettmers et al., NeurIPS 2023, "QLoRA"): `int8_weights`, `int4`."""
 
 
+EPOCHS: Final = 10.0
+"""Epochs of a run that names neither these nor steps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(Checked, where="recipe"):
     """How weights are trained. Learning rates are per step at the given global batch and never rescaled."""
 
-    epochs: Positive = 10.0
-    """How often each training sample is used, on average."""
+    epochs: Positive | None = None
+    """How often each training sample is used, on average; none: 10, unless `steps` is set."""
     steps: Count | None = None
-    """Optimizer steps; overrides `epochs`."""
+    """Optimizer steps, in place of `epochs`."""
     lr: Positive = 1e-3
     """Peak learning rate, reached after the warm-up."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the cosine."""
-    warmup_steps: Natural = 0
-    """Steps over which the learning rate rises linearly."""
-    warmup_share: Share = 0.0
-    """Warm-up as a share of all steps, where `warmup_steps` is 0."""
+    warmup_steps: Natural | None = None
+    """Steps over which the learning rate rises linearly; none: as many as `warmup_share` says."""
+    warmup_share: Share | None = None
+    """Warm-up as a share of all steps, in place of `warmup_steps`; without either there is none."""
     weight_decay: NotNegative = 0.05
     """Rate of weight decay, not applied to biases, norms and other one-dimensional parameters."""
     beta1: Probability = 0.9
@@ -340,11 +344,17 @@ class Recipe(Checked, where="recipe"):
     lora: Lora = field(default_factory=Lora)
     lists: Lists = field(default_factory=Lists)
 
+    def total_steps(self, samples: int, batch: int) -> int:
+        """Steps of a run over `samples` training samples, `batch` of them in each; 0 where epochs are too few."""
+        return self.steps if self.steps is not None else round((self.epochs or EPOCHS) * samples / batch)
+
     def warmup(self, total_steps: int) -> int:
         """Steps of the warm-up in a run of `total_steps`. Raises ConfigError when it does not fit into the run."""
-        steps = self.warmup_steps or round(self.warmup_share * total_steps)
+        steps = self.warmup_steps
+        if steps is None:
+            steps = round((self.warmup_share or 0.0) * total_steps)
         if steps >= total_steps and steps:
-            setting = "warmup_steps" if self.warmup_steps else "warmup_share"
+            setting = "warmup_share" if self.warmup_steps is None else "warmup_steps"
             raise ConfigError(
                 f"The warm-up of recipe.{setting} is {steps} steps, but the run has {total_steps} steps in all, so the "
                 f"learning rate would never come down; use fewer than {total_steps} warm-up steps, or train longer."

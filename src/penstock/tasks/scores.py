@@ -38,10 +38,16 @@ def class_scores(hits: Sums, predicted: Sums, true: Sums) -> dict[str, float]:
 
 def chance_words(share: float, classes: int, samples: int) -> str:
     """A sentence where a share of right answers is no more than guessing among `classes` gives on so many samples, two
-    standard deviations of it included; else ""."""
+    standard deviations of it included, or where even all right answers would not be; else ""."""
     chance = 1.0 / max(classes, 1)
-    if classes < 2 or share > chance + 2.0 * math.sqrt(chance * (1.0 - chance) / max(samples, 1)):
+    guessed = chance + 2.0 * math.sqrt(chance * (1.0 - chance) / max(samples, 1))
+    if classes < 2 or share > guessed:
         return ""
+    if guessed >= 1.0:
+        return (
+            f"{samples} validation samples are too few to tell what the model learned: guessing among {classes} "
+            "classes gets all of them right too often."
+        )
     return (
         f"{100 * share:.1f} % is no more than chance for {classes} classes: the model has not learned to tell them "
         "apart. Train for more steps (--recipe.steps, --recipe.epochs), or try another rate (--recipe.lr)."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.config.run import RunConfig
+from penstock.config.run import EPOCHS, RunConfig
 from penstock.errors import ConfigError
 
 
@@ -20,12 +20,13 @@ class Calendar:
         """Training samples of one epoch."""
         self.batch = config.plan.global_batch
         """Samples of one optimizer step, over all ranks."""
-        self.total = recipe.steps if recipe.steps is not None else round(recipe.epochs * samples / self.batch)
+        self.total = recipe.total_steps(samples, self.batch)
         self._config = config
         if self.total < 1:
             raise ConfigError(
-                f"The run has no steps: recipe.epochs {recipe.epochs} of {samples} samples at {self.batch} a step. "
-                f"Raise recipe.epochs, set recipe.steps, or lower plan.micro_batch or plan.accumulate."
+                f"The run has no steps: recipe.epochs {recipe.epochs or EPOCHS:g} of {samples} samples at "
+                f"{self.batch} a step. Raise recipe.epochs, set recipe.steps, or lower plan.micro_batch or "
+                "plan.accumulate."
             )
 
     def epoch(self, step: int) -> float:

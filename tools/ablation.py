@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.report.chart import Chart, Entry, Scale, ticks
+from penstock.report.figures import Line, lines
 
 WIDTH = 1000.0
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,9 @@ TITLES = {
     "bytes": "Python's source text, decoder",
 }
 BASELINE = "O0"
+MASTERS = {"O2 bf16": "with master weights", "O2 bf16, no master weights": "without"}
+WINDOW = 20
+"""Steps that a point of a curve is the mean of."""
 
 INTRODUCTION = """\
 # What each part of mixed precision is for
@@ -40,6 +44,13 @@ each step is divided by {share:,}, as for one of {share:,} micro-batches of a st
 because AdamW does not depend on the scale of gradients.
 
 ![Test loss of every run, by variant and task](precision-ablation.svg)
+
+With master weights the loss of each step is that of fp32. Without, it falls behind as updates become smaller than what
+a bf16 weight can hold. Lines are means over seeds and over {window} steps; the band spans the seeds:
+
+![Training loss less that of O0, digits](precision-ablation-digits.svg)
+
+![Training loss less that of O0, Python's source text](precision-ablation-bytes.svg)
 """
 
 CLOSING = """\
@@ -96,6 +107,27 @@ def figure(found: dict[str, Any]) -> str:
     """The figure as an SVG file."""
     panels = {title: losses(found, task) for task, title in TITLES.items()}
     return draw(panels, title="Test loss with parts of mixed precision left out") + "\n"
+
+
+def curves(found: dict[str, Any], task: str) -> str:
+    """Training loss in bf16 with and without master weights, less O0's with the same seed, step by step."""
+    runs = sorted(found["runs"][task], key=lambda run: run["seed"])
+    base = [run["losses"] for run in runs if run["variant"] == BASELINE]
+    drawn, band = [], ([], [])
+    for variant, label in MASTERS.items():
+        mine = [run["losses"] for run in runs if run["variant"] == variant]
+        seeds = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(mine, base, strict=True)]
+        steps = range(0, len(seeds[0]) - WINDOW + 1, WINDOW)
+        points = [(i + WINDOW, [statistics.fmean(seed[i : i + WINDOW]) for seed in seeds]) for i in steps]
+        drawn.append(Line(label=label, points=[(i, statistics.fmean(values)) for i, values in points]))
+        band = ([(i, min(values)) for i, values in points], [(i, max(values)) for i, values in points])
+    return (
+        lines(
+            drawn, title=f"{TITLES[task]}: training loss less that of O0", x_label="step", y_label="difference of loss",
+            band=band, band_label="without, all seeds", alone=True,
+        )
+        + "\n"
+    )  # fmt: skip
 
 
 def draw(panels: Mapping[str, Losses], *, title: str) -> str:
@@ -160,7 +192,7 @@ def _said(task: str, of: Losses) -> str:
 def page(found: dict[str, Any]) -> str:
     """The whole page."""
     seeds = len(losses(found, "digits")[BASELINE])
-    parts = [INTRODUCTION.format(seeds=seeds, share=found["share"])]
+    parts = [INTRODUCTION.format(seeds=seeds, share=found["share"], window=WINDOW)]
     for task, title in TITLES.items():
         of, runs = losses(found, task), found["runs"][task]
         settings = found["tasks"][task]
@@ -202,3 +234,5 @@ def _spread(values: list[float], *, signed: bool = False) -> str:
 if __name__ == "__main__":
     PATH.write_text(page(document()), encoding="utf-8")
     FIGURE.write_text(figure(document()), encoding="utf-8")
+    for task in TITLES:
+        FIGURE.with_stem(f"{FIGURE.stem}-{task}").write_text(curves(document(), task), encoding="utf-8")

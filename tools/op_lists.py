@@ -38,6 +38,11 @@ An operation is in fp32 for a type only if it leaves that type's range or loses 
 and SiLU are in no list, because their kernels compute in fp32 and round once. In-place operations keep the type they
 write to, and fp64 stays fp64.
 
+`log`, `log2`, `log10`, `log1p` and `sqrt` are in no list of a CPU and stay in fp16. For every positive fp16 number
+their results are below 256 in size, and their kernels compute in fp32 and round once. What is lost is lost before them:
+a probability below 6e-8 has become 0, whose logarithm is infinite; take `log_softmax` of the logits instead. On CUDA
+torch.autocast computes logarithms in fp32, and nothing is taken from its list.
+
 **What it costs.** On CUDA, and for bf16 on a CPU, the default lists intercept no call: torch's own modules
 (`LayerNorm`, `RMSNorm`, `GroupNorm`, `Softmax`) do what `keep` says. Lists with other differences use a torch mode that
 sees every torch call in the forward pass. It costs a few microseconds of host time per call in eager mode, and nothing

@@ -35,6 +35,9 @@ def found(tool: ModuleType) -> dict[str, Any]:
 def test_the_page_and_its_figure_are_up_to_date(tool: ModuleType, found: dict[str, Any]) -> None:
     assert tool.PATH.read_text(encoding="utf-8") == tool.page(found), "run make reference"
     assert tool.FIGURE.read_text(encoding="utf-8") == tool.figure(found), "run make reference"
+    for task in tool.TITLES:
+        curve = tool.FIGURE.with_stem(f"{tool.FIGURE.stem}-{task}").read_text(encoding="utf-8")
+        assert curve == tool.curves(found, task), "run make reference"
 
 
 @pytest.mark.parametrize("task", ["digits", "bytes"])

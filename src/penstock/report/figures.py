@@ -248,6 +248,7 @@ def lines(
     band: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
     band_label: str = "",
     width: float = WIDE,
+    alone: bool = False,
 ) -> str:
     """Lines, a colour each and the bold ones in black, on the band between a lower and an upper line.
 
@@ -287,7 +288,7 @@ def lines(
         with chart.series(look.words):
             _line(chart, line, look, x_label)
     description = "; ".join(f"{line.label} ends at {line.points[-1][1]:.4g}" for line in drawn)
-    return chart.svg(title, description)
+    return chart.svg(title, description, alone=alone)
 
 
 def _finite(line: Line) -> Line:

@@ -378,3 +378,13 @@ def test_every_reason_is_measured() -> None:
     } | {"cuda_products", "whole_products", "promote_cuda", "promote_cpu", "promote_registered"}  # fmt: skip
     (kept,) = (group for group in GROUPS if group.key == "keep")
     assert set(kept.names) == {*names("norm_gradients"), "torch.nn.functional.softmax"}
+
+
+@pytest.mark.parametrize("name", ["log", "log2", "log10", "log1p", "sqrt"])
+def test_logarithms_stay_in_fp16_because_they_are_in_range_and_round_once(name: str) -> None:
+    """Every positive fp16 number."""
+    numbers = torch.arange(1, 2**15, dtype=torch.int16).view(torch.float16)
+    numbers = numbers[numbers.isfinite()]
+    found = getattr(torch, name)(numbers)
+    assert torch.equal(found, getattr(torch, name)(numbers.double()).half())
+    assert float(found.abs().max()) < 256

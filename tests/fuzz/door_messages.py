@@ -53,8 +53,10 @@ def _enter(name: str, data: bytes) -> None:
         tell(judge(outcome.failures, stopping=False).failures)
     elif name == "lock":
         Path("lock").write_bytes(data)
-        with RunLock(Path()):
-            pass
+        lock = RunLock(Path())
+        if not lock.hold():
+            raise EnvironmentProblem("Another host may hold the lock.")
+        lock.__exit__()
     else:
         Path("metrics.jsonl").write_bytes(data + b"\n")
         Records(Path(), None).rewind(3)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,17 @@ def test_the_same_process_is_refused_too(tmp_path: Path) -> None:
         pass
 
 
-def test_another_host_is_respected_while_it_shows_life(tmp_path: Path) -> None:
+def test_another_host_is_respected_while_it_shows_life(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lock = tmp_path / "lock"
     lock.write_text(json.dumps({"pid": 7, "host": "node-12"}))
-    with pytest.raises(EnvironmentProblem, match="process 7 on node-12"), RunLock(tmp_path):
-        pass
+    run = RunLock(tmp_path)
+    assert not run.hold()
+    assert "in use by process 7 on node-12 0 s ago. Waiting 120 s for its lock to lapse" in caplog.text
+    os.utime(lock, (time.time() + 1, time.time() + 1))
+    with pytest.raises(EnvironmentProblem, match="process 7 on node-12"):
+        run.hold()
     long_ago = time.time() - 3600
     os.utime(lock, (long_ago, long_ago))
     with RunLock(tmp_path):
@@ -72,3 +79,55 @@ def test_touching_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(time, "monotonic", lambda: real() + 30)
         held.touch()
         assert (tmp_path / "lock").stat().st_mtime > 1e9
+
+
+def test_a_dead_host_is_waited_for_until_its_lock_lapses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lock").write_text(json.dumps({"pid": 7, "host": "node-12"}))
+    slept: list[float] = []
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 30 * len(slept))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with RunLock(tmp_path):
+        assert len(slept) == 4
+
+
+def test_a_later_life_of_the_same_launch_takes_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(launch: str, life: int, host: str) -> RunLock:
+        monkeypatch.setenv("PENSTOCK_LAUNCH", launch)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(life))
+        monkeypatch.setattr("socket.gethostname", lambda: host)
+        return RunLock(tmp_path)
+
+    first = started("abc", 1, "node-a")
+    assert first.hold()
+    left = (tmp_path / "lock").read_bytes()
+    first.__exit__()
+    for launch, life, taken in (("abc", 1, False), ("xyz", 2, False), ("", 2, False), ("abc", 2, True)):
+        (tmp_path / "lock").write_bytes(left)
+        run = started(launch, life, "node-b")
+        assert run.hold() == taken, (launch, life)
+        run.__exit__()
+
+
+def test_who_was_taken_for_dead_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunLock(tmp_path) as held:
+        (tmp_path / "lock").write_text(json.dumps({"pid": 7, "host": "node-12"}))
+        real = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: real() + 30)
+        with pytest.raises(EnvironmentProblem, match="process 7 on node-12"):
+            held.touch()
+    assert (tmp_path / "lock").read_text(), "it is the other's now"
+
+
+@pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to])
+def test_another_file_is_not_emptied(tmp_path: Path, make: Callable[[Path, Path], None]) -> None:
+    (precious := tmp_path / "precious").write_text("text")
+    (folder := tmp_path / "run").mkdir()
+    make(folder / "lock", precious)
+    with pytest.raises(EnvironmentProblem, match="Remove"), RunLock(folder):
+        pass
+    assert precious.read_text() == "text"

@@ -395,6 +395,7 @@ def test_running_out_of_memory_is_said_with_advice(
 def test_a_disk_that_is_full_when_a_record_is_written_ends_the_run_with_a_sentence(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.train.metrics.own_file", lambda folder, name: folder / name)
     monkeypatch.setattr(Records, "rewind", lambda self, *_, **__: self.path.symlink_to("/dev/full"))
     with pytest.raises(
         EnvironmentProblem, match=r"metrics\.jsonl cannot be read or written: the disk is full"
@@ -626,3 +627,21 @@ def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next(
     with pytest.raises(EnvironmentProblem, match=r"step-3 could not be written: .*No space"):
         train(replace(config, save_in_background=True))
     assert list((Path(config.output) / "checkpoints").iterdir()) == []
+
+
+def test_no_file_of_a_run_is_written_through_a_link(config: RunConfig, tmp_path: Path) -> None:
+    train(config, profile=True)
+    output = Path(config.output)
+    parts = [path.relative_to(output) for path in output.rglob("*") if path.parts[-2] in ("run", "profile")]
+    assert Path("profile/trace.json") in parts
+    (precious := tmp_path / "precious").mkdir()
+    (precious / "trace.json").write_text("text")
+    for part in [*parts, Path("taught.npz"), Path("experts/loads.json"), Path("tracker.json")]:
+        if part.name == "checkpoints":  # may lie on a larger disk: nothing that is there is written
+            continue
+        shutil.rmtree(output)
+        (output / part).parent.mkdir(parents=True)
+        (output / part).symlink_to(precious if part.suffix == "" else precious / "trace.json")
+        with pytest.raises(EnvironmentProblem, match="is a link to"):
+            train(config)
+        assert [path.read_text() for path in precious.iterdir()] == ["text"], part

@@ -156,7 +156,10 @@ def test_each_record_is_on_its_way_to_the_disk_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_told_once_and_the_file_is_closed_all_the_same(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once_and_the_file_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.train.metrics.own_file", lambda folder, name: folder / name)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     records = Records(tmp_path, None)
     with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:

@@ -149,6 +149,21 @@ def write_bytes(path: AnyPath, data: bytes) -> None:
         ) from problem
 
 
+def own_file(folder: AnyPath, name: str) -> Path:
+    """The path of a file, or folder, that Penstock itself names in a folder of its own, such as a run's. To be asked
+    before each write. Raises EnvironmentProblem where a part of `name` is a link: writing would change another file.
+    """
+    path = Path(folder)
+    for part in Path(name).parts:
+        path /= part
+        if path.is_symlink():
+            raise EnvironmentProblem(
+                f"{shown(path)} is a link to {shown(os.readlink(path))}, and what is written there would change that. "
+                "Remove the link, or choose another folder."
+            )
+    return path
+
+
 def require_folder(path: AnyPath) -> None:
     """Make a folder, and see that files can be made in it, before hours of work whose results go there."""
     with naming(path):

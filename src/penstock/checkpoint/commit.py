@@ -24,6 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.boundary.files import own_file
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.index import Chunk, file_name, held_pieces, share_out, to_json
 from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, manifest_text, verify
@@ -209,7 +210,7 @@ def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
 
 
 def _point_latest(folder: Path, name: str) -> None:
-    temporary = folder / f"{LATEST}.tmp"
+    temporary = own_file(folder, f"{LATEST}.tmp")
     write_file(temporary, [f"{name}\n".encode()])
     temporary.replace(folder / LATEST)
     sync_folder(folder)

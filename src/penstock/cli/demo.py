@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.boundary.files import require_folder, shown
+from penstock.boundary.files import own_file, require_folder, shown, write_text
 from penstock.boundary.trees import Bounds, read_tree
 from penstock.errors import DataError, ExitCode
 from penstock.report.figures import Bar, waterfall
@@ -79,7 +79,7 @@ def demo(
     other model is transformers' BERT, untrained, on padded texts. Once the demo is complete, it only shows its results
     again; remove its folder to repeat it.
     """
-    path = output / "demo.json"
+    path = own_file(output, "demo.json")
     if path.exists():
         lines = read_tree(path, "The demo's record", bounds=_LARGE).get("lines")
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -108,8 +108,8 @@ def demo(
         "top1": top1, "lines": [result_line(result, top1), f"Plan: {result.plan}", "", *texts, "", *gpt3_lines()],
         "seconds": time.monotonic() - start, "environment": environment(),
     }  # fmt: skip
-    (output / "demo.svg").write_text(picture(record), encoding="utf-8")
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_text(own_file(output, "demo.svg"), picture(record))
+    write_text(path, json.dumps(record, indent=1) + "\n")
     _end(record["lines"], output)
     return int(ExitCode.DONE)
 

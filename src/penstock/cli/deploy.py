@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import own_file, write_text
 from penstock.cli._app import configured
 from penstock.config.convert import plain
 from penstock.config.load import load
@@ -58,7 +58,7 @@ def deploy(config: DeployConfig) -> int:
     if result.choice is not None and config.output is not None:
         files = files_for(config, machine, result.choice)
         for name, text in files.items():
-            write_text(Path(config.output) / name, text)
+            write_text(own_file(config.output, name), text)
     measured = None
     if result.choice is not None and config.measure:
         measured = measure(config, machine, result.choice, arrivals)

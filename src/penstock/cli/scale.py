@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.boundary.files import require_folder, write_text
+from penstock.boundary.files import own_file, require_folder, write_text
 from penstock.cli._app import configured
 from penstock.cli.ladder import load_or_factory
 from penstock.config.convert import (
@@ -112,7 +112,7 @@ def scale(config: ScaleConfig) -> int:
     folder = Path(config.output)
     texts = {"scale.html": html, "scale.svg": svg, "scale.json": json.dumps(stored, indent=1) + "\n"}
     for name, text in texts.items():
-        write_text(folder / name, text)
+        write_text(own_file(folder, name), text)
     console = plain_console()
     console.print(f"{measured.heading}\n")
     console.print(terminal_table(measured.table, console.width))

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.boundary.files import read_bytes, write_text
+from penstock.boundary.files import own_file, read_bytes, write_text
 from penstock.boundary.trees import parse_json
 from penstock.compress.measure import Workbench
 from penstock.compress.page import card, to_html
@@ -84,7 +84,7 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
     report = _record(config, output)
 
     def keep() -> None:
-        write_text(output / RECORD, json.dumps(report, indent=1) + "\n")
+        write_text(own_file(output, RECORD), json.dumps(report, indent=1) + "\n")
 
     rows: list[dict[str, Any]] = report["rows"]
     if not rows:
@@ -101,7 +101,7 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
         keep()
     shares = replace(shares, **report.get("shares", {}))
     for number, (name, prune) in enumerate(_calls(config, shares), 1):
-        target = output / f"{number}-{name}"
+        target = own_file(output, f"{number}-{name}")
         if number < len(rows):
             say(f"{target.name}: done before")
             continue
@@ -121,7 +121,7 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
             row["seconds"] = seconds
         keep()
     _export(config, Path(rows[-1]["folder"]), output, card(config, title(bench.model), rows))
-    write_text(output / PAGE, to_html(report))
+    write_text(own_file(output, PAGE), to_html(report))
     return report
 
 
@@ -161,7 +161,7 @@ def _record(config: CompressConfig, output: Path) -> Report:
 
 def _export(config: CompressConfig, folder: Path, output: Path, about: str) -> None:
     """The last model, the recipe and the card, whole or not at all."""
-    target, partial = output / "export", output / "export.tmp"
+    target, partial = output / "export", own_file(output, "export.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(folder, partial)
     write_text(partial / RECIPE, dump_toml(config))

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import own_file, write_text
 from penstock.ladder.page import picture, to_html
 from penstock.ladder.result import LadderReport
 from penstock.ladder.tables import (
@@ -31,11 +31,10 @@ _LISTED = 6
 def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
     """Write ladder.html, ladder.json and ladder.svg into a folder, which is made if needed. Returns the paths of the
     page and of its JSON."""
-    folder = Path(folder)
-    html, data = folder / "ladder.html", folder / "ladder.json"
+    html, data, drawing = (own_file(folder, f"ladder.{kind}") for kind in ("html", "json", "svg"))
     write_text(html, to_html(report))
     write_text(data, json.dumps(report.to_dict(), indent=1) + "\n")
-    (folder / "ladder.svg").write_text(picture(report) + "\n", encoding="utf-8")
+    write_text(drawing, picture(report) + "\n")
     return html, data
 
 

@@ -8,5 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+LAUNCH: Final = "PENSTOCK_LAUNCH"
+"""Environment variable that names the launch of which a rank is a part: the same in all its lives, on all nodes."""
 ELASTIC: Final = "PENSTOCK_ELASTIC"
 """Environment variable that is set for ranks whose number may change from one start to the next."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from typing import Self
+from uuid import uuid4
 
 from penstock.launch.ranks import Assignment
 from penstock.launch.verdict import Outcome
@@ -16,6 +17,7 @@ class Nodes:
     def __init__(self, procs: int) -> None:
         self._procs = procs
         self._round = -1
+        self._launch = uuid4().hex
         self._port: ReservedPort | None = None
 
     def __enter__(self) -> Self:
@@ -31,7 +33,7 @@ class Nodes:
         """
         self._round += 1
         master = self._reserve("127.0.0.1")
-        return Assignment(0, 1, 0, self._procs, master, self._round, restarts)
+        return Assignment(0, 1, 0, self._procs, master, self._round, restarts, self._launch)
 
     def report(self, outcome: Outcome) -> None:
         """Tell the others how this life ended here."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.boundary.files import printable
 from penstock.errors import ExitCode
-from penstock.launch import ELASTIC, heartbeat, report, worker
+from penstock.launch import ELASTIC, LAUNCH, heartbeat, report, worker
 from penstock.launch.heartbeat import Heartbeat
 from penstock.launch.verdict import Failure
 
@@ -36,6 +36,8 @@ class Assignment:
     """How often all ranks have been started before this."""
     restarts: int = 0
     """How many of these starts came after a fault."""
+    launch: str = ""
+    """Name of the launch, which no other launch has."""
 
 
 class Rank:
@@ -193,6 +195,7 @@ def _environment(assignment: Assignment, local: int, procs: int) -> dict[str, st
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(assignment.round),
+        LAUNCH: assignment.launch,
     }
     threads = max(1, len(os.sched_getaffinity(0)) // procs) if hasattr(os, "sched_getaffinity") else 1
     chosen = {} if procs == 1 else {"OMP_NUM_THREADS": str(threads)}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.boundary.files import own_file
 from penstock.checkpoint.coordinator import main_first
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
@@ -43,7 +44,7 @@ def taught_by_beams(source: Source, config: RunConfig, device: torch.device) -> 
         )
     recipe = config.recipe
     key = json.dumps([recipe.teacher, recipe.teacher_beams, source.name, len(source), source.target_length])
-    file = Path(config.output) / FILE
+    file = own_file(config.output, FILE)
 
     def make() -> None:
         if _read(file, key) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import own_file, write_text
 from penstock.models.experts import MixtureOfExperts
 from penstock.parallel import ParallelDims
 from penstock.parallel.data import add_up_all
@@ -87,8 +87,8 @@ class LoadMeter:
         """Write the record and its page into the folder `experts` of a run's output, on the main rank."""
         record = self.read()
         if self and self._dims.main:
-            write_text(output / "experts" / "loads.json", record.to_json())
-            write_text(output / "experts" / "loads.html", loads_page(record))
+            write_text(own_file(output, "experts/loads.json"), record.to_json())
+            write_text(own_file(output, "experts/loads.html"), loads_page(record))
 
     def _visits_here(self, mixture: MixtureOfExperts) -> Tensor:
         """A copy of the visits here, none of a mixture that is on another stage of a pipeline."""

@@ -2,25 +2,32 @@
 
 On one machine a POSIX record lock on `OUTPUT/lock` decides: the kernel releases it however the process dies, and,
 unlike `flock`, forked processes do not inherit it. Not every shared file system carries such locks across machines. So
-the file also says who holds it, the holder touches it, and a lock that another host has touched lately is respected.
+the file also says who holds it, and the holder touches it. A lock that another host holds is waited for: it lapses when
+nobody has touched it for two minutes. Later ranks of the same `penstock launch` need not wait, because their agents
+have agreed that the earlier ranks are gone.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.boundary.files import shown
+from penstock.boundary.files import own_file, shown
 from penstock.boundary.trees import parse_json
 from penstock.errors import EnvironmentProblem, PenstockError
+from penstock.launch import LAUNCH
 
+_log = logging.getLogger(__name__)
 _TOUCH_SECONDS = 20.0
 _FRESH_SECONDS = 120.0
+_PAUSE_SECONDS = 1.0
 _held: set[Path] = set()  # record locks do not exclude a second use by the same process; this does
 
 
@@ -34,33 +41,52 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._path = folder.resolve() / "lock"
         self._handle: int | None = None
+        self._text = b""
         self._touched = 0.0
+        self._lapses: tuple[float, float] | None = None
+        """While waiting, when the other host had touched the lock, and the `time.monotonic()` at which it lapses."""
 
     def __enter__(self) -> Self:
+        while not self.hold():
+            time.sleep(_PAUSE_SECONDS)
+        return self
+
+    def hold(self) -> bool:
+        """Take the lock. Returns False while another host may hold it: ask again soon. Raises as entering does."""
         if self._path in _held:
             raise self._refusal({"pid": os.getpid(), "host": socket.gethostname()})
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        own_file(self._path.parent, self._path.name)
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._respect_other_host(handle)
-        except OSError:
-            holder = _holder(handle)
-            os.close(handle)
-            raise self._refusal(holder) from None
-        except EnvironmentProblem:
+            taken = self._try_to_take(handle)
+        except BaseException:
             os.close(handle)
             raise
-        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
+        if not taken:
+            os.close(handle)
+            return False
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        self._text = json.dumps(me | dict(zip(("launch", "life"), _own_life(), strict=True))).encode()
         os.ftruncate(handle, 0)
-        os.pwrite(handle, text.encode(), 0)
+        os.pwrite(handle, self._text, 0)
         self._handle = handle
         self._touched = time.monotonic()
         _held.add(self._path)
-        return self
+        return True
 
     def touch(self) -> None:
-        """Touch the lock, at most every 20 seconds, to show that the run goes on. Cheap enough for every step."""
+        """Touch the lock, at most every 20 seconds, to show that the run goes on. Cheap enough for every step.
+
+        Raises:
+            EnvironmentProblem: another host took this one for dead, and has taken the directory over.
+        """
         if self._handle is not None and time.monotonic() - self._touched > _TOUCH_SECONDS:
+            holder = _holder(self._handle)
+            if holder and json.dumps(holder).encode() != self._text:
+                os.close(self._handle)
+                self._handle = None
+                _held.discard(self._path)
+                raise self._refusal(holder)
             os.utime(self._handle)
             self._touched = time.monotonic()
 
@@ -71,19 +97,63 @@ class RunLock:
             os.close(self._handle)
             self._handle = None
 
-    def _respect_other_host(self, handle: int) -> None:
-        holder = _holder(handle)
-        age = time.time() - os.fstat(handle).st_mtime
-        if holder and holder.get("host") != socket.gethostname() and age < _FRESH_SECONDS:
+    def _try_to_take(self, handle: int) -> bool:
+        """Whether the lock is this run's now. Raises EnvironmentProblem where it cannot become so."""
+        holder, state = _holder(handle), os.fstat(handle)
+        if not stat.S_ISREG(state.st_mode) or (state.st_nlink > 1 and state.st_size and "pid" not in holder):
+            raise EnvironmentProblem(
+                f"{self._path} is also another file, which locking would empty. Remove it, or choose another output."
+            )
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError:
+            free = False
+        elsewhere = bool(holder) and holder.get("host") != socket.gethostname()
+        if free and not (elsewhere and not _is_earlier_life(holder)):
+            return True
+        if elsewhere and self._may_lapse(holder, state.st_mtime):
+            return False
+        if free:
+            return True
+        raise self._refusal(holder)
+
+    def _may_lapse(self, holder: dict[str, Any], touched: float) -> bool:
+        """Whether the lock of another host must be waited for still. Raises EnvironmentProblem when that host lives."""
+        now = time.monotonic()
+        if self._lapses is None:
+            left = min(_FRESH_SECONDS, touched + _FRESH_SECONDS - time.time())
+            self._lapses = touched, now + left
+            if left > 0:
+                _log.warning(
+                    "%s was in use by %s %.0f s ago. Waiting %.0f s for its lock to lapse, if it has died.",
+                    self._path.parent, _who(holder), _FRESH_SECONDS - left, left,
+                )  # fmt: skip
+        if touched != self._lapses[0]:
             raise self._refusal(holder)
+        return now < self._lapses[1]
 
     def _refusal(self, holder: dict[str, Any]) -> EnvironmentProblem:
-        pid, host = holder.get("pid", "unknown"), holder.get("host", "an unknown host")
-        who = f"process {shown(str(pid))} on {shown(str(host))}"
         return EnvironmentProblem(
-            f"{self._path.parent} is in use by {who}. Wait for that run, stop it, or choose another output. "
+            f"{self._path.parent} is in use by {_who(holder)}. Wait for that run, stop it, or choose another output. "
             f"(If its machine has died, the lock lapses {_FRESH_SECONDS:.0f} seconds after its last step.)"
         )
+
+
+def _own_life() -> tuple[str, int]:
+    """The `penstock launch` that this process is a rank of, and the number of its life; empty without one."""
+    return os.environ.get(LAUNCH, ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _is_earlier_life(holder: dict[str, Any]) -> bool:
+    launch, life = _own_life()
+    before = holder.get("life")
+    return bool(launch) and holder.get("launch") == launch and isinstance(before, int) and before < life
+
+
+def _who(holder: dict[str, Any]) -> str:
+    pid, host = holder.get("pid", "unknown"), holder.get("host", "an unknown host")
+    return f"process {shown(str(pid))} on {shown(str(host))}"
 
 
 def _holder(handle: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.boundary.files import explained, write_text
+from penstock.boundary.files import explained, own_file, write_text
 from penstock.build import build
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import folder_beside
@@ -133,7 +133,7 @@ def train(
     with (
         Requests() as stop,
         joined(config.plan, device, timeout=config.wait_seconds) as dims,
-        hold_output(output, dims) as lock,
+        hold_output(output, stop, dims) as lock,
         memory_advice(config.plan, task, config.model),
         own_random(device),
     ):
@@ -202,9 +202,10 @@ class _Run:
         )
 
         if dims.main:
-            write_text(self.output / "run.toml", dump_toml(config))
+            write_text(own_file(self.output, "run.toml"), dump_toml(config))
             tokenizer = getattr(train_source, "tokenizer", None) is not None
-            write_beside(config.model, train_source, folder_beside(self.output, tokenizer))
+            beside = own_file(self.output, folder_beside(self.output, tokenizer).name)
+            write_beside(config.model, train_source, beside)
         self.saves = Saves(self.output / "checkpoints", config)
 
         # The model, its samples, and whoever looks at its losses.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from penstock.boundary.files import naming, read_bytes, write_text
+from penstock.boundary.files import naming, own_file, read_bytes, write_text
 from penstock.boundary.trees import parse_json
 from penstock.errors import PenstockError
 from penstock.train.callbacks import Callback, call_method
@@ -29,11 +29,16 @@ class Records:
     def __init__(
         self, output: Path, display: Display | None, *, callbacks: Sequence[Callback] = (), main: bool = True
     ) -> None:
-        self.path = output / "metrics.jsonl"
+        self._output = output
         self.display = display if display and main else Display()
         self._main = main
         self._file: BinaryIO | None = None
         self._callbacks = tuple(callbacks) if main else ()
+
+    @property
+    def path(self) -> Path:
+        """The file; refused where it is a link."""
+        return own_file(self._output, "metrics.jsonl")
 
     def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
         """Keep the records up to the checkpoint of `step`; the file is replaced atomically.

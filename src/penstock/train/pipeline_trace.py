@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import distributed
 
-from penstock.boundary.files import write_text
+from penstock.boundary.files import own_file, write_text
 from penstock.checkpoint.coordinator import collect
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
@@ -47,7 +47,7 @@ class PipelineTrace:
                 "--trace draws what the ranks of a pipeline do, and plan.pp is 1; use --profile, or a plan with pp "
                 "of 2 or more."
             )
-        self._folder, self._model, self._machine, self._plan = output / "trace", model, machine, plan
+        self._output, self._model, self._machine, self._plan = output, model, machine, plan
         self._dims, self._record, self._wanted = dims, record, wanted
         self._taken = 0
 
@@ -82,8 +82,7 @@ class PipelineTrace:
             ]
         )
         predicted = simulate(schedule_of(plan), stage_costs(self._model, self._machine, plan))
-        self._folder.mkdir(parents=True, exist_ok=True)
-        drawing, data = self._folder / "pipeline.html", self._folder / "pipeline.json"
+        drawing, data = (own_file(self._output, f"trace/pipeline.{kind}") for kind in ("html", "json"))
         write_text(drawing, _trace_page(plan, measured, predicted))
         runs = {"measured": _as_data(measured), "predicted": _as_data(predicted)}
         write_text(data, json.dumps({"plan": plan.line(), **runs}))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from penstock.boundary.files import own_file, write_text
 from penstock.planner.ideal import Least
 from penstock.train.step_table import STEP, as_text, step_table
 
@@ -26,7 +27,7 @@ class StepProfiler:
         *, wanted: bool,
     ) -> None:  # fmt: skip
         """`least` returns the least work of a step: see `penstock.planner.ideal`."""
-        self._folder, self._device, self._record, self._least = output / "profile", device, record, least
+        self._output, self._device, self._record, self._least = output, device, record, least
         self._left = COUNT if wanted else 0
         self._taken = 0
         self._running: Any = None
@@ -65,12 +66,12 @@ class StepProfiler:
 
     def _write(self, events: Any) -> None:
         """The trace, and the operators that took longest themselves, without what they called."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        trace, table = self._folder / "trace.json", self._folder / "operators.txt"
+        trace, table = (own_file(self._output, f"profile/{name}") for name in ("trace.json", "operators.txt"))
+        trace.parent.mkdir(parents=True, exist_ok=True)
         events.export_chrome_trace(str(trace))
         operators = costliest_operators(events, on_device=self._device.type == "cuda")
         rows = step_table(trace, self._least())
-        table.write_text(as_text(rows) + "\n" + operators_table(operators), encoding="utf-8")
+        write_text(table, as_text(rows) + "\n" + operators_table(operators))
         steps = self._taken - FIRST
         self._record(
             "profile", trace=str(trace), table=str(table), profiled=steps, parts=rows, operators=operators

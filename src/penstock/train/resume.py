@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import checkpoint
+from penstock.boundary.files import own_file
 from penstock.checkpoint import Checkpoint
 from penstock.checkpoint.coordinator import collect, main_first
 from penstock.config.load import from_dict, to_dict
@@ -28,6 +30,11 @@ _log = logging.getLogger(__name__)
 
 _OUTPUTS = (
     "checkpoints", "metrics.jsonl", "tensorboard", "tracker.json", "profile", "trace", "experts", "export",
+)  # fmt: skip
+# A link at any of these would be noticed when it is written, which may be hours later.
+_WRITTEN = (
+    *_OUTPUTS[1:], "run.toml", "taught.npz", "names", "tokenizer", "export.tmp", "experts/loads.json",
+    "experts/loads.html", "trace/pipeline.html", "trace/pipeline.json", "profile/trace.json", "profile/operators.txt",
 )  # fmt: skip
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them.
 _FREE = (
@@ -53,16 +60,25 @@ def require_no_stop(stop: Requests, dims: ParallelDims) -> None:
 
 
 @contextmanager
-def hold_output(output: Path, dims: ParallelDims) -> Iterator[RunLock]:
-    """Inside, rank 0 holds the output folder, which is made if it is missing. If rank 0 cannot, all ranks raise."""
+def hold_output(output: Path, stop: Requests, dims: ParallelDims) -> Iterator[RunLock]:
+    """Inside, rank 0 holds the output folder, which is made if it is missing. If rank 0 cannot, all ranks raise; so
+    they do if one is asked to stop while rank 0 waits.
+    """
     with ExitStack() as stack:
         output.mkdir(parents=True, exist_ok=True)
         lock = RunLock(output)
 
-        def hold() -> None:
-            stack.enter_context(lock)
+        def hold() -> bool:
+            for name in _WRITTEN:
+                own_file(output, name)
+            if held := lock.hold():
+                stack.push(lock)
+            else:
+                time.sleep(1.0)
+            return held
 
-        main_first(hold)
+        while not main_first(hold):
+            require_no_stop(stop, dims)
         yield lock
 
 

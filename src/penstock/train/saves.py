@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import checkpoint
-from penstock.boundary.files import write_text
+from penstock.boundary.files import own_file, write_text
 from penstock.checkpoint import BackgroundSaver, Checkpoint, Snapshot
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import folder_beside
@@ -64,7 +64,7 @@ def export(model: Any, output: Path, dims: ParallelDims, lora: Lora, card: str) 
     """Write the model as a Hugging Face folder, with adapters merged into their weights, and its `card`; one of an
     earlier run is set aside. All ranks must call this.
     """
-    folder, partial = output / "export", output / "export.tmp"
+    folder, partial = output / "export", own_file(output, "export.tmp")
     weights = whole_state(model, dims)
 
     def write() -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from penstock.boundary.files import own_file
 from penstock.boundary.trees import read_tree
 from penstock.config.convert import nearest
 from penstock.disk import write_file
@@ -40,7 +41,7 @@ class TensorBoard(_Tracker):
     def on_start(self, record: Record) -> None:
         # purge_step makes TensorBoard forget what the run is about to do again.
         purge = record["step"] + 1 if record["event"] == "resume" else None
-        self._writer = self._make(str(Path(record["output"]) / "tensorboard"), purge_step=purge)
+        self._writer = self._make(str(own_file(record["output"], "tensorboard")), purge_step=purge)
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -153,4 +154,4 @@ def _identity(output: Path, tracker: str) -> str | None:
 def _remember(output: Path, tracker: str, identity: str) -> None:
     identities = {name: earlier for name in TRACKERS if (earlier := _identity(output, name))}
     identities[tracker] = identity
-    write_file(output / _ID, [json.dumps(identities).encode()])
+    write_file(own_file(output, _ID), [json.dumps(identities).encode()])

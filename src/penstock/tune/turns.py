@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.boundary.files import own_file
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.ladder.judge import DEVIATIONS, TOLERANCES, tail_mean
@@ -113,7 +114,7 @@ class Turns:
         line, seed = key
         began = time.perf_counter()
         self._started += 1
-        log = self.folder / f"{self._started}.log"
+        log = own_file(self.folder, f"{self._started}.log")
         process = ScriptProcess(self.command, line, seed, log, self.config.timeout)
         try:
             taken = [process.first_step()]

@@ -40,6 +40,12 @@ def test_verify_says_what_is_whole_and_ends_with_5_where_something_is_not(
     assert main(["checkpoint", "verify", str(run), "--step", "3"]) == 0
     assert file.parent.is_dir(), "looking moves nothing"
     assert main(["checkpoint", "verify", str(run), "--step", "4"]) == 2
+    (file.parent / "manifest.json").unlink()
+    capsys.readouterr()
+    for words in ([str(file.parent)], [str(run)], [str(run), "--step", "7"]):
+        assert main(["checkpoint", "verify", *words]) == 5
+        assert "step-7 is refused: manifest.json is missing." in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(run / "checkpoints" / "step-8")]) == 2
 
 
 def test_list_shows_each_and_says_which_cannot_be_trusted(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.checkpoint.commit import make_empty, publish, remove, steps, write_manifest
 from penstock.checkpoint.index import Chunk, Entry, file_name, to_json
-from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, verify
+from penstock.checkpoint.manifest import INDEX, Manifest, verify
 from penstock.checkpoint.reader import Checkpoint, open_verified, read_json
 from penstock.checkpoint.snapshot import LOCAL, Piece
 from penstock.checkpoint.storage import read_pieces, write_chunks, write_json
@@ -41,12 +41,12 @@ def candidates(path: Path, *, step: int | None = None) -> list[Path]:
     Raises:
         ConfigError: there is none.
     """
-    if path.name.startswith("step-") and step is None and (path / MANIFEST).exists():
-        return [path]
     for folder in (path, path / "checkpoints"):
         matching = [n for n in reversed(steps(folder)) if step in (None, n)]
         if matching:
             return [folder / f"step-{n}" for n in matching]
+    if step is None and path.name in {f"step-{n}" for n in steps(path.parent)}:
+        return [path]
     missing = "checkpoint" if step is None else f"step-{step}"
     raise ConfigError(
         f"There is no {missing} in {path}. Give a directory step-N, a folder of them, or the output folder of a run."

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import yaml
 import penstock
 from helpers.browser import CHROMIUM, Browser
 from penstock import PRESETS, load_machine, search
+from penstock.cli import main
 from penstock.report.units import money
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +75,7 @@ def test_the_planners_page_answers_as_the_planner_does(planner: ModuleType) -> N
     rows = dict(found["rows"])
     assert found["plan"] == best.plan.line()
     assert rows["images per second"] == f"{best.samples_per_second:,.0f}"
-    assert rows["its cost"] == money(2 * best.gpu_hours(1e8))
+    assert money(2 * best.gpu_hours(1e8)) in rows["the whole run"]
     assert found["command"] == (
         "penstock plan vit-h14 --machine h100 --gpus 8 --global-batch 1024 --images 1e8 --price 2"
     )
@@ -84,6 +86,32 @@ def test_the_planners_page_answers_as_the_planner_does(planner: ModuleType) -> N
         "More devices, less time",
         "More devices, more cost",
     ]
+
+
+def test_the_planners_page_compares_and_gives_the_terminals_reasons(
+    planner: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {
+        "model": "vit-s16",
+        "gpus": "4",
+        "global_batch": "64",
+        "beside": "tp=2 | pp=2",
+        "base": "sharding=ddp",
+    }
+    found = json.loads(planner.answer(json.dumps(asked)))
+    search_command, compare_command = found["command"].splitlines()
+    assert main(shlex.split(search_command)[1:]) == 0
+    out = capsys.readouterr().out
+    assert found["why"] == [
+        line[2:] for line in out.partition("why the others are slower:\n")[2].splitlines()
+    ]
+    assert main(shlex.split(compare_command)[1:]) == 0
+    out = capsys.readouterr().out
+    assert found["beside"][0] == ["", "best of all", "tp=2", "pp=2"]
+    for row in found["beside"][1:]:
+        assert " ".join(row) in re.sub(" +", " ", out)
+    for line in found["others"]:
+        assert all(part in out for part in line.split(". ", 1))
 
 
 def test_the_planners_page_takes_sizes_of_the_readers_own(planner: ModuleType) -> None:

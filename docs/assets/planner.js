@@ -66,10 +66,11 @@
         field("model", "Model", pick), field("machine", "Chip", chip),
         number("gpus", "Devices", "8", "64"), number("global_batch", "Samples a step", "the planner's choice"),
         number("tokens", "Tokens of the run", "15e12"), number("images", "Images of the run", "1.15e8"),
-        number("price", "Price of a device hour", "2.50")),
+        number("price", "Price of a device hour", "2.50"), number("grams_per_kwh", "Grams of CO₂ per kWh", "380")),
       make("details", {}, make("summary", { textContent: "Sizes of your own" }), own),
       make("details", {}, make("summary", { textContent: "A cluster of your own" }), cluster),
       group("Fixed settings", false, field("base", "Plan", make("input", { size: 50, placeholder: "precision=O1 tp=2 recompute=full" }))),
+      group("Compare", false, field("beside", "Plans, with | between them", make("input", { size: 50, placeholder: "tp=4 | pp=2" }))),
     );
     pick.value = asked.get("model") ?? "llama3-8b";
     chip.value = asked.get("machine") ?? "h100";
@@ -131,16 +132,20 @@
       root.dataset.answered = words;
       return;
     }
-    const table = make("table");
-    for (const [what, value] of found.rows) {
-      const row = table.insertRow();
-      row.insertCell().textContent = what;
-      row.insertCell().textContent = value;
-    }
+    const table = (rows) => {
+      const made = make("table");
+      for (const cells of rows) {
+        const row = made.insertRow();
+        for (const cell of cells) row.insertCell().textContent = cell;
+      }
+      return make("div", { className: "wide" }, made);
+    };
     out.replaceChildren(
-      make("h3", { textContent: found.title }), table,
+      make("h3", { textContent: found.title }), table(found.rows),
       make("p", { textContent: `The fastest of ${found.tried.toLocaleString("en")} layouts:` }),
       make("pre", {}, make("code", { textContent: found.plan })),
+      ...(found.others.length ? [make("p", { textContent: "Beside it:" }), table(found.beside)] : []),
+      ...found.others.map((line) => make("p", { textContent: line })),
       ...found.figures.map(figure),
       make("p", { textContent: "Why the others are slower:" }),
       make("ul", {}, ...found.why.map((line) => make("li", { textContent: line }))),
@@ -169,6 +174,7 @@
       border-radius: .2rem; background: var(--md-default-bg-color); color: inherit; max-width: 100%; }
     #penstock-planner summary { cursor: pointer; font-size: .75rem; }
     #penstock-planner .refused { border-left: .2rem solid #b4233c; padding-left: .8rem; white-space: pre-wrap; }
+    #penstock-planner .wide { overflow-x: auto; }
     #penstock-planner pre { white-space: pre-wrap; }
     #penstock-planner figure { width: 100%; margin: 1.2rem 0; }
     #penstock-planner figcaption { font-style: normal; font-weight: 700; max-width: none; }` }));

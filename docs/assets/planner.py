@@ -1,8 +1,9 @@
 """The planner of docs/planner.md. The page runs this file in the browser by Pyodide; a test runs it as it is.
 
 Questions and answers are JSON. A question has strings, as a form has them: `model` (a preset), its changed fields as
-`model.NAME`, `machine`, `gpus`, `global_batch`, `tokens` or `images` of the whole run, `price` of a device hour, `base`
-(fixed settings as a Plan line), and figures of the machine as `machine.NAME`.
+`model.NAME`, `machine`, `gpus`, `global_batch`, `tokens` or `images` of the whole run, `price` of a device hour,
+`grams_per_kwh`, `base` (fixed settings as a Plan line), `beside` (lines to compare), and figures of the machine as
+`machine.NAME`.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from penstock.config.load import load
 from penstock.config.machine import Machine, known_machines, load_machine
 from penstock.config.model import PRESETS, ModelConfig, option_words, title
 from penstock.config.plan import Plan
-from penstock.errors import OutOfMemory, PenstockError
+from penstock.errors import PenstockError
 from penstock.planner import price as prices
+from penstock.planner.compare import Answer, with_base
+from penstock.planner.compare import answer as answer_to
+from penstock.planner.cost import Terms, costs, run_words, step_words
 from penstock.planner.describe import describe_on
 from penstock.planner.explain import why_others_lose
-from penstock.planner.loads import EVEN
 from penstock.planner.operators import MATRIX
 from penstock.planner.prediction import room
 from penstock.planner.rates import rates_of
-from penstock.planner.search import SearchResult, explore, nothing_fits
 from penstock.planner.shapes import counted_tokens
-from penstock.planner.show import memories, times
+from penstock.planner.show import beside, memories, times
 from penstock.report.chart import style
 from penstock.report.figures import Line, lines
-from penstock.report.units import GIB, duration, money, rounded
+from penstock.report.units import GIB, duration
 
 UNITS = {"memory_bytes": GIB, "link_bytes_per_second": 1e9, "node_bytes_per_second": 1e9}
 """Figures of a machine that the page asks for, in GiB and GB/s."""
@@ -53,8 +55,11 @@ class Question(Checked):
     tokens: Positive | None = None
     images: Positive | None = None
     price: NotNegative | None = None
+    grams_per_kwh: NotNegative | None = None
     base: str = ""
     """Fixed settings, as a Plan line."""
+    beside: str = ""
+    """Plan lines to compare with the best, with `|` between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +103,11 @@ def answer(asked: str) -> str:
     """The fastest layouts, and what they take; or `refused` with the reason and the remedy."""
     try:
         question, machine = _read(asked)
-        found = _search(question, machine, question.gpus, SHOWN)
+        found = _answer(question, machine, question.gpus)
+        others = {line: _answer(question, machine, question.gpus, line) for line in _lines(question.beside)}
     except PenstockError as error:
         return json.dumps({"refused": str(error)})
-    model, best = question.model, found.predictions[0]
+    model, best = question.model, found.best
     vision = model.graph.vision
     rate = best.samples_per_second * (1 if vision else counted_tokens(model))
     rows = [
@@ -111,30 +117,45 @@ def answer(asked: str) -> str:
         ("share of the chips' peak (MFU)", f"{best.mfu:.1%}"),
         ("on the fullest device", f"{best.memory_bytes / GIB:.3g} GiB"),
     ]
-    if (samples := _samples(question)) is not None:
-        hours = best.gpu_hours(samples)
-        rows += [
-            ("the whole run", f"{duration(best.days(samples) * 86400)}, {rounded(hours)} device hours"),
-            *([("its cost", money(hours * question.price))] if question.price else []),
-        ]
+    terms = Terms(samples=_samples(question), price=question.price, grams_per_kwh=question.grams_per_kwh)
+    by_name = costs(best, machine, terms)
+    if run := ", ".join(f"{value} {words}" for value, words in run_words(by_name)):
+        rows.append(("the whole run", run))
+    rows.append(("FLOPs and energy", step_words(by_name)))
+    if found.assumed:
+        rows.append(("fixed settings", found.assumed))
     if best.interval:
         rows.append(("how sure it is", best.interval.seconds(best.iteration_seconds)))
     limit = room(machine) if machine.memory_bytes else None
-    sections = [times(found.predictions), memories(found.predictions, limit)]
+    shown = found.result.predictions[:SHOWN]
+    sections = [times(shown), memories(shown, limit)]
+    sides = {
+        name: (one.best, costs(one.best, machine, terms))
+        for name, one in {"best of all": found, **others}.items()
+    }
+    table = beside(sides, vision=vision)
     return json.dumps(
         {
             "title": f"{title(model)} on {best.gpus} {machine.name}, {best.global_batch} samples a step",
             "rows": rows,
             "plan": best.plan.line(),
             "command": _command(json.loads(asked), model),
-            "why": list(why_others_lose(model, machine, found, best)),
+            "why": list(why_others_lose(model, machine, found.result, best)),
+            "beside": [
+                [cell.value for cell in row] for row in (table.columns, *(cells for _, cells in table.rows))
+            ]
+            if others
+            else [],
+            "others": [
+                f"{line}: {one.best.plan.line()}. {one.against(best)}" for line, one in others.items()
+            ],
             "figures": [
                 {"title": section.title, "svg": draw(width=640.0)}
                 for section in sections
                 for draw in section.figures
             ]
             + [{"title": "Where its products and kernels stand", "svg": roofline(model, machine, best.plan)}],
-            "tried": found.tried,
+            "tried": found.result.tried,
         }
     )
 
@@ -143,7 +164,7 @@ def point(asked: str, gpus: int) -> str:
     """Seconds of a step on another number of devices, and hours and cost of the run; null where nothing fits."""
     try:
         question, machine = _read(asked)
-        best = _search(question, machine, gpus, 1).predictions[0]
+        best = _answer(question, machine, gpus).best
     except PenstockError:
         return "null"
     samples = _samples(question)
@@ -230,15 +251,15 @@ def _read(asked: str) -> tuple[Question, Machine]:
     return load(Question, overrides=given, origin="the form"), machine
 
 
-def _search(question: Question, machine: Machine, gpus: int, keep: int) -> SearchResult:
-    base = Plan.parse(question.base) if question.base else None
-    fixed = frozenset(Plan.named(question.base)) if question.base else frozenset[str]()
-    found = explore(
-        question.model, machine, gpus, global_batch=question.global_batch, base=base, fixed=fixed, keep=keep
-    )
-    if not found.predictions:
-        raise OutOfMemory(nothing_fits(question.model, machine, gpus, found, EVEN))
-    return found
+def _answer(question: Question, machine: Machine, gpus: int, line: str = "") -> Answer:
+    """The best layout with the fixed settings, and those of a line that is compared with it."""
+    asked = with_base(question.base, line) or None
+    return answer_to(question.model, machine, gpus, asked, global_batch=question.global_batch)
+
+
+def _lines(text: str) -> list[str]:
+    """Plan lines that `|` separates."""
+    return [line.strip() for line in text.split("|") if line.strip()]
 
 
 def _samples(question: Question) -> float | None:
@@ -249,12 +270,13 @@ def _samples(question: Question) -> float | None:
 
 
 def _command(given: dict[str, str], model: ModelConfig) -> str:
-    """The command that asks the same in a terminal; figures of a changed machine have none."""
+    """The commands that ask the same in a terminal; figures of a changed machine have none."""
     words = [
         f"--{name.replace('_', '-')} {given[name]}"
-        for name in ("machine", "gpus", "global_batch", "tokens", "images", "price")
+        for name in ("machine", "gpus", "global_batch", "tokens", "images", "price", "grams_per_kwh")
         if str(given.get(name, "")).strip()
     ]
     if given.get("base"):
         words.append(f"--base '{given['base']}'")
-    return " ".join(["penstock plan", *option_words(model), *words])
+    command = " ".join(["penstock plan", *option_words(model), *words])
+    return f"{command}\n{command} --explain '{given['beside']}'" if given.get("beside") else command

@@ -216,6 +216,102 @@ def test_one_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["layouts"][0]["days"] > 0
 
 
+OWN = "precision=O2 optimizer=fused attention=flash compile=blocks"
+"""What the planner takes by itself on an A100."""
+
+
+@pytest.mark.parametrize(
+    ("line", "taken"),
+    [
+        ("tp=4 dp=4 accumulate=32", OWN),
+        ("tp=4 dp=4 accumulate=32 attention=plain", OWN.replace(" attention=flash", "")),
+        ("tp=4 dp=4 accumulate=32 precision=O0", ""),
+        ("baseline tp=4 dp=4 accumulate=32", ""),
+    ],
+)
+def test_a_line_without_a_precision_gets_the_planners_own_and_says_so(
+    capsys: pytest.CaptureFixture[str], line: str, taken: str
+) -> None:
+    model = ("plan", "gpt-7.5b", "--machine", "a100-80g")
+    for words in (("--explain", line), ("--gpus", "16", "--base", f"{line} micro_batch=8", "--top", "1")):
+        _, out, _ = run(capsys, *model, *words)
+        assert (f"assumed, for the line names no precision: {taken}\n" in out) == bool(taken), out
+        assert ("precision=O2" in out) == bool(taken)
+        _, out, _ = run(capsys, *model, *words, "--json")
+        assert json.loads(out)["assumed"].endswith(taken)
+        assert Plan.parse(json.loads(out)["layouts"][0]["plan"]).precision == ("O2" if taken else "O0")
+
+
+def test_a_wish_is_set_beside_the_best_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    wish, layout = "tp=4", "tp=8 dp=2 accumulate=8"
+    words = ("--explain", f"{wish} | {layout}", "--tokens", "3e11", "--price", "2", "--grams-per-kwh", "400")
+    code, out, err = run(capsys, *SMALL, *words)
+    assert code == 0, err
+    cells = [re.split(r"\s{2,}", row.strip()) for row in out.splitlines()]
+    assert ["best of all", wish, layout] in cells
+    rows = {first: others for first, *others in cells}
+    for row, unit in (
+        ("one step", "s"), ("memory of the fullest device", "GiB"), ("energy of a step, at rated power", "Wh"),
+        ("time of the run", "days"), ("energy of the run", "MWh"), ("CO₂ of the run", "t"),
+    ):  # fmt: skip
+        assert [cell.split()[-1] for cell in rows[row]] == [unit] * 3
+    assert [cell[:3] for cell in rows["cost of the run"]] == ["US$"] * 3
+    assert re.search(r"tp=4: .*tp=4.*\n  [\d.]+% slower: .* more for ", out)
+    _, out, _ = run(capsys, *SMALL, *words, "--json")
+    best, other, whole = json.loads(out)["layouts"]
+    assert Plan.parse(other["plan"]).tp == 4
+    assert Plan.parse(whole["plan"]) == Plan.parse(f"{OWN} {layout}")
+    assert best["iteration_seconds"] < other["iteration_seconds"]
+    assert best["plan"] == json.loads(run(capsys, *SMALL, "--json")[1])["layouts"][0]["plan"]
+
+
+def test_a_second_machine_is_set_beside_at_its_own_price(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = (
+        "plan",
+        "gpt2",
+        "--machine",
+        "a100-80g",
+        "--gpus",
+        "2",
+        "--base",
+        "tp=1 micro_batch=8",
+        "--tokens",
+        "1e9",
+    )
+    words += ("--price", "2", "--against", "h100", "--against-price", "5")
+    page = ("--html", str(tmp_path / "page.html"))
+    _, out, _ = run(capsys, *words, "--json", *page)
+    data = json.loads(out)
+    for one, machine, price in ((data["layouts"][0], "a100-80g", 2), (data["against"], "h100", 5)):
+        assert one["machine"] == machine
+        assert one["cost"] == pytest.approx(price * one["gpu_hours"])
+    assert "Side by side" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    _, out, _ = run(capsys, *words)
+    assert re.search(r"devices +2 a100-80g +2 h100", out)
+    assert "best on h100: precision=" in out
+
+
+def test_flops_energy_and_co2_follow_from_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-3's arithmetic (Narayanan et al. 2021): 4.5e18 FLOPs an iteration of 1,536 samples with recomputation."""
+    line = "precision=O2 tp=8 pp=8 dp=16 accumulate=96 micro_batch=1 recompute=full attention=plain"
+    words = ("plan", "gpt-175b", "--machine", "a100-80g", "--explain", line, "--tokens", "300e9")
+    _, out, _ = run(capsys, *words, "--grams-per-kwh", "250")
+    assert re.search(
+        r"FLOPs: 3\.\d+e18 a step \(4\.5\d*e18 with what is computed again\), [\d.]+e23 in all", out
+    )
+    _, out, _ = run(capsys, *words, "--json", "--grams-per-kwh", "250")
+    one = json.loads(out)["layouts"][0]
+    steps = 300e9 / 2048 / 1536
+    assert one["step_hardware_flops"] == pytest.approx(4.5e18, rel=0.01)
+    assert one["step_hardware_flops"] / one["step_model_flops"] == pytest.approx(one["hfu"] / one["mfu"])
+    assert one["hardware_flops"] == pytest.approx(steps * one["step_hardware_flops"])
+    assert one["step_watt_hours"] == pytest.approx(1024 * 400 * one["iteration_seconds"] / 3600)
+    assert one["energy_megawatt_hours"] == pytest.approx(steps * one["step_watt_hours"] / 1e6)
+    assert one["co2_kilograms"] == pytest.approx(one["energy_megawatt_hours"] * 250)
+
+
 def test_scaling_laws_disagree_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "plan", "--compute", "5.76e23")
     assert code == 0
@@ -256,9 +352,9 @@ def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve(
         (["plan", "gpt-17b"], ExitCode.CONFIG, "Did you mean 'gpt-175b'"),
         (["plan", "gpt2", "--machine", "h10"], ExitCode.CONFIG, "Give one of v100, "),
         (
-            ["plan", "gpt2", "--explain", "tp=7"],
+            ["plan", "gpt2", "--gpus", "7", "--explain", "tp=7"],
             ExitCode.CONFIG,
-            "cannot split the model's 12 attention heads",
+            "with tp=7: tensor parallel degrees must divide the heads",
         ),
         (["plan", "gpt-1t", "--gpus", "8"], ExitCode.OUT_OF_MEMORY, "To make it fit: use "),
         (["plan", "gpt2", "--tokens", "1", "--images", "1"], ExitCode.CONFIG, "keep one"),
@@ -280,9 +376,15 @@ def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve(
             "--explain was given with --toml",
         ),
         (
-            ["plan", "gpt2", "--gpus", "64", "--explain", "dp=8"],
+            ["plan", "gpt2", "--gpus", "64", "--explain", "dp=3"],
             ExitCode.CONFIG,
-            "--gpus is 64, but the Plan line of --explain has 8",
+            "--gpus is 64, which dp=3 of --explain (3) does not divide",
+        ),
+        (["plan", "gpt2", "--against-price", "2", "--tokens", "1"], ExitCode.CONFIG, "without --against"),
+        (
+            ["plan", "gpt-175b", "--gpus", "1"],
+            ExitCode.OUT_OF_MEMORY,
+            "To make it fit: use 40 devices or more.",
         ),
         (
             ["plan", "gpt2", "--global-batch", "9", "--explain", "dp=8 micro_batch=1"],

@@ -26,7 +26,7 @@ def plan(config: PlanConfig) -> int:
     if config.laws:
         plan_scaling.answer(config, machine)
     elif config.explain is not None:
-        plan_layouts.explain_one(config, machine)
+        plan_layouts.explain_lines(config, machine)
     else:
         plan_layouts.search_all(config, machine)
     return int(ExitCode.DONE)

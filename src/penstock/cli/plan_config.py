@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Annotated
 
 from penstock.config.convert import Checked, Count, FilledText, NotNegative, Positive, Range
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 
 _LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json", "html"})
-_RUN = frozenset({"tokens", "images", "epochs", "price"})
-_EXPLAIN = frozenset({"model", "machine", "gpus", "global_batch", "explain", "json", "loads"}) | _RUN
-_SEARCH = _EXPLAIN - {"explain"} | {"base", "sensitivity", "top", "toml", "html", "run"}
+_PRICES = frozenset({"price", "against_price", "grams_per_kwh"})
+_RUN = frozenset({"tokens", "images", "epochs"}) | _PRICES
+_ASKED = frozenset({"model", "name", "machine", "gpus", "global_batch", "json", "loads"})
+_EXPLAIN = _ASKED | _RUN | {"explain", "base"}
+_SEARCH = _ASKED | _RUN | {"base", "sensitivity", "top", "toml", "html", "run", "against"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +28,12 @@ class PlanConfig(Checked):
     model: ModelConfig | None = None
     """Preset of any family, such as gpt-175b or vit-l16. `--model.NAME` changes a field of it, such as
     `--model.sequence 8192`; docs/reference/settings.md lists them."""
+    name: FilledText | None = None
+    """Name of the model in what is printed; that of its folder or preset if omitted."""
     machine: FilledText = "h100"
     """Name of a known machine, or a file that probe wrote."""
+    against: FilledText | None = None
+    """A second machine: the best layout on as many of its devices is shown beside the best."""
     gpus: Annotated[int, Range(1, 1 << 24)] | None = None
     """Number of devices; 8 if omitted."""
     global_batch: Count | None = None
@@ -40,10 +46,15 @@ class PlanConfig(Checked):
     """Passes over --tokens or --images."""
     price: NotNegative | None = None
     """Price of one device hour: gives the cost."""
+    against_price: NotNegative | None = None
+    """Price of one device hour of --against; that of --price if omitted."""
+    grams_per_kwh: NotNegative | None = None
+    """Grams of CO₂ emitted for each kilowatt hour: gives those of the run."""
     base: str | None = None
-    """Fixed settings, as a Plan line; the rest is searched."""
+    """Fixed settings, as a Plan line; the rest is searched. A line without a precision gets the planner's own."""
     explain: str | None = None
-    """Explain this Plan line instead of searching."""
+    """Explain a Plan line. One that names a degree and a batch is a whole layout; of any other, such as "tp=4", the
+    best layout that has it is shown beside the best of all. `|` separates several lines."""
     loads: FilledText | None = None
     """Record of experts' loads: a run's output folder, or what `penstock experts RUN --json` printed. Without one,
     experts are taken to be visited evenly."""
@@ -108,15 +119,28 @@ class PlanConfig(Checked):
             yield "--images is for vision models; say with --tokens what a language model is trained on."
         if self.tokens is None and self.images is None:
             length = "--images or --tokens" if vision else "--tokens"
-            for name in ["--epochs"] * (self.epochs != 1.0) + ["--price"] * (self.price is not None):
-                yield f"{name} has no effect without {length}, which say how long the run is."
+            unused = [name for name in sorted(_PRICES) if getattr(self, name) is not None]
+            for name in ["epochs"] * (self.epochs != 1.0) + unused:
+                yield f"{_option(name)} has no effect without {length}, which say how long the run is."
+        if self.against_price is not None and self.against is None:
+            yield "--against-price has no effect without --against, the machine whose hours it is the price of."
 
     def _unused(self, option: str, used: frozenset[str]) -> Iterator[str]:
         """A problem where options are given that have no effect together with `option`."""
         names = [f.name for f in fields(self) if f.name not in used and getattr(self, f.name) != f.default]
-        options = ["a model" if name == "model" else f"--{name.replace('_', '-')}" for name in names]
+        options = ["a model" if name == "model" else _option(name) for name in names]
         if options:
             yield f"{option} was given with {' and '.join(options)}, which it does not use; leave one out."
+
+    @property
+    def called(self) -> str:
+        """The model's name in what is printed."""
+        return self.name or ("" if self.model is None else title(self.model))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return 8 if self.gpus is None else self.gpus
 
     def samples(self) -> float | None:
         """Samples of the whole run, or None if its length is not given.
@@ -130,33 +154,36 @@ class PlanConfig(Checked):
         return self.tokens / counted_tokens(self.model) * self.epochs
 
 
-def check_line(line: Plan, gpus: int | None, global_batch: int | None) -> None:
-    """Raise ConfigError if --gpus or --global-batch contradict the Plan line of --explain, which determines both."""
-    for option, wanted, planned, degrees in (
-        ("--gpus", gpus, line.gpus, "dp, tp, pp and cp"),
-        ("--global-batch", global_batch, line.global_batch, "micro_batch, accumulate and dp"),
-    ):
-        if wanted is not None and wanted != planned:
-            raise ConfigError(
-                f"{option} is {wanted}, but the Plan line of --explain has {planned} by its {degrees}; change one of "
-                "them."
-            )
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def check_base(base: Plan, fixed: frozenset[str], gpus: int, global_batch: int | None) -> int | None:
-    """Samples of a step: `global_batch`, or where that is None, the product of the --base line if it fixes all factors.
+def check_line(line: Plan, global_batch: int | None) -> None:
+    """Raise ConfigError if --global-batch contradicts the layout that --explain names, which determines it."""
+    if global_batch not in (None, line.global_batch):
+        raise ConfigError(
+            f"--global-batch is {global_batch}, but the Plan line of --explain has {line.global_batch} by its "
+            "micro_batch, accumulate and dp; change one of them."
+        )
+
+
+def check_base(
+    base: Plan, fixed: frozenset[str], gpus: int, global_batch: int | None, line: str = "--base"
+) -> int | None:
+    """Samples of a step: `global_batch`, or where that is None, the product of the line if it fixes all factors. `line`
+    is the option that the line is of.
 
     Raises ConfigError if the settings that the line names allow no layout on `gpus` devices.
     """
     factors = ("micro_batch", "accumulate", "dp")
     if global_batch is None and fixed.issuperset(factors):
         global_batch = base.global_batch
-    problems = [*_contradiction(base, fixed, ("dp", "tp", "pp", "cp"), "--gpus", gpus)]
+    problems = [*_contradiction(base, fixed, ("dp", "tp", "pp", "cp"), "--gpus", gpus, line)]
     if global_batch is not None:
-        problems += _contradiction(base, fixed, factors, "--global-batch", global_batch)
+        problems += _contradiction(base, fixed, factors, "--global-batch", global_batch, line)
     if "shard" in fixed and base.shard > 1 and base.sharding != "hsdp":
         problems.append(
-            f"--base has shard={base.shard}, which needs sharding=hsdp; add sharding=hsdp, or leave shard out."
+            f"{line} has shard={base.shard}, which needs sharding=hsdp; add sharding=hsdp, or leave shard out."
         )
     if problems:
         raise ConfigError(problems)
@@ -164,7 +191,7 @@ def check_base(base: Plan, fixed: frozenset[str], gpus: int, global_batch: int |
 
 
 def _contradiction(
-    base: Plan, fixed: frozenset[str], factors: Sequence[str], option: str, wanted: int
+    base: Plan, fixed: frozenset[str], factors: Sequence[str], option: str, wanted: int, line: str
 ) -> Iterator[str]:
     """The problem if the fixed factors cannot multiply to the requested number."""
     named = [name for name in factors if name in fixed]
@@ -172,11 +199,11 @@ def _contradiction(
     words = " ".join(f"{name}={getattr(base, name)}" for name in named)
     if len(named) == len(factors):
         if product != wanted:
-            yield f"{option} is {wanted}, but --base fixes {product} by {words}; change one of them."
+            yield f"{option} is {wanted}, but {line} fixes {product} by {words}; change one of them."
     elif wanted % product:
         lower = wanted // product * product
         near = f"{lower} or {lower + product}" if lower else f"{product}"
         yield (
-            f"{option} is {wanted}, which {words} of --base ({product}) does not divide; change one of them, "
+            f"{option} is {wanted}, which {words} of {line} ({product}) does not divide; change one of them, "
             f"{option} to {near} for example."
         )

@@ -7,149 +7,210 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+
 from penstock.boundary.files import write_text
 from penstock.cli.plan_config import PlanConfig, check_base, check_line
 from penstock.cli.plan_page import plan_page
-from penstock.cli.plan_table import best_runnable, layouts, totals, totals_line
+from penstock.cli.plan_table import best_runnable, costs_of, layouts
 from penstock.cli.plan_tools import how_to_run, penstock_train, show
 from penstock.config.convert import plain
 from penstock.config.load import dump_toml
-from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, title
+from penstock.config.machine import Machine, load_machine
 from penstock.config.plan import Plan
-from penstock.errors import ConfigError, OutOfMemory
+from penstock.errors import ConfigError
+from penstock.planner.compare import Answer, answer, is_layout, with_base
+from penstock.planner.cost import run_words, step_words
 from penstock.planner.explain import Lever, explain, sensitivity, why_others_lose
-from penstock.planner.prediction import Prediction, predict
-from penstock.planner.search import SearchResult, explore, nothing_fits
+from penstock.planner.prediction import Prediction
+from penstock.planner.search import base_of
+from penstock.planner.show import beside
 from penstock.report.page import plain_console, terminal_table
 
+BEST = "best of all"
+Sides = dict[str, tuple[Prediction, dict[str, float]]]
+"""Layouts to compare, by name, with what they cost."""
 
-def explain_one(config: PlanConfig, machine: Machine) -> None:
-    """Explain one layout in sentences, or as JSON in the form of a search with only this layout."""
+
+def explain_lines(config: PlanConfig, machine: Machine) -> None:
+    """Explain one layout in sentences; or show the best layout that each line allows beside the best of all."""
     assert config.model is not None
     assert config.explain is not None
-    line = Plan.parse(config.explain)
-    check_line(line, config.gpus, config.global_batch)
-    uneven = config.uneven()
-    prediction = predict(config.model, machine, line, uneven=uneven)
+    lines = {line.strip(): with_base(config.base, line.strip()) for line in config.explain.split("|")}
+    first, *others = lines.values()
+    if others or not is_layout(first, config.gpus):
+        _compare(config, machine, lines)
+        return
+    gpus = Plan.parse(first).gpus
+    check_line(Plan.parse(first), config.global_batch)
+    one = _answer(config, machine, first, gpus)
     if config.json:
-        layout = _layout(prediction, config, machine)
-        data = _question(config, machine, prediction.gpus) | {"layouts": [layout]}
+        data = _question(config, machine, gpus, one) | {
+            "layouts": [_layout(one.best, costs_of(config, one.best, machine))]
+        }
         print(json.dumps(data, indent=1))
         return
-    print("\n".join(explain(config.model, machine, line, uneven)))
-    if words := _loads_line(config, line, uneven):
-        print(words)
-    if words := totals_line(prediction, config.samples(), machine, config.price):
-        print(words)
+    print("\n".join(explain(config.model, machine, one.best.plan, config.uneven())))
+    _notes(plain_console(), config, machine, one)
+
+
+def _answer(config: PlanConfig, machine: Machine, line: str | None, gpus: int) -> Answer:
+    assert config.model is not None
+    batch = config.global_batch
+    if line is not None and not is_layout(line, gpus):
+        base = base_of(line, config.model, machine, gpus)
+        option = "--base" if config.explain is None else "--explain"
+        batch = check_base(base.plan, base.fixed, gpus, batch, option)
+    return answer(
+        config.model, machine, gpus, line, global_batch=batch, uneven=config.uneven(), name=config.called
+    )
+
+
+def _compare(config: PlanConfig, machine: Machine, lines: Mapping[str, str]) -> None:
+    """The best layout of each line, by what was asked for, beside the best of all."""
+    model = config.model
+    assert model is not None
+    asked = {BEST: config.base, **lines}
+    found = {name: _answer(config, machine, line, config.devices) for name, line in asked.items()}
+    best = found[BEST]
+    if config.json:
+        named = [
+            {"asked": name} | _layout(one.best, costs_of(config, one.best, machine))
+            for name, one in found.items()
+        ]
+        print(json.dumps(_question(config, machine, best.best.gpus, best) | {"layouts": named}, indent=1))
+        return
+    console = plain_console()
+    console.print(f"{config.called}, the best layout of all beside the best with other settings:")
+    sides = {name: (one.best, costs_of(config, one.best, machine)) for name, one in found.items()}
+    console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))
+    for name, one in found.items():
+        console.print(f"{name}: {one.best.plan.line()}", soft_wrap=True)
+        if one is not best:
+            console.print(f"  {one.against(best.best)}", soft_wrap=True)
+    for words in sorted({one.assumed for one in found.values()} - {""}):
+        console.print(words, soft_wrap=True)
 
 
 def search_all(config: PlanConfig, machine: Machine) -> None:
     """Search all layouts; show the fastest, explain them, and write them to the files that the settings name."""
-    assert config.model is not None
-    gpus = 8 if config.gpus is None else config.gpus
-    batch = config.global_batch
-    base = None if config.base is None else Plan.parse(config.base)
-    fixed = frozenset[str]() if config.base is None else Plan.named(config.base)
-    if base is not None:
-        batch = check_base(base, fixed, gpus, batch)
-    uneven = config.uneven()
-    result = explore(
-        config.model, machine, gpus, global_batch=batch, base=base, fixed=fixed, keep=None, uneven=uneven
-    )
-    if not result.predictions:
-        raise OutOfMemory(nothing_fits(config.model, machine, gpus, result, uneven))
+    model, gpus = config.model, config.devices
+    assert model is not None
+    found = _answer(config, machine, config.base, gpus)
+    result = found.result
     if config.run:
-        print(_command(config.model, machine, result))
+        runs = best_runnable(result, model)
+        if runs is None:
+            raise ConfigError(
+                f"penstock train runs none of the {len(result.predictions):,} layouts that fit; fix less with --base."
+            )
+        print(penstock_train(model, machine, runs.plan).command)
         return
     levers: list[Lever] = []
+    base = base_of(config.base, model, machine, gpus)
     if config.sensitivity or config.html is not None:
-        best = result.predictions[0]
-        levers = sensitivity(config.model, machine, gpus, best, base=base, fixed=fixed, uneven=uneven)
-    if config.toml is not None:
-        write(config.toml, plan_file(config.model, result.predictions[0]))
-    if config.html is not None:
-        write(config.html, plan_page(config, machine, gpus, result, levers, base=base, fixed=fixed))
-    if config.json:
-        print(json.dumps(as_data(config, machine, gpus, result, levers), indent=1))
-    else:
-        _show(config, machine, gpus, result, levers if config.sensitivity else [])
-
-
-def _command(model: ModelConfig, machine: Machine, result: SearchResult) -> str:
-    """The command that trains with the fastest layout Penstock can run. Raises ConfigError where there is none."""
-    runs = best_runnable(result, model)
-    if runs is None:
-        raise ConfigError(
-            f"penstock train runs none of the {len(result.predictions):,} layouts that fit; fix less with --base."
+        levers = sensitivity(
+            model, machine, gpus, found.best, base=base.plan, fixed=base.fixed, uneven=config.uneven()
         )
-    return penstock_train(model, machine, runs.plan).command
+    sides = {machine.name: (found.best, costs_of(config, found.best, machine))}
+    if config.against is not None:
+        sides |= _against(config, load_machine(config.against))
+    if config.toml is not None:
+        write(config.toml, plan_file(config, found.best))
+    if config.html is not None:
+        write(config.html, plan_page(config, machine, result, levers, base, sides))
+    if config.json:
+        print(json.dumps(as_data(config, machine, found, levers, sides), indent=1))
+    else:
+        _show(config, machine, found, levers if config.sensitivity else [], sides)
 
 
-def _question(config: PlanConfig, machine: Machine, gpus: int) -> dict[str, Any]:
-    assert config.model is not None
+def _against(config: PlanConfig, machine: Machine) -> Sides:
+    """The best layout on the machine of --against, with what it costs there."""
+    best = _answer(config, machine, config.base, config.devices).best
+    return {machine.name: (best, costs_of(config, best, machine, config.against_price))}
+
+
+def _question(config: PlanConfig, machine: Machine, gpus: int, found: Answer) -> dict[str, Any]:
     return {
-        "model": title(config.model),
+        "model": config.called,
         "machine": machine.name,
         "gpus": gpus,
         "samples": config.samples(),
         "price": config.price,
+        "grams_per_kwh": config.grams_per_kwh,
         "expert_load": {str(ep): factor for ep, factor in config.uneven().items()} or "even",
+        "assumed": found.assumed,
     }
 
 
-def _loads_line(config: PlanConfig, plan: Plan, uneven: Mapping[int, float]) -> str:
+def _loads_line(config: PlanConfig, plan: Plan) -> str:
     """A line on the loads of experts that were assumed; empty for a model without experts."""
     assert config.model is not None
     if not any(run.stack.mixes for run in config.model.graph.runs):
         return ""
     if config.loads is None:
         return "experts: assumed to be visited evenly; --loads RUN reads a run's record instead."
-    return f"experts: the busiest of ep={plan.ep} devices has {uneven[plan.ep]:.2f} times the mean, by {config.loads}."
+    load = config.uneven()[plan.ep]
+    return f"experts: the busiest of ep={plan.ep} devices has {load:.2f} times the mean, by {config.loads}."
 
 
 def as_data(
-    config: PlanConfig, machine: Machine, gpus: int, result: SearchResult, levers: Sequence[Lever]
-) -> dict[str, Any]:
+    config: PlanConfig, machine: Machine, found: Answer, levers: Sequence[Lever],
+    sides: Sides,
+) -> dict[str, Any]:  # fmt: skip
     """The answer as plain data, with units in the names."""
     assert config.model is not None
+    result = found.result
     runs = best_runnable(result, config.model)
+    others = [_layout(one, by_name) for one, by_name in [*sides.values()][1:]]
     return {
-        **_question(config, machine, gpus),
+        **_question(config, machine, found.best.gpus, found),
         "layouts_tried": result.tried,
         "layouts_too_large": result.too_large,
-        "layouts": [_layout(one, config, machine) for one in result.predictions[: config.top or 10]],
-        "best_runnable": None if runs is None else _layout(runs, config, machine),
-        "run": [plain(one) for one in how_to_run(config.model, machine, result.predictions[0].plan)],
+        "layouts": [
+            _layout(one, costs_of(config, one, machine)) for one in result.predictions[: config.top or 10]
+        ],
+        "best_runnable": None if runs is None else _layout(runs, costs_of(config, runs, machine)),
+        "run": [plain(one) for one in how_to_run(config.model, machine, found.best.plan)],
         "sensitivity": [
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
+        **({"against": others[0]} if others else {}),
     }
 
 
-def _layout(one: Prediction, config: PlanConfig, machine: Machine) -> dict[str, Any]:
+def _layout(one: Prediction, by_name: dict[str, float]) -> dict[str, Any]:
     entry: dict[str, Any] = plain(one)
     entry["plan"] = one.plan.line()
     entry["tokens_per_second_per_gpu"] = one.tokens_per_second_per_gpu
-    return entry | totals(one, config.samples(), machine, config.price)
+    return entry | by_name
+
+
+def _notes(console: Console, config: PlanConfig, machine: Machine, found: Answer) -> None:
+    """Print what was assumed, and what a step and the whole run take."""
+    by_name = costs_of(config, found.best, machine)
+    run = ", ".join(f"{value} {words}" for value, words in run_words(by_name))
+    for words in (found.assumed, _loads_line(config, found.best.plan), step_words(by_name), run):
+        if words:
+            console.print(words, soft_wrap=True)
 
 
 def _show(
-    config: PlanConfig, machine: Machine, gpus: int, result: SearchResult, levers: Sequence[Lever]
-) -> None:
-    model, best = config.model, result.predictions[0]
+    config: PlanConfig, machine: Machine, found: Answer, levers: Sequence[Lever],
+    sides: Sides,
+) -> None:  # fmt: skip
+    model, best, result = config.model, found.best, found.result
     assert model is not None
     console = plain_console()
     console.print(
-        f"{title(model)} ({best.parameters / 1e9:.3g} billion parameters) on {gpus} {machine.name}, "
+        f"{config.called} ({best.parameters / 1e9:.3g} billion parameters) on {best.gpus} {machine.name}, "
         f"{best.global_batch} samples a step: {result.tried:,} layouts, {len(result.predictions):,} fit."
     )
     section = layouts(model, result, config.top or 10)
     console.print(terminal_table(section, console.width))
     console.print(section.text.replace("\n\n", "\n"), style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
-    if words := _loads_line(config, best.plan, config.uneven()):
-        console.print(words, soft_wrap=True)
     runs = best_runnable(result, model)
     if runs is None:
         console.print("penstock train runs none of them yet.")
@@ -158,8 +219,11 @@ def _show(
         console.print(
             f"best that penstock train runs: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True
         )
-    if words := totals_line(best, config.samples(), machine, config.price):
-        console.print(words)
+    _notes(console, config, machine, found)
+    if len(sides) > 1:
+        console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))
+        for name, (one, _) in [*sides.items()][1:]:
+            console.print(f"best on {name}: {one.plan.line()}", soft_wrap=True)
     # The best, and where Penstock does not run that, the best that it does.
     ways = how_to_run(model, machine, best.plan)
     if runs is not None and runs is not best:
@@ -177,20 +241,21 @@ def _show(
             console.print(f"  {lever.gain:+.1%}  {lever.words}", soft_wrap=True)
 
 
-def plan_file(model: ModelConfig, best: Prediction) -> str:
+def plan_file(config: PlanConfig, best: Prediction) -> str:
     """The best Plan of a model as TOML.
 
     A vision model's file is for `penstock train --config`. `train` has no other models, so their file holds only the
     Plan, for `Plan.from_toml`, and names the model and devices in a comment.
     """
-    table = "[plan]\n" + dump_toml(best.plan)
+    model, table = config.model, "[plan]\n" + dump_toml(best.plan)
+    assert model is not None
     if model.graph.vision:
         name = model.short_form()
         head = f"[model]\n{dump_toml(model)}" if name == "custom" else f'model = "{name}"\n'
         return f"{head}\n{table}"
     tokens = " and ".join(str(length) for length in model.graph.lengths)
     return (
-        f"# The fastest layout of {title(model)} with samples of {tokens} tokens on {best.gpus} {best.machine},\n"
+        f"# The fastest layout of {config.called} with samples of {tokens} tokens on {best.gpus} {best.machine},\n"
         f"# {best.global_batch} samples a step. Plan.from_toml reads this.\n\n{table}"
     )
 

@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any
 
 from penstock.cli.plan_config import PlanConfig
-from penstock.cli.plan_table import layouts, rate_of, totals, totals_words
+from penstock.cli.plan_table import costs_of, layouts, rate_of
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, title
-from penstock.config.plan import Plan
+from penstock.config.model import ModelConfig
 from penstock.errors import PenstockError
+from penstock.planner.cost import run_words, step_words
 from penstock.planner.explain import Lever, why_others_lose
 from penstock.planner.prediction import Prediction, room
-from penstock.planner.search import SearchResult, explore
-from penstock.planner.show import SHOWN, memories, times
+from penstock.planner.search import Base, SearchResult, explore
+from penstock.planner.show import SHOWN, beside, memories, times
 from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.record import environment
@@ -28,11 +28,11 @@ DRAWN_TURNS = 2
 
 
 def plan_page(
-    config: PlanConfig, machine: Machine, gpus: int, result: SearchResult, levers: Sequence[Lever], *,
-    base: Plan | None = None, fixed: frozenset[str] = frozenset(),
+    config: PlanConfig, machine: Machine, result: SearchResult, levers: Sequence[Lever], base: Base,
+    sides: Mapping[str, tuple[Prediction, Mapping[str, float]]],
 ) -> str:  # fmt: skip
-    """The page as text. `base` and `fixed` are those of the search, because it is repeated for other numbers
-    of devices."""
+    """The page as text. `base` is that of the search, because it is repeated for other numbers of devices; `sides` are
+    layouts to compare, with their costs."""
     model, best = config.model, result.predictions[0]
     assert model is not None
     reasons = why_others_lose(model, machine, result, best, config.uneven())
@@ -41,8 +41,10 @@ def plan_page(
         times(result.predictions),
         memories(result.predictions, room(machine) if machine.memory_bytes else None),
         Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
-        _devices(model, machine, gpus, best, base, fixed, config.uneven()),
+        _devices(model, machine, best, base, config.uneven()),
     ]  # fmt: skip
+    if len(sides) > 1:
+        sections.insert(1, beside(sides, vision=model.graph.vision))
     if best.plan.pp > 1:
         sections.append(_pipeline(best))
     if levers:
@@ -63,17 +65,18 @@ def plan_page(
     tiles = [
         Tile(value=duration(best.iteration_seconds, 3), words="per optimizer step", lead=True),
         Tile(
-            value=f"{best.mfu:.1%}", words=f"MFU of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name})"
+            value=f"{best.mfu:.1%}",
+            words=f"MFU of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name}); HFU {best.hfu:.1%}",
         ),
         Tile(value=f"{best.memory_bytes / GIB:.1f} GiB", words="on the fullest device"),
         Tile(value=f"{rate:,.0f}", words=f"{unit} per second and device"),
     ]
-    run = totals(best, config.samples(), machine, config.price)
-    tiles += [Tile(value=value, words=words) for value, words in totals_words(run)]
+    run = costs_of(config, best, machine)
+    tiles += [Tile(value=value, words=words) for value, words in run_words(run)]
     return page(
-        f"{title(model)} on {gpus} {machine.name}",
+        f"{config.called} on {best.gpus} {machine.name}",
         f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {result.tried:,} layouts "
-        f"tried, {result.too_large:,} do not fit.",
+        f"tried, {result.too_large:,} do not fit. {step_words(run)}",
         tiles,
         sections,
         "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md.",
@@ -81,19 +84,19 @@ def plan_page(
 
 
 def _devices(
-    model: ModelConfig, machine: Machine, gpus: int, best: Prediction, base: Plan | None, fixed: frozenset[str],
-    uneven: Mapping[int, float],
-) -> Section:  # fmt: skip
+    model: ModelConfig, machine: Machine, best: Prediction, base: Base, uneven: Mapping[int, float]
+) -> Section:
     """Time by number of devices at the same global batch, without numbers that the fixed settings do not
     allow."""
     points = []
     for factor in (0.125, 0.25, 0.5, 1, 2, 4):
-        devices = int(gpus * factor)
-        if devices < 1 or devices != gpus * factor:
+        devices = int(best.gpus * factor)
+        if devices < 1 or devices != best.gpus * factor:
             continue
         try:
             result = explore(
-                model, machine, devices, global_batch=best.global_batch, base=base, fixed=fixed, keep=1, uneven=uneven
+                model, machine, devices, global_batch=best.global_batch, base=base.plan, fixed=base.fixed, keep=1,
+                uneven=uneven,
             )  # fmt: skip
         except PenstockError:
             continue

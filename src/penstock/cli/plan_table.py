@@ -1,20 +1,21 @@
-"""Parts that terminal and page share: the table of the fastest layouts, how sure it is, and the totals of a run."""
+"""The table of the fastest layouts, which terminal and page share, and how sure it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from penstock.cli.plan_config import PlanConfig
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.rules import problems
+from penstock.planner.cost import Terms, costs
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import SearchResult
 from penstock.report.page import Cell, Section
-from penstock.report.units import GIB, duration, energy, money, rounded
+from penstock.report.units import GIB
 
 LEGEND = (
     "tp, pp, dp (cp, ep): devices that split a layer, pipeline stages, replicas (that split a sample, experts). "
     "micro: samples per pass × passes per step. virtual: chunks of blocks per stage. "
+    "MFU, HFU: share of the peak that the model's FLOPs take, and with those computed again. "
     "GiB: on the fullest device. bubble: idle time over busy time."
 )
 
@@ -24,35 +25,13 @@ def best_runnable(result: SearchResult, model: ModelConfig) -> Prediction | None
     return next((one for one in result.predictions if not problems(one.plan, model, run=True)), None)
 
 
-def totals(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> dict[str, float]:
-    """Days, device hours, energy at the devices' rated power, and cost of training on `samples` samples."""
-    if samples is None:
-        return {}
-    hours = one.gpu_hours(samples)
-    by_name = {"days": one.days(samples), "gpu_hours": hours}
-    if machine.power_watts:
-        by_name["energy_megawatt_hours"] = hours * machine.power_watts / 1e6
-    if price is not None:
-        by_name["cost"] = hours * price
-    return by_name
-
-
-def totals_words(by_name: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """The totals in units for people, each with the words that follow it."""
-    if "days" in by_name:
-        yield duration(by_name["days"] * 86400), "of training"
-        yield rounded(by_name["gpu_hours"]), "GPU hours"
-    if "energy_megawatt_hours" in by_name:
-        yield energy(by_name["energy_megawatt_hours"] * 1e6), "at rated power"
-    if "cost" in by_name:
-        yield money(by_name["cost"]), "to pay"
-
-
-def totals_line(one: Prediction, samples: float | None, machine: Machine, price: float | None) -> str:
-    """The totals in one line; empty where the length of the run is not given."""
-    return ", ".join(
-        f"{value} {words}" for value, words in totals_words(totals(one, samples, machine, price))
-    )
+def costs_of(
+    config: PlanConfig, one: Prediction, machine: Machine, price: float | None = None
+) -> dict[str, float]:
+    """What a layout costs by the length and the prices that the settings name; `price` replaces that of an hour."""
+    price = config.price if price is None else price
+    terms = Terms(samples=config.samples(), price=price, grams_per_kwh=config.grams_per_kwh)
+    return costs(one, machine, terms)
 
 
 def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
@@ -65,8 +44,12 @@ def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
 def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
     """The `top` fastest layouts."""
     heads = [*map(Cell, ("", "tp", "pp", "dp", "micro")), Cell("virtual", rank=5), Cell("sharding", rank=1)]
-    heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("GiB")]
-    heads += [Cell("bubble", rank=6), Cell(f"{rate_of(model, result.predictions[0])[1]}/s/GPU", rank=4)]
+    heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("HFU", rank=3)]
+    heads += [
+        Cell("GiB"),
+        Cell("bubble", rank=6),
+        Cell(f"{rate_of(model, result.predictions[0])[1]}/s/GPU", rank=4),
+    ]
     rows = [
         ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(model, one))])
         for rank, one in enumerate(result.predictions[:top], 1)
@@ -86,7 +69,8 @@ def _row(model: ModelConfig, one: Prediction) -> list[str]:
     return [
         f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
         p.sharding if p.dp > 1 else "–", p.recompute, f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}",
-        f"{one.memory_bytes / GIB:.1f}", f"{one.bubble_fraction:.1%}", f"{rate_of(model, one)[0]:,.0f}",
+        f"{one.hfu:.1%}", f"{one.memory_bytes / GIB:.1f}",
+        f"{one.bubble_fraction:.1%}", f"{rate_of(model, one)[0]:,.0f}",
     ]  # fmt: skip
 
 

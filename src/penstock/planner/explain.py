@@ -120,13 +120,13 @@ def why_others_lose(
             at = f" (at best with {', '.join(besides)})" if besides else ""
             equal = best.interval is not None and slower <= best.interval.spread
             words = "slower, which is equal within the error: " if equal else "slower, "
-            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{_difference(best, other)}."
+            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{difference(best, other)}."
     yield from _too_large(model, machine, best, uneven)
     if result.too_large:
         yield f"{result.too_large:,} of {result.tried:,} layouts do not fit."
 
 
-def _difference(best: Prediction, other: Prediction) -> str:
+def difference(best: Prediction, other: Prediction) -> str:
     """The largest extra cost of the other layout, for the same samples."""
     scale = best.global_batch / other.global_batch if other.global_batch else 1.0
     more = {name: seconds * scale - best.seconds.get(name, 0.0) for name, seconds in other.seconds.items()}

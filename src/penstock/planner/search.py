@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.config import rules
 from penstock.config.convert import Count, require
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
-from penstock.config.plan import Plan
+from penstock.config.plan import BASELINE, Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.describe import describe_on, totals
 from penstock.planner.layouts import AXES, SEARCHED, Space, depth, divisors, layouts, stages, vary
@@ -85,7 +85,8 @@ def search(
         uneven=uneven,
     )  # fmt: skip
     if not result.predictions:
-        raise OutOfMemory(nothing_fits(model, machine, gpus, result, uneven))
+        problem = nothing_fits(model, machine, gpus, result, uneven, global_batch=global_batch, fixed=fixed)
+        raise OutOfMemory(problem)
     return Layouts(result)
 
 
@@ -101,6 +102,29 @@ def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
         precision="O1" if trainable and bf16 else "O2", dtype="bf16" if bf16 else "fp16", optimizer="fused",
         attention="flash" if bf16 else "efficient", compile="blocks",
     )  # fmt: skip
+
+
+class Base(NamedTuple):
+    """The settings that a search starts from, of a Plan line."""
+
+    plan: Plan
+    fixed: frozenset[str]
+    """The fields that the line names."""
+    assumed: str
+    """The settings that were taken for what the line leaves open; empty for none."""
+
+
+def base_of(line: str | None, model: ModelConfig, machine: Machine, gpus: int) -> Base:
+    """The settings that a line asks for. One that names no precision gets what `default_base` has besides it, unless it
+    is the word `baseline`. Raises ConfigError as `Plan.parse`."""
+    usual = default_base(machine, trainable=gpus == 1 and model.graph.vision)
+    plan, fixed = Plan.parse(line or ""), Plan.named(line or "")
+    if "precision" in fixed or BASELINE in (line or "").split():
+        return Base(plan, fixed, "")
+    names = ("precision", "dtype", "optimizer", "attention", "compile")
+    taken = {name: getattr(usual, name) for name in names if name not in fixed}
+    plan = replace(plan, **taken)
+    return Base(plan, fixed, "" if line is None else replace(Plan(), **taken).line())
 
 
 def explore(
@@ -221,9 +245,11 @@ def default_batch(model: ModelConfig, gpus: int) -> int:
 
 
 def nothing_fits(
-    model: ModelConfig, machine: Machine, gpus: int, result: SearchResult, uneven: Mapping[int, float] = EVEN
-) -> str:
-    """Why no layout fits, and what would make one fit: more devices, or the host's memory."""
+    model: ModelConfig, machine: Machine, gpus: int, result: SearchResult, uneven: Mapping[int, float] = EVEN, *,
+    global_batch: int | None = None, fixed: frozenset[str] = frozenset(), name: str = "",
+) -> str:  # fmt: skip
+    """Why no layout fits, and what would make one fit: more devices, or the host's memory. `name` is the model's own,
+    where it is no preset; the others are those of the search."""
     limit = room(machine)
     assert result.nearest is not None
     plan, smallest = result.nearest
@@ -233,16 +259,17 @@ def nothing_fits(
 
     size = f"{totals(model).parameters / 1e9:.1f} billion parameters"
     problem = (
-        f"{title(model)} ({size}) fits in no layout on {gpus} {machine.name}: the smallest needs "
+        f"{name or title(model)} ({size}) fits in no layout on {gpus} {machine.name}: the smallest needs "
         f"{smallest / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give ({plan.line()})."
     )
-    more = _enough(model, machine, gpus, plan, limit, uneven)
+    more = _enough(model, machine, gpus, plan, fixed, global_batch, uneven)
     shards = plan.sharding != "ddp" and plan.dp > 1
     remedies = {
         f"use {more} devices or more": more is not None,
         "keep the optimizer's states in host memory (offload=optimizer)": shards
         and fits(offload="optimizer"),
-        "recompute blocks (recompute=full)": plan.recompute not in ("early", "full"),
+        "recompute blocks (recompute=full)": plan.recompute not in ("early", "full")
+        and fits(recompute="full"),
     }
     words = [remedy for remedy, helps in remedies.items() if helps] or ["use devices with more memory"]
     return f"{problem} To make it fit: {'; or '.join(words)}."
@@ -258,13 +285,22 @@ def needed_bytes(
 
 
 def _enough(
-    model: ModelConfig, machine: Machine, gpus: int, base: Plan, limit: float, uneven: Mapping[int, float]
-) -> int | None:
-    """The smallest number of devices, by doubling, on which a layout of one sample at a time fits."""
-    space = Space(micro_batch=(1,), recompute=("none", "full"), sharding=("zero1", "fsdp"))
-    for doublings in range(1, 14):
-        devices = gpus << doublings
-        for plan in layouts(model, machine, devices, devices, base, space):
-            if needed_bytes(model, machine, plan, uneven) <= limit:
-                return devices
-    return None
+    model: ModelConfig, machine: Machine, gpus: int, base: Plan, fixed: frozenset[str], global_batch: int | None,
+    uneven: Mapping[int, float],
+) -> int | None:  # fmt: skip
+    """A number of devices on which the same search finds a layout that fits: the smallest within a node, and beyond it
+    one of whole nodes, at most a sixteenth more than the smallest."""
+    space = Space(micro_batch=(1,), recompute=("none", "early"), sharding=("zero1", "fsdp"))
+    limit, node = room(machine), machine.devices_per_node
+
+    def fits(devices: int) -> bool:
+        batch = global_batch or default_batch(model, devices)
+        plans = layouts(model, machine, devices, batch, base, space, fixed)
+        return any(needed_bytes(model, machine, plan, uneven) <= limit for plan in plans)
+
+    fewest = next((gpus << doublings for doublings in range(1, 14) if fits(gpus << doublings)), None)
+    if fewest is None:
+        return None
+    step = max(1, fewest // 32) if fewest <= node else node * max(1, fewest // 32 // node)
+    between = range(fewest // 2 // step * step + step, fewest, step)
+    return next((devices for devices in between if fits(devices)), fewest)

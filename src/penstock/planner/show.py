@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from penstock.planner.cost import run_words, watt_hours
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import SearchResult
@@ -30,6 +31,37 @@ def memories(predictions: Sequence[Prediction], limit: float | None = None) -> S
         limit /= GIB
     title, figure = "Where the memory goes", "Memory by part"
     return _stacked(predictions, title, figure, "GiB", _gibibytes, MEMORY_WORDS, text=words, limit=limit)
+
+
+def beside(layouts: Mapping[str, tuple[Prediction, Mapping[str, float]]], *, vision: bool) -> Section:
+    """A table of layouts side by side, by their names: each a prediction, and its `costs`."""
+    unit = "images" if vision else "tokens"
+    columns = []
+    for one, by_name in layouts.values():
+        whole = {words: value for value, words in run_words(by_name)}
+        columns.append(
+            {
+                "devices": f"{one.gpus} {one.machine}",
+                "one step": duration(one.iteration_seconds, 3),
+                "samples a step": f"{one.global_batch:,}",
+                f"{unit} per second": f"{one.samples_per_second * (1 if vision else one.tokens_per_sample):,.0f}",
+                "MFU": f"{one.mfu:.1%}",
+                "HFU": f"{one.hfu:.1%}",
+                "memory of the fullest device": f"{one.memory_bytes / GIB:.1f} GiB",
+                "energy of a step, at rated power": watt_hours(by_name),
+                "time of the run": whole.get("of training", ""),
+                "device hours": whole.get("GPU hours", ""),
+                "energy of the run": whole.get("at rated power", ""),
+                "CO₂ of the run": whole.get("of CO₂", ""),
+                "cost of the run": whole.get("to pay", ""),
+            }
+        )
+    rows = [
+        ("", [Cell(what, words=True), *(Cell(column[what] or "unknown") for column in columns)])
+        for what in columns[0]
+        if any(column[what] for column in columns)
+    ]
+    return Section(title="Side by side", columns=[Cell("", words=True), *map(Cell, layouts)], rows=rows)
 
 
 def tiles(one: Prediction) -> list[Tile]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 GIB = 2**30
 _TIMES = {"years": 86400 * 365.25, "days": 86400, "h": 3600, "min": 60, "s": 1, "ms": 1e-3}
 _ENERGIES = {"GWh": 1e9, "MWh": 1e6, "kWh": 1e3, "Wh": 1}
+_MASSES = {"t": 1e6, "kg": 1e3, "g": 1}
 
 
 def rounded(value: float, digits: int = 2) -> str:
@@ -21,8 +22,22 @@ def duration(seconds: float, digits: int = 2) -> str:
 
 def energy(watt_hours: float) -> str:
     """Watt hours in the largest unit of which there is at least one: `38 kWh`."""
-    unit = next((unit for unit, size in _ENERGIES.items() if watt_hours >= size), "Wh")
-    return f"{rounded(watt_hours / _ENERGIES[unit])} {unit}"
+    return _in_units(watt_hours, _ENERGIES)
+
+
+def mass(grams: float) -> str:
+    """Grams in the largest unit of which there is at least one: `1.2 t`."""
+    return _in_units(grams, _MASSES)
+
+
+def _in_units(value: float, units: dict[str, float]) -> str:
+    unit = next((unit for unit, size in units.items() if value >= size), [*units][-1])
+    return f"{rounded(value / units[unit])} {unit}"
+
+
+def scientific(value: float) -> str:
+    """Four digits and a power of ten: `4.511e18`."""
+    return f"{value:.4g}".replace("e+", "e")
 
 
 def money(dollars: float) -> str:

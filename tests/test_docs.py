@@ -360,6 +360,21 @@ def test_cited_measurements_are_there(page: Path) -> None:
         assert '"machine"' in measured, f"{name} does not say on which machine it was measured"
 
 
+def test_the_table_of_denoising_experts_is_what_its_code_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "how-to" / "experts.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "dit-xl2" in block]
+    exec(code, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 5
+    for line in printed:
+        name, parameters, seconds, memory, sampling = line.rsplit(" ", 4)
+        row = (
+            f"| {name} | {int(parameters) / 1e9:.3f} B | {1e3 * float(seconds):.0f} ms "
+            f"| {int(memory) / 2**30:.1f} GiB | {float(sampling):.1f} s |"
+        )
+        assert row in page
+
+
 def test_tables_of_fused_operators_are_what_was_measured() -> None:
     page = (ROOT / "docs" / "how-to" / "fuse.md").read_text(encoding="utf-8")
     cells = json.loads((RESULTS / "step_parts_cpu.json").read_text(encoding="utf-8"))["cells"]

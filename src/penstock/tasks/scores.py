@@ -145,9 +145,11 @@ def bleu_sums(written: str, reference: str) -> list[int]:
 
 
 def bleu(sums: Sequence[float]) -> float:
-    """BLEU in [0, 100] of summed counts."""
+    """BLEU in [0, 100] of summed counts; where no text has four words, of the orders that there are."""
     counts = [int(value) for value in sums]
-    score = _sacrebleu().compute_bleu(counts[:4], counts[4:8], sys_len=counts[8], ref_len=counts[9])
+    score = _sacrebleu().compute_bleu(
+        counts[:4], counts[4:8], sys_len=counts[8], ref_len=counts[9], effective_order=True
+    )
     return float(score.score)
 
 

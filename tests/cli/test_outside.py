@@ -48,6 +48,7 @@ INPUTS = [
     "generate it once",
     "embed it once",
     "classify it once",
+    "evaluate it --data digits",
     "sample it --grid made",
     "retrieve it --text once --images it",
     "export it made",

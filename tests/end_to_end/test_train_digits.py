@@ -37,7 +37,6 @@ def test_a_small_model_learns_the_digits_in_seconds(tmp_path: Path) -> None:
         plan="optimizer=contiguous micro_batch=32",
     )
     assert result.evaluation.top1 >= 0.90  # 0.946 and 0.958 measured with two seeds
-    assert result.evaluation.top5 >= 0.99
     assert seconds < 120  # about 20
 
 

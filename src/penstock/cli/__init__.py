@@ -30,6 +30,7 @@ _VERBS = {
     "launch": "Start the ranks of a run, and restart them after a fault.",
     "run": "Run a training script in mixed precision, or under a Plan, unchanged.",
     "tune": "Find the fastest Plan for a training script, unchanged.",
+    "evaluate": "Measure a trained model: every metric of its task.",
     "generate": "Continue or translate texts with a trained model.",
     "sample": "Make images with a trained diffusion model.",
     "embed": "Turn texts into vectors with a trained encoder.",
@@ -56,7 +57,9 @@ _CHECKPOINT_VERBS = {
     "export": "Write weights as a Hugging Face folder.",
     "average": "Write the mean of a run's newest checkpoints.",
 }
-_WITH_SETTINGS = "train ladder plan deploy serve scale generate sample embed retrieve classify compress"
+_WITH_SETTINGS = (
+    "train evaluate ladder plan deploy serve scale generate sample embed retrieve classify compress"
+)
 """Verbs with an option for each setting. Their usage is given here, because making it of the options takes long."""
 _USAGE = {
     **dict.fromkeys(_WITH_SETTINGS.split(), "[MODEL] [OPTIONS]"),

@@ -26,18 +26,16 @@ from penstock.export.export import inputs_of
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models import create
 from penstock.models.anatomy import set_switch
-from penstock.models.convert import from_pretrained
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass, predict_pass_bytes
 from penstock.planner.stored import assumption, basis_of
 from penstock.probe import resolve_device
-from penstock.products.blocks import join_blocks
 from penstock.products.convert import store_linears, suited
-from penstock.products.rounded import store_rounded, stored_tensors
+from penstock.products.rounded import stored_tensors
 from penstock.tasks import Task, task_of
-from penstock.train.evaluate import evaluate
+from penstock.train.evaluate_folder import evaluate_source, open_folder
 from penstock.train.prepare import machine_of
 
 ROUNDS, ROUND_SECONDS = 15, 0.06
@@ -103,10 +101,7 @@ class Workbench:
 
     def open(self, folder: Path) -> Model:
         """The model in a folder, ready for inference."""
-        model = self.ready(from_pretrained(folder))
-        store_rounded(model, rounded_weights(folder))
-        join_blocks(model)
-        return model
+        return open_folder(folder, self.device)
 
     def ready(self, model: Model) -> Model:
         """A model in evaluation mode on the device, with the attention that inference uses there."""
@@ -119,14 +114,9 @@ class Workbench:
         model = self.open(folder)
         task, data = self.task_for(folder)
         source = task.open(data, model.config, "val")
-        prepare = task.prepare(source, task.fit(model.config, source))
-        with (
-            Loader(
-                source, prepare, batch=self.config.plan.micro_batch, device=self.device, endless=False
-            ) as loader,
-            torch.no_grad(),
-        ):
-            evaluation = evaluate(task, model, loader)
+        evaluation = evaluate_source(
+            task, model, [source], batch=self.config.plan.micro_batch, device=self.device
+        )
         inputs = self._inputs(model)
         held = [*model.state_dict().values(), *stored_tensors(model)]
         with torch.inference_mode(), TensorMemory(held=held, ignored=list(inputs.values())) as memory:

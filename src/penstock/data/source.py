@@ -156,6 +156,10 @@ class ImageSource(Source):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def renumber(self, classes: tuple[str, ...], numbers: NDArray[np.int64]) -> None:
+        """Take the numbers of a model's classes, (own classes,), in place of the source's own."""
+        self.classes, self.labels = classes, numbers[self.labels]
+
     def read(self, indices: NDArray[np.int64]) -> tuple[Pixels, NDArray[np.int64]]:
         """Images (n, size, size, channels) and labels (n,). Bad images are treated as the source's policy says."""
         out = np.empty(len(indices), self.sample)

@@ -19,9 +19,13 @@ from penstock.data.open import open_source
 from penstock.data.source import ImageSource, Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
+from penstock.tasks.class_counts import ClassCounts, count_sums, read_counts
 from penstock.tasks.task import Prepare, Task
 
 _log = logging.getLogger(__name__)
+
+FEW_CLASSES = 10
+"""Most classes for which top-5 says nothing."""
 
 
 class ImageClassification(Task):
@@ -31,14 +35,13 @@ class ImageClassification(Task):
     `pixel_values` and `labels`. The model may return logits or an object with `logits`. The logarithm of the softmax
     is taken in fp32 under every Plan: over so few numbers half precision saves nothing.
 
-    Metrics: `top1` and `top5` are the shares in [0, 1] of samples whose class is the best, or among the five best (or
-    as many as there are); `loss` is the mean cross entropy in nats. Their targets are class numbers.
+    Metrics: `top1` and, of more than ten classes, `top5` are the shares in [0, 1] of samples whose class is the best,
+    or among the five best; `loss` is the mean cross entropy in nats. Their targets are class numbers.
     """
 
     unit = "images"
     size_setting = "model.image_size"
     augments = frozenset(field.name for field in fields(Augment))
-    means = ("top1", "top5", "loss")
     shown = ("top-1 {top1:.2%}", "top-5 {top5:.2%}", "loss {loss:.4f}")
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
@@ -82,11 +85,21 @@ class ImageClassification(Task):
         return None if targets.is_floating_point() else targets != IGNORED
 
     def tally(self, outputs: Any, batch: Any) -> Tensor:
+        """Samples whose class is the best, those whose class is among the five best, the loss, and counts by class."""
         logits, targets = _logits(outputs), _split(batch)[1]
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
         hits = best == targets[:, None]
         loss = F.cross_entropy(logits, targets, reduction="sum")
-        return torch.cat([torch.stack([hits[:, 0].sum(), hits.sum()]).double(), loss.double()[None]])
+        sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss.double()])
+        return torch.cat([sums, count_sums(best[:, 0], targets, logits.shape[1])])
+
+    def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
+        top1, top5, loss = (total / samples for total in sums[:3])
+        many = len(read_counts(sums[3:]).true) > FEW_CLASSES
+        return {"top1": top1, **({"top5": top5} if many else {}), "loss": loss}
+
+    def class_counts(self, sums: Sequence[float]) -> ClassCounts:
+        return read_counts(sums[3:])
 
     def describe_model(self, model: ModelConfig) -> str:
         return f"{require_vision(model).classes} classes"

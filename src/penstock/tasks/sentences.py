@@ -19,6 +19,7 @@ from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import DataError
 from penstock.tasks import scores
+from penstock.tasks.class_counts import ClassCounts, count_sums, read_counts
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of
 
@@ -78,8 +79,8 @@ class Sentences(TextTask):
         return F.cross_entropy(outputs.float(), batch.labels, reduction=reduction)
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
-        """How many samples have numbers, and the loss. Then hits, predictions and truths of each class; or prediction
-        and truth of each sample, at its place in the split."""
+        """How many samples have numbers, and the loss. Then counts by class; or prediction and truth of each sample, at
+        its place in the split."""
         labels = batch.labels
         assert labels is not None
         loss = self._loss(outputs, batch, "sum").double()
@@ -88,23 +89,21 @@ class Sentences(TextTask):
             table = loss.new_zeros(2, batch.most)
             table[0, batch.places], table[1, batch.places] = outputs.squeeze(1).double(), labels.double()
             return torch.cat([loss.new_tensor([len(batch)]), loss[None], table.flatten()])
-        classes = outputs.shape[1]
-        predicted = outputs.argmax(1)
-        counts = [
-            torch.bincount(which, minlength=classes)
-            for which in (labels[predicted == labels], predicted, labels)
-        ]
-        return torch.cat([loss.new_zeros(1), loss[None], torch.cat(counts).double()])
+        return torch.cat(
+            [loss.new_zeros(1), loss[None], count_sums(outputs.argmax(1), labels, outputs.shape[1])]
+        )
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         numbers, loss, *rest = sums
-        table = np.array(rest)
-        results = (
-            scores.number_scores(*table.reshape(2, -1))
-            if numbers
-            else scores.class_scores(*table.reshape(3, -1))
-        )
+        if numbers:
+            results = scores.number_scores(*np.array(rest).reshape(2, -1))
+        else:
+            counts = read_counts(rest)
+            results = scores.class_scores(counts.right, counts.predicted, counts.true)
         return {**results, "loss": loss / samples}
+
+    def class_counts(self, sums: Sequence[float]) -> ClassCounts | None:
+        return None if sums[0] else read_counts(sums[2:])
 
     def describe_model(self, model: ModelConfig) -> str:
         classes = 0 if model.graph.classes is None else model.graph.classes.classes

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.source import Source, Split
+from penstock.tasks.class_counts import ClassCounts
 from penstock.tasks.peers import Peers
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -154,6 +155,10 @@ class Task(ABC):
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         """Metrics by name, of `samples` samples with these sums."""
         return dict(zip(self.means, (total / samples for total in sums), strict=True))
+
+    def class_counts(self, sums: Sequence[float]) -> ClassCounts | None:
+        """Counts by class in these sums; None of tasks without classes."""
+        return None
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
         """Metrics as people read them. None stands for a number that is not finite."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from penstock.models.anatomy import evaluating
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.agree import add_up, slowest
 from penstock.tasks import Task
+from penstock.tasks.class_counts import ClassCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Evaluation:
 
     samples: int
     metrics: Mapping[str, float]
+    counts: ClassCounts | None = field(default=None, compare=False)
+    """Counts by class, which records do not hold."""
 
     def __getattr__(self, name: str) -> float:
         if name not in Evaluation.__slots__ and name in self.metrics:
@@ -74,4 +77,4 @@ def evaluate(
     samples = int(samples_of_all)
     if not samples:
         raise ValueError("There is nothing to evaluate: the split has no batches.")
-    return Evaluation(samples, task.metrics(samples, sums_of_all))
+    return Evaluation(samples, task.metrics(samples, sums_of_all), task.class_counts(sums_of_all))

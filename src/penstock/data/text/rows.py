@@ -70,6 +70,12 @@ class RowSource(TextSource):
         assert self.lengths is not None
         return 1 - float(self.lengths.mean()) / self._frame.most
 
+    def renumber(self, classes: tuple[str, ...], numbers: NDArray[np.int64]) -> None:
+        """Take the numbers of a model's classes, (own classes,), in place of the source's own."""
+        self.classes = classes
+        for table in self._tables:
+            table.renumber(numbers, len(classes))
+
     def load(self, index: int, out: Any) -> None:
         number, row = self._mixture.place(index)
         table = self._tables[number]
@@ -199,6 +205,12 @@ class RowTable:
 
     def texts(self, row: int) -> list[NDArray[Any]]:
         return [self._part.read(int(start), int(end)) for start, end in self._spans[row]]
+
+    def renumber(self, numbers: NDArray[np.int64], classes: int) -> None:
+        """Take other numbers of the classes; what is no class stays as it is."""
+        known = np.isin(self._labels, np.arange(len(numbers)))
+        self._labels[known] = numbers[self._labels[known].astype(np.int64)]
+        self._classes = classes
 
     def label(self, row: int) -> float:
         """A number, or that of a class. Raises BadSample for one that is neither."""

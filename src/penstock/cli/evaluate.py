@@ -1,0 +1,55 @@
+"""`penstock evaluate`: all metrics of a trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.boundary.files import write_text
+from penstock.cli._app import configured
+from penstock.config.evaluate import EvaluateConfig, load_evaluation
+
+
+@configured(EvaluateConfig, positional="model", loader=load_evaluation)
+def evaluate(
+    config: EvaluateConfig,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object.")] = False,
+    report: Annotated[Path | None, Parameter(help="Write a page (HTML) to this file.")] = None,
+) -> None:
+    """Measure a trained model: every metric of its task.
+
+    For classes these are accuracy, precision, recall and F1 of each, and the confusion matrix; for texts perplexity,
+    chrF and BLEU; for preferences the share of pairs won. The data are those of the run, unless --data names others,
+    whose classes are matched by their names.
+
+        penstock evaluate runs/digits
+        penstock evaluate runs/flowers --data imagefolder:/data/other --split all
+    """
+    from penstock.report.page import plain_console, terminal_table
+    from penstock.train.evaluate_folder import evaluate_folder
+    from penstock.train.evaluation_page import as_json as values_of
+    from penstock.train.evaluation_page import classes_section, confusion_section, to_html
+
+    result = evaluate_folder(config)
+    values = values_of(result)
+    if report is not None:
+        write_text(report, to_html(result))
+    if as_json:
+        print(json.dumps(values))
+        return
+    console = plain_console()
+    console.print(f"{result.model}, from {result.weights}", soft_wrap=True)
+    console.print(f"{values['samples']:,} {values['unit']} of {result.data}", soft_wrap=True)
+    console.print(result.task.describe(values["metrics"]), style="bold")
+    tables = [classes_section(values["classes"])] if "classes" in values else []
+    for section in filter(None, [*tables, confusion_section(values)]):
+        console.print(f"\n{section.title}", style="bold")
+        console.print(terminal_table(section, console.width))
+    if result.sample:
+        console.print(f"\n{result.sample}", soft_wrap=True)
+    if report is not None:
+        console.print(f"\nWritten: {report}", soft_wrap=True)

@@ -293,6 +293,22 @@ def test_a_second_machine_is_set_beside_at_its_own_price(
     assert "best on h100: precision=" in out
 
 
+def test_a_machine_that_penstock_does_not_run_on_is_planned_for_and_said_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(
+        capsys, "plan", "gpt2", "--machine", "tpu-v5p", "--gpus", "2", "--base", "tp=1", "--top", "1"
+    )
+    assert code == 0
+    assert "Penstock does not run on tpu-v5p" in out
+    assert "to run it" not in out
+    code, _, error = run(
+        capsys, "plan", "gpt2", "--machine", "trainium2", "--gpus", "2", "--base", "tp=1", "--run"
+    )
+    assert code == ExitCode.CONFIG
+    assert "runs none of the" in error
+
+
 def test_flops_energy_and_co2_follow_from_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-3's arithmetic (Narayanan et al. 2021): 4.5e18 FLOPs an iteration of 1,536 samples with recomputation."""
     line = "precision=O2 tp=8 pp=8 dp=16 accumulate=96 micro_batch=1 recompute=full attention=plain"

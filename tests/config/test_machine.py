@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,23 @@ MEASURED = Machine(
 
 def test_the_shipped_machines() -> None:
     assert known_machines() == (
-        "v100", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x", "mi325x", "h20", "l40s", "l4", "a10", "t4",
-        "rtx-3090", "rtx-4090", "rtx-5090",
+        "v100", "a100-40g", "a100-80g", "h100", "h200", "b200", "gb200", "b300", "h800", "mi300x", "mi325x", "mi355x",
+        "h20", "l40s", "l4", "a10", "t4", "rtx-3090", "rtx-4090", "rtx-5090", "tpu-v5p", "tpu-v6e", "trainium2",
     )  # fmt: skip
     for name in known_machines():
         machine = load_machine(name)
-        assert (machine.name, machine.device, machine.source) == (name, "cuda", "datasheet")
+        device = "other" if name.startswith(("tpu", "trainium")) else "cuda"
+        assert (machine.name, machine.device, machine.source) == (name, device, "datasheet")
         assert machine.launch_seconds == ASSUMED_LAUNCH_SECONDS
         for kind, rate in machine.achievable_flops.items():
             assert 0.5 < rate / machine.peak_flops[kind] < 1, "a sweep reached half the peak or more"
-        assert machine.peak_flops["fp32"] < machine.peak_flops["fp16"]
+        assert (
+            machine.peak_flops.get("fp32", 0.0) < machine.peak_flops["bf16" if device == "other" else "fp16"]
+        )
     for name in known_machines()[known_machines().index("b200") :]:
-        assert any(word in " ".join(load_machine(name).notes) for word in ("unverified", "guesses")), name
+        assert any(word in " ".join(load_machine(name).notes) for word in ("unverified", "guess")), name
+    for name in ("gb200", "b300", "h800", "mi355x", "tpu-v5p", "tpu-v6e", "trainium2"):
+        assert re.search(r"Sources?: ", " ".join(load_machine(name).notes)), name
     assert load_machine("H100") is load_machine("h100")
     for name in ("4090", "RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"):
         assert load_machine(name) is load_machine("rtx-4090")
@@ -91,7 +97,7 @@ def test_bad_machine_files_are_named(tmp_path: Path) -> None:
         load_machine(path)
     told = str(caught.value)
     assert "Did you mean 'peak_flops'?" in told
-    assert "device is 'tpu', but must be 'cuda' or 'cpu'" in told
+    assert "device is 'tpu', but must be 'cuda', 'cpu' or 'other'" in told
     assert str(path) in told
     with pytest.raises(ConfigError, match="must end in one of them"):
         save_machine(MEASURED, tmp_path / "m.txt")
@@ -141,7 +147,7 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("Tesla V100-SXM2-16GB", 16.9e9, "v100"),
         ("AMD Instinct MI300X OAM", 206e9, "mi300x"),
         ("NVIDIA B200", 191e9, "b200"),
-        ("NVIDIA GB200", 191e9, None),
+        ("NVIDIA GB200", 191e9, "gb200"),
         ("NVIDIA GeForce RTX 3090", 25e9, "rtx-3090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 17e9, None),
         ("NVIDIA GeForce RTX 3060", 12e9, None),

@@ -105,6 +105,10 @@ def test_predictions_carry_the_interval_of_their_kind() -> None:
     words = [one.words if one else "" for one in seen]
     assert len(set(words)) == 5
     assert words[-1].endswith("a guess")
+    for name in ("h800", "mi355x", "tpu-v5p", "l40s"):
+        found = predict(preset("gpt2"), load_machine(name), Plan(precision="O1", micro_batch=4)).interval
+        assert found is not None
+        assert found.words.endswith("a guess") == (name != "h800")
 
 
 def test_measured_and_the_readme_say_what_the_page_says() -> None:

@@ -37,6 +37,8 @@ def files_for(config: DeployConfig, machine: Machine, layout: Layout) -> dict[st
     # Each rank of ours has whole KV heads.
     whole_heads = all(stack.kv % layout.tp == 0 for stack in stacks(config.model))
     split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
+    if machine.device == "other":
+        return {}
     if config.weights is not None and layout.pp == 1 and split and layout.type in SERVED:
         files["penstock.sh"] = _script(
             "Penstock, one server for each replica", penstock(config, model, machine, layout)

@@ -99,7 +99,7 @@ def search_all(config: PlanConfig, machine: Machine) -> None:
     found = _answer(config, machine, config.base, gpus)
     result = found.result
     if config.run:
-        runs = best_runnable(result, model)
+        runs = best_runnable(result, model, machine)
         if runs is None:
             raise ConfigError(
                 f"penstock train runs none of the {len(result.predictions):,} layouts that fit; fix less with --base."
@@ -162,7 +162,7 @@ def as_data(
     """The answer as plain data, with units in the names."""
     assert config.model is not None
     result = found.result
-    runs = best_runnable(result, config.model)
+    runs = best_runnable(result, config.model, machine)
     others = [_layout(one, by_name) for one, by_name in [*sides.values()][1:]]
     return {
         **_question(config, machine, found.best.gpus, found),
@@ -211,8 +211,10 @@ def _show(
     console.print(terminal_table(section, console.width))
     console.print(section.text.replace("\n\n", "\n"), style="dim", soft_wrap=not sys.stdout.isatty())
     console.print(f"best: {best.plan.line()}", soft_wrap=True)
-    runs = best_runnable(result, model)
-    if runs is None:
+    runs = best_runnable(result, model, machine)
+    if machine.device == "other":
+        console.print(f"Penstock does not run on {machine.name}: this is a plan only.")
+    elif runs is None:
         console.print("penstock train runs none of them yet.")
     elif runs is not best:
         slower = runs.iteration_seconds / best.iteration_seconds - 1

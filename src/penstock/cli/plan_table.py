@@ -20,9 +20,10 @@ LEGEND = (
 )
 
 
-def best_runnable(result: SearchResult, model: ModelConfig) -> Prediction | None:
+def best_runnable(result: SearchResult, model: ModelConfig, machine: Machine) -> Prediction | None:
     """The fastest layout that can be trained today."""
-    return next((one for one in result.predictions if not problems(one.plan, model, run=True)), None)
+    runs = (one for one in result.predictions if not problems(one.plan, model, machine, run=True))
+    return next(runs, None)
 
 
 def costs_of(

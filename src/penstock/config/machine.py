@@ -108,7 +108,8 @@ class Machine(Checked, where="machine"):
     """
 
     name: str
-    device: Literal["cuda", "cpu"]
+    device: Literal["cuda", "cpu", "other"]
+    """`cuda` for GPUs, ROCm's among them. `other` is planned for, by the rules of GPUs, and cannot be run on."""
     avx512: bool = True
     """Whether a CPU has AVX-512; without it torch computes some operators in bf16 in other ways."""
     kind: str = ""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from penstock.config.convert import word
 from penstock.config.formats import PRODUCTS
+from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
@@ -26,6 +27,13 @@ def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
             f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
             f"step without making the host wait; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
         )
+
+
+@RUN_RULES.of("run")
+def _penstock_runs_on_the_machine(plan: Plan, machine: Machine) -> Iterator[str]:
+    """Penstock trains on GPUs and CPUs."""
+    if machine.device == "other":
+        yield f"Machine {machine.name} can be planned for, but Penstock does not run on it; choose a GPU or a CPU."
 
 
 @RUN_RULES.of("run")

@@ -13,8 +13,8 @@ from importlib import resources
 from penstock.config.machine import Machine
 from penstock.report.units import duration
 
-GUESSED = ("b200", "mi300x")
-"""Chips that no published row was made on."""
+ROWS_OF = ("a100-40g", "a100-80g", "h100", "h200", "h800")
+"""Machines whose chip has published rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def interval_of(*, vision: bool, machine: Machine) -> Interval:
         return table["cpu"]
     hopper = "fp8" in machine.peak_flops
     interval = table["vision" if vision else "hopper" if hopper else "ampere"]
-    if machine.name not in GUESSED:
+    if machine.source == "measured" or machine.name.removesuffix(" (changed)") in ROWS_OF:
         return interval
     measured = (table["vision"], table["hopper"], table["ampere"])
     return Interval(

@@ -104,7 +104,7 @@ def product_type(numerics: Numerics, machine: Machine) -> str:
     """The key of `machine.peak_flops` that products outside layers in 8 bits run under."""
     if numerics.factors != "tf32":
         return numerics.compute
-    wish = "tf32" if machine.device == "cuda" else "fp32_medium"
+    wish = "fp32_medium" if machine.device == "cpu" else "tf32"
     return wish if wish in machine.peak_flops else "fp32"
 
 

@@ -17,7 +17,7 @@ import penstock
 from helpers.toy import toy_machine
 from penstock.cli import main
 from penstock.compress import measure, run
-from penstock.compress.page import front
+from penstock.compress.page import front, table, worsening
 from penstock.config.compress import CompressConfig, Distil, Prune, load_compression
 from penstock.config.machine import Machine, save_machine
 from penstock.config.plan import Plan
@@ -106,6 +106,38 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
     assert all(words.endswith("done before") for words in said)
     with pytest.raises(ConfigError, match=r"other settings of distil; restore these"):
         run.compress(replace(config, distil=Distil(steps=5)))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "words"),
+    [
+        (
+            "perplexity",
+            3.35,
+            3.6,
+            "distil made the model worse: perplexity 3.35 → 3.6. Try a lower --distil.lr",
+        ),
+        ("perplexity", 3.6, 3.35, ""),
+        ("top1", 0.951, 0.93, "distil made the model worse: top1 0.951 → 0.93."),
+        ("top1", 0.9512, 0.9511, ""),
+        ("top1", 0.93, 0.951, ""),
+    ],
+)
+def test_a_step_that_makes_a_model_worse_says_so(name: str, before: float, after: float, words: str) -> None:
+    rows = [{"title": "original", "metrics": {name: before}}, {"title": "distil", "metrics": {name: after}}]
+    said = worsening(*rows)
+    assert said.startswith(words)
+    assert bool(said) == bool(words)
+
+
+def test_worse_models_are_reported_while_compressing_and_in_the_table(teacher: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    options = {"prune.hidden": "0.75", "distil.steps": "none"}
+    report = run.compress(_config(teacher, tmp_path / "small", **options), said.append)
+    worse = worsening(*report["rows"])
+    assert (worse in said) == bool(worse)
+    report["rows"][0]["metrics"]["top1"], report["rows"][1]["metrics"]["top1"] = 0.9, 0.1
+    assert "prune made the model worse: top1 0.9 → 0.1." in table(report).text
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from penstock import __version__
@@ -18,6 +19,11 @@ from penstock.train.card import page as card_page
 MB = 1e6
 LOWER = ("loss", "perplexity")
 """Metrics of which less is better."""
+_REMEDIES = {
+    "prune": "Remove less, or train afterwards with --distil.epochs.",
+    "distil": "Try a lower --distil.lr, more --distil.epochs or another --distil.weight, or leave this step out.",
+    "quantise": "Bound what it may cost with --quantise.drop, or let the scales learn with --quantise.learn.",
+}
 
 
 def table(report: Mapping[str, Any]) -> Section:
@@ -39,7 +45,19 @@ def table(report: Mapping[str, Any]) -> Section:
         ]  # fmt: skip
         rows.append(("strong" if row is last else "", cells))
     assumed = " ".join(dict.fromkeys(row.get("assumption", "") for row in report["rows"]))
-    return Section(title="After each step", columns=heads, rows=rows, text=assumed.strip())
+    worse = [worsening(*pair) for pair in pairwise(report["rows"])]
+    text = "\n\n".join(filter(None, [assumed.strip(), *worse]))
+    return Section(title="After each step", columns=heads, rows=rows, text=text)
+
+
+def worsening(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """A sentence where a step leaves a worse model, by three digits of its main metric; else ""."""
+    name = "perplexity" if "perplexity" in after["metrics"] else next(iter(after["metrics"]))
+    old, new = (row["metrics"][name] for row in (before, after))
+    if f"{old:.3g}" == f"{new:.3g}" or (new < old) == (name in LOWER):
+        return ""
+    step = after["title"]
+    return f"{step} made the model worse: {name} {old:.3g} → {new:.3g}. {_REMEDIES.get(step, '')}".strip()
 
 
 def cuts_table(report: Mapping[str, Any]) -> Section | None:

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.boundary.files import own_file, read_bytes, write_text
 from penstock.boundary.trees import parse_json
 from penstock.compress.measure import Workbench
-from penstock.compress.page import card, to_html
+from penstock.compress.page import card, to_html, worsening
 from penstock.compress.search import SHARES, reach
 from penstock.compress.steps import STEPS, StepCall, distil_run, learning_run
 from penstock.compress.vocabulary import require_trimmable
@@ -115,6 +115,8 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
         rows.append({"title": name, "folder": str(folder), **figures, "step_seconds": spent, "notes": notes})
         keep()
         say(f"{target.name}: {rows[-1]['words']}, {rows[-1]['parameters']:,} parameters, in {spent:.0f} s")
+        if worse := worsening(rows[-2], rows[-1]):
+            say(worse)
     if "seconds" not in rows[-1]:
         measured = bench.latencies([bench.open(Path(row["folder"])) for row in rows])
         for row, seconds in zip(rows, measured, strict=True):

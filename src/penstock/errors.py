@@ -23,6 +23,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 7
     HANG = 8
     SAVED_REQUEUE = 75
+    INTERRUPTED = 130
 
 
 class PenstockError(Exception):
@@ -85,6 +86,12 @@ class SavedRequeue(PenstockError):
     """The run was asked to stop, saved its state, and wants to be started again."""
 
     exit_code = ExitCode.SAVED_REQUEUE
+
+
+class SavedInterrupt(SavedRequeue):
+    """The run was interrupted by Ctrl-C and saved its state. No scheduler is asked to start it again."""
+
+    exit_code = ExitCode.INTERRUPTED
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -50,6 +50,7 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "penstock", *FORMS[form], *options],
                 stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, **QUIET},
+                start_new_session=True,
             )  # fmt: skip
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -126,6 +127,20 @@ def test_a_shower_after_the_last_word_changes_nothing(tmp_path: Path, form: str)
     run.until(run.done)
     run.shower(every=0.0005)
     assert run.end() == 0, run.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_ctrl_c_in_a_terminal_saves_on_all_ranks(tmp_path: Path, form: str) -> None:
+    """A terminal sends it to every process of its foreground, the agent and its ranks."""
+    run = Run(form, tmp_path)
+    run.until(run.trained)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code = run.end()
+    if not run.done():
+        assert code == 130, run.log.read_text()
+        assert "Stopped by Ctrl-C after step" in run.log.read_text()
+    finish(form, tmp_path)
 
 
 @pytest.mark.faults

@@ -31,6 +31,7 @@ from penstock.errors import (
     NumericError,
     OutOfMemory,
     PenstockError,
+    SavedInterrupt,
     SavedRequeue,
 )
 from penstock.models.convert import from_pretrained
@@ -323,6 +324,28 @@ def test_a_stop_request_saves_the_next_step(config: RunConfig, number: signal.Si
     assert train(config).resumed_at == 4
 
 
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(
+    config: RunConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "Stopped by Ctrl-C after step 4 of 8, .* The same command goes on from there without --no-resume"
+    with pytest.raises(SavedInterrupt, match=words) as caught:
+        train(config, resume=False, display=At(4, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    assert caught.value.exit_code == 130, "no scheduler starts it again"
+    assert "Press it again to end at once" in capfd.readouterr().err
+    assert train(config).resumed_at == 4
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once(config: RunConfig, first: signal.Signals) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=At(4, twice))
+    assert checkpoint.steps(Path(config.output) / "checkpoints") == [3]
+
+
 def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for_once(config: RunConfig) -> None:
     often = replace(config, recipe=replace(config.recipe, eval_every_epochs=4 * 32 / 1442))
     train(often)
@@ -590,9 +613,17 @@ def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
 
 
 def test_every_error_of_a_run_has_an_exit_code_of_its_own() -> None:
-    kinds = (ConfigError, EnvironmentProblem, CheckpointError, NumericError, OutOfMemory, SavedRequeue)
+    kinds = (
+        ConfigError,
+        EnvironmentProblem,
+        CheckpointError,
+        NumericError,
+        OutOfMemory,
+        SavedRequeue,
+        SavedInterrupt,
+    )
     assert all(issubclass(kind, PenstockError) for kind in kinds)
-    assert [int(kind.exit_code) for kind in kinds] == [2, 3, 5, 6, 7, 75]
+    assert [int(kind.exit_code) for kind in kinds] == [2, 3, 5, 6, 7, 75, 130]
 
 
 def test_saving_in_the_background_changes_nothing_that_is_computed_or_saved(config: RunConfig) -> None:

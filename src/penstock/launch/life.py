@@ -15,7 +15,7 @@ from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment, Rank
 from penstock.launch.settings import LaunchSettings, own_cores
 from penstock.launch.signals import Requests
-from penstock.launch.verdict import Failure, Outcome, judge
+from penstock.launch.verdict import Failure, Outcome, judge, order
 
 Tell = Callable[[str], None]
 
@@ -29,9 +29,7 @@ _SETTLED = 0.3
 """Seconds after which stacks that have not grown are complete."""
 _CAUSE = 3.0
 """Seconds in which another node may report that it failed first."""
-_INTERRUPT = 5.0
-"""Seconds that ranks have after Ctrl-C."""
-_GOOD: Final = (int(ExitCode.DONE), int(ExitCode.SAVED_REQUEUE))
+_GOOD: Final = (int(ExitCode.DONE), int(ExitCode.SAVED_REQUEUE), int(ExitCode.INTERRUPTED))
 
 
 class Life:
@@ -53,7 +51,7 @@ class Life:
         self.assignment = assignment
         self.ranks: list[Rank] = []
         self._regrouping = False
-        self._interrupted: float | None = None
+        self._interrupts = 0
         try:
             for local in range(settings.ranks):
                 seen = assignment.first_rank + local == 0
@@ -91,7 +89,7 @@ class Life:
                     break
             elif any(self._hangs(rank, now) for rank in self.ranks):
                 return self._tell_hang()
-            if self._interrupted is not None and now - self._interrupted > _INTERRUPT:
+            if self._interrupts > 1:
                 break
             heard = self.nodes.heard()
             if heard is not None and not heard.regroup and heard.code != ExitCode.SAVED_REQUEUE:
@@ -111,7 +109,8 @@ class Life:
         ended = [rank for rank in self.ranks if rank.code is not None]
         failures = [failure for rank in ended if (failure := rank.failure()) is not None]
         if self.requests.signal is signal.SIGINT:
-            return Outcome(130, ())
+            saved = [one for one in failures if one.code == ExitCode.INTERRUPTED and one.text]
+            return Outcome(int(ExitCode.INTERRUPTED), order(saved))
         own = judge(failures, stopping=self.requests.signal is not None)
         if own.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
             again = self._regrouping or self._goes_on_elsewhere()
@@ -157,14 +156,13 @@ class Life:
 
     def _forward(self) -> None:
         for number in self.requests.take():
+            again = ""
             if number is signal.SIGINT:
-                if self._interrupted is not None:
-                    self._interrupted = 0.0
-                    continue
-                self._interrupted = time.monotonic()
-            else:
-                self.tell(f"{number.name} received: every rank is asked to save and stop.")
-            self._ask(number)
+                self._interrupts += 1
+                again = " Press Ctrl-C again to end them at once."
+            if self._interrupts < 2:
+                self.tell(f"{number.name} received: every rank is asked to save and stop.{again}")
+                self._ask(number)
 
     def _ask(self, number: signal.Signals) -> None:
         for rank in self.ranks:

@@ -136,9 +136,8 @@ class Rank:
             )
         # A process that a signal kills writes no report, but faulthandler may have written its stack.
         stack = self.read_stack() if self.code < 0 else ""
-        text = stack or (
-            printable(self._tail).strip() if self.code > 0 and self.code != ExitCode.SAVED_REQUEUE else ""
-        )
+        silent = self.code < 0 or self.code in (ExitCode.SAVED_REQUEUE, ExitCode.INTERRUPTED)
+        text = stack or ("" if silent else printable(self._tail).strip())
         return Failure(self.number, self.code, text, False, self.ended)
 
     def ask_for_stack(self) -> bool:

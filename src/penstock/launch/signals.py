@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Self
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
 """How schedulers ask: SIGTERM, and SIGUSR1 as Slurm's warning before preemption."""
+_ONCE = b"\nCtrl-C: the step under way is finished and saved. Press it again to end at once.\n"
 
 
 class StopRequested(BaseException):
@@ -35,11 +37,13 @@ class Requests:
     """While entered, records `numbers` instead of dying of them, a second one too. One inside of another begins with
     what that has heard.
 
-    Only the main thread can handle signals; elsewhere nothing is installed.
+    Only the main thread can handle signals; elsewhere nothing is installed. With `interactive`, the first Ctrl-C is
+    answered in the terminal, and one after another request raises KeyboardInterrupt.
     """
 
-    def __init__(self, numbers: Sequence[signal.Signals] = STOPS) -> None:
+    def __init__(self, numbers: Sequence[signal.Signals] = STOPS, *, interactive: bool = False) -> None:
         self._numbers = numbers
+        self._interactive = interactive
         self.signal: signal.Signals | None = None
         """The first that came, if any: how the run was asked to stop."""
         self._pending: list[signal.Signals] = []
@@ -77,6 +81,10 @@ class Requests:
             self._raises = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._interactive and number == signal.SIGINT:
+            if self.signal is not None:
+                raise KeyboardInterrupt
+            os.write(2, _ONCE)  # at once, whatever the program is printing
         self.signal = self.signal or signal.Signals(number)
         self._pending.append(signal.Signals(number))
         if self._raises:

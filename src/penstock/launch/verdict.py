@@ -21,7 +21,7 @@ FINAL = frozenset(
         ExitCode.SAVED_REQUEUE,
         126,
         127,
-        130,
+        ExitCode.INTERRUPTED,
     }
 )
 """Exit codes after which nothing is restarted: the same command would end so again, or it was asked to end. 126 and 127
@@ -59,7 +59,7 @@ class Failure:
             return "hangs"
         if self.code < 0:
             return f"was killed by {_signal_name(-self.code)}"
-        if self.code == ExitCode.SAVED_REQUEUE:
+        if self.code in (ExitCode.SAVED_REQUEUE, ExitCode.INTERRUPTED):
             return "saved its state and stopped"
         return f"ended with code {self.code}"
 

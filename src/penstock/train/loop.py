@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,6 @@ from penstock.config.recipes import require_startable
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
-from penstock.errors import SavedRequeue
 from penstock.launch import ELASTIC
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
@@ -71,7 +69,14 @@ from penstock.train.prepare import (
 )
 from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
-from penstock.train.resume import find_checkpoint, hold_output, require_no_stop, restore_newest
+from penstock.train.resume import (
+    find_checkpoint,
+    hold_output,
+    requests_to_stop,
+    require_no_stop,
+    restore_newest,
+    stopped,
+)
 from penstock.train.run_state import RunState
 from penstock.train.saves import Saves, export
 from penstock.train.speed import MemoryMeter, Speedometer, peak_memory, useful_work
@@ -131,7 +136,7 @@ def train(
     output, device = Path(config.output), local_device(resolve_device(config.device))
     config = fit_to_started_ranks(config)
     with (
-        Requests() as stop,
+        requests_to_stop() as stop,
         joined(config.plan, device, timeout=config.wait_seconds) as dims,
         hold_output(output, stop, dims) as lock,
         memory_advice(config.plan, task, config.model),
@@ -159,6 +164,7 @@ class _Run:
         profile: bool, trace: bool,
     ) -> None:  # fmt: skip
         self.output = Path(config.output)
+        self.again = "" if resume else " without --no-resume"
         self.device = device
         self.dims = dims
         self.records = records
@@ -383,10 +389,8 @@ class _Run:
         if len(self.pending):
             self._log()
         self._save(stopping=True)
-        raise SavedRequeue(
-            f"Stopped by {signal.Signals(signal_number).name} after step {self.step}, which is saved in "
-            f"{self.saves.folder}. The same command goes on from there."
-        )
+        where = f"step {self.step} of {self.calendar.total}, which is saved in {self.saves.folder}"
+        raise stopped(signal_number, f"after {where}", f"goes on from there{self.again}")
 
     def _finish(self) -> TrainResult:
         """Export the evaluated weights, and record the prediction beside the measurement."""

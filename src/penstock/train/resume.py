@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,9 @@ from penstock.config.load import from_dict, to_dict
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Effect, Plan, effect_of
 from penstock.config.run import RunConfig
-from penstock.errors import CheckpointError, ConfigError, SavedRequeue
-from penstock.launch.signals import Requests
+from penstock.errors import CheckpointError, ConfigError, SavedInterrupt, SavedRequeue
+from penstock.launch.report import VARIABLE
+from penstock.launch.signals import STOPS, Requests
 from penstock.parallel import ParallelDims
 from penstock.parallel.agree import slowest
 from penstock.train.lock import RunLock
@@ -45,6 +47,11 @@ _FREE = (
 _LOGGED = ("recipe.spikes", "recipe.spike_deviations")
 
 
+def requests_to_stop() -> Requests:
+    """Requests to a training run, Ctrl-C among them, which an agent of `penstock launch` answers for its ranks."""
+    return Requests((*STOPS, signal.SIGINT), interactive=VARIABLE not in os.environ)
+
+
 def require_no_stop(stop: Requests, dims: ParallelDims) -> None:
     """Stop before the first step if asked to, when there is nothing to save yet. All ranks must call this and raise
     alike.
@@ -53,10 +60,14 @@ def require_no_stop(stop: Requests, dims: ParallelDims) -> None:
         SavedRequeue: one of them has been asked to stop.
     """
     if signal_number := int(slowest(float(stop.signal or 0), dims)):
-        raise SavedRequeue(
-            f"Stopped by {signal.Signals(signal_number).name} before a step was done. The same command begins there "
-            "again."
-        )
+        raise stopped(signal_number, "before a step was done", "begins there again")
+
+
+def stopped(number: int, when: str, then: str) -> SavedRequeue:
+    """The error of a run that signal `number` has stopped; `then` is what its command does the next time."""
+    name = signal.Signals(number).name
+    kind, by = (SavedInterrupt, "Ctrl-C") if number == signal.SIGINT else (SavedRequeue, name)
+    return kind(f"Stopped by {by} {when}. The same command {then}.")
 
 
 @contextmanager

@@ -19,40 +19,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import AdamW
 
 from penstock.config.model import PRESETS
 from penstock.cpu import this_cpu
 from penstock.host_memory import set_host_memory
-from penstock.kernels import remainder_adamw
+from penstock.kernels import adamw
 from penstock.models import create
 from penstock.optim import EMA, clipped_step, make_optimizer, parameter_groups
 from penstock.optim.one_pass import Copies
-from penstock.optim.remainder import from_adamw
 from penstock.precision import MasterWeights
 from penstock.report.record import environment
 
 MODEL = "vit-s16"
-KINDS = ("fp32", "fp32 masters of bf16", "bf16 and remainder")
+KINDS = ("fp32", "fp32 masters of bf16")
 WARM_UP = 3
 
 
 def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], float]:
     """The update of one model, by the kernel of ours or by torch's; a call returns its seconds of processor time."""
-    there = remainder_adamw.has_adamw
-    remainder_adamw.has_adamw = lambda: native
+    there = adamw.has_adamw
+    adamw.has_adamw = lambda: native
     try:
         torch.manual_seed(0)
         model = create(PRESETS[MODEL])
         groups = parameter_groups(model, weight_decay=0.05)
         masters, weights, publish = None, None, None
-        if kind == "bf16 and remainder":
-            optimizer: Any = from_adamw(AdamW(groups, lr=1e-3), form="native" if native else "fused")
-        else:
-            optimizer = make_optimizer(groups, "fused", lr=1e-3)
-            optimizer.copies = Copies(
-                {}, set()
-            )  # so that ours takes its kernel always; torch's own ignores it
+        optimizer: Any = make_optimizer(groups, "fused", lr=1e-3)
+        optimizer.copies = Copies({}, set())  # so that ours takes its kernel always; torch's own ignores it
         if kind == "fp32 masters of bf16":
             masters = MasterWeights([model], [optimizer], torch.bfloat16)
             weights, publish = masters.named(model), masters.publish
@@ -62,7 +55,7 @@ def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], float]
             else None
         )
     finally:
-        remainder_adamw.has_adamw = there
+        adamw.has_adamw = there
     parameters = list(model.parameters())
     gradients = [1e-3 * torch.randn_like(parameter) for parameter in parameters]
 

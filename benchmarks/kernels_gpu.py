@@ -37,8 +37,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from language_train import batch_of, by_plan, sized
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
+from penstock.kernels.adamw import Batch, Hyper, adamw_
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
-from penstock.kernels.remainder_adamw import Batch, Hyper, adamw_
 from penstock.kernels.seeded_norm import seeded_norm
 from penstock.models import create
 from penstock.optim.clip import clipping_divisor, grad_norm
@@ -322,7 +322,7 @@ def optimizer_cell(bench: Bench, name: str, sizes: list[int]) -> Cell:
 
     def ours() -> Run:
         batch = Batch(
-            tensors(), None, gradients, tensors(), [t.abs() for t in tensors()],
+            tensors(), gradients, tensors(), [t.abs() for t in tensors()],
             [torch.zeros((), device=bench.device) for _ in sizes], tensors(torch.bfloat16), tensors(),
         )  # fmt: skip
         hyper = Hyper(1e-4, 0.9, 0.999, 1e-8, 0.01)

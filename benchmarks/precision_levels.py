@@ -56,7 +56,6 @@ LEVELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "O1-fp16": ("O1", "fp16", {}),
     "O2-bf16": ("O2", "bf16", {}),
     "O2-fp16": ("O2", "fp16", {}),
-    "O2-bf16-remainder": ("O2", "bf16", {"master": "remainder"}),
     "O3-bf16": ("O3", "bf16", {}),
     "O1-fp8-tensorwise": ("O1", "bf16", {"products": "fp8_tensorwise"}),
     "O1-fp8-rowwise": ("O1", "bf16", {"products": "fp8"}),
@@ -68,7 +67,6 @@ PLANS = {
     "O1-fp16": "precision=O1 dtype=fp16",
     "O2-bf16": "precision=O2",
     "O2-fp16": "precision=O2 dtype=fp16",
-    "O2-bf16-remainder": "precision=O2 master=remainder",
     "O3-bf16": "precision=O3",
     "O1-fp8-tensorwise": "precision=O1 products=fp8_tensorwise",
 }

@@ -266,26 +266,6 @@ def test_trains_on_a_gpu(line: str) -> None:
     assert last < first
 
 
-def test_sixteen_bits_more_train_as_a_copy_does() -> None:
-    """Bit for bit: the gradients, the update and the rounded weights are the same, only where bits lie differs."""
-    plans = [Plan(precision="O2", optimizer="fused", master=master) for master in ("copy", "remainder")]
-    recipe = Recipe(clip_norm=None, ema_decay=0.9)
-    copied, completed = (build(TINY, plan, recipe=recipe) for plan in plans)
-    for _ in range(3):
-        assert torch.equal(copied.step([batch()]).loss, completed.step([batch()]).loss)
-    for (name, ours), theirs in zip(completed.model.state_dict().items(), copied.model.state_dict().values()):
-        assert ours.dtype == torch.float32
-        assert torch.equal(ours, theirs), name
-    assert completed.ema is not None
-    assert copied.ema is not None
-    for ours, theirs in zip(completed.ema.state_dict().values(), copied.ema.state_dict().values()):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
-    again = build(TINY, plans[1], recipe=recipe, seed=9)
-    again.model.load_state_dict(completed.model.state_dict())
-    again.optimizer.load_state_dict(completed.optimizer.state_dict())
-    assert torch.equal(again.step([batch()]).loss, completed.step([batch()]).loss)
-
-
 def test_fp8_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
         build(TINY, Plan(precision="O1", products="fp8_tensorwise"))
@@ -297,7 +277,6 @@ def test_fp8_is_refused_where_there_is_none() -> None:
         *PLANS,
         "precision=O2 optimizer=fused",
         "precision=O2 optimizer=contiguous",
-        "precision=O2 master=remainder optimizer=fused",
     ],
 )
 def test_what_is_frozen_stays_and_the_rest_learns(line: str) -> None:

@@ -18,7 +18,7 @@ STEPS = 4
 PLANS = (
     "optimizer=fused",
     "optimizer=fused precision=O1 attention=sdpa recompute=operators",
-    "optimizer=fused precision=O2 master=remainder attention=auto",
+    "optimizer=fused precision=O2 attention=auto",
     "optimizer=contiguous precision=O3",
     "optimizer=fused precision=O1 dtype=fp16 compile=blocks",
 )

@@ -252,16 +252,11 @@ def build(
             recipe.eps,
         )
 
-    # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones; or
-    # both share them, the model the upper 16 bits of each and the optimizer the others.
+    # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
     masters: MasterWeights | None = None
     if precision.master == "copy" and precision.dtype is not None and not sharded:
         masters = MasterWeights(
             [module], [optimizer], precision.dtype, norms=precision.norms, lists=precision.lists
-        )
-    if precision.master == "remainder":
-        cast_in_place(
-            [module], torch.bfloat16, norms=precision.norms, lists=precision.lists, completed_by=[optimizer]
         )
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.

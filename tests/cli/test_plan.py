@@ -123,7 +123,7 @@ def test_images_are_counted_as_images_and_hours_as_hours(capsys: pytest.CaptureF
 
 
 def test_where_nothing_trains_today_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "--base", "precision=O2 optimizer=fused master=remainder attention=flash tp=2")
+    words = (*SMALL, "--base", "precision=O1 offload=activations compile=blocks attention=flash")
     _, out, _ = run(capsys, *words)
     assert "penstock train runs none of them yet" in out
     assert "penstock launch" not in out

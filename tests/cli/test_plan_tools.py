@@ -95,7 +95,7 @@ def test_penstock_runs_what_it_can() -> None:
     )
     assert penstock_train(model, H100, Plan()).command == 'penstock train vit-l16 --plan "baseline"'
     assert [one.tool.split()[0] for one in how_to_run(model, H100, plan)] == ["penstock"]
-    refused = replace(plan, precision="O2", optimizer="fused", master="remainder", tp=2)
+    refused = replace(plan, precision="O2", optimizer="fused", products="fp8", tp=2)
     assert "penstock" not in [one.tool.split()[0] for one in how_to_run(model, H100, refused)]
     assert how_to_run(model, H100, replace(plan, tp=2, pp=2))[0].tool.startswith("penstock")
 

@@ -22,7 +22,6 @@ from penstock.config.plan import Plan
         ("precision=O1", "weights=fp32 gathered=fp32 compute=bf16 residual=fp32 norms=fp32 gradients=fp32"),
         ("precision=O1 products=fp8_tensorwise", "products=fp8_tensorwise factors=bf16 compute=bf16"),
         ("precision=O2", "weights=bf16 residual=bf16 norms=fp32 gradients=bf16 reduction=bf16 masters=copy"),
-        ("precision=O2 master=remainder", "masters=remainder"),
         ("precision=O3 dtype=fp16", "weights=fp16 norms=fp16 reduction=fp16 masters=none moments=fp16"),
         ("precision=O1 sharding=fsdp dp=2", "weights=fp32 gathered=bf16 reduction=fp32 masters=shards"),
         (
@@ -47,7 +46,7 @@ def test_types_of_a_plan(line: str, expected: str) -> None:
     ("line", "weight", "state"),
     [
         ("baseline", 4, 8), ("precision=O1", 4, 8), ("precision=O2", 2, 12), ("precision=O3", 2, 4),
-        ("precision=O2 master=remainder", 2, 10), ("precision=O2 algorithm=sgd", 2, 8),
+        ("precision=O2 algorithm=sgd", 2, 8),
         ("algorithm=sgd", 4, 4), ("precision=O2 sharding=fsdp dp=2", 4, 8),
     ],
 )  # fmt: skip

@@ -23,7 +23,6 @@ BROKEN = {
         "h100",
         "cannot skip an overflowed step",
     ),
-    "remainder_completes_bf16_weights": ("master=remainder", "vit-s16", "h100", "master=remainder completes"),
     "products_have_gradients": ("precision=O1 products=int4", "vit-s16", "h100", "nothing would train them"),
     "budget_is_of_its_recomputation": ("budget=2", "vit-s16", "h100", "use recompute=budget"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),

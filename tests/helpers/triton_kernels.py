@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.remainder_adamw import have_triton
+from penstock.kernels.has_triton import have_triton
 
 needs_triton = pytest.mark.skipif(not have_triton(), reason="Triton is not installed (pip install triton)")
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}

@@ -91,7 +91,7 @@ def test_the_order_is_that_of_the_ladder() -> None:
     order = [rung.name for rung in all_rungs()]
     told = [
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
-        "masters-remainder", "classifier", "token-order",
+        "classifier", "token-order",
         "attention-plain", "compile-blocks", "compile-whole", "fp8", "int8", "batch-x2", "parallel-context",
         "parallel-ddp", "parallel-fsdp", "parallel-hsdp", "image", "compress-depth", "compress-width", "whole-half",
     ]  # fmt: skip
@@ -100,16 +100,14 @@ def test_the_order_is_that_of_the_ladder() -> None:
 
 def test_masters_and_fp8_build_upon_what_they_need() -> None:
     hopper, ampere = _situation(load_machine("h100")), _situation(load_machine("a100-80g"))
-    masters, remainder, fp8 = _named("masters"), _named("masters-remainder"), _named("fp8")
-    assert "master=remainder completes" in str(remainder.refusal(FIRST, hopper))  # in a fused optimizer
+    masters, fp8 = _named("masters"), _named("fp8")
     assert "replaces the bf16 products" in str(fp8.refusal(FIRST, hopper))
     fused = replace(FIRST, plan=Plan(micro_batch=8, optimizer="fused"))
-    plan = remainder.apply(masters.apply(fused, hopper), hopper)
-    assert remainder.refusal(masters.apply(fused, hopper), hopper) is None
+    plan = masters.apply(fused, hopper)
     assert fp8.refusal(plan, hopper) is None
     assert "needs a GPU with fp8 units" in str(fp8.refusal(plan, ampere))
     top = fp8.apply(plan, hopper)
-    assert top.plan.line() == "precision=O2 master=remainder optimizer=fused products=fp8_tensorwise"
+    assert top.plan.line() == "precision=O2 optimizer=fused products=fp8_tensorwise"
     assert top.model is not None
     require(top.plan, top.model, hopper.machine, run=True)
     whole = _named("whole-half").apply(top, hopper)
@@ -158,9 +156,6 @@ def test_processes_are_asked_for_and_groups_need_four() -> None:
         assert "--procs 4" in str(hsdp.refusal(FIRST, _situation(CPU, procs=procs)))
     assert hsdp.refusal(FIRST, six) is None
     assert hsdp.apply(FIRST, six).plan.line() == "dp=6 sharding=hsdp shard=3"
-    remainder = replace(FIRST, plan=Plan.parse("precision=O2 optimizer=fused master=remainder"))
-    assert "keeps whole weights" in str(fsdp.refusal(remainder, two))
-    assert ddp.refusal(remainder, two) is None
 
 
 def test_the_larger_image_of_the_usual_size_is_256() -> None:

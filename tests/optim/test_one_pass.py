@@ -15,12 +15,12 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
-from penstock.kernels import remainder_adamw
+from penstock.kernels import adamw
 from penstock.optim import EMA, clipped_step, make_optimizer
 from penstock.optim.one_pass import OnePassAdamW, takes_one_pass
 from penstock.precision import MasterWeights
 
-pytestmark = pytest.mark.skipif(not remainder_adamw.has_adamw(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not adamw.has_adamw(), reason="there is no C++ compiler")
 
 
 def net() -> nn.Module:
@@ -59,7 +59,7 @@ def test_only_what_the_kernel_takes_is_given_to_it(monkeypatch: pytest.MonkeyPat
     optimizer = make_optimizer([weight], "fused", lr=0.1)
     with pytest.raises(ConfigError, match="AdamW in one pass has no amsgrad"):
         optimizer.load_state_dict(stored)
-    monkeypatch.setattr(remainder_adamw, "has_adamw", lambda: False)
+    monkeypatch.setattr(adamw, "has_adamw", lambda: False)
     assert type(make_optimizer([Parameter(torch.ones(3))], "fused", lr=0.1)) is torch.optim.AdamW
 
 
@@ -158,7 +158,7 @@ def test_a_run_trains_as_with_torchs_kernel(line: str, monkeypatch: pytest.Monke
     plan, recipe = Plan.parse(f"optimizer=fused {line}"), Recipe(lr=1e-3, ema_decay=0.9, clip_norm=0.5)
     images, targets = torch.randn(4, 1, 8, 8), torch.arange(4)
     for there in (True, False):
-        monkeypatch.setattr(remainder_adamw, "has_adamw", lambda there=there: there)
+        monkeypatch.setattr(adamw, "has_adamw", lambda there=there: there)
         built = build(PRESETS["vit-digits"], plan, recipe=recipe)
         assert isinstance(built.optimizer, OnePassAdamW) == there
         losses.append([built.step([(images, targets)]).loss.item() for _ in range(4)])

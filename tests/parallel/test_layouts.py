@@ -243,10 +243,6 @@ def test_checkpoints_go_on_under_another_layout_and_export_from_any(name: str, t
         ("tp=3", "cannot split the model's 4 attention heads evenly; use a tp of 1, 2 or 4"),
         ("tp=4", "2 KV heads, which can be predicted but not trained yet; use a tp of 1 or 2"),
         ("tp=2 products=fp8 precision=O1", "plan.products=fp8 cannot be trained with plan.tp=2 yet"),
-        (
-            "tp=2 master=remainder precision=O2 optimizer=fused",
-            "and plan.tp=2 splits them; use master=copy, or tp=1",
-        ),
         ("sp=true", "plan.tp=1; use sp=false, or a larger tp"),
     ],
 )

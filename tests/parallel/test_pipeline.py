@@ -221,7 +221,7 @@ def test_what_is_split_can_be_traced(line: str) -> None:
     [
         "precision=O1",
         _slow("precision=O2 optimizer=fused dtype=fp16"),
-        "precision=O2 optimizer=fused master=remainder",
+        "precision=O2 optimizer=fused",
         _slow("precision=O3 optimizer=contiguous"),
         _slow("precision=O2 optimizer=fused schedule=zero_bubble"),
         _slow("precision=O1 tp=2 sp=true"),

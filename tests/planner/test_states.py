@@ -1,49 +1,34 @@
-"""Bytes per weight of the two forms of master weights, and what an update moves."""
+"""Bytes per weight of master weights, and what an update moves."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from penstock.config.formats import BYTES
 from penstock.config.model import PRESETS
 from penstock.config.numerics import numerics_of
-from penstock.config.plan import Master, Plan
+from penstock.config.plan import Plan
 from penstock.planner.describe import describe
 from penstock.planner.memory import memory
 from penstock.planner.states import update_bytes
 
 O2 = Plan(precision="O2", dtype="bf16", optimizer="fused")
-REMAINDER = replace(O2, master="remainder")
 
 
-@pytest.mark.parametrize(("form", "missing", "held"), [("copy", 4.0, 14.0), ("remainder", 2.0, 12.0)])
-def test_a_remainder_takes_half_of_a_copy(form: Master, missing: float, held: float) -> None:
-    """What RemainderAdamW.memory() counts of real tensors: weight 2, remainder 2, moments 8."""
-    plan = replace(O2, master=form)
-    numerics = numerics_of(plan)
-    assert numerics.master_bytes == missing
+def test_a_copy_of_half_weights_takes_four_bytes_more() -> None:
+    """Weight 2, master 4, moments 8."""
+    numerics = numerics_of(O2)
+    assert numerics.master_bytes == 4.0
     moments = numerics.moments_per_weight * BYTES[numerics.moments]
-    assert BYTES[numerics.weights] + numerics.master_bytes + moments == held
+    assert BYTES[numerics.weights] + numerics.master_bytes + moments == 14.0
     for precision in ("O0", "O1", "O3"):
-        assert numerics_of(replace(plan, precision=precision)).master_bytes == 0.0
-
-
-def test_the_memory_model_follows_the_form() -> None:
+        assert numerics_of(replace(O2, precision=precision)).master_bytes == 0.0
     model = PRESETS["gpt-22b"]
-    held = describe(model, O2).parameters
-    copy, remainder = (memory(describe(model, plan), plan) for plan in (O2, REMAINDER))
-    assert copy["master_weights"] == 4 * held
-    assert remainder["master_weights"] == 2 * held
-    assert {name: size for name, size in copy.items() if name != "master_weights"} == {
-        name: size for name, size in remainder.items() if name != "master_weights"
-    }
+    work = describe(model, O2)
+    assert memory(work, O2)["master_weights"] == 4 * work.parameters
 
 
-def test_one_pass_over_remainders_moves_less_than_a_copy() -> None:
-    # Weight and remainder in and out 8, moments in and out 16, the gradient 2, and 2 more for its norm.
-    assert update_bytes(REMAINDER) == 28.0
-    assert update_bytes(O2) > 28.0
-    assert update_bytes(replace(REMAINDER, gradients="fp32")) == 32.0
-    assert update_bytes(replace(REMAINDER, precision="O1")) == update_bytes(replace(O2, precision="O1"))
+def test_an_update_of_masters_moves_the_gradient_and_the_copy_too() -> None:
+    # Weight in and out 8, moments in and out 16, the gradient twice 8; it is cast, 2 + 4, and the copy made, 4 + 2.
+    assert update_bytes(O2) == 44.0
+    assert update_bytes(replace(O2, precision="O1")) == 32.0

@@ -140,18 +140,6 @@ def test_a_part_of_a_model_with_op_lists_of_its_own_is_saved_plain() -> None:
     assert torch.equal(part.weight, model.state_dict()["head.weight"])
 
 
-def test_the_exact_weights_of_the_remainder_form_are_saved() -> None:
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    model, optimizer = penstock.accelerate(model, optimizer, precision="O2", dtype="bf16", master="remainder")
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    twin = pickle.loads(pickle.dumps(model))
-    assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), model.state_dict().values()))
-    assert all(p.dtype == torch.float32 for p in twin.parameters())
-
-
 def test_the_class_is_the_models_own_to_whoever_asks() -> None:
     model, _ = trained("O1", "bf16")
     assert model.__class__ is Net

@@ -18,7 +18,6 @@ import penstock
 from helpers.spawn import spawn
 from penstock.errors import ConfigError
 from penstock.precision import scalers_of
-from penstock.precision.lists import default_lists
 from penstock.precision.script.interception import Interception
 
 LEVELS = [
@@ -348,35 +347,6 @@ def test_a_script_may_hold_weights_from_before_and_use_them_in_its_loss() -> Non
     assert trained("O2") == pytest.approx(trained("O0"), rel=0.01)
 
 
-def test_step_hooks_and_tied_weights_survive_the_remainder_form() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(torch.tanh(self.embed(x)))[:, :4]
-            return out
-
-    model = Tied()
-    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
-    calls: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    lists = default_lists(torch.bfloat16, "cpu").with_(fp32_modules=["head"])
-    model, optimizer = penstock.accelerate(
-        model, optimizer, precision="O2", dtype="bf16", master="remainder", lists=lists
-    )
-    before = float(loss_of(model).detach())
-    for _ in range(5):
-        optimizer.zero_grad()
-        with penstock.scale_loss(loss_of(model), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    assert len(calls) == 5
-    assert float(loss_of(model).detach()) < before
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -394,9 +364,3 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], words: s
             model, SGD(model.parameters(), lr=0.1), **{"precision": "O1", "dtype": "fp16"} | options
         )
     assert type(model).forward is nn.Sequential.forward
-
-
-def test_a_model_alone_has_no_remainders() -> None:
-    model = penstock.accelerate(net(), precision="O2", dtype="bf16", master="remainder")
-    assert isinstance(model, nn.Sequential)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.optim import RemainderAdamW, clipped_step
-from penstock.optim.remainder import from_adamw
+from penstock.optim import clipped_step
 from penstock.precision import LossScaler
 
 # Bits of the fraction, the leading one among them: the spacing of numbers from 1 to 2 is 2^(1 − bits).
@@ -66,9 +65,6 @@ def test_training_stalls_without_master_weights_and_goes_on_with_them(dtype: tor
     published = torch.ones(8, dtype=dtype)
     optimizer = torch.optim.AdamW([master], eps=1e-4, **options)
     assert final(master, optimizer, published) == pytest.approx(1.125, rel=1e-3)
-    if dtype == torch.bfloat16:  # the same with sixteen bits in place of a copy
-        half = nn.Parameter(torch.ones(8, dtype=dtype))
-        assert final(half, RemainderAdamW([half], eps=1e-4, **options)) == pytest.approx(1.125, rel=1e-3)
 
 
 def fp16_gradient(scale: float) -> Tensor:
@@ -122,7 +118,7 @@ def test_65504_bounds_the_scale() -> None:
 
 def test_a_scale_beyond_the_bound_overflows_is_skipped_and_comes_down() -> None:
     weight = nn.Parameter(torch.ones(4))
-    optimizer = from_adamw(torch.optim.AdamW([weight], lr=0.1))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     scaler = LossScaler(initial=2.0**20)
     for _ in range(6):
         half = weight.detach().half().requires_grad_()

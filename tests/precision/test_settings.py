@@ -62,7 +62,7 @@ def test_other_levels_are_listed(typed: str) -> None:
         ("O1", "fp16", {"master": "copy"}, "they are the master weights"),
         ("O1", "fp16", {"autocast": False}, "leaves nothing in half"),
         ("O1", "bf16", {"norms": "half"}, "contradicts weights='fp32'"),
-        ("O2", "fp16", {"master": "remainder"}, "fp16's shorter exponent"),
+        ("O2", "bf16", {"master": "remainder"}, "master=remainder was removed; leave it out"),
         ("O3", "bf16", {"products": "fp8_tensorwise"}, "needs autocast=True"),
         ("O1", "fp16", {"products": "fp8"}, "needs dtype='bf16'"),
         ("O1", "fp8", {}, "choose bf16, fp16 or auto"),

@@ -120,7 +120,7 @@ def test_micro_batches_learn_what_one_batch_does(loss: Loss, sizes: list[int]) -
         ("optimizer=fused precision=O1 dtype=fp16", None, 2e-3),
         ("optimizer=fused precision=O2 dtype=fp16", 0.05, 2e-3),
         ("optimizer=contiguous precision=O3", 0.05, 2e-2),
-        ("optimizer=fused precision=O2 master=remainder", None, 2e-2),
+        ("optimizer=fused precision=O2", None, 2e-2),
     ],
 )
 @pytest.mark.parametrize("loss", [OfWords(), counting], ids=["task", "function"])

@@ -65,7 +65,7 @@ def test_another_global_batch_and_another_precision_are_refused() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(Plan)])
 def test_what_a_field_of_the_plan_does_to_results_decides_whether_it_may_change(name: str) -> None:
     others: dict[str, Any] = {
-        "precision": "O3", "dtype": "fp16", "master": "remainder", "norms": "half", "matmul": "medium",
+        "precision": "O3", "dtype": "fp16", "norms": "half", "matmul": "medium",
         "optimizer": "fused", "token_order": "batch_second", "attention": "plain", "loss": "chunked",
         "padding": "remove", "compile": "blocks", "host_memory": "keep", "micro_batch": 4, "accumulate": 4,
         "sharding": "fsdp", "sp": True, "schedule": "gpipe", "cp_exchange": "gather", "recompute": "full",

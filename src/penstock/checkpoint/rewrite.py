@@ -187,13 +187,16 @@ def export_model(
         ConfigError: no such set. CheckpointError: they are not of the model that the checkpoint's settings describe.
     """
     from penstock.config.load import from_dict
+    from penstock.config.removed import without_removed
     from penstock.config.run import RunConfig
     from penstock.models import create
     from penstock.models.convert import branch_of, fitted, require_as_large, require_theirs, save_pretrained
     from penstock.models.lora import merged
     from penstock.models.rounded import without_clips
 
-    config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
+    config = from_dict(
+        RunConfig, without_removed(checkpoint.config), origin=f"the checkpoint {checkpoint.path}"
+    )
     places = _places(checkpoint, which)
     elements = sum(  # of 4 bits two in each byte
         math.prod(checkpoint.index[place].shape) * (1 + (f"{name}_offset" in places))
@@ -227,12 +230,15 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:
     Raises ConfigError where the run has no adapters, or more than they learned, and where there is no such set.
     """
     from penstock.config.load import from_dict
+    from penstock.config.removed import without_removed
     from penstock.config.run import RunConfig
     from penstock.models import create
     from penstock.models.convert.adapter import adapter_files
     from penstock.models.lora import gives_classes
 
-    config = from_dict(RunConfig, dict(checkpoint.config), origin=f"the checkpoint {checkpoint.path}")
+    config = from_dict(
+        RunConfig, without_removed(checkpoint.config), origin=f"the checkpoint {checkpoint.path}"
+    )
     lora = config.recipe.lora
     if not lora.rank:
         raise ConfigError(

@@ -23,6 +23,7 @@ from penstock.boundary.files import quoted, shown
 from penstock.boundary.trees import INTEGERS, control_character, parse_json
 from penstock.config.formats import level_of
 from penstock.config.kinds import accepts_none, arms_of, describe, field_types, is_union, required_fields
+from penstock.config.removed import removal
 from penstock.errors import ConfigError
 
 NONE_WORDS = ("none", "null")
@@ -340,7 +341,8 @@ def check_fields(config: Any, where: str) -> list[str]:
         try:
             converted = convert(value, kind)
         except BadValue as bad:
-            problems.append(bad.sentence(f"{path}{name}"))
+            refusal = removal(type(config), name, value, path + name)
+            problems.append(refusal or bad.sentence(f"{path}{name}"))
             continue
         if type(converted) is not type(value) and not (type(converted) is float and type(value) is int):
             problems.append(_not_a(value, kind).sentence(f"{path}{name}"))

@@ -57,24 +57,6 @@ def _half_norms_are_of_o2(plan: Plan) -> Iterator[str]:
 
 
 @LAYOUT_RULES.of("types")
-def _remainder_completes_bf16_weights(plan: Plan) -> Iterator[str]:
-    """`master=remainder` needs O2 in bf16, a fused optimizer, and weights that are not sharded."""
-    if plan.master != "remainder":
-        return
-    chosen = plan.precision, plan.dtype, plan.optimizer, plan.algorithm
-    if chosen != ("O2", "bf16", "fused", "adamw"):
-        yield (
-            "plan.master=remainder completes the bf16 weights of plan.precision=O2 in a fused AdamW; use "
-            "precision=O2 dtype=bf16 optimizer=fused algorithm=adamw with it, or master=copy."
-        )
-    if plan.sharding != "ddp":
-        yield (
-            f"plan.master=remainder keeps whole weights, and plan.sharding={plan.sharding} shards them; use "
-            "master=copy, whose shards are the fp32 weights alone."
-        )
-
-
-@LAYOUT_RULES.of("types")
 def _products_have_gradients(plan: Plan) -> Iterator[str]:
     """`products` is a form that trains, and replaces the bf16 products of O1 or O2; with learned clips, those of O1, or
     the fp32 ones of O0."""

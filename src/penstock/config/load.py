@@ -40,6 +40,7 @@ from penstock.config.kinds import (
     places_of,
     required_fields,
 )
+from penstock.config.removed import removal
 from penstock.errors import ConfigError, PenstockError
 
 T = TypeVar("T")
@@ -205,6 +206,12 @@ class _Node:
             key, value = present(self.cls, name, given[-1])
             if key == "family" and len(self.arms) > 1:
                 self._choose_family(value, layer, path)
+                continue
+            refusal = removal(self.cls, key, value, path + key)
+            if refusal is not None:
+                self.refused |= bool(refusal)
+                if refusal:
+                    layer.wrong(refusal)
                 continue
             kinds = field_types(self.cls)
             if key == "preset" and "preset" not in kinds and hasattr(self.cls, "parse"):

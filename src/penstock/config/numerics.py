@@ -13,12 +13,11 @@ from typing import Literal
 from penstock.config.formats import HALVES, Dtype, Products
 from penstock.config.plan import Plan
 
-Masters = Literal["none", "copy", "remainder", "shards"]
+Masters = Literal["none", "copy", "shards"]
 
-MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "remainder": 2.0, "shards": 0.0}
-"""Bytes of a master weight, in addition to the weight that forward and backward read. `remainder` is the 16
-bits that a bf16 weight lacks. With `shards`, each device holds a shard of the fp32 weights, and half weights
-are gathered from them."""
+MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "shards": 0.0}
+"""Bytes of a master weight, in addition to the weight that forward and backward read. With `shards`, each device holds
+a shard of the fp32 weights, and half weights are gathered from them."""
 MOMENTS = {"adamw": 2, "sgd": 1}
 """Elements that an optimizer keeps per weight."""
 
@@ -73,7 +72,6 @@ def numerics_of(plan: Plan) -> Numerics:
     return _numerics(
         plan.precision,
         plan.dtype,
-        plan.master,
         plan.matmul,
         sharding,
         plan.gradients,
@@ -85,7 +83,7 @@ def numerics_of(plan: Plan) -> Numerics:
 
 @lru_cache(maxsize=512)
 def _numerics(
-    precision: str, dtype: Dtype, master: Masters, matmul: str, sharding: str, gradients: str, algorithm: str,
+    precision: str, dtype: Dtype, matmul: str, sharding: str, gradients: str, algorithm: str,
     products: Products, norms: str,
 ) -> Numerics:  # fmt: skip
     sharded = sharding in ("fsdp", "hsdp")
@@ -97,8 +95,8 @@ def _numerics(
     elif precision == "O2" or (precision == "O1" and sharding in ("zero1", "zero2")):
         # If the optimizer's states are sharded, each device holds whole half weights and a shard of fp32
         # ones, at O1 as at O2.
-        masters = master
-    weights: Dtype = compute if precision == "O3" or masters in ("copy", "remainder") else "fp32"
+        masters = "copy"
+    weights: Dtype = compute if precision == "O3" or masters == "copy" else "fp32"
     gathered: Dtype = compute if precision == "O1" and sharding != "ddp" else weights
     if masters == "shards":
         gathered = compute

@@ -13,10 +13,10 @@ from penstock.config.formats import HalfDtype, Products
 from penstock.config.fused import Fuse
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
+from penstock.config.removed import removal
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
-Master = Literal["copy", "remainder"]
 Norms = Literal["fp32", "half"]
 Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
@@ -96,9 +96,6 @@ class Plan(Checked, where="plan"):
     master weights in the optimizer. O3: weights, activations, gradients and optimizer in `dtype`."""
     dtype: HalfDtype = field(default="bf16", metadata=_PRECISION)
     """The half-width type that O1, O2 and O3 compute in."""
-    master: Master = field(default="copy", metadata=_PRECISION)
-    """Where O2 stores its fp32 weights: in a copy, or in 16 more bits beside each bf16 weight, which saves 2
-    bytes."""
     norms: Norms = field(default="fp32", metadata=_PRECISION)
     """Type of the weights and the arithmetic of norms with O2; they are fp32 with O0 and O1, half with O3."""
     matmul: Matmul = field(default="highest", metadata=_PRECISION)
@@ -235,6 +232,8 @@ class Plan(Checked, where="plan"):
                 problems.append(
                     f"The plan's word {quoted(part)} is not a setting; write key=value, or {BASELINE} for the defaults."
                 )
+            elif (refusal := removal(cls, name, text, f"plan.{name}")) is not None:
+                problems += [refusal] if refusal else []
             elif name not in kinds:
                 problems.append(
                     f"plan.{shown(name)} is not a setting.{nearest(name, kinds)} A plan takes {', '.join(kinds)}."

@@ -74,17 +74,9 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with `products=plain` and those in int8 alone, and neither `tp` nor `ep` with
-    `master=remainder`."""
+    """In training, `tp` goes with `products=plain` and those in int8 alone."""
     if plan.tp > 1 and not PRODUCTS[plan.products].splits:
         yield f"plan.products={plan.products} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
-    for name in ("tp", "ep"):
-        value = getattr(plan, name)
-        if value > 1 and plan.master == "remainder":
-            yield (
-                f"plan.master=remainder keeps whole weights, and plan.{name}={value} splits them; use master=copy, or "
-                f"{name}=1."
-            )
 
 
 @RUN_RULES.of("run")

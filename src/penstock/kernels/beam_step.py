@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.beams import NOTHING, OUT, Beams, Step, Terms
-from penstock.kernels.remainder_adamw import have_triton, interpreting
+from penstock.kernels.has_triton import have_triton, interpreting
 from penstock.kernels.top import likeliest, top
 
 MOST_BEAMS = 256

@@ -32,8 +32,8 @@ from penstock.dtypes import sums_type
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED, row_losses, take_target_
 from penstock.kernels.distil import divergences_and_gradients
+from penstock.kernels.has_triton import runs_triton
 from penstock.kernels.native_losses import has_rows, native_gradients_, native_losses
-from penstock.kernels.remainder_adamw import runs_triton
 
 
 def logit_rows_(

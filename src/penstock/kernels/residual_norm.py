@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from penstock.dtypes import sums_type, widened
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import mask_of
+from penstock.kernels.has_triton import runs_triton
 from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
-from penstock.kernels.remainder_adamw import runs_triton
 from penstock.kernels.seeded_norm import seeded_norm
 
 

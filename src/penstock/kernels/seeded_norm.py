@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from penstock.dtypes import widened
 from penstock.errors import ConfigError
-from penstock.kernels.remainder_adamw import runs_triton
+from penstock.kernels.has_triton import runs_triton
 
 _LEVELS = 1 << 24
 _WORD = 0xFFFFFFFF

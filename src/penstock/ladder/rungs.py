@@ -29,7 +29,7 @@ def _autocast(dtype: HalfDtype, place: int) -> Rung:
         place=place,
         title=f"autocast {dtype}",
         why=f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
-        apply=plan(precision="O1", dtype=dtype, master="copy"),
+        apply=plan(precision="O1", dtype=dtype),
         obstacle=superfluous,
         choice="precision",
     )
@@ -279,15 +279,7 @@ for _rung in (
         title="fp32 master weights",
         why="The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
         "updates are made on fp32 copies in the optimizer.",
-        apply=plan(precision="O2", dtype=lambda situation: situation.half, master="copy"),
-        choice="precision",
-    ),
-    Rung(
-        name="masters-remainder",
-        place=352,
-        title="masters in 16 bits",
-        why="The fp32 weight is the bf16 one and 16 bits beside it: no copy, 2 bytes a weight less, one pass less.",
-        apply=plan(precision="O2", dtype="bf16", master="remainder"),
+        apply=plan(precision="O2", dtype=lambda situation: situation.half),
         choice="precision",
     ),
     Rung(
@@ -468,7 +460,7 @@ for _rung in (
         why="Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
         "Small updates can be lost in rounding, so look at the loss.",
         # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
-        apply=plan(precision="O3", dtype=lambda situation: situation.half, master="copy", products="plain"),
+        apply=plan(precision="O3", dtype=lambda situation: situation.half, products="plain"),
     ),
 ):
     register(_rung)

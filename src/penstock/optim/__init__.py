@@ -12,4 +12,3 @@ from penstock.optim.forms import make_optimizer as make_optimizer
 from penstock.optim.groups import learning_rate as learning_rate
 from penstock.optim.groups import parameter_groups as parameter_groups
 from penstock.optim.groups import set_learning_rate as set_learning_rate
-from penstock.optim.remainder import RemainderAdamW as RemainderAdamW

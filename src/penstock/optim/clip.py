@@ -14,7 +14,6 @@ from penstock.errors import ConfigError
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import folded, folds
 from penstock.optim.groups import parameters_of
-from penstock.optim.remainder import RemainderAdamW
 from penstock.optim.tensors import local, sharing, whole_norm
 
 Refuse = Callable[[Tensor | None], Tensor]
@@ -195,7 +194,6 @@ def kernel_clips(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
     """Whether the optimizer's kernel may divide gradients on their way into the update, which saves a pass.
 
     For fp32 gradients this gives the same bits as dividing them first. Half gradients would be rounded once less, so
-    steps would differ between optimizers. Only RemainderAdamW, which never writes to gradients, always divides in its
-    kernel.
+    steps would differ between optimizers.
     """
-    return isinstance(optimizer, RemainderAdamW) or all(g.dtype == torch.float32 for g in gradients)
+    return all(g.dtype == torch.float32 for g in gradients)

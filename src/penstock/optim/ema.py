@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from penstock.config.convert import Probability, require
 from penstock.errors import CheckpointError
 from penstock.optim import tensors
-from penstock.optim.one_pass import Averages, OnePass
-from penstock.optim.remainder import RemainderAdamW
+from penstock.optim.one_pass import Averages, OnePassAdamW
 
 _CHUNK = 1 << 20
 
@@ -22,10 +21,9 @@ class EMA:
     """shadow ← decay · shadow + (1 − decay) · weight, after every optimizer step (Polyak and Juditsky, 1992).
 
     Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
-    averaged, but for whole numbers, which do not learn; buffers are the model's own. With RemainderAdamW as `optimizer`
-    the exact fp32 weights are averaged, not the bf16 ones; if `update` follows `every_step`, its steps move the
-    averages themselves, in their one pass, and `update` does the rest. With master weights, give them by name as
-    `weights`, and as `publish` what rounds them into the model.
+    averaged, but for whole numbers, which do not learn; buffers are the model's own. If `update` follows `every_step`,
+    the steps of an `OnePassAdamW` move the averages themselves, in their one pass, and `update` does the rest. With
+    master weights, give them by name as `weights`, and as `publish` what rounds them into the model.
     """
 
     def __init__(
@@ -43,20 +41,15 @@ class EMA:
         named = dict(model.named_parameters() if weights is None else weights)
         self._parameters: dict[str, Tensor] = {n: p for n, p in named.items() if p.is_floating_point()}
         self._publish = publish
-        self._remainders = optimizer if isinstance(optimizer, RemainderAdamW) else None
         self._scratch: Tensor | None = None
         with torch.no_grad():
-            self._shadows = {name: self._fp32(p) for name, p in self._parameters.items()}
+            self._shadows = {
+                name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()
+            }
         self._folded: Averages | None = None
-        if every_step and isinstance(optimizer, OnePass):
+        if every_step and isinstance(optimizer, OnePassAdamW):
             shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}
             self._folded = optimizer.averages = Averages(shadows, 1.0 - decay, set())
-
-    def _fp32(self, parameter: Tensor) -> Tensor:
-        """A copy of a weight, as exact as the optimizer knows it."""
-        if self._remainders is not None and self._remainders.completes(parameter):
-            return self._remainders.fp32_weight(parameter)
-        return parameter.detach().to(torch.float32, copy=True)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -70,11 +63,7 @@ class EMA:
             if parameter in moved:
                 continue
             average, weight = tensors.local(self._shadows[name]), tensors.local(parameter.detach())
-            if self._remainders is not None and self._remainders.completes(parameter):
-                pieces = self._remainders.fp32_chunks(parameter, _CHUNK)
-                for average_piece, weight_piece in zip(torch.split(tensors.flat(average), _CHUNK), pieces):
-                    average_piece.lerp_(weight_piece, 1.0 - self.decay)
-            elif weight.dtype == average.dtype and weight.device == average.device:
+            if weight.dtype == average.dtype and weight.device == average.device:
                 averages.append(average)
                 weights.append(weight)
             else:

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
+from penstock.kernels.adamw import Batch, Form, Hyper, adamw_, form_on
 from penstock.kernels.native import read_number
-from penstock.kernels.remainder_adamw import Batch, Form, Hyper, adamw_, form_on
 from penstock.optim import tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,18 +37,29 @@ class Copies(NamedTuple):
     """Parameters whose copies were written since somebody looked."""
 
 
-class OnePass(Optimizer):
-    """A base of optimizers that update by `penstock.kernels.remainder_adamw`."""
+class OnePassAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` over fp32 weights, whose pass moves averages and rounds half copies too.
+
+    With these it takes a kernel of `penstock.kernels.adamw`, in C++ on a CPU and in Triton on a GPU, which also leaves
+    gradients as they are where it clips and unscales; results differ from torch's in the last digits, as torch's kernel
+    contracts products and sums. Without, it takes torch's, which is as fast (`benchmarks/adamw_cpu.py`), as it does
+    once weights were cast. The state dict is torch's.
+    """
 
     form: Form = "auto"
     averages: Averages | None = None
-    """Averages that a step moves in its own pass, in all forms but `fused`: see `penstock.optim.EMA`."""
+    """Averages that a step moves in its own pass: see `penstock.optim.EMA`."""
     copies: Copies | None = None
-    """Copies that a step rounds in its own pass, in the form `native`: see `penstock.precision.MasterWeights`."""
+    """Copies that a step rounds in its own pass: see `penstock.precision.MasterWeights`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss."""
+        folds = self.averages is not None or self.copies is not None
+        if not folds or any(p.dtype != torch.float32 for group in self.param_groups for p in group["params"]):
+            update: Any = torch.optim.AdamW.step
+            # Once somebody has built an AdamW, its step calls the hooks, as that of this class does already.
+            return (update.__wrapped__ if getattr(update, "hooked", False) else update)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,7 +81,7 @@ class OnePass(Optimizer):
         return value if value is None else value.to(device, torch.float32, non_blocking=not waits).view(())
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
-        """The Parameters of a group that have a gradient, by device, type, and what is beside them."""
+        """The Parameters of a group that have a gradient, by device and what is beside them."""
         batches: dict[tuple[Any, ...], Batch] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -85,10 +95,10 @@ class OnePass(Optimizer):
                 continue
             average, copy = self._average_of(parameter, local), self._copy_of(parameter, local)
             state = self._state_of(parameter)
-            key = (local.device, parameter.dtype, average is None, copy is None)
+            key = (local.device, average is None, copy is None)
             if key not in batches:
                 batches[key] = Batch(
-                    [], [] if "remainder" in state else None, [], [], [], [],
+                    [], [], [], [], [],
                     copies=None if copy is None else [], averages=None if average is None else [],
                 )  # fmt: skip
             batch = batches[key]
@@ -97,9 +107,7 @@ class OnePass(Optimizer):
             batch.exp_avgs.append(tensors.flat(tensors.local(state["exp_avg"])))
             batch.exp_avg_sqs.append(tensors.flat(tensors.local(state["exp_avg_sq"])))
             batch.steps.append(state["step"])
-            for listed, tensor in (
-                (batch.remainders, state.get("remainder")), (batch.averages, average), (batch.copies, copy),
-            ):  # fmt: skip
+            for listed, tensor in ((batch.averages, average), (batch.copies, copy)):
                 if listed is not None and tensor is not None:
                     listed.append(tensors.flat(tensors.local(tensor)))
         return list(batches.values())
@@ -115,7 +123,7 @@ class OnePass(Optimizer):
 
     def _copy_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
         """The half copy that this step's pass writes with a weight."""
-        if self.copies is None or form_on(self.form, weight.device) != "native":
+        if self.copies is None or form_on(self.form, weight.device) == "fused":
             return None
         return _beside(self.copies.halves, self.copies.written, parameter, weight)
 
@@ -124,31 +132,9 @@ class OnePass(Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=tensors.local(parameter).device)
             state |= {name: torch.zeros_like(parameter.detach(), dtype=torch.float32) for name in MOMENTS}
-            if parameter.dtype == torch.bfloat16:
-                state["remainder"] = torch.zeros_like(parameter.detach(), dtype=torch.int16)
         if state["step"].dtype != torch.float32:  # a state of another form, under another default type
             state["step"] = state["step"].float()
         return state
-
-
-class OnePassAdamW(OnePass, torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)` over fp32 weights on a CPU, whose pass moves averages and rounds half copies too.
-
-    With these it takes a kernel in C++, which also leaves gradients as they are where it clips and unscales; results
-    differ from torch's in the last digits, as torch's kernel contracts products and sums. Without, both are as fast
-    (`benchmarks/adamw_cpu.py`), and it takes torch's, as it does once weights were cast. The state dict is torch's.
-    """
-
-    form: Form = "native"
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns the closure's loss."""
-        folds = self.averages is not None or self.copies is not None
-        if folds and all(p.dtype == torch.float32 for group in self.param_groups for p in group["params"]):
-            return super().step(closure)
-        update: Any = torch.optim.AdamW.step
-        # Once somebody has built an AdamW, its step calls the hooks, as that of this class does already.
-        return (update.__wrapped__ if getattr(update, "hooked", False) else update)(self, closure)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of `torch.optim.AdamW`. Raises ConfigError for settings that the kernel has not."""
@@ -158,15 +144,14 @@ class OnePassAdamW(OnePass, torch.optim.AdamW):
 
 
 def takes_one_pass(groups: Iterable[Any]) -> bool:
-    """Whether `OnePassAdamW` can update these parameters or groups, and its kernel is there."""
+    """Whether `OnePassAdamW` can update these parameters or groups, fp32 and of one device, and its kernel is there."""
     parameters = [p for one in groups for p in (one["params"] if isinstance(one, dict) else [one])]
-    return all(
-        isinstance(p, Tensor)
-        and p.dtype == torch.float32
-        and p.device.type == "cpu"
-        and tensors.dense(tensors.local(p.detach()))
+    takes = all(
+        isinstance(p, Tensor) and p.dtype == torch.float32 and tensors.dense(tensors.local(p.detach()))
         for p in parameters
-    ) and (form_on("auto", torch.device("cpu")) == "native")
+    )
+    devices = {p.device for p in parameters} if takes else set()
+    return len(devices) == 1 and form_on("auto", devices.pop()) != "fused"
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -175,10 +160,7 @@ def check_group(group: dict[str, Any]) -> None:
     betas = group.get("betas", (0.0, 0.0))
     problems = []
     if group.get("amsgrad"):
-        problems.append(
-            "AdamW in one pass has no amsgrad; set amsgrad=False, or use torch.optim.AdamW and an fp32 copy as master "
-            "weights."
-        )
+        problems.append("AdamW in one pass has no amsgrad; set amsgrad=False, or use torch.optim.AdamW.")
     if group.get("differentiable"):
         problems.append("AdamW in one pass updates in place and cannot be differentiable; leave it out.")
     every = [*numbers.items(), *(("betas", beta) for beta in betas)]

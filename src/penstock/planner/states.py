@@ -98,14 +98,11 @@ def update_bytes(plan: Plan) -> float:
     A fused update reads weight, gradient and moments and writes all but the gradient; on flat buffers (`contiguous`)
     the backward pass moves each gradient there, two more accesses. Written as single operators it makes twenty. The
     norm that gradients are clipped by reads them once more, and what is not fused then scales them. Master weights add
-    a gradient in fp32, its unscaling where the type is fp16, and the copy back. In the remainder's form one pass reads
-    and writes the half weight, its remainder and the moments, and reads the gradient as it is.
+    a gradient in fp32, its unscaling where the type is fp16, and the copy back.
     """
     numerics, number = numerics_of(plan), updated_bytes(plan)
     moments = numerics.moments_per_weight
     gradient, moment = BYTES[numerics.reduction], BYTES[numerics.moments]
-    if numerics.masters == "remainder":
-        return 2.0 * (2.0 + 2.0) + 2.0 * moments * moment + 2.0 * gradient
     if plan.optimizer in ("loop", "foreach"):
         moved = (OPTIMIZER_ACCESSES * (1 + moments) / 3 + 3) * number
     else:

@@ -22,7 +22,6 @@ from penstock.errors import ConfigError
 from penstock.models.balance_loss import weighed
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.fold import loses_updates
-from penstock.optim.remainder import RemainderAdamW
 from penstock.precision import scaling
 from penstock.precision.checks import check, check_kinds, check_options
 from penstock.precision.copies import strip, widen
@@ -109,10 +108,6 @@ def accelerate(
     if properties.products != "plain":
         for module in bare:
             convert_linears(module, properties.products)
-    if properties.master == "remainder":
-        cast_in_place(
-            bare, torch.bfloat16, norms=properties.norms, lists=properties.lists, completed_by=optimizers
-        )
     session = Session(
         properties,
         bare,
@@ -154,9 +149,6 @@ def restore(model: Any, optimizer: Any = None) -> None:
         strip(module)
     for each in optimizers:
         release(each)
-        if isinstance(each, RemainderAdamW):
-            for state in each.state.values():
-                state.pop("remainder", None)
         _state_follows(each)
 
 
@@ -248,16 +240,9 @@ def scalers_of(optimizer: Optimizer) -> list[LossScaler]:
 
 
 def master_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The fp32 weights of an accelerated model by name: masters where there are any; those of the remainder form are
-    made for the occasion, so that writing to them changes nothing.
-    """
+    """The fp32 weights of an accelerated model by name: masters where there are any."""
     masters = gradients_beside(optimizer).session.masters
     inner = unwrapped(model)
-    if isinstance(optimizer, RemainderAdamW):
-        return {
-            name: optimizer.fp32_weight(p) if optimizer.completes(p) else p
-            for name, p in inner.named_parameters()
-        }
     return dict(inner.named_parameters()) if masters is None else masters.named(inner)
 
 

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from penstock.models.anatomy import is_norm
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.groups import parameters_of
-from penstock.optim.one_pass import Copies, OnePass
-from penstock.optim.remainder import from_adamw
+from penstock.optim.one_pass import Copies, OnePassAdamW
 from penstock.precision.forward import living
 from penstock.precision.lists import OpLists, fp32_modules_of
 from penstock.precision.state_hooks import (
@@ -119,7 +118,7 @@ class MasterWeights:
         self._masters[half] = master
         self._trained.setdefault(optimizer, {})[half] = master
         mark(half)
-        if isinstance(optimizer, OnePass) and half.dtype == torch.bfloat16:
+        if isinstance(optimizer, OnePassAdamW) and half.dtype == torch.bfloat16:
             optimizer.copies = optimizer.copies or Copies({}, set())
             optimizer.copies.halves[master] = half
 
@@ -175,7 +174,7 @@ class MasterWeights:
     def publish(self, optimizer: Optimizer | None = None) -> None:
         """Round the masters into the model, but for those that the optimizer has just rounded itself."""
         for owner, masters in self._of(optimizer).items():
-            copies = owner.copies if isinstance(owner, OnePass) else None
+            copies = owner.copies if isinstance(owner, OnePassAdamW) else None
             rest = {h: m for h, m in masters.items() if copies is None or m not in copies.written}
             if rest:
                 publish(list(rest), list(rest.values()))
@@ -323,29 +322,24 @@ def cast_in_place(
     *,
     norms: str = "half",
     lists: OpLists | None = None,
-    completed_by: Sequence[Optimizer] = (),
 ) -> None:
     """Half weights without masters. Parameters keep their identity and whoever holds them, with gradients cast too.
     The state dict holds the values in fp32.
-
-    Each AdamW of `completed_by` becomes a RemainderAdamW, which keeps the 16 bits that complete a bf16 weight to an
-    fp32 one, so that the state dict is exact; then buffers stay fp32. Raises ConfigError for other optimizers.
     """
     # Weights of modules that stay fp32 may be tied to others.
     kept = {p for model in models for module in fp32_modules_of(model, lists) for p in module.parameters()}
     if norms == "fp32":
         kept |= {p for model in models for m in model.modules() if is_norm(m) for _, p in own_parameters(m)}
-    remainders = [from_adamw(optimizer, keep_fp32=kept) for optimizer in completed_by]
     for _, module in _to_halve(models, norms, lists):
         for _, parameter in own_parameters(module):
             if parameter not in kept and parameter.is_floating_point() and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
                 parameter.grad = None if parameter.grad is None else parameter.grad.to(dtype)
-        for key, buffer in own_buffers(module) if not remainders else ():
+        for key, buffer in own_buffers(module):
             if buffer.is_floating_point():
                 setattr(module, key, buffer.to(dtype))
         if own_parameters(module) or own_buffers(module):
-            Fp32State(dtype, remainders).attach(module)
+            Fp32State(dtype).attach(module)
 
 
 def compute_in_fp32(norm: nn.Module) -> None:

@@ -19,7 +19,6 @@ from penstock.errors import ConfigError
 from penstock.optim.clip import clipping_divisor, divide_, grad_norm, gradients_of
 from penstock.optim.fold import folded, folds
 from penstock.optim.groups import parameters_of
-from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.scaler import LossScaler
 from penstock.precision.session import Session
 
@@ -315,7 +314,7 @@ _EVERY: weakref.WeakSet[Gradients] = weakref.WeakSet()
 def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
     """Clip the gradients of some optimizers, taken as one vector, to `max_norm`; returns their 2-norm, 0-d fp32.
 
-    Unscaling and clipping are one pass where no gradient was unscaled before. RemainderAdamW divides in its step.
+    Unscaling and clipping are one pass where no gradient was unscaled before.
     """
     gradients: list[Tensor] = []
     alone = all_of[0] if len(all_of) == 1 and not all_of[0].stash else None
@@ -333,9 +332,6 @@ def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
             alone.overflows.append((alone.scaler, (~norm.isfinite()).float()))
         norm = norm / scale.to(norm.device)
     divisor = clipping_divisor(norm, max_norm, scale)
-    if alone is not None and isinstance(alone.optimizer, RemainderAdamW):
-        alone.scale = divisor
-        return norm
     divide_(gradients, divisor)
     if alone is not None:
         alone.scale = None

@@ -20,6 +20,7 @@ from penstock.config.convert import nearest, present
 from penstock.config.formats import PRODUCTS, HalfDtype, Products, level_of
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
+from penstock.config.removed import removal
 from penstock.config.run import Lists
 from penstock.cpu import this_cpu
 from penstock.dtypes import DTYPES, HALVES
@@ -28,7 +29,7 @@ from penstock.precision.lists import OpLists, default_lists
 
 Level = Literal["O0", "O1", "O2", "O3"]
 Width = Literal["fp32", "half"]
-Master = Literal["none", "copy", "remainder"]
+Master = Literal["none", "copy"]
 Outputs = Literal["fp32", "keep"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -73,7 +74,7 @@ class Precision:
     norms: Width
     """Type of the weights and arithmetic of normalisation layers."""
     master: Master
-    """Where the fp32 value of a half weight lives: nowhere, in a copy, or in 16 more bits beside the bf16 weight."""
+    """Where the fp32 value of a half weight lives: nowhere, or in a copy."""
     loss_scale: float | Literal["dynamic"]
     """Factor of the loss before the backward pass, so that small gradients do not vanish in fp16."""
     outputs: Outputs
@@ -110,9 +111,7 @@ class Precision:
         parts.append("each operation by the op lists" if self.autocast else f"compute {half}")
         parts.append(f"norms {half if self.norms == 'half' else 'fp32'}")
         if self.master != "none":
-            parts.append(
-                "fp32 master weights" if self.master == "copy" else "fp32 weights as bf16 and 16 more bits"
-            )
+            parts.append("fp32 master weights")
         parts.append("no loss scale" if not self.scales else f"loss scale {self.loss_scale}")
         if self.products != "plain":
             parts.append(f"matrix products in {self.products}")
@@ -142,7 +141,8 @@ def properties_of(
         )
     overrides = {name: value for name, value in overrides.items() if value is not None}
     problems = [
-        f"{name} is {brief(value)}, but must be one of {', '.join(map(repr, _CHOICES[name]))}."
+        removal(Plan, name, value, name)
+        or f"{name} is {brief(value)}, but must be one of {', '.join(map(repr, _CHOICES[name]))}."
         for name, value in overrides.items()
         if name in _CHOICES and value not in _CHOICES[name]
     ]
@@ -301,11 +301,6 @@ def _contradictions(p: Precision) -> Iterator[str]:
         yield "norms='half' contradicts weights='fp32'; leave it out, or name the norms in the half list."
     if p.weights == "fp32" and not p.autocast:
         yield "autocast=False with weights='fp32' leaves nothing in half precision; choose O0, or weights='half'."
-    if p.master == "remainder" and p.dtype != torch.bfloat16:
-        yield (
-            "master='remainder' splits an fp32 number into a bf16 and 16 more bits, which fp16's shorter exponent "
-            "does not allow; use dtype='bf16', or master='copy'."
-        )
     if p.products != "plain" and not p.autocast:
         yield f"products={p.products!r} replaces O1's and O2's matrix products; it needs autocast=True."
     elif p.products != "plain" and p.dtype != torch.bfloat16:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
-from penstock.optim.remainder import RemainderAdamW
 
 
 def take_masters(model: nn.Module) -> None:
@@ -84,51 +82,26 @@ def _all_fp32_states(model: nn.Module) -> Iterator[tuple[nn.Module, Fp32State]]:
 class Fp32State:
     """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
 
-    def __init__(self, dtype: torch.dtype, remainders: Sequence[RemainderAdamW] = ()) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # Not to be copied or pickled with the module: a copy is what its bf16 weights say.
-        self._remainders = [weakref.ref(optimizer) for optimizer in remainders]
         self.masters: dict[Parameter, Parameter] = {}
         self.wide: dict[Parameter, Tensor] = {}
         """Values being loaded, between the two hooks."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_remainders": []}
-
-    def completing(self, weight: Tensor) -> RemainderAdamW | None:
-        """The optimizer that knows the rest of a bf16 weight's bits."""
-        for reference in self._remainders:
-            optimizer = reference()
-            if optimizer is not None and optimizer.completes(weight):
-                return optimizer
-        return None
-
     def fp32(self, weight: Tensor) -> Tensor:
         """The exact value of a half weight or buffer."""
         master = self.masters.get(weight) if isinstance(weight, Parameter) else None
-        if master is not None:
-            adopt(weight, master)
-            return master.detach()
-        optimizer = self.completing(weight)
-        return weight.detach().float() if optimizer is None else optimizer.fp32_weight(weight)
+        if master is None:
+            return weight.detach().float()
+        adopt(weight, master)
+        return master.detach()
 
     @torch.no_grad()
     def take(self, weight: Parameter, value: Tensor) -> None:
         """Give a half weight its exact value."""
-        master = self.masters.get(weight)
-        if master is not None:
-            master.copy_(value)
-            publish([weight], [master])
-            return
-        optimizer = self.completing(weight)
-        assert optimizer is not None
-        optimizer.set_fp32_weight(weight, value.to(device=weight.device, dtype=torch.float32))
-
-    def knows(self, weight: Any) -> bool:
-        """Whether there is more to a weight than its half value."""
-        return isinstance(weight, Parameter) and (
-            weight in self.masters or self.completing(weight) is not None
-        )
+        master = self.masters[weight]
+        master.copy_(value)
+        publish([weight], [master])
 
     def attach(self, module: nn.Module) -> None:
         """From now on, handle what is saved of a module and loaded into it."""
@@ -159,7 +132,7 @@ class Fp32State:
         for key, parameter in own_parameters(module):
             value = state.get(prefix + key)
             # torch reports a tensor of another shape.
-            if isinstance(value, Tensor) and value.shape == parameter.shape and self.knows(parameter):
+            if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self.masters:
                 self.wide[parameter] = value
 
     def _loaded(self, module: nn.Module, _: Any) -> None:

@@ -12,12 +12,11 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 import penstock
 from helpers.op_dtypes import ProductDtypes
 from penstock.errors import ConfigError
-from penstock.optim.remainder import RemainderAdamW
 from penstock.precision.script import Interception
 from penstock.precision.script import pairing as pairing_module
 
@@ -339,25 +338,6 @@ def test_engines_with_mixed_precision_of_their_own_are_refused() -> None:
         with pytest.raises(ConfigError, match="DeepSpeed, which has mixed precision of its own"):
             engine(X)
     assert optimizer.param_groups
-
-
-def test_an_adamw_completes_half_weights_in_place() -> None:
-    model, exact = _net(), _net()
-    with _run("O2", dtype="bf16", master="remainder"):
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(X).square().sum().backward()
-            optimizer.step()
-    assert isinstance(optimizer, RemainderAdamW)
-    assert model[0].weight.dtype == torch.bfloat16
-    plain = AdamW(exact.parameters(), lr=0.01)
-    for _ in range(5):
-        plain.zero_grad()
-        exact(X).square().sum().backward()
-        plain.step()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, exact.state_dict()[name], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 // AdamW on a CPU, many tensors in one pass: gradients are divided by one number (loss scale and clipping), moments and
-// weights updated, half copies rounded and averages moved, while each number is in a register. Weights are fp32, or bf16
-// with the int16 that completes them to fp32: see `penstock.kernels.remainder_adamw`. For a weight w, a gradient g and
-// moments m and v,
+// weights updated, half copies rounded and averages moved, while each number is in a register: see
+// `penstock.kernels.adamw`. For a weight w, a gradient g and moments m and v,
 //
 //   g /= scale      w *= 1 - lr decay      m += (1 - b1) (g - m)      v = b2 v + (1 - b2) g g
 //   w -= step m / (sqrt(v) / root + eps)   average += part (w - average)
@@ -13,7 +12,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include <omp.h>
@@ -30,47 +28,29 @@ struct Hyper {
 // One tensor, and the two numbers that depend on how many steps it has taken.
 struct Tensor {
   i64 size;
-  void *weight, *copy;
-  int16_t* remainder;
+  float* weight;
+  Half* copy;
   const void* gradient;
   float *first, *second, *average;
   float root, step;
 };
 
-inline float joined(uint16_t weight, int16_t remainder) {
-  uint32_t bits = (uint32_t(weight) << 16) + uint32_t(int32_t(remainder));
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
 // Numbers `begin` to `end` of a tensor.
-template <typename Gradient, bool remains, bool copies, bool averages>
+template <typename Gradient, bool copies, bool averages>
 void update(const Tensor& t, const Hyper& h, i64 begin, i64 end) {
   const Gradient* gradients = static_cast<const Gradient*>(t.gradient);
-  float* wide_weights = static_cast<float*>(t.weight);
-  uint16_t* half_weights = static_cast<uint16_t*>(t.weight);
-  Half* half_copies = static_cast<Half*>(t.copy);
 #pragma omp simd
   for (i64 i = begin; i < end; ++i) {
     float g = wide(gradients[i]) / h.scale * h.sign;
-    float w = remains ? joined(half_weights[i], t.remainder[i]) : wide_weights[i];
+    float w = t.weight[i];
     w = w * h.decay;
     float m = t.first[i] + h.part1 * (g - t.first[i]);
     float v = t.second[i] * h.beta2 + h.part2 * g * g;
     w = w - (t.step * m) / (std::sqrt(v) / t.root + h.eps);
     t.first[i] = m;
     t.second[i] = v;
-    if (remains) {
-      uint32_t bits;
-      std::memcpy(&bits, &w, 4);
-      bits = w != w ? 0x7fc00000u : bits;
-      t.remainder[i] = int16_t(bits);
-      half_weights[i] = uint16_t((bits + 0x8000u) >> 16);
-    } else {
-      wide_weights[i] = w;
-    }
-    if (copies) put(half_copies[i], w);
+    t.weight[i] = w;
+    if (copies) put(t.copy[i], w);
     if (averages) t.average[i] = t.average[i] + (w - t.average[i]) * h.average_part;
   }
 }
@@ -79,15 +59,14 @@ using Update = void (*)(const Tensor&, const Hyper&, i64, i64);
 
 template <typename Gradient>
 Update update_of(const Tensor& t) {
-  if (t.remainder) return t.average ? update<Gradient, true, false, true> : update<Gradient, true, false, false>;
-  if (t.copy) return t.average ? update<Gradient, false, true, true> : update<Gradient, false, true, false>;
-  return t.average ? update<Gradient, false, false, true> : update<Gradient, false, false, false>;
+  if (t.copy) return t.average ? update<Gradient, true, true> : update<Gradient, true, false>;
+  return t.average ? update<Gradient, false, true> : update<Gradient, false, false>;
 }
 
 }  // namespace
 
-// `arrays` has eight addresses for each tensor: weight, remainder, gradient, both moments, copy, average, and the count of
-// steps with this one. `types` are those of gradients. `numbers`: lr, beta1, beta2, eps, decay, the sign of gradients, and
+// `arrays` has seven addresses for each tensor: weight, gradient, both moments, copy, average, and the count of steps
+// with this one. `types` are those of gradients. `numbers`: lr, beta1, beta2, eps, decay, the sign of gradients, and
 // how far averages go. `divisor` of gradients and `stops`, not 0 where nothing is to change, may be null.
 extern "C" void penstock_adamw(i64 count, const i64* sizes, void* const* arrays, const int* types, const float* divisor,
                                const float* stops, const double* numbers, int threads) {
@@ -99,9 +78,9 @@ extern "C" void penstock_adamw(i64 count, const i64* sizes, void* const* arrays,
   std::vector<i64> ends;
   i64 total = 0;
   for (i64 i = 0; i < count; ++i) {
-    void* const* a = arrays + 8 * i;
-    double taken = *static_cast<const float*>(a[7]);
-    tensors.push_back({sizes[i], a[0], a[5], (int16_t*)a[1], a[2], (float*)a[3], (float*)a[4], (float*)a[6],
+    void* const* a = arrays + 7 * i;
+    double taken = *static_cast<const float*>(a[6]);
+    tensors.push_back({sizes[i], (float*)a[0], (Half*)a[4], a[1], (float*)a[2], (float*)a[3], (float*)a[5],
                        float(std::pow(1 - std::pow(beta2, taken), 0.5)),
                        float(lr / (1 - std::pow(beta1, taken)))});
     ends.push_back(total += sizes[i]);

@@ -1,10 +1,10 @@
-"""AdamW over many tensors in one launch, which reads and writes everything once: bf16 weights and their remainders, or
-fp32 weights, with a half-precision copy of them if there is one.
+"""AdamW over many tensors in one launch, which reads and writes everything once: fp32 weights, with a half-precision
+copy of them if there is one, and an average.
 
-Per element of a bf16 weight 14 to 16 bytes come in (weight 2, remainder 2, gradient 2 or 4, moments 4 + 4) and 12 go
-out; of an fp32 weight with a half copy 14 to 16 and 14. Separate operations on the latter take 40: the gradient cast
-up, the fused update, the copy. An average in fp32 adds 4 and 4, in place of 12 of an operation of its own. Unscaling
-and clipping are one division, and a step that overflowed writes nothing. 17 FLOPs per element, 3 more for an average.
+Per element 14 to 16 bytes come in (weight 4, gradient 2 or 4, moments 4 + 4) and 12 go out, 14 with a half copy.
+Separate operations on the latter take 40: the gradient cast up, the fused update, the copy. An average in fp32 adds 4
+and 4, in place of 12 of an operation of its own. Unscaling and clipping are one division, and a step that overflowed
+writes nothing. 17 FLOPs per element, 3 more for an average.
 
 A program handles BLOCK elements of one tensor. `blocks` says which, and `table` has the addresses of that tensor's
 arrays. Addresses of gradients have a table of their own, because only they change from step to step.
@@ -44,8 +44,8 @@ def _address(table, index, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def remainder_adamw_kernel(  # type: ignore[no-untyped-def]
-    table,  # (T, 8) int64: addresses of weight, remainder, both moments, step, copy, average; number of elements
+def adamw_kernel(  # type: ignore[no-untyped-def]
+    table,  # (T, 7) int64: addresses of weight, both moments, step, copy, average; number of elements
     gradients,  # (T,) int64: addresses
     blocks,  # (programs, 2) int32: which tensor, which BLOCK of it
     grad_scale,  # () fp32, read if HAS_SCALE
@@ -63,7 +63,6 @@ def remainder_adamw_kernel(  # type: ignore[no-untyped-def]
     log2_low,
     average_part,  # 1 − decay of the average
     GRADIENT: tl.constexpr,
-    HAS_REMAINDER: tl.constexpr,  # else weights are fp32
     COPY: tl.constexpr,  # the type of the copy, or none
     AVERAGES: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -79,12 +78,12 @@ def remainder_adamw_kernel(  # type: ignore[no-untyped-def]
         program = tl.program_id(0)
         tensor = tl.load(blocks + 2 * program)
         first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
-        row = table + tensor * 8
-        exp_avgs = _address(row, 2, tl.float32, ALIGNED)
-        exp_avg_sqs = _address(row, 3, tl.float32, ALIGNED)
-        step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+        row = table + tensor * 7
+        exp_avgs = _address(row, 1, tl.float32, ALIGNED)
+        exp_avg_sqs = _address(row, 2, tl.float32, ALIGNED)
+        step = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.float32)))
         at = first + tl.arange(0, BLOCK)
-        size = tl.load(row + 7)
+        size = tl.load(row + 6)
         if ALIGNED:
             size = tl.multiple_of(size, 16)
         within = at < size
@@ -111,15 +110,8 @@ def remainder_adamw_kernel(  # type: ignore[no-untyped-def]
         if MAXIMIZE:
             gradient = -gradient
 
-        if HAS_REMAINDER:
-            weights = _address(row, 0, tl.int16, ALIGNED)
-            remainders = _address(row, 1, tl.int16, ALIGNED)
-            high = tl.load(weights + at, within, other=0).to(tl.int32)
-            low = tl.load(remainders + at, within, other=0).to(tl.int32)
-            value = ((high << 16) + low).to(tl.float32, bitcast=True)
-        else:
-            weights = _address(row, 0, tl.float32, ALIGNED)
-            value = tl.load(weights + at, within, other=0.0)
+        weights = _address(row, 0, tl.float32, ALIGNED)
+        value = tl.load(weights + at, within, other=0.0)
         exp_avg = tl.load(exp_avgs + at, within, other=0.0)
         exp_avg_sq = tl.load(exp_avg_sqs + at, within, other=0.0)
 
@@ -129,27 +121,22 @@ def remainder_adamw_kernel(  # type: ignore[no-untyped-def]
         denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root) + eps
         value = value - tl.div_rn(step_size * exp_avg, denominator)
 
-        if HAS_REMAINDER:
-            bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
-            tl.store(weights + at, ((bits + 0x8000) >> 16).to(tl.int16), within)
-            tl.store(remainders + at, bits.to(tl.int16), within)
-        else:
-            tl.store(weights + at, value, within)
+        tl.store(weights + at, value, within)
         if COPY == "bf16":
-            tl.store(_address(row, 5, tl.bfloat16, ALIGNED) + at, narrow(value, tl.bfloat16), within)
+            tl.store(_address(row, 4, tl.bfloat16, ALIGNED) + at, narrow(value, tl.bfloat16), within)
         elif COPY == "fp16":
-            tl.store(_address(row, 5, tl.float16, ALIGNED) + at, value.to(tl.float16), within)
+            tl.store(_address(row, 4, tl.float16, ALIGNED) + at, value.to(tl.float16), within)
         if AVERAGES:
-            averages = _address(row, 6, tl.float32, ALIGNED)
+            averages = _address(row, 5, tl.float32, ALIGNED)
             average = tl.load(averages + at, within, other=0.0)
             tl.store(averages + at, average + average_part * (value - average), within)
         tl.store(exp_avgs + at, exp_avg, within)
         tl.store(exp_avg_sqs + at, exp_avg_sq, within)
 
 
-Arrays = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""Weight, remainder, both moments, step, copy and average of one parameter, the step 0-d, all others flat and dense
-(N,). Tensors of one launch have the same ones and the same types."""
+Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Weight, both moments, step, copy and average of one parameter, the step 0-d, all others flat and dense (N,). Tensors
+of one launch have the same ones and the same types."""
 
 
 def launch(
@@ -165,21 +152,21 @@ def launch(
     for index, gradient in enumerate(gradients):
         if gradient.dtype not in (torch.float32, *HALVES):
             raise ConfigError(
-                f"RemainderAdamW takes bf16, fp16 and fp32 gradients, but was given {gradient.dtype}."
+                f"AdamW in one pass takes bf16, fp16 and fp32 gradients, but was given {gradient.dtype}."
             )
         aligned = gradient.numel() % ALIGNMENT == 0 and all(
             array.data_ptr() % ALIGNMENT == 0
-            for array in (gradient, *arrays[index][:4], *arrays[index][5:])
+            for array in (gradient, *arrays[index][:3], *arrays[index][4:])
             if array is not None
         )
         kinds.setdefault((gradient.dtype, aligned), []).append(index)
     device = gradients[0].device
-    _, remainder, *_, copy, average = arrays[0]
+    *_, copy, average = arrays[0]
     with on(gradients[0]):
         for (dtype, aligned), members in kinds.items():
             blocks, table = _tables([arrays[i] for i in members], device)
             addresses = _on_device(tuple(gradients[i].data_ptr() for i in members), device)
-            remainder_adamw_kernel[(len(blocks),)](
+            adamw_kernel[(len(blocks),)](
                 table,
                 addresses,
                 blocks,
@@ -188,7 +175,6 @@ def launch(
                 *_numbers(**numbers),
                 average_part,
                 GRADIENT=format_of(dtype),
-                HAS_REMAINDER=remainder is not None,
                 COPY="none" if copy is None else format_of(copy.dtype),
                 AVERAGES=average is not None,
                 HAS_SCALE=grad_scale is not None,

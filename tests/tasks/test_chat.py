@@ -13,8 +13,9 @@ import torch
 from penstock.cli import main
 from penstock.config.model import DecoderConfig
 from penstock.config.run import DataConfig
-from penstock.data.text.chat import PLAIN, Template, messages_of, rendered, template_of, within
+from penstock.data.text.chat import PLAIN, ChatWriter, Template, template_of, within
 from penstock.data.text.conversations import fitted, give_template, open_conversations
+from penstock.data.text.messages import conversation_of
 from penstock.data.text.open import in_folder
 from penstock.data.text.tokenizers import Bytes, Tokenizer
 from penstock.errors import ConfigError, DataError
@@ -52,11 +53,11 @@ THINKING = (
     ],
 )
 def test_the_usual_forms_are_read(row: dict[str, Any]) -> None:
-    assert messages_of(list(row.values()), list(row)) == ASKED
+    assert conversation_of(list(row.values()), list(row), {}).parts == (ASKED,)
 
 
 def test_an_alpaca_input_follows_its_instruction() -> None:
-    (asked, answer) = messages_of(["Add.", "3, 4", "7"], ["instruction", "input", "output"])
+    ((asked, answer),) = conversation_of(["Add.", "3, 4", "7"], ["instruction", "input", "output"], {}).parts
     assert (asked["content"], answer["content"]) == ("Add.\n\n3, 4", "7")
 
 
@@ -73,18 +74,18 @@ def test_an_alpaca_input_follows_its_instruction() -> None:
 )
 def test_what_is_no_conversation_is_said(values: list[Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        messages_of(values, ["messages"] if len(values) == 1 else ["prompt", "completion"])
+        conversation_of(values, ["messages"] if len(values) == 1 else ["prompt", "completion"], {})
 
 
 def test_answers_are_marked_to_the_end_of_their_turn() -> None:
     template = Template(PLAIN, {"eos_token": "<end>"})
-    (whole,) = rendered([*ASKED, *ASKED], template, ["<end>"])
+    (whole,) = ChatWriter(template, ["<end>"]).write([*ASKED, *ASKED])
     assert [whole.text[begin:end] for begin, end in whole.answers] == ["7<end>", "7<end>"]
     assert list(within([(0, 1), (2, 4), (4, 5), (6, 8)], [(2, 5), (7, 9)])) == [False, True, True, False]
 
 
 def test_answers_that_are_later_written_otherwise_are_texts_of_their_own() -> None:
-    parts = rendered([*ASKED, *ASKED], Template(THINKING, {}), [])
+    parts = ChatWriter(Template(THINKING, {}), []).write([*ASKED, *ASKED])
     assert [part.text[slice(*part.answers[0])] for part in parts] == ["[thinks]7\n"] * 2
     assert parts[1].text.count("[thinks]") == 1
 
@@ -101,7 +102,7 @@ def test_a_conversation_that_teaches_nothing_or_too_much_is_refused(
     messages: list[dict[str, str]], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        rendered(messages, Template(PLAIN, {"eos_token": "<end>"}), ["<end>"])
+        ChatWriter(Template(PLAIN, {"eos_token": "<end>"}), ["<end>"]).write(messages)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_numbers_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
         {"role": "assistant", "content": "user"},
     ]
     wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    (whole,) = rendered(messages, Template(CHATML, ours.spelled()), ours.special_words())
+    (whole,) = ChatWriter(Template(CHATML, ours.spelled()), ours.special_words()).write(messages)
     ((ids, places),) = ours.encode_marked([whole.text])
     assert ids.tolist() == list(wanted["input_ids"])
     assert [int(inside) for inside in within(places, whole.answers)] == list(wanted["assistant_masks"])

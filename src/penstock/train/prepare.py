@@ -158,10 +158,15 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
     classes, graph = getattr(source, "classes", None) or (), model.graph
     values: dict[str, Any] = {}
     if tokenizer is not None:
+        ends = [
+            number
+            for number in dict.fromkeys([tokenizer.end, *getattr(source, "ends", ())])
+            if number is not None
+        ]
         numbers = {
             "pad_token_id": tokenizer.pad,
             "bos_token_id": tokenizer.begin,
-            "eos_token_id": tokenizer.end,
+            "eos_token_id": ends if len(ends) > 1 else tokenizer.end,
             "decoder_start_token_id": tokenizer.start if graph.remembered else None,
         }
         values |= {name: number for name, number in numbers.items() if number is not None}

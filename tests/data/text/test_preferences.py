@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.data.text.chat import PLAIN, Message, Template, preference_of, rendered_from
+from penstock.data.text.chat import PLAIN, ChatWriter, Template
+from penstock.data.text.messages import Message, conversation_of
 from penstock.errors import ConfigError
 
 
@@ -24,13 +25,19 @@ ASKED, GOOD, BAD = _said("user", "3 + 4?"), _said("assistant", "7"), _said("assi
         {"prompt": "3 + 4?", "chosen": "7", "rejected": "8"},
         {"prompt": [ASKED], "chosen": "7", "rejected": "8"},
         {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+        {
+            "conversations": [{"from": "human", "value": "3 + 4?"}],
+            "chosen": {"from": "gpt", "value": "7"},
+            "rejected": BAD,
+        },
         {"prompt": "3 + 4?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
         {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
         {"chosen": json.dumps([ASKED, GOOD]), "rejected": json.dumps([ASKED, BAD])},
     ],
 )
 def test_the_usual_forms_are_read(row: dict[str, Any]) -> None:
-    assert preference_of(list(row.values()), list(row)) == ([ASKED], [GOOD], [BAD])
+    found = conversation_of(list(row.values()), list(row), {}, compared=True)
+    assert found.parts == ([ASKED], [GOOD], [BAD])
 
 
 @pytest.mark.parametrize(
@@ -48,20 +55,24 @@ def test_the_usual_forms_are_read(row: dict[str, Any]) -> None:
 )
 def test_what_is_no_pair_is_said(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        preference_of(list(row.values()), list(row))
+        conversation_of(list(row.values()), list(row), {}, compared=True)
 
 
 def test_answers_behind_the_shared_beginning_are_marked() -> None:
     template = Template(PLAIN, {"eos_token": "<end>"})
     messages = [ASKED, GOOD, ASKED, BAD, ASKED, GOOD]
     for begin, expected in ((2, ["8<end>", "7<end>"]), (4, ["7<end>"])):
-        whole = rendered_from(messages, begin, template, ["<end>"])
+        whole = ChatWriter(template, ["<end>"]).write_from(messages, begin)
+        assert whole is not None
         assert [whole.text[slice(*answer)] for answer in whole.answers] == expected
     # A template that leaves earlier answers' thoughts out.
     thinking = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}[thinks]{% endif %}"
         "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    assert len(rendered_from(messages, 4, Template(thinking, {}), []).answers) == 1
+    writer = ChatWriter(Template(thinking, {}), [])
+    last = writer.write_from(messages, 4)
+    assert last is not None
+    assert len(last.answers) == 1
     with pytest.raises(ConfigError, match="only one may be compared"):
-        rendered_from(messages, 2, Template(thinking, {}), [])
+        writer.write_from(messages, 2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -156,3 +157,20 @@ def test_forms_that_a_source_lacks_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.tsv").write_text("a\tb\n" * 20)
     with pytest.raises(ConfigError, match="no room for text"):
         opened(f"pairs:{tmp_path}/b.tsv", "two", length=2, columns=("1", "2"))
+
+
+def test_classes_may_be_called_none(tmp_path: Path) -> None:
+    rows = [(f"text {n}", ("favour", "none", "-", "nan", "NA")[n % 5]) for n in range(50)]
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t, "label": c}) + "\n" for t, c in rows))
+    table, typed = (f"text:{tmp_path}/a.{kind}" for kind in ("csv", "jsonl"))
+    with pytest.raises(
+        DataError, match="holds no label: 'none'; if that is a class, set data.classes to none"
+    ):
+        open_rows(DataConfig(source=table), Bytes(), "train", form="single", length=30)
+    for data in (DataConfig(source=typed), DataConfig(source=table, classes=("none", "-", "nan"))):
+        read = open_rows(data, Bytes(), "train", form="single", length=30)
+        assert read.classes == ("-", "NA", "favour", "nan", "none")
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "label": null}\n{"text": "a", "label": NaN}\n')
+    with pytest.raises(DataError, match="line 1 cannot be used: the column 'label' holds no label"):
+        open_rows(DataConfig(source=typed), Bytes(), "train", form="single", length=30)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock import __version__
 from penstock.data.pack import MANIFEST, File, write_part
 from penstock.data.source import Tally
-from penstock.data.text.chat import rendered, rendered_from, template_of, within
+from penstock.data.text.chat import ChatWriter, template_of, within
 from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
 from penstock.data.text.tokenpack import (
     BLOCK_BYTES,
@@ -274,25 +274,35 @@ class _SplitWriter:
 
 def _templated(rows: Iterator[RowOrBad], tokenizer: Tokenizer) -> Iterator[RowOrBad]:
     """Conversations as the tokenizer's template writes them: text and answers as JSON, for preferences those of both,
-    and last the conversation, or the part that both share, by which a validation set is chosen."""
+    and last the conversation, or the part that both share, by which a validation set is chosen. Those without anything
+    to learn are left out, and counted in the log."""
     template = template_of(tokenizer)
     assert template is not None  # `give_template` has seen to it
-    specials = tokenizer.special_words()
+    writer = ChatWriter(template, tokenizer.special_words())
+    useless = 0
     for row in rows:
         if isinstance(row, Bad):
             yield row
             continue
         try:
-            first, *sides = map(json.loads, row.texts)
+            first, *sides, tools = map(json.loads, row.texts)
             if sides:
-                texts = [[rendered_from([*first, *side], len(first), template, specials) for side in sides]]
+                written = [writer.write_from([*first, *side], len(first), tools) for side in sides]
+                pair = [whole for whole in written if whole is not None]
+                texts = [pair] if len(pair) == 2 and pair[0] != pair[1] else []
             else:
-                texts = [[whole] for whole in rendered(first, template, specials)]
+                texts = [[whole] for whole in writer.write(first, tools)]
+            useless += not texts
             for several in texts:
                 marked = [part for whole in several for part in (whole.text, json.dumps(whole.answers))]
                 yield row._replace(texts=(*marked, row.texts[0]))
         except ConfigError as problem:
             yield Bad(row.path, row.line, str(problem).rstrip("."))
+    if useless:
+        _log.warning(
+            "%d conversations were left out: all their answers are marked as not to be learned, or the template writes "
+            "both of a pair alike.", useless,
+        )  # fmt: skip
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -1,29 +1,38 @@
-"""Conversations: the forms in which data sets keep them, and the text that a model's chat template makes of one."""
+"""The text that a model's chat template makes of a conversation, and where the answers are in it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from penstock.data.text.messages import MARKS, Message
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 
-Message = dict[str, str]
-"""One turn: `role` (system, user, assistant, tool) and `content`."""
-PLAIN = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
-)
+_log = logging.getLogger(__name__)
+
+PLAIN = """\
+{% if tools %}{{ '<|tools|>\\n' + tools | tojson + eos_token + '\\n' }}{% endif %}
+{% for message in messages %}
+{{- '<|' + message['role'] + '|>\\n' }}
+{%- if message['reasoning_content'] %}{{ '<think>\\n' + message['reasoning_content'] + '\\n</think>\\n\\n' }}{% endif %}
+{{- message['content'] or '' }}
+{%- for each in message['tool_calls'] or [] %}{% set call = each['function'] or each %}
+{% set arguments = call['arguments'] if call['arguments'] is string else call['arguments'] | tojson %}
+{{- '<tool_call>\\n{"name": ' + call['name'] | tojson + ', "arguments": ' + arguments + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- eos_token + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
+"""
 """The template of a model that has none: each turn below its role, ended by the tokenizer's own end."""
-_ROLES = {
-    **dict.fromkeys(("gpt", "bot", "model", "chatgpt"), "assistant"), "human": "user",
-    **dict.fromkeys(("function", "function_call", "observation", "tool_response", "ipython"), "tool"),
-}  # fmt: skip
-"""Words for roles in the form that ShareGPT's data sets have."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that messages have for what the model thought; transformers gives templates the first two."""
 
 
 class Template:
@@ -43,21 +52,34 @@ class Template:
         # transformers' own tag marks the model's answers, for training.
         text = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", text)
         text = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", text)
-        self._specials = dict(specials)
+        self.source, self._specials = text, dict(specials)
         try:
             self._template = environment.from_string(text)
         except TemplateError as problem:
             raise ConfigError(f"The model's chat template cannot be used: {problem}.") from None
 
-    def text(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> str:
-        """The text of some messages; with `answer`, up to where the model's next answer begins. Raises ConfigError
-        where the template does not take them."""
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, tools: list[Any] | None = None
+    ) -> str:
+        """The text of some messages; with `answer`, up to where the model's next answer begins. As in transformers,
+        fields without a value are left out, and a thought has all its names. Raises ConfigError where the template does
+        not take them."""
+        given = [_with_all_names(message) for message in messages]
         try:
-            return self._template.render(messages=messages, add_generation_prompt=answer, **self._specials)
+            return self._template.render(
+                messages=given, tools=tools, documents=None, add_generation_prompt=answer, **self._specials
+            )
         except ConfigError:
             raise
         except Exception as problem:  # noqa: BLE001 (a template may raise anything)
             raise ConfigError(f"The model's chat template does not take these messages: {problem}.") from None
+
+
+def _with_all_names(message: Mapping[str, Any]) -> Message:
+    """A message without empty fields, whose thought has every name that templates use."""
+    given = {name: value for name, value in message.items() if value is not None}
+    thought = next((given[name] for name in _THOUGHTS if name in given), None)
+    return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 
 
 def _refuse(why: str) -> None:
@@ -78,158 +100,159 @@ class Rendered(NamedTuple):
     answers: list[tuple[int, int]]
 
 
-def rendered(messages: Sequence[Message], template: Template, special_words: Sequence[str]) -> list[Rendered]:
-    """A conversation as text with its answers marked: each from where the template lets the model begin to where its
-    turn ends. One text for all answers; where the template writes an earlier answer otherwise than the last (Qwen3
-    leaves out what the model thought), one text for each.
+class ChatWriter:
+    """Writes conversations by a template and marks their answers: each from where the template lets the model begin to
+    where its turn ends. What the template does not write of a message is logged once."""
 
-    Raises ConfigError for a conversation that cannot be used: without an answer, with a special token spelled in a
-    message, or one that the template does not take.
-    """
-    for message in messages:
-        spelled = next((word for word in special_words if word and word in message["content"]), None)
-        if spelled is not None:
-            raise ConfigError(f"a message spells the special token {spelled}")
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > 0]
-    if not turns:
-        raise ConfigError("no answer of the assistant follows a question")
-    whole = template.text(messages, answer=False)
-    parts = [_answer(messages, turn, template, special_words) for turn in turns]
-    if all(whole.startswith(part.text) for part in parts):
-        return [Rendered(whole, [part.answers[0] for part in parts])]
-    return parts
+    def __init__(self, template: Template, special_words: Sequence[str]) -> None:
+        """`special_words` are the special tokens as they are spelled, which no message may spell."""
+        self._template = template
+        self._specials = tuple(filter(None, special_words))
+        self._special = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
+        self._written: dict[str, bool] = {}
+        """Whether the template writes a field of messages."""
+        self._reported: set[str] = set()
 
+    def write(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendered]:
+        """A conversation as one text for all answers; where the template writes an earlier answer otherwise than the
+        last (Qwen3 leaves out what the model thought), one text for each. Empty if no answer is to be learned.
 
-def _answer(
-    messages: Sequence[Message], turn: int, template: Template, special_words: Sequence[str]
-) -> Rendered:
-    """A conversation up to one answer, which alone is marked."""
-    before = template.text(messages[:turn])
-    text = template.text(messages[: turn + 1], answer=False)
-    if not text.startswith(before):
-        raise ConfigError("the chat template does not write an answer where it lets one begin")
-    ended = text.rstrip()
-    end = len(ended) if ended.endswith(tuple(filter(None, special_words))) else len(text)
-    return Rendered(text, [(len(before), max(end, len(before)))])
+        Raises ConfigError for a conversation that cannot be used: without an answer or with an empty one, with a
+        special token spelled in a message, or one that the template does not take.
+        """
+        if spelled := next(filter(None, map(self._special.search, _texts([*messages, tools]))), None):
+            raise ConfigError(f"a message spells the special token {spelled[0]}")
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > 0]
+        if not turns:
+            raise ConfigError("no answer of the assistant follows a question")
+        turns = [turn for turn in turns if _is_learned(messages[turn])]
+        self._report_unwritten(messages, tools)
+        parts = [self._answer(messages, turn, tools) for turn in turns]
+        if not parts:
+            return []
+        whole = parts[-1].text
+        if turns[-1] < len(messages) - 1:
+            whole = self._template.text(messages, answer=False, tools=tools)
+        if all(whole.startswith(part.text) for part in parts):
+            return [Rendered(whole, [part.answers[0] for part in parts])]
+        return parts
 
+    def write_from(
+        self, messages: Sequence[Message], begin: int, tools: list[Any] | None = None
+    ) -> Rendered | None:
+        """The text of a conversation in which the answers from message `begin` on are marked; None if none of them is
+        to be learned.
 
-def rendered_from(
-    messages: Sequence[Message], begin: int, template: Template, special_words: Sequence[str]
-) -> Rendered:
-    """The text of a conversation in which the answers from message `begin` on are marked, of which there is one.
+        Raises ConfigError as `write` does, and for several answers of which the template writes an earlier one
+        otherwise than the last."""
+        parts = self.write(messages, tools)
+        count = sum(message["role"] == "assistant" and _is_learned(message) for message in messages[begin:])
+        if not count:
+            return None
+        if len(parts[-1].answers) < count:
+            raise ConfigError(
+                "the chat template writes earlier answers otherwise, so only one may be compared"
+            )
+        return parts[-1]._replace(answers=parts[-1].answers[-count:])
 
-    Raises ConfigError as `rendered` does, and for several answers of which the template writes an earlier one otherwise
-    than the last."""
-    whole = rendered(messages, template, special_words)[-1]
-    count = sum(message["role"] == "assistant" for message in messages[begin:])
-    if len(whole.answers) < count:
-        raise ConfigError("the chat template writes earlier answers otherwise, so only one may be compared")
-    return whole._replace(answers=whole.answers[-count:])
+    def _answer(self, messages: Sequence[Message], turn: int, tools: list[Any] | None) -> Rendered:
+        """A conversation up to one answer, which alone is marked."""
+        message = messages[turn]
+        contents = [message.get(name) for name in ("content", "tool_calls", *_THOUGHTS)]
+        if not any(text.strip() for text in _texts(contents)):
+            raise ConfigError("an answer of the assistant is empty")
+        before = self._template.text(messages[:turn], tools=tools)
+        text = self._template.text(messages[: turn + 1], answer=False, tools=tools)
+        if not text.startswith(before):
+            raise ConfigError(_misplaced(text, before, str(message.get("content", "")).strip()))
+        ended = text.rstrip()
+        end = len(ended) if ended.endswith(self._specials) else len(text)
+        if end == len(text) and (
+            message.get("tool_calls") or ended.endswith(str(message["content"]).rstrip())
+        ):
+            text += self._mark_behind(text, messages, turn, tools)
+            end = len(text)
+        return Rendered(text, [(len(before), max(end, len(before)))])
 
-
-def messages_of(values: Sequence[Any], names: Sequence[str]) -> list[Message]:
-    """The messages that a row of a data set holds in the columns `names`: one column with a list of messages, or the
-    question and its answer in two columns, or Alpaca's instruction, input and output.
-
-    Raises ValueError with what is wrong.
-    """
-    if len(values) == 1:
-        return [_message(message) for message in _as_list(values[0], names[0])]
-    *questions, answer = values
-    if isinstance(answer, list) or isinstance(questions[0], list):  # prompt and completion as messages
-        return [_message(message) for value, name in zip(values, names) for message in _as_list(value, name)]
-    texts = []
-    for value, name in zip(values, names):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"the column {name} is {type(value).__name__}, not text")
-        texts.append(value or "")
-    question = "\n\n".join(filter(None, texts[:-1]))
-    for part, column in ((question, names[0]), (texts[-1], names[-1])):
-        if not part.strip():
-            raise ValueError(f"the column {column} is empty")
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": texts[-1]}]
-
-
-def preference_of(
-    values: Sequence[Any], names: Sequence[str]
-) -> tuple[list[Message], list[Message], list[Message]]:
-    """The messages that two conversations share, and what follows them in the chosen and in the rejected one, of a row
-    of a data set with the columns `names`: the chosen and the rejected conversation, or before these a prompt, as text
-    or messages, that texts, answers or whole conversations go on from.
-
-    Raises ValueError with what is wrong.
-    """
-    if len(values) not in (2, 3):
-        raise ValueError(
-            f"{len(values)} columns are named, where chosen and rejected are two, or three with a prompt"
-        )
-    *prompts, chosen, rejected = values
-    before: list[Message] = []
-    if prompts and isinstance(prompts[0], list):
-        before = [_message(turn) for turn in _as_list(prompts[0], names[0])]
-    elif prompts:
-        before = [{"role": "user", "content": _text(prompts[0], names[0])}]
-    first, second = (_continue(before, value, name) for value, name in zip((chosen, rejected), names[-2:]))
-    if first == second:
-        raise ValueError(f"the columns {names[-2]} and {names[-1]} are the same")
-    differs = (n for n, (turn, other) in enumerate(zip(first, second)) if turn != other)
-    shared = next(differs, min(len(first), len(second)))
-    if not shared:
-        raise ValueError(f"the columns {names[-2]} and {names[-1]} share no beginning")
-    for messages, name in ((first, names[-2]), (second, names[-1])):
-        if not any(message["role"] == "assistant" for message in messages[shared:]):
-            raise ValueError(f"the column {name} has no answer of the assistant after what both share")
-    return first[:shared], first[shared:], second[shared:]
-
-
-def _continue(before: list[Message], value: Any, name: str) -> list[Message]:
-    """The conversation that begins with some messages, which a column may repeat."""
-    if before and not isinstance(value, list):
-        return [*before, {"role": "assistant", "content": _text(value, name)}]
-    messages = [_message(message) for message in _as_list(value, name)]
-    if before and messages[0]["role"] == "assistant":
-        return [*before, *messages]
-    if before and before[-1] not in messages:
-        raise ValueError(f"the column {name} is a conversation without the prompt; name the others alone")
-    return messages
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"the column {name} is {type(value).__name__}, not text")
-    if not value.strip():
-        raise ValueError(f"the column {name} is empty")
-    return value
-
-
-def _as_list(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str):  # a list in a cell of a table
+    def _mark_behind(self, text: str, messages: Sequence[Message], turn: int, tools: list[Any] | None) -> str:
+        """The special token that begins the turn after an answer, where the template has no other end of one."""
+        following = {"role": "tool" if messages[turn].get("tool_calls") else "user", "content": "?"}
+        following = messages[turn + 1] if turn + 1 < len(messages) else following
         try:
-            value = json.loads(value)
-        except ValueError:
-            raise ValueError(f"the column {name} holds no list of messages") from None
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"the column {name} holds no list of messages")
-    return value
+            longer = self._template.text([*messages[: turn + 1], following], answer=False, tools=tools)
+        except ConfigError:
+            longer = text
+        behind = longer[len(text) :] if longer.startswith(text) else ""
+        mark = self._special.match(behind, len(behind) - len(behind.lstrip()))
+        if mark is None:
+            self._report(
+                "The chat template ends answers with no special token, so the model does not learn to stop. Name one "
+                "that does in data.template."
+            )
+            return ""
+        return behind[: mark.end()]
+
+    def _report_unwritten(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
+        """Log what the template does not write. Raises ConfigError where that is a call of a tool."""
+        fields = {name for message in messages for name in message} - {"role", "content", *MARKS}
+        unwritten = []
+        for name in sorted(fields | ({"tools"} if tools else set())):
+            if name not in self._written:
+                self._written[name] = self._is_written(name, messages, tools)
+                unwritten += [] if self._written[name] else [name]
+            if name == "tool_calls" and not self._written[name]:
+                raise ConfigError(
+                    "the chat template does not write calls of tools (tool_calls), which an answer holds. Name one "
+                    "that does in data.template"
+                )
+        if unwritten:
+            _log.warning(
+                "The chat template does not write %s, so the model does not see it.", ", ".join(unwritten)
+            )
+        if any(message.get(mark) for message in messages if message["role"] != "assistant" for mark in MARKS):
+            self._report(
+                f"Of turns that are marked to be learned ({', '.join(MARKS)}), the assistant's alone are."
+            )
+
+    def _is_written(self, name: str, messages: Sequence[Message], tools: list[Any] | None) -> bool:
+        """Whether a field, or the tools, make a difference to the template."""
+        if any(word in self._template.source for word in (_THOUGHTS if name in _THOUGHTS else (name,))):
+            return True
+        fewer = [{key: value for key, value in message.items() if key != name} for message in messages]
+        try:
+            full = self._template.text(messages, answer=False, tools=tools)
+            return full != self._template.text(fewer, answer=False, tools=None if name == "tools" else tools)
+        except ConfigError:
+            return True
+
+    def _report(self, words: str) -> None:
+        if words not in self._reported:
+            self._reported.add(words)
+            _log.warning(words)
 
 
-def _message(turn: Any) -> Message:
-    if not isinstance(turn, Mapping):
-        raise ValueError("a message is not a table with role and content")
-    role = turn.get("role", turn.get("from"))
-    content = turn.get("content", turn.get("value"))
-    if not isinstance(role, str) or not role:
-        raise ValueError("a message has no role")
-    if isinstance(content, list):  # parts, of which text is read
-        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-        if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
-            raise ValueError("a message has parts that are not text")
-        content = "".join(filter(None, parts))
-    if content is None and turn.get("tool_calls"):
-        content = json.dumps(turn["tool_calls"], ensure_ascii=False)
-    if not isinstance(content, str):
-        raise ValueError(f"the {role}'s message has no content")
-    return {"role": _ROLES.get(role.lower(), role.lower()), "content": content}
+def _misplaced(text: str, before: str, content: str) -> str:
+    """Why an answer in a text does not begin where the template lets one begin, which is the end of `before`."""
+    at = text.rfind(content)
+    if not content or not before.startswith(text[:at]):
+        return "the chat template does not write an answer where it lets one begin. Name another in data.template"
+    return (
+        f"the chat template lets an answer begin with {before[at:]!r}, and does not write that before this one. Begin "
+        "the answer with the thought that belongs there, or name a template without it in data.template"
+    )
+
+
+def _is_learned(message: Message) -> bool:
+    return all(message.get(mark, 1) for mark in MARKS)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts inside a value but for names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def within(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> Iterator[bool]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.boundary.files import quoted
 from penstock.data.text.build import Bad, RowOrBad, Shape, TextRow
-from penstock.data.text.chat import messages_of, preference_of
+from penstock.data.text.messages import BESIDE, conversation_of
 from penstock.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 Form = Literal["document", "single", "pair", "translation", "two", "chat", "preferences"]
 CHATS: tuple[Form, ...] = ("chat", "preferences")
@@ -36,6 +40,8 @@ class Content:
     """Whether its rows have labels, even where their form needs none."""
 
 
+_ABSENT = ("-", "nan", "none")
+"""Labels in tables without types that mean that there is none."""
 USUAL_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "document": (("text",), ("content",), ("document",), ("code",), ("body",)),
     "single": (("text", "label"), ("sentence", "label"), ("review", "label"), ("text", "score"), ("sentence", "score")),
@@ -56,8 +62,9 @@ USUAL_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("question", "answer"), ("input", "output"),
     ),
     "preferences": (
-        ("prompt", "chosen", "rejected"), ("question", "chosen", "rejected"), ("instruction", "chosen", "rejected"),
-        ("chosen", "rejected"),
+        ("prompt", "chosen", "rejected"), ("question", "chosen", "rejected"),
+        ("instruction", "input", "chosen", "rejected"), ("instruction", "chosen", "rejected"),
+        ("conversations", "chosen", "rejected"), ("messages", "chosen", "rejected"), ("chosen", "rejected"),
     ),
 }  # fmt: skip
 """Usual names of columns, by the form of rows. The first set that a table has is used."""
@@ -72,6 +79,10 @@ class TextColumns:
     shape: Shape
     separator: str = "auto"
     encoding: str = "utf-8"
+    classes: tuple[str, ...] = ()
+    """Labels that are classes, though in a table without types they read as a missing label."""
+    _reported: set[str] = field(default_factory=set, compare=False)
+    """Columns that the log has named as not read."""
 
     @property
     def count(self) -> int:
@@ -82,7 +93,26 @@ class TextColumns:
         return bool(self.wanted) and all(name.isdigit() for name in self.wanted)
 
     def among(self, names: Sequence[str], path: str) -> list[str]:
-        """The columns to read of a table with these names. Raises DataError where it lacks them."""
+        """All columns to read of a table with these names. Raises DataError where it lacks them."""
+        main = self.main(names, path)
+        return [*main, *self.beside(names, main, path)]
+
+    def beside(self, names: Iterable[str], main: Sequence[str], path: str) -> list[str]:
+        """Columns of a table of conversations that are read beside the `main` ones. The log names others, once."""
+        if self.form not in CHATS:
+            return []
+        roots = {name.partition(".")[0] for name in main}
+        others = [name for name in names if name not in roots and name not in main]
+        # A label is asked for where nobody named the columns, and pairs have none.
+        labelled = self.form == "chat" and not self.wanted
+        read = [name for name in others if name in BESIDE and (labelled or BESIDE[name] != "label")]
+        if unread := [name for name in others if name not in {*read, *self._reported}]:
+            self._reported.update(unread)
+            _log.warning("%s: columns that are not read: %s.", path, quoted(", ".join(unread), 300))
+        return read
+
+    def main(self, names: Sequence[str], path: str) -> list[str]:
+        """The columns of texts and label, of a table with these names. Raises DataError where it lacks them."""
         choices = [self.wanted] if self.wanted else USUAL_COLUMNS[self.form]
         for columns in choices:
             if self.form in CHATS and {name.partition(".")[0] for name in columns} <= set(names):
@@ -123,13 +153,21 @@ def value_in(table: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str, line: int) -> RowOrBad:
-    """A row of a table as texts and label, or the reason why it cannot be used."""
+def row_of(
+    values: Sequence[Any],
+    names: Sequence[str],
+    columns: TextColumns,
+    where: str,
+    line: int,
+    *,
+    cells: bool = False,
+) -> RowOrBad:
+    """A row of a table as texts and label, or the reason why it cannot be used. In `cells` all values are text."""
+    shape = columns.shape
     if shape.form == "chats":
         try:
-            parts = preference_of(values, names) if shape.fields == 4 else (messages_of(values, names),)
-            return TextRow(tuple(json.dumps(part, ensure_ascii=False) for part in parts), None, where, line)
-        except ValueError as problem:
+            return TextRow(_conversation(values, names, columns), None, where, line)
+        except (TypeError, ValueError) as problem:
             return Bad(where, line, str(problem))
     texts = []
     for name, value in zip(names[: shape.fields], values):
@@ -142,8 +180,26 @@ def row_of(values: Sequence[Any], names: Sequence[str], shape: Shape, where: str
     if shape.labels:
         value = values[shape.fields]
         label = str(int(value)) if isinstance(value, bool) else str(value).strip()
-        absent = value is None or label.lower() in ("", "-", "nan", "none")
-        if absent or len(label) > 200 or not label.isprintable():
+        absent = value is None or not label or (isinstance(value, float) and math.isnan(value))
+        doubtful = cells and label.lower() in _ABSENT and label not in columns.classes
+        if absent or doubtful or len(label) > 200 or not label.isprintable():
             fault = f"the column {quoted(names[shape.fields])} holds no label: {quoted(label)}"
-            return Bad(where, line, fault)
+            remedy = f"; if that is a class, set data.classes to {label}" if doubtful else ""
+            return Bad(where, line, fault + remedy)
     return TextRow(tuple(texts), label, where, line)
+
+
+def _conversation(values: Sequence[Any], names: Sequence[str], columns: TextColumns) -> tuple[str, ...]:
+    """The parts of a conversation and its tools, in JSON. Raises ValueError with what is wrong, and TypeError."""
+    main: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+    for name, value in zip(names, values):
+        kind = BESIDE.get(name)
+        if kind is None or (kind == "label" and columns.wanted):
+            main[name] = value
+        elif value is not None and beside.setdefault(kind, value) != value:
+            raise ValueError(f"two of its columns hold a {kind}")
+    conversation = conversation_of(
+        list(main.values()), list(main), beside, compared=columns.form == "preferences"
+    )
+    return tuple(json.dumps(part, ensure_ascii=False) for part in (*conversation.parts, conversation.tools))

@@ -69,6 +69,17 @@ class ChatSource(TextSource):
             return None
         return 1 - float(np.mean([lengths.mean() for lengths in self._lengths])) / self.length
 
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Special tokens that end the answers of its first conversations, which need not be the tokenizer's own end."""
+        last: set[int] = set()
+        for tokens, learned in (
+            table.texts(row) for table in self._tables for row in range(min(len(table), 100))
+        ):
+            last.update(tokens[np.flatnonzero(np.diff(learned.astype(np.int8), append=0) < 0)].tolist())
+        words, special = self.tokenizer.words(), {*self.tokenizer.special_words()}
+        return tuple(sorted(number for number in last if words[number] in special))
+
     def load(self, index: int, out: Any) -> None:
         number, place = self._mixture.place(index)
         at = 0
@@ -114,23 +125,32 @@ class PreferenceSource(TextSource):
 
 
 def _learnable(name: str, table: RowTable, length: int) -> NDArray[np.int64]:
-    """Numbers of the rows all of whose conversations have something to learn within the length. Raises DataError where
-    there is none."""
+    """Numbers of the rows all of whose conversations have something to learn within the length, and are not the same
+    there. Raises DataError where there is none."""
     long = np.flatnonzero((table.lengths()[:, ::2] > length).any(axis=1))
-    without = [
-        row for row in long.tolist() if not all(part[1:length].any() for part in table.texts(row)[1::2])
-    ]
+    without, alike = [], []
+    for row in long.tolist():
+        texts = [part[:length] for part in table.texts(row)]
+        if not all(part[1:].any() for part in texts[1::2]):
+            without.append(row)
+        elif len(texts) == 4 and np.array_equal(texts[0], texts[2]):
+            alike.append(row)
     if len(long):
         _log.warning(
             "%s: %d of %d conversations have more than %d tokens; they are cut at their end, and %d that then have "
             "no answer are left out.", name, len(long), len(table), length, len(without),
         )  # fmt: skip
-    if len(without) == len(table):
+    if alike:
+        _log.warning(
+            "%s: %d of %d pairs are left out, because their first %d tokens are the same; make model.sequence larger.",
+            name, len(alike), len(table), length,
+        )  # fmt: skip
+    if len(without) + len(alike) == len(table):
         raise DataError(
-            f"{name} has no conversation with an answer within its first {length:,} tokens, of "
-            f"{len(table):,}; make model.sequence larger, or give it more."
+            f"{name} has no {'pair of different answers' if alike else 'conversation with an answer'} within its first "
+            f"{length:,} tokens, of {len(table):,}; make model.sequence larger, or give it more."
         )
-    return np.setdiff1d(np.arange(len(table)), without)
+    return np.setdiff1d(np.arange(len(table)), [*without, *alike])
 
 
 def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> list[NDArray[np.int64]]:

@@ -18,6 +18,7 @@ from penstock.boundary.text import Line, read_json_texts, read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.data.text.build import Bad, RowOrBad, TextRow
 from penstock.data.text.columns import TextColumns, row_of, value_in
+from penstock.data.text.messages import without_nulls
 from penstock.disk import digest_file
 from penstock.errors import DataError
 
@@ -144,7 +145,7 @@ def _document(path: Path, encoding: str) -> Iterator[RowOrBad]:
 
 def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
     where = shown(path)
-    names: list[str] = []
+    main: list[str] = []
     for line in read_json_texts(path, _DESCRIPTION, encoding=columns.encoding):
         if line.problem:
             yield Bad(where, line.number, line.problem)
@@ -156,12 +157,13 @@ def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
         except DataError as error:
             yield Bad(where, line.number, str(error).rstrip("."))
             continue
-        names = names or columns.among(list(table), where)
+        main = main or columns.main(list(table), where)
+        names = [*main, *columns.beside(table, main, where)]
         missing = [name for name in names if name.partition(".")[0] not in table]
         if missing:
             yield Bad(where, line.number, f"the column {quoted(missing[0])} is missing")
         else:
-            yield row_of([value_in(table, name) for name in names], names, columns.shape, where, line.number)
+            yield row_of([value_in(table, name) for name in names], names, columns, where, line.number)
 
 
 def _table(path: Path, separator: str, columns: TextColumns) -> Iterator[RowOrBad]:
@@ -182,7 +184,8 @@ def _table(path: Path, separator: str, columns: TextColumns) -> Iterator[RowOrBa
             if len(cells) < width or (len(cells) > width and not columns.by_number):
                 yield Bad(where, number, f"it has {len(cells)} columns instead of {width}")
             else:
-                yield row_of([cells[place] for place in places], names, columns.shape, where, number)
+                values = [cells[place] for place in places]
+                yield row_of(values, names, columns, where, number, cells=True)
 
 
 def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[str], str]]:
@@ -226,12 +229,12 @@ def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
             _check_groups(file)
             for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
                 for row in batch.to_pylist():
-                    values = [value_in(row, name) for name in names]
+                    values = [without_nulls(value_in(row, name)) for name in names]
                     number += 1
                     if any(isinstance(value, str) and len(value) > _TOO_LONG for value in values):
                         yield Bad(where, number, f"it holds a text of more than {_TOO_LONG:,} characters")
                     else:
-                        yield row_of(values, names, columns.shape, where, number)
+                        yield row_of(values, names, columns, where, number)
         except (
             OSError,
             ValueError,

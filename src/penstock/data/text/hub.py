@@ -11,6 +11,7 @@ from penstock.data.hub import open_dataset
 from penstock.data.imagefolder import SPLIT_FOLDERS
 from penstock.data.text.build import Bad, RowOrBad
 from penstock.data.text.columns import Content, TextColumns, row_of, value_in
+from penstock.data.text.messages import without_nulls
 from penstock.errors import ConfigError
 
 
@@ -46,10 +47,10 @@ def _rows(rows: Any, where: str, columns: TextColumns) -> Iterator[RowOrBad]:
     classes = getattr(features.get(names[-1]), "names", None) if columns.shape.labels else None
     outer = list(dict.fromkeys(name if name in features else name.partition(".")[0] for name in names))
     for number, row in enumerate(rows.select_columns(outer), start=1):
-        values = [value_in(row, name) for name in names]
+        values = [without_nulls(value_in(row, name)) for name in names]
         if columns.shape.labels and isinstance(values[-1], int) and classes:
             if not 0 <= values[-1] < len(classes):
                 yield Bad(where, number, f"its class is {values[-1]}, which means none")
                 continue
             values[-1] = classes[values[-1]]
-        yield row_of(values, names, columns.shape, where, number)
+        yield row_of(values, names, columns, where, number)

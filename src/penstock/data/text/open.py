@@ -20,6 +20,7 @@ _SETTINGS = Bounds(bytes=1 << 24, values=1 << 18, control=True, wide=True)
 """transformers writes 10³⁰ as the most tokens of a text where there is no limit."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 TOKENIZER_FOLDER = "tokenizer"
 """Where a pack keeps its tokenizer."""
 _MADE_OF = (
@@ -108,18 +109,27 @@ def in_folder(folder: Path) -> Tokenizer:
 
 def settings_in(folder: Path) -> dict[str, Any]:
     """The settings in the files beside a tokenizer; those of tokenizer_config.json win. `chat_template` is a text: of
-    several templates the one called default, or that of a file of its own."""
+    several templates the one called default, which gives way to tool_use where there are tools."""
     settings: dict[str, Any] = {}
     for file in _FILES[:0:-1]:
         if (folder / file).is_file():
             raw = read_text(folder / file, "The tokenizer's settings", limit=_SETTINGS.bytes)
             settings |= parse_json(raw, f"The file {shown(folder / file)}", error=DataError, bounds=_SETTINGS)
-    own_file, template = folder / TEMPLATE_FILE, settings.get("chat_template")
-    if own_file.is_file():
-        settings["chat_template"] = read_text(own_file, "The chat template", limit=1 << 20)
-    elif isinstance(template, list):  # several, by name
-        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        settings["chat_template"] = named[0].get("template") if named else None
+    named = settings.get("chat_template")
+    if isinstance(named, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in named if isinstance(one, dict)}
+    templates = named if isinstance(named, dict) else {"default": named}
+    for name, file in (("default", TEMPLATE_FILE), ("tool_use", TOOL_TEMPLATE_FILE)):
+        if (folder / file).is_file():
+            templates[name] = read_text(folder / file, "The chat template", limit=1 << 20)
+    default, with_tools = (templates.get(name) for name in ("default", "tool_use"))
+    settings["chat_template"] = default
+    if isinstance(default, str) and isinstance(with_tools, str):
+        # As transformers chooses between them. The signs + keep the white space at both ends of each.
+        settings["chat_template"] = (
+            "{% if tools is defined and tools is not none +%}" + with_tools.removesuffix("\n")
+            + "{%+ else +%}" + default.removesuffix("\n") + "{%+ endif %}"
+        )  # fmt: skip
     return settings
 
 
@@ -148,7 +158,16 @@ def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _fetch(name: str) -> Path:
     """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
-    files = (*_FILES, TEMPLATE_FILE, *_MADE_OF, marian.SECOND_TABLE, "*.model", "merges.txt", "config.json")
+    files = (
+        *_FILES,
+        TEMPLATE_FILE,
+        TOOL_TEMPLATE_FILE,
+        *_MADE_OF,
+        marian.SECOND_TABLE,
+        "*.model",
+        "merges.txt",
+        "config.json",
+    )
     folder = hub_folder(name, files, enough=_is_complete)
     if folder is None:
         raise ConfigError(

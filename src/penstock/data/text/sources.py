@@ -27,6 +27,8 @@ from penstock.errors import ConfigError
 from penstock.leftovers import make_public, temporary
 
 _log = logging.getLogger(__name__)
+_READING = 2
+"""Raised when the same files are read as other rows, so that packs in the cache are made again."""
 
 
 def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple[TokenPack, float]]:
@@ -61,7 +63,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
     column of a translation is its label."""
     labelled = form == "translation" and len(data.columns) == 3
     shape = shape_of(data, form, labelled=labelled)
-    columns = TextColumns(form, data.columns, shape, data.separator, data.encoding)
+    columns = TextColumns(form, data.columns, shape, data.separator, data.encoding, data.classes)
     if kind in ("text", "pairs"):
         files = files_of(path)
         parts = splits_of(files, path)
@@ -117,10 +119,11 @@ def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, 
 def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: Form) -> TokenPack:
     content = content_of(kind, path, data, form)
     key = [
-        VERSION,
+        (VERSION, _READING),
         kind,
         form,
         data.columns,
+        data.classes,
         data.limit,
         data.bad_rows,
         tokenizer.fingerprint,

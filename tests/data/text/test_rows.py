@@ -165,7 +165,7 @@ def test_classes_may_be_called_none(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t, "label": c}) + "\n" for t, c in rows))
     table, typed = (f"text:{tmp_path}/a.{kind}" for kind in ("csv", "jsonl"))
     with pytest.raises(
-        DataError, match="holds no label: 'none'; if that is a class, set data.classes to none"
+        DataError, match=r"holds no label: 'none'; if that is a class, set data\.classes to none"
     ):
         open_rows(DataConfig(source=table), Bytes(), "train", form="single", length=30)
     for data in (DataConfig(source=typed), DataConfig(source=table, classes=("none", "-", "nan"))):

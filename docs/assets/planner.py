@@ -20,9 +20,9 @@ from penstock.config.model import PRESETS, ModelConfig, option_words, title
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
 from penstock.planner import price as prices
-from penstock.planner.compare import Answer, with_base
+from penstock.planner.compare import BestLayout, with_base
 from penstock.planner.compare import answer as answer_to
-from penstock.planner.cost import Terms, costs, run_words, step_words
+from penstock.planner.cost import RunTerms, costs, run_words, step_words
 from penstock.planner.describe import describe_on
 from penstock.planner.explain import why_others_lose
 from penstock.planner.operators import MATRIX
@@ -117,7 +117,7 @@ def answer(asked: str) -> str:
         ("share of the chips' peak (MFU)", f"{best.mfu:.1%}"),
         ("on the fullest device", f"{best.memory_bytes / GIB:.3g} GiB"),
     ]
-    terms = Terms(samples=_samples(question), price=question.price, grams_per_kwh=question.grams_per_kwh)
+    terms = RunTerms(samples=_samples(question), price=question.price, grams_per_kwh=question.grams_per_kwh)
     by_name = costs(best, machine, terms)
     if run := ", ".join(f"{value} {words}" for value, words in run_words(by_name)):
         rows.append(("the whole run", run))
@@ -251,7 +251,7 @@ def _read(asked: str) -> tuple[Question, Machine]:
     return load(Question, overrides=given, origin="the form"), machine
 
 
-def _answer(question: Question, machine: Machine, gpus: int, line: str = "") -> Answer:
+def _answer(question: Question, machine: Machine, gpus: int, line: str = "") -> BestLayout:
     """The best layout with the fixed settings, and those of a line that is compared with it."""
     asked = with_base(question.base, line) or None
     return answer_to(question.model, machine, gpus, asked, global_batch=question.global_batch)

@@ -16,9 +16,9 @@ from penstock.errors import ConfigError
 _LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json", "html"})
 _PRICES = frozenset({"price", "against_price", "grams_per_kwh"})
 _RUN = frozenset({"tokens", "images", "epochs"}) | _PRICES
-_ASKED = frozenset({"model", "name", "machine", "gpus", "global_batch", "json", "loads"})
-_EXPLAIN = _ASKED | _RUN | {"explain", "base"}
-_SEARCH = _ASKED | _RUN | {"base", "sensitivity", "top", "toml", "html", "run", "against"}
+_QUESTION = frozenset({"model", "name", "machine", "gpus", "global_batch", "json", "loads"})
+_EXPLAIN = _QUESTION | _RUN | {"explain", "base"}
+_SEARCH = _QUESTION | _RUN | {"base", "sensitivity", "top", "toml", "html", "run", "against"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

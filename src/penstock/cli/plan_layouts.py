@@ -19,7 +19,7 @@ from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, load_machine
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.planner.compare import Answer, answer, is_layout, with_base
+from penstock.planner.compare import BestLayout, answer, is_layout, with_base
 from penstock.planner.cost import run_words, step_words
 from penstock.planner.explain import Lever, explain, sensitivity, why_others_lose
 from penstock.planner.prediction import Prediction
@@ -54,7 +54,7 @@ def explain_lines(config: PlanConfig, machine: Machine) -> None:
     _notes(plain_console(), config, machine, one)
 
 
-def _answer(config: PlanConfig, machine: Machine, line: str | None, gpus: int) -> Answer:
+def _answer(config: PlanConfig, machine: Machine, line: str | None, gpus: int) -> BestLayout:
     assert config.model is not None
     batch = config.global_batch
     if line is not None and not is_layout(line, gpus):
@@ -70,25 +70,25 @@ def _compare(config: PlanConfig, machine: Machine, lines: Mapping[str, str]) -> 
     """The best layout of each line, by what was asked for, beside the best of all."""
     model = config.model
     assert model is not None
-    asked = {BEST: config.base, **lines}
-    found = {name: _answer(config, machine, line, config.devices) for name, line in asked.items()}
-    best = found[BEST]
+    named_lines = {BEST: config.base, **lines}
+    choices = {name: _answer(config, machine, line, config.devices) for name, line in named_lines.items()}
+    best = choices[BEST]
     if config.json:
         named = [
             {"asked": name} | _layout(one.best, costs_of(config, one.best, machine))
-            for name, one in found.items()
+            for name, one in choices.items()
         ]
         print(json.dumps(_question(config, machine, best.best.gpus, best) | {"layouts": named}, indent=1))
         return
     console = plain_console()
     console.print(f"{config.called}, the best layout of all beside the best with other settings:")
-    sides = {name: (one.best, costs_of(config, one.best, machine)) for name, one in found.items()}
+    sides = {name: (one.best, costs_of(config, one.best, machine)) for name, one in choices.items()}
     console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))
-    for name, one in found.items():
+    for name, one in choices.items():
         console.print(f"{name}: {one.best.plan.line()}", soft_wrap=True)
         if one is not best:
             console.print(f"  {one.against(best.best)}", soft_wrap=True)
-    for words in sorted({one.assumed for one in found.values()} - {""}):
+    for words in sorted({one.assumed for one in choices.values()} - {""}):
         console.print(words, soft_wrap=True)
 
 
@@ -96,8 +96,8 @@ def search_all(config: PlanConfig, machine: Machine) -> None:
     """Search all layouts; show the fastest, explain them, and write them to the files that the settings name."""
     model, gpus = config.model, config.devices
     assert model is not None
-    found = _answer(config, machine, config.base, gpus)
-    result = found.result
+    choice = _answer(config, machine, config.base, gpus)
+    result = choice.result
     if config.run:
         runs = best_runnable(result, model, machine)
         if runs is None:
@@ -110,19 +110,19 @@ def search_all(config: PlanConfig, machine: Machine) -> None:
     base = base_of(config.base, model, machine, gpus)
     if config.sensitivity or config.html is not None:
         levers = sensitivity(
-            model, machine, gpus, found.best, base=base.plan, fixed=base.fixed, uneven=config.uneven()
+            model, machine, gpus, choice.best, base=base.plan, fixed=base.fixed, uneven=config.uneven()
         )
-    sides = {machine.name: (found.best, costs_of(config, found.best, machine))}
+    sides = {machine.name: (choice.best, costs_of(config, choice.best, machine))}
     if config.against is not None:
         sides |= _against(config, load_machine(config.against))
     if config.toml is not None:
-        write(config.toml, plan_file(config, found.best))
+        write(config.toml, plan_file(config, choice.best))
     if config.html is not None:
         write(config.html, plan_page(config, machine, result, levers, base, sides))
     if config.json:
-        print(json.dumps(as_data(config, machine, found, levers, sides), indent=1))
+        print(json.dumps(as_data(config, machine, choice, levers, sides), indent=1))
     else:
-        _show(config, machine, found, levers if config.sensitivity else [], sides)
+        _show(config, machine, choice, levers if config.sensitivity else [], sides)
 
 
 def _against(config: PlanConfig, machine: Machine) -> Sides:
@@ -131,7 +131,7 @@ def _against(config: PlanConfig, machine: Machine) -> Sides:
     return {machine.name: (best, costs_of(config, best, machine, config.against_price))}
 
 
-def _question(config: PlanConfig, machine: Machine, gpus: int, found: Answer) -> dict[str, Any]:
+def _question(config: PlanConfig, machine: Machine, gpus: int, choice: BestLayout) -> dict[str, Any]:
     return {
         "model": config.called,
         "machine": machine.name,
@@ -140,7 +140,7 @@ def _question(config: PlanConfig, machine: Machine, gpus: int, found: Answer) ->
         "price": config.price,
         "grams_per_kwh": config.grams_per_kwh,
         "expert_load": {str(ep): factor for ep, factor in config.uneven().items()} or "even",
-        "assumed": found.assumed,
+        "assumed": choice.assumed,
     }
 
 
@@ -156,23 +156,23 @@ def _loads_line(config: PlanConfig, plan: Plan) -> str:
 
 
 def as_data(
-    config: PlanConfig, machine: Machine, found: Answer, levers: Sequence[Lever],
+    config: PlanConfig, machine: Machine, choice: BestLayout, levers: Sequence[Lever],
     sides: Sides,
 ) -> dict[str, Any]:  # fmt: skip
     """The answer as plain data, with units in the names."""
     assert config.model is not None
-    result = found.result
+    result = choice.result
     runs = best_runnable(result, config.model, machine)
     others = [_layout(one, by_name) for one, by_name in [*sides.values()][1:]]
     return {
-        **_question(config, machine, found.best.gpus, found),
+        **_question(config, machine, choice.best.gpus, choice),
         "layouts_tried": result.tried,
         "layouts_too_large": result.too_large,
         "layouts": [
             _layout(one, costs_of(config, one, machine)) for one in result.predictions[: config.top or 10]
         ],
         "best_runnable": None if runs is None else _layout(runs, costs_of(config, runs, machine)),
-        "run": [plain(one) for one in how_to_run(config.model, machine, found.best.plan)],
+        "run": [plain(one) for one in how_to_run(config.model, machine, choice.best.plan)],
         "sensitivity": [
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
@@ -187,20 +187,20 @@ def _layout(one: Prediction, by_name: dict[str, float]) -> dict[str, Any]:
     return entry | by_name
 
 
-def _notes(console: Console, config: PlanConfig, machine: Machine, found: Answer) -> None:
+def _notes(console: Console, config: PlanConfig, machine: Machine, choice: BestLayout) -> None:
     """Print what was assumed, and what a step and the whole run take."""
-    by_name = costs_of(config, found.best, machine)
+    by_name = costs_of(config, choice.best, machine)
     run = ", ".join(f"{value} {words}" for value, words in run_words(by_name))
-    for words in (found.assumed, _loads_line(config, found.best.plan), step_words(by_name), run):
+    for words in (choice.assumed, _loads_line(config, choice.best.plan), step_words(by_name), run):
         if words:
             console.print(words, soft_wrap=True)
 
 
 def _show(
-    config: PlanConfig, machine: Machine, found: Answer, levers: Sequence[Lever],
+    config: PlanConfig, machine: Machine, choice: BestLayout, levers: Sequence[Lever],
     sides: Sides,
 ) -> None:  # fmt: skip
-    model, best, result = config.model, found.best, found.result
+    model, best, result = config.model, choice.best, choice.result
     assert model is not None
     console = plain_console()
     console.print(
@@ -221,7 +221,7 @@ def _show(
         console.print(
             f"best that penstock train runs: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True
         )
-    _notes(console, config, machine, found)
+    _notes(console, config, machine, choice)
     if len(sides) > 1:
         console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))
         for name, (one, _) in [*sides.items()][1:]:

@@ -6,7 +6,7 @@ from penstock.cli.plan_config import PlanConfig
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.rules import problems
-from penstock.planner.cost import Terms, costs
+from penstock.planner.cost import RunTerms, costs
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import SearchResult
 from penstock.report.page import Cell, Section
@@ -29,9 +29,9 @@ def best_runnable(result: SearchResult, model: ModelConfig, machine: Machine) ->
 def costs_of(
     config: PlanConfig, one: Prediction, machine: Machine, price: float | None = None
 ) -> dict[str, float]:
-    """What a layout costs by the length and the prices that the settings name; `price` replaces that of an hour."""
+    """`costs` of a layout, by the length and the prices that the settings name; `price` replaces that of an hour."""
     price = config.price if price is None else price
-    terms = Terms(samples=config.samples(), price=price, grams_per_kwh=config.grams_per_kwh)
+    terms = RunTerms(samples=config.samples(), price=price, grams_per_kwh=config.grams_per_kwh)
     return costs(one, machine, terms)
 
 

@@ -17,7 +17,7 @@ from penstock.report.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class BestLayout:
     """The best layout that a line allows."""
 
     best: Prediction
@@ -59,7 +59,7 @@ def with_base(base: str | None, line: str | None) -> str:
 def answer(
     model: ModelConfig, machine: Machine, gpus: int, line: str | None = None, *, global_batch: int | None = None,
     uneven: Mapping[int, float] = EVEN, name: str = "",
-) -> Answer:  # fmt: skip
+) -> BestLayout:  # fmt: skip
     """The best layout on `gpus` devices with the settings of a Plan line; None is the best of all. `name` is what the
     model is called where that is not its preset's name.
 
@@ -69,7 +69,7 @@ def answer(
     assumed = f"assumed, for the line names no precision: {base.assumed}" if base.assumed else ""
     if line is not None and is_layout(line, gpus):
         one = predict(model, machine, base.plan, uneven=uneven)
-        return Answer(best=one, assumed=assumed, result=SearchResult([one], tried=1))
+        return BestLayout(best=one, assumed=assumed, result=SearchResult([one], tried=1))
     result = explore(
         model, machine, gpus, global_batch=global_batch, base=base.plan, fixed=base.fixed, keep=None, uneven=uneven
     )  # fmt: skip
@@ -78,4 +78,4 @@ def answer(
             model, machine, gpus, result, uneven, global_batch=global_batch, fixed=base.fixed, name=name
         )
         raise OutOfMemory(problem)
-    return Answer(best=result.predictions[0], assumed=assumed, result=result)
+    return BestLayout(best=result.predictions[0], assumed=assumed, result=result)

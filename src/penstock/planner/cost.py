@@ -1,4 +1,4 @@
-"""What a step and a whole run take besides time: FLOPs, energy, money and CO₂."""
+"""FLOPs, energy, money and CO₂ of a step and of a whole run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.report.units import duration, energy, mass, money, rounded, scient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RunTerms:
     """Length of a run, and the prices of what it takes; None where they were not given."""
 
     samples: float | None = None
@@ -21,7 +21,7 @@ class Terms:
     """Grams of CO₂ that are emitted for each kilowatt hour."""
 
 
-def costs(one: Prediction, machine: Machine, terms: Terms) -> dict[str, float]:
+def costs(one: Prediction, machine: Machine, terms: RunTerms) -> dict[str, float]:
     """Figures of one step, and of a run of known length also of the whole run, with units in the names. Energy is at
     the devices' rated power, and absent where that is unknown."""
     model = one.model_flops_per_second_per_gpu * one.gpus * one.iteration_seconds

@@ -24,7 +24,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("penstock.cpu._CPU", KINDS[kind])
 
 
-class ProductsOfBf16(TorchDispatchMode):
+class ProductsOfBf16(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, fp32 matrix products round their inputs to bf16 and sum in fp32, as oneDNN does with AMX under
     `matmul=medium`."""
 

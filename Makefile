@@ -19,7 +19,7 @@ INPUTS := pyproject.toml constraints.txt
 # Without bytecode each process of the tests compiles all of ours that it imports, and pytest rewrites every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs image test test-slow test-sweeps test-faults test-all test-isa test-gpu check format install install-all reference relock clean clean-runs
+.PHONY: help demo docs image wheel test test-slow test-sweeps test-faults test-all test-isa test-gpu check format install install-all reference relock clean clean-runs
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-faults  run each fault (kills, full disks, flipped bits) as often as faults.md says"
 	@echo "make check     format and lint checks, and types"
 	@echo "make docs      build the site of docs/ into build/site; nothing in it needs a network"
+	@echo "make wheel     build dist/penstock-*.whl, which pip installs anywhere"
 	@echo "make image     build the Docker image and start it, where docker is"
 	@echo "make format    fix what the formatter and the linter can fix"
 	@echo "make clean     remove .venv, caches and the demo's runs"
@@ -127,6 +128,10 @@ format: $(VENV)/.check
 docs: $(VENV)/.test
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "open build/site/index.html; for its search: $(PY) -m http.server -d build/site"
+
+wheel: $(VENV)/.core
+	@$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist --build-constraint constraints.txt .
+	@echo "install it anywhere with: pip install $$(ls -t dist/penstock-*.whl | head -n 1)"
 
 image:
 	@if docker pull --quiet "$$(sed -n 's/^ARG BASE=//p' Dockerfile)" >/dev/null 2>&1; then \

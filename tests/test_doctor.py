@@ -126,6 +126,8 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     extras = {finding.name: finding for finding in installation.optional_packages()}
     assert extras["transformers"].status == "absent"
     assert extras["transformers"].remedy == "pip install 'penstock[hf]'"
+    listed = {extra for _, extra, _ in installation._OPTIONAL}
+    assert {"serve", "export", "lora", "text", "images", "hf"} <= listed
 
 
 def test_an_old_or_absent_torch_ends_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,31 @@ def test_remarks_count_what_the_table_leaves_out_and_on_demand_say_why() -> None
     assert "batch rung: out of memory: tried 9 GiB" in said
 
 
+def test_a_floor_does_not_stand_beside_a_scatter_that_hides_more() -> None:
+    wide = Estimate(value=1.1, low=0.63, high=1.72)
+    scattered = replace(REPORT, control=Control(ratio=wide, processor_ratio=wide, floor=0.005))
+    (words,) = [line for line in remarks(scattered) if "built twice" in line]
+    assert "Noise floor" not in words
+    assert "(-37.0% to +72.0%)" in words
+    assert "small gains stay undecided" in words
+
+
+def test_a_plan_of_unproven_rungs_is_not_said_to_be_of_none_that_pay() -> None:
+    rungs = tuple(
+        replace(rung, status="unproven") if rung.status == "kept" else rung for rung in REPORT.rungs
+    )
+    words = to_html(replace(REPORT, rungs=rungs))
+    assert "0 of them pay" not in words
+    assert "of the Plan together do" in words
+
+
+def test_long_lists_are_folded() -> None:
+    page = to_html(REPORT)
+    for title in ("What was not measured", "What each rung does"):
+        assert f"<details><summary><h2>{title}</h2></summary>" in page
+    assert page.count("<details>") == page.count("</details>") == 2
+
+
 def test_two_plans_are_offered_with_what_they_do_to_the_loss() -> None:
     (only,) = ending(REPORT)
     assert only[0].startswith("Same results: 2.50× the baseline's speed (2.49 to 2.51), predicted 2.40×.")

@@ -18,6 +18,13 @@ _TORCH_FLOOR = (2, 11)
 _CORE = ("numpy", "safetensors", "pillow", "pyyaml", "rich", "cyclopts", "jinja2")
 # Distribution, the extra that brings it, and what it is for.
 _OPTIONAL = (
+    ("starlette", "serve", "penstock serve"),
+    ("uvicorn", "serve", "penstock serve"),
+    ("onnxruntime", "export", "checked export to ONNX"),
+    ("ctranslate2", "export", "export to CTranslate2"),
+    ("peft", "lora", "LoRA adapters in peft's format"),
+    ("sacrebleu", "text", "BLEU of translations"),
+    ("num2words", "text", "the translator of numbers"),
     ("simplejpeg", "images", "faster JPEG decoding"),
     ("opencv-python-headless", "images", "faster JPEG decoding and resizing"),
     ("transformers", "hf", "Hugging Face models"),

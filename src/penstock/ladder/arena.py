@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import ConfigError, ran_out_of_memory
+from penstock.ladder.deadline import OutOfTime, stopped_at
 from penstock.ladder.measure import Bench, Contender, Crew, LossRun
 from penstock.ladder.result import Estimate, Status
 from penstock.ladder.rung import Setting
@@ -47,6 +49,8 @@ class Arena:
         self.timed_alone: set[Setting] = set()
         """Settings that memory did not hold beside the others, so that they were timed by themselves."""
         self.floor = 0.0
+        self.compile_until: Callable[[], float] = lambda: math.inf
+        """Time, by `time.perf_counter()`, at which a compilation is stopped."""
         self.step_seconds: dict[Setting, float] = {}
         self.build_seconds: dict[Setting, float] = {}
         self.compile_seconds: dict[Setting, float | None] = {}
@@ -65,8 +69,11 @@ class Arena:
             self._make_room(setting)
             words = "compiling" if compiles else "building"
             self._tell(words, setting.plan.line(), (setting,), self.building(setting))
-            start = time.perf_counter()
-            contender = Contender(self._crew(setting), setting, self.seed)
+            start, end = time.perf_counter(), math.inf
+            if compiles and setting not in self.build_seconds:  # again, its kernels come from torch's cache
+                end = self.compile_until()
+            with stopped_at(end, f"compiling was stopped after {end - start:.0f} s, when its time was over"):
+                contender = Contender(self._crew(setting), setting, self.seed)
             self.build_seconds[setting] = time.perf_counter() - start
             self.compile_seconds[setting] = contender.compile_seconds
             self.step_seconds[setting] = contender.step_seconds
@@ -256,6 +263,8 @@ def failure(error: BaseException) -> tuple[Status, str]:
     first = lines[0] if lines else type(error).__name__
     if ran_out_of_memory(error):
         return "out of memory", first
+    if isinstance(error, OutOfTime):
+        return "not run", first
     if isinstance(error, ConfigError):
         return "unsupported", first
     return "failed", f"{type(error).__name__}: {first}"

@@ -133,6 +133,7 @@ class _Climb:
         self.arena = Arena(subject, config.seed, config.round_seconds, team, self._tell)
         self.losses = Losses(self.arena, config.loss_steps, config.seed, config.seeds, self.budget)
         self.account = Account(subject, machine, self.arena, self.losses)
+        self.arena.compile_until = lambda: self.start + self.budget
         self.phase: Phase = "baseline"
         self.search: Search | None = None
         self.notes: list[str] = _notes(subject)

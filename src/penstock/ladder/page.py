@@ -53,7 +53,9 @@ def to_html(report: LadderReport) -> str:
         *_losses(report),
         *_several(report),
         *_absent(report),
-        Section(title="What each rung does", facts={rung.title: rung.why for rung in report.rungs}),
+        Section(
+            title="What each rung does", facts={rung.title: rung.why for rung in report.rungs}, folded=True
+        ),
         origin(report.environment, command=report.command, more=_facts(report)),
     ]
     footer = (
@@ -96,10 +98,12 @@ def _lead(report: LadderReport) -> str:
     searched = (
         f"{len(report.tried)} of {report.candidates:,} combinations built, " if report.candidates else ""
     )
-    return (
-        f"Training on {_where(report)}, batch {report.batch}: {searched}{tried} optimisations measured, {paid} of them "
-        "pay and leave results as they are."
-    )
+    paying = f"{paid} of them pay and leave results as they are"
+    if not paid and report.nearest is None:
+        paying = (
+            f"none pays beyond the noise by itself, but the {len(report.same.rungs)} of the Plan together do"
+        )
+    return f"Training on {_where(report)}, batch {report.batch}: {searched}{tried} optimisations measured, {paying}."
 
 
 def _tiles(report: LadderReport) -> list[Tile]:
@@ -318,7 +322,7 @@ def _several(report: LadderReport) -> list[Section]:
 def _absent(report: LadderReport) -> list[Section]:
     """Rungs without a measurement, and why."""
     reasons = {rung.title: f"{rung.status}: {rung.reason}" for rung in report.rungs if not rung.measured}
-    return [Section(title="What was not measured", facts=reasons)] if reasons else []
+    return [Section(title="What was not measured", facts=reasons, folded=True)] if reasons else []
 
 
 def _facts(report: LadderReport) -> dict[str, str]:

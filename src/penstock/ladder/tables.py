@@ -160,6 +160,8 @@ def nothing_words(nearest: Nearest, others_busy: float | None) -> str:
 
 QUIET = 0.1
 """Cores that others may keep busy on a quiet machine."""
+SCATTERED = 6.0
+"""Width of the baseline's interval to itself, in noise floors, above which the floor is not what hides small gains."""
 MOST_RATIO = 100.0
 """An interval that ends above this says nothing: too few rounds gave it."""
 
@@ -172,7 +174,7 @@ def noise_words(report: LadderReport) -> str:
     interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
     if ratio.high > MOST_RATIO:
         interval = f"{ratio.rounds} rounds give no interval"
-    return (
-        f"Noise floor {floor:.1%}: the baseline, built twice, differs from itself by {ratio.value - 1:+.1%} "
-        f"({interval})."
-    )
+    twice = f"the baseline, built twice, differs from itself by {ratio.value - 1:+.1%} ({interval})"
+    if math.log(ratio.high / ratio.low) > SCATTERED * math.log1p(floor):
+        return f"{twice[0].upper()}{twice[1:]}: rounds scatter more than builds do, so that small gains stay undecided."
+    return f"Noise floor {floor:.1%}: {twice}."

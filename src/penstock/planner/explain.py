@@ -20,7 +20,7 @@ SECOND_WORDS = {
     "gemm": "matrix products",
     "attention": "attention",
     "pointwise": "norms, activations and other memory-bound operators",
-    "recompute": "computed again for the backward pass",
+    "recompute": "recomputing activations in the backward pass",
     "output": "output and loss",
     "tensor": "tensor parallel collectives, exposed",
     "expert": "expert parallel exchanges",

@@ -32,7 +32,7 @@ class Interval:
     def seconds(self, predicted: float) -> str:
         """The interval around a prediction, for a reader."""
         low, high = (duration(bound * predicted, 3) for bound in (self.low, self.high))
-        return f"{low} to {high} in four of five {self.words}"
+        return f"{low} to {high} (80 % interval, from the errors on {self.words})"
 
 
 def interval_of(*, vision: bool, machine: Machine) -> Interval:

@@ -62,6 +62,8 @@ class Section:
     rows: Sequence[tuple[str, Sequence[Cell]]] = ()
     """Each a look (`strong`, `faint` or empty) and its cells."""
     facts: Mapping[str, str] = field(default_factory=dict)
+    folded: bool = False
+    """Whether the reader opens what is under the heading, as of a long list to look things up in."""
 
 
 def page(

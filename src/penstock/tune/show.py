@@ -74,7 +74,9 @@ def remarks(report: TuneReport, *, every: bool = False) -> list[str]:
     if every:
         lines += [f"{step.title}: {step.status}: {step.reason}" for step in absent]
     elif absent:
-        lines.append(f"{len(absent)} more do not apply here, or failed (--all says why).")
+        lines.append(
+            f"{len(absent)} more optimisations do not apply to this script, or failed in it (--all lists why)."
+        )
     return [*lines, *report.notes]
 
 

@@ -1,6 +1,7 @@
 """An engine without a model, in the shape of `penstock.decode.engine.Engine`: each token is one more than the last one.
 
-`seconds` of a step, and a prompt that begins with `POISON`, which ends the process, are for tests of the server.
+`seconds` of a step, and a prompt that begins with `POISON`, which ends the process, are for tests of the server. The
+model would end a prompt whose last token is `END` − 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.serve.scheduler import Limits
 from penstock.serve.worker import Opened
 
 CONTEXT = 512
-POISON = 255
+POISON, END = 255, 253
 VOCABULARY = 200
 
 
@@ -51,14 +52,19 @@ class Fake:
         self.texts[slot] = [request.ids[-1], request.max_tokens]
         return slot
 
-    def step(self, chunk: int | None = None) -> list[tuple[int, tuple[int, ...], str]]:
+    def step(self, chunk: int | None = None) -> list[tuple[int, tuple[int, ...], str, int | None]]:
         time.sleep(self.seconds)
-        made: list[tuple[int, tuple[int, ...], str]] = []
+        made: list[tuple[int, tuple[int, ...], str, int | None]] = []
         for slot, text in enumerate(self.texts):
             if text is not None and text[1]:
+                ends = text[0] + 1 == END
                 text[0] = (text[0] + 1) % VOCABULARY
                 text[1] -= 1
-                made.append((slot, (text[0],), "" if text[1] else "length"))
+                if ends:
+                    text[1] = 0
+                    made.append((slot, (), "stop", END))
+                else:
+                    made.append((slot, (text[0],), "" if text[1] else "length", None))
         return made
 
     def release(self, slot: int) -> None:

@@ -99,7 +99,7 @@ def served(engine: Engine, requests: Sequence[Request], late: int = 0) -> list[t
             if slot is None:
                 break
             running[slot] = waiting.pop(0)[0]
-        for slot, tokens, finished in engine.step():
+        for slot, tokens, finished, _ in engine.step():
             found[running[slot]][0].extend(tokens)
             if finished:
                 found[running[slot]] = (found[running[slot]][0], finished)

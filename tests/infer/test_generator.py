@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from helpers.generation import BOTH, WORDS, Letters, tiny
+from helpers.models_of_strangers import chain
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Bytes
 from penstock.decode.speculate import Chooser, _accept_or_draw
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
-from penstock.infer.text import Stream
+from penstock.infer.text import Spelling, Stream
 from penstock.models.model import Model
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
@@ -263,3 +265,33 @@ def test_where_nobody_says_texts_are_as_long_as_positions_allow() -> None:
     assert len(short.ids) == min(128, room - 3)
     with pytest.raises(ConfigError, match="lower max_tokens"):
         Generator(model).generate([1, 2, 3], max_tokens=room)
+
+
+def test_the_first_word_of_a_continuation_keeps_its_space(tmp_path: Path) -> None:
+    """In tokenizers of sentencepiece's kind, decoded as transformers decodes: with the prompt, which is taken off."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = chain(tmp_path / "chain")
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("The river", return_tensors="pt")
+    ids = theirs.generate(**prompt, max_new_tokens=4, do_sample=False)[0]
+    expected = tokenizer.decode(ids, skip_special_tokens=True).removeprefix("The river")
+    assert expected == " runs tos STOP"
+    made = Generator(folder)
+    for how in ({}, {"beams": 2}, {"speculate": 2}):
+        assert made.generate("The river", max_tokens=4, **how)[0].text == expected
+    assert "".join(made.stream("The river", max_tokens=4)) == expected
+    for stop, text in ((" to", " runs"), (" runs", ""), ("s STOP", " runs to")):
+        assert made.generate("The river", max_tokens=4, stop=(stop,))[0].text == text
+    spelling = Spelling(made.tokenizer)
+    assert [spelling(n) for n in (made.encode(" runs")[-1], 3 + 0xE2, 1)] == [
+        (" runs", b" runs"), ("bytes:\\xe2", b"\xe2"), ("<s>", b"<s>")
+    ]  # fmt: skip
+
+
+def test_a_prompt_that_ends_within_a_character_is_continued() -> None:
+    tokens = Bytes().encode(["日本"])[0].tolist()
+    for cut in range(len(tokens)):
+        stream = Stream(Bytes(), (), tokens[:cut])
+        told = "".join([*(stream.add([token]) for token in tokens[cut:]), stream.end()])
+        assert told == "日本"[cut // 3 :]

@@ -350,7 +350,7 @@ def _served(engine: Any, texts: int) -> list[list[int]]:
             if slot is None:
                 break
             slots[slot] = waiting.pop(0)
-        for slot, tokens, finished in engine.step():
+        for slot, tokens, finished, _ in engine.step():
             text = found[slots[slot]]
             text += tokens
             if finished or (slots[slot] == 2 and len(text) == 4):

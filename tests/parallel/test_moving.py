@@ -55,7 +55,7 @@ def _texts(led: Led) -> list[list[int]]:
             if slot is None:
                 break
             slots[slot] = waiting.pop(0)
-        for slot, tokens, finished in led.step():
+        for slot, tokens, finished, _ in led.step():
             found[slots[slot]] += tokens
             if finished:
                 led.release(slot)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from helpers.fake_engine import CONTEXT, POISON, VOCABULARY
+from helpers.fake_engine import CONTEXT, END, POISON, VOCABULARY
 from helpers.served import Running, served
 from penstock.config.decoding import Decoding
 from penstock.data.text.chat import Template, template_of
@@ -151,6 +151,30 @@ def test_an_evaluation_harness_reads_the_scores_of_its_batches(quick: Running) -
     body = {"prompt": ["ab", [110]], "max_tokens": 5, "stop": ["e", "\n"]}
     made = ask(quick, "/v1/completions", shared | body)[1]["choices"]
     assert [one["text"] for one in made] == ["cd", "opqrs"]
+
+
+def test_the_token_that_ends_a_text_has_its_log_probability(quick: Running) -> None:
+    """Harnesses leave out the last entry, which is that of the token that was made: without it, a real one."""
+    body = {"prompt": [97, END - 1], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    (choice,) = ask(quick, "/v1/completions", body)[1]["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([97, END - 1], "stop")
+    logs = choice["logprobs"]
+    assert logs["token_logprobs"] == [None, -2.52, -2.53]
+    assert [*map(len, logs.values())] == [3, 3, 3, 3]
+    (alone,) = ask(quick, "/v1/completions", body | {"echo": False})[1]["choices"]
+    assert alone["logprobs"]["token_logprobs"] == [-2.53]
+
+
+def test_tokens_are_shown_by_their_own_bytes_and_offsets_count_in_the_text(quick: Running) -> None:
+    body = {"prompt": "a€z", "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
+    (choice,) = ask(quick, "/v1/completions", body)[1]["choices"]
+    logs = choice["logprobs"]
+    assert choice["text"] == "a€z{"
+    assert logs["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "z", "{"]
+    assert logs["text_offset"] == [0, 1, 1, 1, 2, 3]
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "max_tokens": 1}
+    (entry,) = ask(quick, "/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
+    assert entry["bytes"] == list(entry["token"].encode())
 
 
 def test_of_several_texts_the_likeliest_are_told(quick: Running) -> None:
@@ -570,7 +594,7 @@ def texts_of(one: Opened) -> list[list[int]]:
     while running or following is not None:
         while following is not None and (slot := one.engine.admit(requests[following])) is not None:
             running[slot], following = following, next(coming, None)
-        for slot, tokens, finished in one.engine.step():
+        for slot, tokens, finished, _ in one.engine.step():
             texts[running[slot]] += tokens
             if finished:
                 one.engine.release(slot)
@@ -622,7 +646,7 @@ def test_real_models_are_served(family: str, tp: int, few_bits: bool, tmp_path: 
             slot = engine.admit(Request(ids=tuple(ids), decoding=Decoding(max_tokens=8)))
             assert slot is not None
             while True:
-                for _, tokens, finished in engine.step():
+                for _, tokens, finished, _ in engine.step():
                     made += tokens
                     if finished:
                         engine.release(slot)

@@ -57,6 +57,8 @@ class SlotResult(NamedTuple):
     """New tokens; the one that ends a text is left out."""
     finished: Finished
     """Empty while the text goes on; `stop` at the model's end of text, `length` at the request's `max_tokens`."""
+    end: int | None = None
+    """The token that ended the text, with `stop`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -486,5 +488,5 @@ class Engine:
         text = self._text(slot)
         if token in self.ends and not text.request.decoding.ignore_end:
             text.done, self._next = True, None
-            return SlotResult(slot, (), "stop")
+            return SlotResult(slot, (), "stop", token)
         return SlotResult(slot, (token,), "length" if text.done else "")

@@ -29,7 +29,7 @@ from penstock.decode.texts import Generating, Prompts
 from penstock.errors import ConfigError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import from_all_ranks, from_rank_zero, own_texts, together
-from penstock.infer.text import Stream, needed, prompt_numbers, until_stop, usual_tokens
+from penstock.infer.text import Stream, needed, prompt_numbers, usual_tokens
 from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
 from penstock.parallel.hosts import attend
@@ -186,7 +186,9 @@ class Generator:
             routes = [route for route in routes for _ in range(decoding.best)]
             if decoding.speculate:
                 return [
-                    self._as_generated(self._speculated(row, route, replace(decoding, seed=seed)), decoding)
+                    self._as_generated(
+                        row, self._speculated(row, route, replace(decoding, seed=seed)), decoding
+                    )
                     for row, route, seed in zip(rows, routes, seeds, strict=True)
                 ]
             if decoding.stop and self.tokenizer is not None:
@@ -200,9 +202,12 @@ class Generator:
                 compiled=self._compiled,
             )
         made = [_until(row) for row in tokens.tolist()]
+        several = len(made) // len(rows)  # of beam search
         return [
-            self._as_generated(ids, decoding, None if scores is None else score)
-            for ids, score in zip(made, scores or [0.0] * len(made), strict=True)
+            self._as_generated(
+                rows[number // several], ids, decoding, None if scores is None else scores[number]
+            )
+            for number, ids in enumerate(made)
         ]
 
     def stream(
@@ -218,10 +223,10 @@ class Generator:
         engine = self._engine([ids], decoding)
         slot = engine.admit(Request(ids=tuple(ids), decoding=decoding, route=route))
         assert slot is not None
-        text = Stream(self.tokenizer, decoding.stop)
+        text = self._text_after(ids, decoding)
         finished = False
         while not finished:
-            for _, tokens, why in engine.step():
+            for _, tokens, why, _ in engine.step():
                 finished = bool(why)
                 if piece := text.add(tokens):
                     yield piece
@@ -325,7 +330,7 @@ class Generator:
         waiting = list(range(len(rows)))[::-1]
         running: dict[int, int] = {}
         texts: dict[int, Generated] = {}
-        streams = [Stream(self.tokenizer, decoding.stop) for _ in rows]
+        streams = [self._text_after(row, decoding) for row in rows]
         ids: list[list[int]] = [[] for _ in rows]
         while waiting or running:
             while waiting:
@@ -336,7 +341,7 @@ class Generator:
                 if slot is None:
                     break
                 running[slot] = waiting.pop()
-            for slot, tokens, why in engine.step():
+            for slot, tokens, why, _ in engine.step():
                 number = running[slot]
                 ids[number] += tokens
                 streams[number].add(tokens)
@@ -349,11 +354,20 @@ class Generator:
                     del running[slot]
         return [texts[number] for number in range(len(rows))]
 
-    def _as_generated(self, ids: list[int], decoding: Decoding, score: float | None = None) -> Generated:
+    def _text_after(self, prompt: Sequence[int], decoding: Decoding) -> Stream:
+        """The text that continues a prompt, or translates a source."""
+        return Stream(needed(self.tokenizer), decoding.stop, () if self.model.graph.remembered else prompt)
+
+    def _as_generated(
+        self, prompt: Sequence[int], ids: list[int], decoding: Decoding, score: float | None = None
+    ) -> Generated:
         finished: Finished = "stop" if len(ids) < decoding.max_tokens else "length"
-        text = "" if self.tokenizer is None else self.tokenizer.decode(ids)
-        text, stopped = until_stop(text, decoding.stop)
-        return Generated(text, tuple(ids), "stop" if stopped else finished, score)
+        if self.tokenizer is None:
+            return Generated("", tuple(ids), finished, score)
+        text = self._text_after(prompt, decoding)
+        text.add(ids)
+        text.end()
+        return Generated(text.text, tuple(ids), "stop" if text.stopped else finished, score)
 
 
 def _generating(opened: Loaded) -> Loaded:

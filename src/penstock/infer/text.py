@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from penstock.config.decoding import USUAL_TOKENS
-from penstock.data.text.tokenizers import Tokenizer
+from penstock.data.text.tokenizers import Tokenizer, letters_of_bytes
 from penstock.errors import ConfigError
 
 _BROKEN = "\ufffd"
@@ -37,12 +38,18 @@ def usual_tokens(prompt: int, room: int, *, least: int = 0) -> int:
 
 class Stream:
     """The text of one sequence of tokens, told as it comes. No character is told before it is whole, and nothing that
-    may still turn out to be the beginning of a stop text."""
+    may still turn out to be the beginning of a stop text.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    The text is what the tokens add to that of the prompt `after`: decoded alone, the first word of a continuation would
+    lose its space in tokenizers of sentencepiece's kind, such as Llama 2's."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._from, self._read = 0, 0
+        self._tokens = list(after)
+        count, self._read = _CONTEXT, len(after)
+        while count < len(after) and not _stands_alone(tokenizer.decode(after[-count:])):
+            count *= 2
+        self._from = max(0, len(after) - count)
         self._held = ""
         self.text = ""
         """All that has been told."""
@@ -54,29 +61,34 @@ class Stream:
         if self.stopped:
             return ""
         self._tokens.extend(tokens)
-        before = self._tokenizer.decode(self._tokens[self._from : self._read])
-        whole = self._tokenizer.decode(self._tokens[self._from :])
-        if whole.endswith(_BROKEN) or len(whole) <= len(before):
+        whole, more = self._decoded()
+        if whole.endswith(_BROKEN) or not more:
             return ""
         self._from, self._read = max(self._from, len(self._tokens) - _CONTEXT), len(self._tokens)
         if self._from:
             # A character that begins before the context would be read again, and wrongly.
             tail = self._tokenizer.decode(self._tokens[self._from :])
-            if not whole.endswith(tail):
+            if not _stands_alone(tail) or not whole.endswith(tail):
                 self._from = 0
-        return self._tell(whole[len(before) :])
+        return self._tell(more)
 
     def end(self) -> str:
         """All that is left, when no token comes any more."""
         if self.stopped:
             return ""
-        before = self._tokenizer.decode(self._tokens[self._from : self._read])
-        whole = self._tokenizer.decode(self._tokens[self._from :])
+        more = self._tell(self._decoded()[1])
         self._read = len(self._tokens)
-        more = self._tell(whole[len(before) :])
         left, self._held = self._held, ""
         self.text += left
         return more + left
+
+    def _decoded(self) -> tuple[str, str]:
+        """The text of the tokens from the context on, and what of it is new."""
+        before = self._tokenizer.decode(self._tokens[self._from : self._read])
+        whole = self._tokenizer.decode(self._tokens[self._from :])
+        if not whole.startswith(before):  # the prompt ended within a character, which is whole now
+            before = before.rstrip(_BROKEN)
+        return whole, whole[len(before) :]
 
     def _tell(self, more: str) -> str:
         self._held += more
@@ -97,7 +109,53 @@ class Stream:
         )
 
 
-def until_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """A text before the first of its stop texts, and whether there is one."""
-    places = [place for each in stop if (place := text.find(each)) >= 0]
-    return (text[: min(places)], True) if places else (text, False)
+class Spelling:
+    """How single tokens are shown, as OpenAI shows them, and where each begins in a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._words = tokenizer, tokenizer.words()
+        self._before = tokenizer.encode(["a"])[0].tolist()
+        """A token behind another keeps its space."""
+        self._length = len(tokenizer.decode(self._before))
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def __call__(self, number: int) -> tuple[str, bytes]:
+        """A token as text, and its own bytes. A special token is shown by its name, and one that has a part of a
+        character as `bytes:\\xe2\\x82`."""
+        if number not in self._known:
+            word = self._words[number] if number < len(self._words) else str(number)
+            text = self.decode([*self._before, number])[self._length :] or word
+            raw = _bytes_of(word) if _BROKEN in text else None
+            if raw is None:
+                raw = text.encode("utf-8", "replace")
+            else:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._known[number] = text, raw
+        return self._known[number]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The text of some tokens."""
+        return self._tokenizer.decode(numbers)
+
+    def offsets(self, numbers: Sequence[int], first: int) -> list[int]:
+        """In the text of some tokens, the places of those from `first` on; a token that goes on with a character has
+        that character's."""
+        text, places = Stream(self._tokenizer, (), numbers[:first]), list[int]()
+        begin = len(self.decode(numbers[:first]))
+        for number in numbers[first:]:
+            places.append(begin + len(text.text))
+            text.add([number])
+        return places
+
+
+def _bytes_of(word: str) -> bytes | None:
+    """The bytes that a token's name spells, in tokenizers that cut characters; None for other names."""
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", word):
+        return bytes.fromhex(byte[1])
+    letters = {letter: byte for byte, letter in letters_of_bytes().items()}
+    return bytes(letters[letter] for letter in word) if all(letter in letters for letter in word) else None
+
+
+def _stands_alone(text: str) -> bool:
+    """Whether a text that follows some tokens is read alike after these alone: they have characters, the first whole."""
+    return bool(text.strip()) and not text.startswith(_BROKEN)

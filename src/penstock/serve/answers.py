@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import json
 import struct
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.text.tokenizers import Tokenizer
-from penstock.infer.text import Stream
+from penstock.infer.text import Spelling, Stream
 from penstock.serve.backend import Lost, Ticket
 from penstock.serve.metrics import Metrics
 from penstock.serve.parse import TextRequest
@@ -26,11 +25,21 @@ class Text:
     """One text as it is made."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: TextRequest
+        self,
+        tokenizer: Tokenizer | None,
+        metrics: Metrics,
+        ticket: Ticket,
+        wanted: TextRequest,
+        *,
+        source: bool,
     ) -> None:
+        """`source` says that the ticket's tokens are a source to translate, which the text does not continue."""
         self._tokenizer, self._metrics, self._ticket, self._stop = tokenizer, metrics, ticket, wanted.stop
         self._every = wanted.token_ids or tokenizer is None
+        self._after: Sequence[int] = () if source else ticket.message["ids"]
         self.ids: list[int] = []
+        self.end: int | None = None
+        """The token that ended the text."""
         self.text = ""
         self.finished = ""
         self._begun = time.monotonic()
@@ -62,7 +71,7 @@ class Text:
                 if words is not None and words.stopped:
                     self.finished = "stop"
                     break
-                self.finished = event.finished
+                self.finished, self.end = event.finished, event.end
         self.text = words.text if words is not None else ""
         metrics.first_token.add(first - self._begun)
         metrics.latency.add(last - self._begun)
@@ -70,7 +79,7 @@ class Text:
             metrics.per_token.add((last - first) / (len(self.ids) - 1))
 
     def _words(self) -> Stream | None:
-        return None if self._tokenizer is None else Stream(self._tokenizer, self._stop)
+        return None if self._tokenizer is None else Stream(self._tokenizer, self._stop, self._after)
 
 
 @dataclass(slots=True)
@@ -81,14 +90,21 @@ class Whole:
     ids: list[int]
     text: str
     finished: str
+    end: int | None = None
+    """The token that ended it, which the text does not show."""
     scores: list[Any] | None = None
-    """Scores of prompt and text together, as `penstock.infer.score.TextScores`."""
+    """Scores of `tokens`, as `penstock.infer.score.TextScores`."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens: of the prompt, of the text, and the one that ended it."""
+        return [*self.prompt, *self.ids, *(() if self.end is None else (self.end,))]
 
     @property
     def mean(self) -> float:
-        """Mean log-probability of the text's own tokens."""
-        logs = self.scores[0][len(self.prompt) - 1 :] if self.scores and self.ids else [0.0]
-        return sum(logs) / len(logs)
+        """Mean log-probability of the tokens that were generated."""
+        logs = self.scores[0][len(self.prompt) - 1 :] if self.scores else []
+        return sum(logs) / len(logs) if logs else 0.0
 
 
 def likeliest(texts: Sequence[Whole], wanted: TextRequest) -> list[Whole]:
@@ -110,55 +126,55 @@ def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]
 
 
 def choice(
-    place: int, whole: Whole, kind: str, wanted: TextRequest, tokenizer: Tokenizer | None
+    place: int, whole: Whole, kind: str, wanted: TextRequest, spelling: Spelling | None
 ) -> dict[str, Any]:
     """A whole text; behind its prompt, and with log-probabilities, where these are wanted."""
-    shown = wanted.echo or wanted.logprobs is not None
-    prompt = tokenizer.decode(whole.prompt) if shown and tokenizer is not None else ""
     logs = None
     if wanted.logprobs is not None and whole.scores is not None:
-        logs = _logs(whole, prompt, chats=kind.startswith("chat"), echo=wanted.echo, tokenizer=tokenizer)
+        logs = _chat_logs(whole, spelling) if kind.startswith("chat") else _logs(whole, wanted.echo, spelling)
     shared = {"index": place, "finish_reason": whole.finished, "logprobs": logs}
     if kind.startswith("chat"):
         return shared | {"message": {"role": "assistant", "content": whole.text}}
-    text, ids = (prompt + whole.text, [*whole.prompt, *whole.ids]) if wanted.echo else (whole.text, whole.ids)
+    text, ids = whole.text, whole.ids
+    if wanted.echo:
+        text = (spelling.decode(whole.prompt) if spelling is not None else "") + text
+        ids = [*whole.prompt, *ids]
     return shared | {"text": text, "token_ids": ids}
 
 
-def _logs(
-    whole: Whole, prompt: str, *, chats: bool, echo: bool, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
-    """Log-probabilities in the form of the route. Nothing comes before a first token, so that it has none."""
+def _shown(number: int, spelling: Spelling | None) -> tuple[str, bytes]:
+    return (str(number), str(number).encode()) if spelling is None else spelling(number)
+
+
+def _chat_logs(whole: Whole, spelling: Spelling | None) -> dict[str, Any]:
+    """Log-probabilities of the tokens that were generated, in the form of chats."""
     assert whole.scores is not None
 
-    def word(number: int) -> str:
-        return str(number) if tokenizer is None else tokenizer.decode([number])
+    def entry(number: int, log: float) -> dict[str, Any]:
+        token, raw = _shown(number, spelling)
+        return {"token": token, "logprob": log, "bytes": list(raw)}
 
-    ids = [*whole.prompt, *whole.ids]
-    logs, tops = [None, *whole.scores[0]], [[], *whole.scores[1]]
-    first = 0 if echo else len(whole.prompt)
-    if chats:
+    first, tokens = len(whole.prompt), whole.tokens
+    rows = zip(tokens[first:], *(scores[first - 1 :] for scores in whole.scores))
+    content = [entry(n, log) | {"top_logprobs": [entry(*one) for one in tops]} for n, log, tops in rows]
+    return {"content": content}
 
-        def entry(number: int, log: float) -> dict[str, Any]:
-            text = word(number)
-            return {"token": text, "logprob": log, "bytes": list(text.encode())}
 
-        content = [
-            entry(ids[at], logs[at] or 0.0) | {"top_logprobs": [entry(n, log) for n, log in tops[at]]}
-            for at in range(first, len(ids))
-        ]
-        return {"content": content}
-    words = [word(number) for number in ids[first:]]
-    begin = 0 if echo else len(prompt)
+def _logs(whole: Whole, echo: bool, spelling: Spelling | None) -> dict[str, Any]:
+    """Log-probabilities in the form of completions. Nothing comes before a first token, so that it has none."""
+    assert whole.scores is not None
+    tokens, first = whole.tokens, 0 if echo else len(whole.prompt)
+    logs, tops = [None, *whole.scores[0]], [None, *whole.scores[1]]
     best: list[dict[str, float] | None] = []
-    for at in range(first, len(ids)):
-        row: dict[str, float] = {}
-        for number, log in tops[at]:  # two tokens may be spelled alike, of which the likelier comes first
-            row.setdefault(word(number), log)
-        best.append(row if at else None)
+    for row in tops[first:]:
+        names: dict[str, float] = {}
+        for number, log in row or ():  # two tokens may be spelled alike, of which the likelier comes first
+            names.setdefault(_shown(number, spelling)[0], log)
+        best.append(None if row is None else names)
     return {
-        "tokens": words, "token_logprobs": logs[first:], "top_logprobs": best,
-        "text_offset": [begin, *(begin + end for end in itertools.accumulate(map(len, words)))][: len(words)],
+        "tokens": [_shown(number, spelling)[0] for number in tokens[first:]],
+        "token_logprobs": logs[first:], "top_logprobs": best,
+        "text_offset": [0] * len(best) if spelling is None else spelling.offsets(tokens, first),
     }  # fmt: skip
 
 

@@ -43,6 +43,8 @@ class Event(NamedTuple):
     tokens: tuple[int, ...] = ()
     finished: str = ""
     """`stop` or `length` with the last tokens."""
+    end: int | None = None
+    """The token that ended the text, with `stop`."""
     again: bool = False
     """Whether all tokens so far are void, because another worker makes them again."""
     answer: list[Any] | None = None
@@ -202,8 +204,8 @@ class Backend:
             self.ready.set()
             for ticket in self._tickets.values():
                 self._send(ticket)
-        for number, tokens, finished in message.get("made", ()):
-            self._tell(number, Event(tuple(tokens), finished), last=bool(finished))
+        for number, tokens, finished, end in message.get("made", ()):
+            self._tell(number, Event(tuple(tokens), finished, end), last=bool(finished))
         if "experts" in message:
             self._count(message["experts"])
         if "answer" in message:

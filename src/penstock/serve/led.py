@@ -163,14 +163,16 @@ class Led(Ranks):
     def _all(self, results: Sequence[SlotResult]) -> list[SlotResult]:
         """The results of all ranks' engines: at most one token in each slot."""
         here = torch.full((self.engine.slots, 2), -1, dtype=torch.int64, device=self.engine.device)
-        for slot, tokens, finished in results:
-            here[slot] = torch.tensor([tokens[0] if tokens else -1, _ENDS.index(finished)])
+        for slot, tokens, finished, end in results:
+            here[slot] = torch.tensor([tokens[0] if tokens else end, _ENDS.index(finished)])
         every = [torch.empty_like(here) for _ in range(self.dims.data_world)]
         distributed.all_gather(every, here, group=self.dims.group(*DATA))
         return [
-            SlotResult(slot, (token,) if token >= 0 else (), _ENDS[end])
-            for slot, (token, end) in enumerate(torch.cat(every).tolist())
-            if end >= 0
+            SlotResult(slot, (), "stop", token)
+            if _ENDS[why] == "stop"
+            else SlotResult(slot, (token,), _ENDS[why])
+            for slot, (token, why) in enumerate(torch.cat(every).tolist())
+            if why >= 0
         ]
 
     def obey(self, news: tuple[Any, ...]) -> None:

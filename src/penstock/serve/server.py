@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import time
@@ -26,7 +27,7 @@ from penstock.data.text.chat import Template
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError, PenstockError
 from penstock.infer.labels import TextLabels
-from penstock.infer.text import needed, prompt_numbers, usual_tokens
+from penstock.infer.text import Spelling, needed, prompt_numbers, usual_tokens
 from penstock.serve import answers, parse
 from penstock.serve.answers import Piece, Text, Whole
 from penstock.serve.backend import Backend, Lost, Refused, Ticket
@@ -68,6 +69,11 @@ class Service:
     def source(self) -> bool:
         """Whether the model translates a source."""
         return bool(self.backend.about.get("source"))
+
+    @functools.cached_property
+    def spelling(self) -> Spelling | None:
+        """How tokens are shown, with a tokenizer."""
+        return None if self.tokenizer is None else Spelling(self.tokenizer)
 
     @property
     def labels(self) -> TextLabels:
@@ -173,7 +179,7 @@ class Service:
         wanted = parse.translation(body)
         prompts = await self._numbers(wanted)
         tickets = self._submit(wanted, prompts)
-        texts = [Text(self.tokenizer, self.metrics, ticket, wanted) for ticket in tickets]
+        texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
         await self._all(request, texts)
         return JSONResponse({
             "object": "translation", "model": self.name,
@@ -277,7 +283,7 @@ class Service:
         if wanted.scored and self.source:
             raise Fault(400, "This model is an encoder–decoder, whose log-probabilities are not given.")
         tickets = self._submit(wanted, prompts) if wanted.most != 0 else []
-        texts = [Text(self.tokenizer, self.metrics, ticket, wanted) for ticket in tickets]
+        texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
         made = tickets[0].number if tickets else 0
         number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{made}-{int(time.time())}"
         head = {"id": number, "created": int(time.time()), "model": self.name}
@@ -288,20 +294,26 @@ class Service:
             )
         await self._all(request, texts)
         of = [prompt for prompt in prompts for _ in range(wanted.best_of)]
-        whole = [Whole(prompt, made.ids, made.text, made.finished) for prompt, made in zip(of, texts)]
+        whole = [
+            Whole(prompt, made.ids, made.text, made.finished, made.end) for prompt, made in zip(of, texts)
+        ]
         whole = whole or [Whole(prompt, [], "", "length") for prompt in prompts]
         if wanted.scored:
             await self._while_there(request, self._score(whole, wanted))
-        chosen = answers.likeliest(whole, wanted)
-        choices = [answers.choice(i, made, kind, wanted, self.tokenizer) for i, made in enumerate(chosen)]
-        return JSONResponse(
-            {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
-        )
+
+        def response() -> Response:
+            chosen = answers.likeliest(whole, wanted)
+            choices = [answers.choice(i, made, kind, wanted, self.spelling) for i, made in enumerate(chosen)]
+            return JSONResponse(
+                {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
+            )
+
+        return response() if wanted.logprobs is None else await asyncio.to_thread(response)
 
     async def _score(self, texts: Sequence[Whole], wanted: TextRequest) -> None:
         """Give each text its scores, one after the other, so that they take no more than one place in the queue."""
         for text in texts:
-            ticket = self._send({"score": [*text.prompt, *text.ids], "top": wanted.logprobs or 0})
+            ticket = self._send({"score": text.tokens, "top": wanted.logprobs or 0})
             text.scores = await ticket.answer()
 
     async def _numbers(self, wanted: TextRequest) -> list[list[int]]:

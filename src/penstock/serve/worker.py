@@ -35,7 +35,7 @@ class Slots(Protocol):
 
     def admit(self, request: Any) -> int | None: ...
 
-    def step(self, chunk: int | None = None) -> Sequence[tuple[int, tuple[int, ...], str]]: ...
+    def step(self, chunk: int | None = None) -> Sequence[tuple[int, tuple[int, ...], str, int | None]]: ...
 
     def release(self, slot: int) -> None: ...
 
@@ -140,9 +140,9 @@ class Worker:
                 self._slots[slot], self._places[read.job.number] = read.job, slot
             self.scheduler.has_read(read)
         made = []
-        for slot, tokens, finished in engine.step(self.scheduler.limits.chunk):
+        for slot, tokens, finished, end in engine.step(self.scheduler.limits.chunk):
             number = self._slots[slot].number
-            made.append([number, list(tokens), finished])
+            made.append([number, list(tokens), finished, end])
             if finished:
                 self._drop(number)
         if made:

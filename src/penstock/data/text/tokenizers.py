@@ -193,7 +193,7 @@ class Bytes(Tokenizer):
         return starts
 
     def words(self) -> list[str]:
-        letters = _letters_of_bytes()
+        letters = letters_of_bytes()
         extra = [f"<extra_{number}>" for number in range(self.SENTINELS)]
         return [*(letters[byte] for byte in range(256)), *self.WORDS, *extra]
 
@@ -407,7 +407,7 @@ def _write(folder: Path, text: str, settings: Mapping[str, Any], unused: range) 
 
 
 @functools.cache
-def _letters_of_bytes() -> dict[int, str]:
+def letters_of_bytes() -> dict[int, str]:
     """The letter that stands for each byte in a byte-level BPE: itself where it can be seen, else one from 256 on
     (Radford et al., 2019, the code of GPT-2).
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def chain(folder: Path) -> Path:
     model = GPT2LMHeadModel(config)
     order = ["▁The", "▁river", "▁runs", "▁to", "s", "▁STOP", "</s>"]
     ids = tokenizer.convert_tokens_to_ids(order)
-    following = dict(zip(ids, ids[1:]))
+    following = dict(itertools.pairwise(ids))
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()

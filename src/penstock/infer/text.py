@@ -157,5 +157,5 @@ def _bytes_of(word: str) -> bytes | None:
 
 
 def _stands_alone(text: str) -> bool:
-    """Whether a text that follows some tokens is read alike after these alone: they have characters, the first whole."""
+    """Whether what follows some tokens reads the same after these alone: their text has characters, the first whole."""
     return bool(text.strip()) and not text.startswith(_BROKEN)

@@ -95,6 +95,8 @@ class Backend:
         self.ready = asyncio.Event()
         self.restarts = -1
         self._tickets: dict[int, Ticket] = {}
+        self._held: dict[int, Ticket] = {}
+        """Those of a large request that wait here until the worker has room."""
         self._number = 0
         self._heard = 0.0
         self._writer: asyncio.StreamWriter | None = None
@@ -122,20 +124,32 @@ class Backend:
                 await self._care
         await self._end()
 
+    def require_room(self, count: int) -> None:
+        """Raise QueueFull where too many wait for this many to join them. More than there is room for at all may come
+        as long as there is any: they run in turn."""
+        if self.open + min(count, self.room) > self.room and not (count > self.room > self.open):
+            raise QueueFull(f"{self.open} requests are served or wait, of at most {self.room}.")
+
     def submit(self, message: dict[str, Any]) -> Ticket:
-        """Send a request. Raises QueueFull where too many wait."""
-        if self.open >= self.room:
-            raise QueueFull(f"{self.open} requests are served or wait, and no more than {self.room} may.")
+        """Send a request, once there is room; a caller that is new asks `require_room` first."""
         self._number += 1
         ticket = self._tickets[self._number] = Ticket(self, self._number, message)
-        if self.ready.is_set():
-            self._send(ticket)
+        self._held[ticket.number] = ticket
+        self._fill()
         return ticket
 
     def forget(self, ticket: Ticket) -> None:
         """Nobody waits for the ticket any more; where it is under way, the worker stops it."""
-        if self._tickets.pop(ticket.number, None) is not None and self.ready.is_set():
+        if self._tickets.pop(ticket.number, None) is None:
+            return
+        if self._held.pop(ticket.number, None) is None and self.ready.is_set():
             self._write({"cancel": ticket.number})
+        self._fill()
+
+    def _fill(self) -> None:
+        """Send as many tickets that wait as the worker has room for."""
+        while self._held and self.ready.is_set() and self.open - len(self._held) < self.room:
+            self._send(self._held.pop(next(iter(self._held))))
 
     def _send(self, ticket: Ticket) -> None:
         ticket.attempts += 1
@@ -202,8 +216,8 @@ class Backend:
             self.about = message["ready"]
             self.loads = None  # a new worker counts from zero
             self.ready.set()
-            for ticket in self._tickets.values():
-                self._send(ticket)
+            self._held = dict(self._tickets)
+            self._fill()
         for number, tokens, finished, end in message.get("made", ()):
             self._tell(number, Event(tuple(tokens), finished, end), last=bool(finished))
         if "experts" in message:
@@ -228,6 +242,7 @@ class Backend:
         ticket = self._tickets.pop(number, None) if last else self._tickets.get(number)
         if ticket is not None:
             ticket.news.put_nowait(event)
+        self._fill()
 
     def _retry(self) -> None:
         """Leave the dead worker's requests to the next one, or report them as lost."""

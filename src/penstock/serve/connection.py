@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,12 +18,21 @@ MOST_CONNECTIONS = 2048
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which waits for the head of a request only so long."""
+    """uvicorn's connection, which waits for the head of a request only so long, from when the last byte of the answer
+    before it has left. A client may read slowly, but must read."""
 
     _watch: asyncio.TimerHandle | None = None
+    _left = 0
+    """Bytes that waited for the client when it was last looked at."""
+
+    def __init__(self, *args: Any, unread_seconds: float, **settings: Any) -> None:
+        """After `unread_seconds` in which the client has read nothing of what waits for it, the connection ends."""
+        super().__init__(*args, **settings)
+        self._unread_seconds = unread_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that it is told when the last byte has left
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
             return
@@ -40,8 +50,30 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._expect()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._forget()
+        self._left = self.transport.get_write_buffer_size()
+        self._watch = self.loop.call_later(self._unread_seconds, self._look)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget()
+        self._expect()
+
+    def _look(self) -> None:
+        """End a connection whose client has read nothing since the last look."""
+        before, self._left = self._left, self.transport.get_write_buffer_size()
+        if self._left >= before:
+            self._watch = None
+            self.transport.abort()
+        else:
+            self._watch = self.loop.call_later(self._unread_seconds, self._look)
+
     def _expect(self) -> None:
         """Time the head of the next request, from the moment when nothing else is under way."""
+        if self.flow is not None and self.flow.write_paused:
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._watch is None:

@@ -22,6 +22,8 @@ MOST_CHOICES = 16
 """Texts for one prompt."""
 MOST_LIKELIEST = 20
 """Likeliest tokens in each place."""
+MOST_BIASES = 300
+"""Entries of `logit_bias`, as OpenAI takes."""
 MOST_PROMPTS = 256
 """Prompts, or texts to embed or translate, of one request."""
 DECODING = {
@@ -41,6 +43,15 @@ _KEYS = {
     "embeddings": frozenset({"model", "input", "encoding_format", *_CALLER}),
     "classify": frozenset({"model", "input", *_CALLER}),
 }
+
+
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "service_tier": ("auto", "default"), "suffix": ("",), "web_search_options": (), "audio": (), "prediction": (),
+    "reasoning_effort": (), "verbosity": (),
+}  # fmt: skip
+"""Settings of OpenAI's that are not supported, and the values at which they ask for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +91,17 @@ def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
     """The table in a body of at most `most` bytes. Raises ConfigError for others, and for keys that `route` lacks."""
     body = parse_json(raw, "The body of the request", bounds=Bounds(bytes=most, values=200_000, control=True))
     known = _KEYS[route]
-    for key, value in body.items():
-        if key not in known and value is not None:
+    body = {
+        key: value for key, value in body.items() if value is not None and value not in _IDLE.get(key, ())
+    }
+    for key in body:
+        if key in _IDLE:
+            raise ConfigError(f"{key} is not supported; leave it out.")
+        if key not in known:
             raise ConfigError(f"{quoted(key)} is no setting of this route.{nearest(key, sorted(known))}")
-    return {key: value for key, value in body.items() if value is not None}
+    if isinstance(bias := body.get("logit_bias"), dict) and len(bias) > MOST_BIASES:
+        raise ConfigError(f"logit_bias has {len(bias):,} entries, and at most {MOST_BIASES} are taken.")
+    return body
 
 
 def completion(body: Mapping[str, Any]) -> TextRequest:
@@ -104,17 +122,7 @@ def chat(body: Mapping[str, Any], template: Template | None) -> TextRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError("messages must be a list of tables with role and content.")
-    for message in messages:
-        # lm-evaluation-harness says of each message that it is text.
-        if not isinstance(message, dict) or {*message} - {"role", "content", "name", "type"}:
-            raise ConfigError("A message must be a table with role and content, and no more.")
-        if not isinstance(message.get("role"), str) or message.get("type", "text") != "text":
-            raise ConfigError("The role of a message must be text, and its type, if it has one, text.")
-    messages = [
-        {name: value for name, value in message.items() if name != "type"}
-        | {"content": _content(message.get("content"))}
-        for message in messages
-    ]
+    messages = [_message(message, template) for message in messages]
     fields = dict(body)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_completion_tokens")
@@ -125,6 +133,37 @@ def chat(body: Mapping[str, Any], template: Template | None) -> TextRequest:
             raise ConfigError("top_logprobs is for logprobs=true; give both or neither.")
         return request
     return _scored(replace(request, logprobs=top or 0))
+
+
+def _message(message: Any, template: Template) -> dict[str, Any]:
+    """A message as the template takes it, without fields that are null, as clients of OpenAI's send back an answer.
+    Raises ConfigError for fields that the template does not use."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ConfigError("A message must be a table with role and content, and its role text.")
+    answers = message["role"] == "assistant"
+    content = "" if answers and message.get("content") is None else _content(message.get("content"))
+    found: dict[str, Any] = {"role": message["role"], "content": content}
+    for name, value in message.items():
+        # lm-evaluation-harness says of each message that it is text.
+        if name in found or value is None or value == [] or (name, value) == ("type", "text"):
+            continue
+        if name != "name" and name not in template.source:
+            raise ConfigError(
+                f"The model's chat template does not use {quoted(name)} of a message; leave it out."
+            )
+        found[name] = (
+            [_call(call) for call in value] if name == "tool_calls" and isinstance(value, list) else value
+        )
+    return found
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool as templates take it: its arguments, which OpenAI's clients send as JSON, as a table."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = parse_json(function["arguments"], "The arguments of a call")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _content(content: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Callable
@@ -88,11 +89,13 @@ async def _serve(
     logging.getLogger("uvicorn.error").setLevel(
         logging.ERROR
     )  # what clients send wrong is told them, and no log
+    connection = functools.partial(Connection, unread_seconds=config.unread_seconds)
     server = Server(
         uvicorn.Config(
-            service.app(), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
+            service.app(), http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_graceful_shutdown=max(1, int(config.stop_seconds)),
+            timeout_keep_alive=1 << 20,  # a connection has a limit of its own, which slow readers do not meet
         )
     )  # fmt: skip
     await backend.start()

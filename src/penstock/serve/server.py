@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -64,6 +66,7 @@ class Service:
     stopping: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
     """When it began, in seconds since 1970."""
+    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def source(self) -> bool:
@@ -94,12 +97,15 @@ class Service:
             Route(path, self._guarded(name, work), methods=["POST"]) for path, (name, work) in posts.items()
         ]
         gets = {
-            "/health": self.health, "/v1/models": self.models, "/metrics": self.report, "/v1/experts": self.experts,
+            "/health": self.health, "/v1/models": self.models, "/v1/models/{name:path}": self.model,
+            "/metrics": self.report, "/v1/experts": self.experts,
         }  # fmt: skip
         routes += [
             Route(path, self._guarded(path.strip("/"), work), methods=["GET"]) for path, work in gets.items()
         ]
-        return Starlette(routes=routes)
+        origins = [*self.config.cors]
+        pages = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        return Starlette(routes=routes, middleware=[pages] if origins else [])
 
     def _guarded(
         self, route: str, work: Callable[[Request], Awaitable[Response]]
@@ -156,9 +162,7 @@ class Service:
             seconds = f"{self.config.body_seconds:g} s"
             raise Fault(408, f"The body did not come within {seconds}.") from None
         body = parse.body_of(bytes(raw), route, most=most)
-        named = body.get("model", self.name)
-        if named != self.name:
-            raise Fault(404, f"There is no model {quoted(named)} here; it is {self.name!r}.")
+        self._require_name(body.get("model", self.name))
         return body
 
     async def completions(self, request: Request) -> Response:
@@ -169,7 +173,9 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation."""
         body = await self._table(request, "chat")
-        return await self._generate(request, parse.chat(body, self.template), "chat.completion")
+        async with self._rendering:  # one at a time, beside the loop: a template may take seconds
+            wanted = await asyncio.to_thread(parse.chat, body, self.template)
+        return await self._generate(request, wanted, "chat.completion")
 
     async def translate(self, request: Request) -> Response:
         """Texts translated, or whatever an encoder–decoder makes of them."""
@@ -226,6 +232,7 @@ class Service:
         longest = self.backend.about.get("context", 0)
         if longest and max(map(len, rows)) > longest:
             raise Fault(400, f"A text has {max(map(len, rows)):,} tokens, but the model reads {longest:,}.")
+        self.backend.require_room(1)
         ticket, begun = self._send({wanted: rows}), time.monotonic()
         vectors: list[list[float]] = await self._while_there(request, ticket.answer())
         self.metrics.latency.add(time.monotonic() - begun)
@@ -247,13 +254,23 @@ class Service:
         return JSONResponse({"status": "ok" if ready else "starting"}, status_code=200 if ready else 503)
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
-        about = self.backend.about
-        model = {
+        """A list of the one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model, by its name."""
+        self._require_name(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
             "id": self.name, "object": "model", "created": self.started, "owned_by": "penstock",
-            "context": about.get("context"),
+            "context": self.backend.about.get("context"),
         }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [model]})
+
+    def _require_name(self, name: Any) -> None:
+        if name != self.name:
+            raise Fault(404, f"There is no model {quoted(name)} here; it is {self.name!r}.")
 
     async def experts(self, request: Request) -> Response:
         """The record of experts' loads while the model serves, as `penstock experts` reads it."""
@@ -282,6 +299,8 @@ class Service:
             raise Fault(400, "A prompt is empty.")
         if wanted.scored and self.source:
             raise Fault(400, "This model is an encoder–decoder, whose log-probabilities are not given.")
+        if wanted.most == 0:  # prompts are scored, one after the other
+            self.backend.require_room(1)
         tickets = self._submit(wanted, prompts) if wanted.most != 0 else []
         texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
         made = tickets[0].number if tickets else 0
@@ -333,10 +352,7 @@ class Service:
         missing or unknown."""
         routes = self.labels.numbers(wanted.prompts, wanted.label)
         tickets: list[Ticket] = []
-        if self.backend.open + len(prompts) * wanted.best_of > self.backend.room:
-            raise QueueFull(
-                f"{self.backend.open} requests are served or wait, of at most {self.backend.room}."
-            )
+        self.backend.require_room(len(prompts) * wanted.best_of)
         room = self.backend.about.get("context", USUAL_TOKENS)
         for row, route in zip(prompts, routes, strict=True):
             for choice in range(wanted.best_of):

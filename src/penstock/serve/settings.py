@@ -154,6 +154,10 @@ class ServeConfig(Checked):
     """Seconds after which a request whose body has not come is refused."""
     body_bytes: Annotated[int, Range(1024, 1 << 28)] = 1 << 20
     """Bytes of a request's body at most."""
+    unread_seconds: Positive = 60.0
+    """Seconds without reading after which a client that has an answer to read is cut off; it may read slowly."""
+    cors: tuple[str, ...] = ()
+    """Origins of web pages whose scripts may call, such as https://example.org; `*`: all. None: no page."""
     stop_seconds: Positive = 30.0
     """Seconds for unfinished requests when the server is asked to stop."""
     stall_seconds: Positive = 300.0

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
+from penstock.boundary.templates import check_template, render
 from penstock.data.text.messages import MARKS, Message
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
@@ -36,27 +34,14 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Template:
-    """A model's chat template, which turns messages into a text. It comes from outside, so it runs in a sandbox."""
+    """A model's chat template, which turns messages into a text. It comes from outside, so it runs in a sandbox, in
+    another process, with limits: see `penstock.boundary.templates`."""
 
     def __init__(self, text: str, specials: Mapping[str, str]) -> None:
         """`specials` are the names that it uses for special tokens, such as `eos_token`. Raises ConfigError for one
         that is no template."""
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        # transformers' own tag marks the model's answers, for training.
-        text = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", text)
-        text = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", text)
+        check_template(text)
         self.source, self._specials = text, dict(specials)
-        try:
-            self._template = environment.from_string(text)
-        except TemplateError as problem:
-            raise ConfigError(f"The model's chat template cannot be used: {problem}.") from None
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, tools: list[Any] | None = None
@@ -64,15 +49,8 @@ class Template:
         """The text of some messages; with `answer`, up to where the model's next answer begins. As in transformers,
         fields without a value are left out, and a thought has all its names. Raises ConfigError where the template does
         not take them."""
-        given = [_with_all_names(message) for message in messages]
-        try:
-            return self._template.render(
-                messages=given, tools=tools, documents=None, add_generation_prompt=answer, **self._specials
-            )
-        except ConfigError:
-            raise
-        except Exception as problem:  # noqa: BLE001 (a template may raise anything)
-            raise ConfigError(f"The model's chat template does not take these messages: {problem}.") from None
+        values = {"messages": [_with_all_names(message) for message in messages], "tools": tools, "documents": None}
+        return render(self.source, {**values, "add_generation_prompt": answer, **self._specials})
 
 
 def _with_all_names(message: Mapping[str, Any]) -> Message:
@@ -80,10 +58,6 @@ def _with_all_names(message: Mapping[str, Any]) -> Message:
     given = {name: value for name, value in message.items() if value is not None}
     thought = next((given[name] for name in _THOUGHTS if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
-
-
-def _refuse(why: str) -> None:
-    raise ConfigError(f"The model's chat template does not take these messages: {why}")
 
 
 def template_of(tokenizer: Tokenizer) -> Template | None:

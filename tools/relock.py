@@ -44,6 +44,7 @@ LICENCES = {
     "tokenizers": "Apache-2.0",
     "triton": "MIT",
     "trove-classifiers": "Apache-2.0",
+    "word2number": "MIT",
 }
 HEADER = """\
 # Every version that CI and the Makefile install; `make relock` writes this file anew from what is installed.

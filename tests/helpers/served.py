@@ -41,6 +41,19 @@ class Running:
             return answer.status, json.loads(text), dict(answer.getheaders())
         return answer.status, text, dict(answer.getheaders())
 
+    def preflight(self, path: str, origin: str) -> dict[str, str]:
+        """Headers of the answer to a browser that asks whether a page of an origin may call."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        asks = {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "x",
+        }
+        connection.request("OPTIONS", path, headers=asks)
+        headers = dict(connection.getresponse().getheaders())
+        connection.close()
+        return headers
+
     def gauge(self, name: str) -> float:
         """What /metrics says."""
         lines = self.ask("/metrics")[1].splitlines()

@@ -87,6 +87,9 @@ def test_a_template_may_use_what_transformers_lets_it() -> None:
     assert said == time.strftime("%Y") + "high"
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
 def ask(running: Running, path: str, body: object) -> tuple[int, dict, dict]:  # type: ignore[type-arg]
     return running.ask(path, body, key="secret")
 
@@ -245,6 +248,41 @@ def test_messages_go_through_the_models_template(quick: Running) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == ";<"
 
 
+def test_more_prompts_than_may_wait_run_in_turn(quick: Running) -> None:
+    body = {"prompt": ["a", "k"] * 20, "max_tokens": 2, "temperature": 0}
+    status, answer, _ = ask(quick, "/v1/completions", body)
+    assert status == 200, answer
+    assert [one["text"] for one in answer["choices"]] == ["bc", "lm"] * 20
+    status, answer, _ = ask(quick, "/v1/completions", body | {"prompt": ["a"] * 257})
+    assert status == 400
+    assert "at most 256" in answer["error"]["message"]
+    quick_gauge(quick, "open_requests", 0)
+
+
+def test_what_asks_for_nothing_is_taken(quick: Running) -> None:
+    """As clients send it that fill in every field."""
+    plain = ask(quick, "/v1/chat/completions", CHAT | {"max_tokens": 2})[1]["choices"]
+    idle = {
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "functions": None, "stop": None, "logit_bias": {}, "modalities": ["text"], "audio": None,
+    }  # fmt: skip
+    status, answer, _ = ask(quick, "/v1/chat/completions", CHAT | {"max_tokens": 2} | idle)
+    assert status == 200, answer
+    assert answer["choices"] == plain
+    said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
+    messages = [*CHAT["messages"], said, {"role": "user", "content": "hi", "audio": None}]
+    assert ask(quick, "/v1/chat/completions", {"messages": messages, "max_tokens": 2})[1]["choices"] == plain
+
+
+def test_a_page_of_a_named_origin_may_call(tmp_path: Path) -> None:
+    with served(folder(tmp_path, 1), "cors=https://example.org", "key=secret") as running:
+        for origin, allowed in (("https://example.org", True), ("https://example.com", False)):
+            answer = running.preflight("/v1/completions", origin)
+            assert (answer.get("access-control-allow-origin") == origin) == allowed
+        headers = ask(running, "/v1/completions", {"prompt": "a", "max_tokens": 1})[2]
+        assert "access-control-allow-origin" not in headers
+
+
 @pytest.fixture
 def client(quick: Running) -> Iterator[Any]:
     """OpenAI's own."""
@@ -255,9 +293,12 @@ def client(quick: Running) -> Iterator[Any]:
 
 
 def test_openais_own_client_completes_texts_and_chats(client: Any) -> None:
-    from openai import AuthenticationError, BadRequestError
+    from openai import AuthenticationError, BadRequestError, NotFoundError
 
     (model,) = client.models.list().data
+    assert client.models.retrieve(model.id) == model
+    with pytest.raises(NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
     common = {"model": model.id, "temperature": 0}
     drawn = client.completions.create(prompt="a", max_tokens=3, n=2, logprobs=1, echo=True, seed=1, **common)
     assert [one.text for one in drawn.choices] == ["abcd"] * 2
@@ -268,7 +309,10 @@ def test_openais_own_client_completes_texts_and_chats(client: Any) -> None:
     with client.completions.create(prompt="a", max_tokens=3, stream=True, **common) as pieces:
         assert "".join(piece.choices[0].text for piece in pieces) == "bcd"
     chat = {"messages": [{"role": "user", "content": "How high?"}], "max_tokens": 2, **common}
-    assert client.chat.completions.create(**chat).choices[0].message.content == ";<"
+    said = client.chat.completions.create(**chat).choices[0].message
+    assert said.content == ";<"
+    messages = [*chat["messages"], said.model_dump(), chat["messages"][0]]  # type: ignore[misc]
+    assert client.chat.completions.create(**chat | {"messages": messages}).usage.prompt_tokens == 31
     with client.chat.completions.create(stream=True, **chat) as deltas:
         assert "".join(delta.choices[0].delta.content or "" for delta in deltas) == ";<"
     with pytest.raises(BadRequestError, match="temperature"):
@@ -304,11 +348,30 @@ def test_vectors_come_in_base64_where_a_client_asks_for_it(tmp_path: Path) -> No
         ("/v1/completions", {"prompt": "a", "temperature": 1e9}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "tempurature": 1}, 400, "Did you mean 'temperature'?"),
-        ("/v1/completions", {"prompt": "a", "tools": []}, 400, "'tools' is no setting"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {f"{n}": 1 for n in range(301)}},
+            400,
+            "at most 300",
+        ),
+        ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"response_format": {"type": "json_object"}},
+            400,
+            "response_format is not",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            400,
+            "does not use 'tool_calls'",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "must be text"),
         ("/v1/completions", {"prompt": "a", "n": 99}, 400, "n is 99"),
         ("/v1/completions", {"prompt": "a", "max_tokens": CONTEXT}, 400, "too many"),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
-        ("/v1/completions", {"prompt": ["a"] * 13}, 429, "at most 12"),
         ("/v1/chat/completions", {"messages": "hi"}, 400, "messages must be"),
         (
             "/v1/chat/completions",

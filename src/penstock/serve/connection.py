@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import signal
+import sys
+import termios
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +56,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._forget()
-        self._left = self.transport.get_write_buffer_size()
+        self._left = self._unread()
         self._watch = self.loop.call_later(self._unread_seconds, self._look)
 
     def resume_writing(self) -> None:
@@ -61,9 +64,14 @@ class Connection(H11Protocol):
         self._forget()
         self._expect()
 
+    def _unread(self) -> int:
+        """Bytes that the client has not got: those that wait here, and those with the kernel, which may be millions."""
+        raw = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return int(self.transport.get_write_buffer_size() + int.from_bytes(raw, sys.byteorder))
+
     def _look(self) -> None:
         """End a connection whose client has read nothing since the last look."""
-        before, self._left = self._left, self.transport.get_write_buffer_size()
+        before, self._left = self._left, self._unread()
         if self._left >= before:
             self._watch = None
             self.transport.abort()

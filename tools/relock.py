@@ -41,6 +41,7 @@ LICENCES = {
     "scipy": "BSD-3-Clause",
     "sentence-transformers": "Apache-2.0",
     "sympy": "BSD-3-Clause",
+    "tiktoken": "MIT",
     "tokenizers": "Apache-2.0",
     "triton": "MIT",
     "trove-classifiers": "Apache-2.0",

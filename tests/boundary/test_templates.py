@@ -16,7 +16,7 @@ HOSTILE = {
     "long text": "{{ messages[0]['content'] * 1000000000 }}",
     "long text of a constant": "{{ 'a' * 10000000000 }}",
     "wide format": "{{ '%1000000000s'|format('x') }}",
-    "growing text": "{% set n = namespace(s='a') %}{% for i in range(40) %}{% set n.s = n.s~n.s %}{% endfor %}{{ n.s }}",
+    "growing text": "{% set n = namespace(s='a') %}{% for i in range(40) %}{% set n.s = n.s~n.s %}{% endfor %}{{ n }}",
     "large power": "{% set x = messages|length + 8 %}{{ (10 ** (x ** x)) is even }}",
     "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "nested deeply": "{% if true %}" * 3000 + "{% endif %}" * 3000,

@@ -11,6 +11,7 @@ line: `{"text": …}`, or `{"problem": …}`.
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import signal
@@ -82,6 +83,7 @@ def main() -> None:
     most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.fdopen(1, "w", buffering=1)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
@@ -90,8 +92,7 @@ def main() -> None:
         except MemoryError:
             answer = json.dumps({"problem": "it needs more than 512 MiB of memory"})
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+        answers.write(answer + "\n")
 
 
 if __name__ == "__main__":

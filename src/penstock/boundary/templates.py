@@ -52,8 +52,8 @@ class _Renderer:
             if not answer:
                 self._end()
                 return {}
-        found: dict[str, str] = json.loads(answer)
-        return found
+        table: dict[str, str] = json.loads(answer)
+        return table
 
     def _end(self) -> None:
         process, self._process = self._process, None

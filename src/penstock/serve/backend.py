@@ -96,7 +96,7 @@ class Backend:
         self.restarts = -1
         self._tickets: dict[int, Ticket] = {}
         self._held: dict[int, Ticket] = {}
-        """Those of a large request that wait here until the worker has room."""
+        """Tickets of a large request, by number, which wait here until the worker has room."""
         self._number = 0
         self._heard = 0.0
         self._writer: asyncio.StreamWriter | None = None

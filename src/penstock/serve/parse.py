@@ -142,19 +142,19 @@ def _message(message: Any, template: Template) -> dict[str, Any]:
         raise ConfigError("A message must be a table with role and content, and its role text.")
     answers = message["role"] == "assistant"
     content = "" if answers and message.get("content") is None else _content(message.get("content"))
-    found: dict[str, Any] = {"role": message["role"], "content": content}
+    fields: dict[str, Any] = {"role": message["role"], "content": content}
     for name, value in message.items():
         # lm-evaluation-harness says of each message that it is text.
-        if name in found or value is None or value == [] or (name, value) == ("type", "text"):
+        if name in fields or value is None or value == [] or (name, value) == ("type", "text"):
             continue
         if name != "name" and name not in template.source:
             raise ConfigError(
                 f"The model's chat template does not use {quoted(name)} of a message; leave it out."
             )
-        found[name] = (
+        fields[name] = (
             [_call(call) for call in value] if name == "tool_calls" and isinstance(value, list) else value
         )
-    return found
+    return fields
 
 
 def _call(call: Any) -> Any:

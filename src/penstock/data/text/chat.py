@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,7 +49,11 @@ class Template:
         """The text of some messages; with `answer`, up to where the model's next answer begins. As in transformers,
         fields without a value are left out, and a thought has all its names. Raises ConfigError where the template does
         not take them."""
-        values = {"messages": [_with_all_names(message) for message in messages], "tools": tools, "documents": None}
+        values = {
+            "messages": [_with_all_names(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+        }
         return render(self.source, {**values, "add_generation_prompt": answer, **self._specials})
 
 

@@ -45,6 +45,9 @@ def launch(
                 nodes.report(outcome)
                 return outcome.code
             restarts = assignment.restarts
+            if assignment.nodes > 1:
+                interface = os.environ.get("GLOO_SOCKET_IFNAME", assignment.interface)
+                tell(f"node {assignment.node} of {assignment.nodes}: its ranks talk over {interface}.")
             with Life(
                 program,
                 assignment,

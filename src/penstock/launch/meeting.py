@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Annotated, Self, TypeVar
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -35,6 +39,8 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.convert import Count, FilledText, Natural, Range
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
+from penstock.launch.addresses import interface_of, is_loopback, way_to, words_of_way
+from penstock.launch.aside import Call
 from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings
@@ -46,6 +52,12 @@ _LOOK = 0.5
 _BOUNDS = Bounds(bytes=64_000_000)
 """Limits of a message: it holds the traceback of every rank."""
 _REMEDY = "Start the same version of Penstock on all nodes."
+_TICK = 0.1
+"""Seconds between two looks at a call of the store."""
+_PATIENCE = 3.0
+"""Seconds of silence after which the store is told nothing more at the end."""
+_handlers: list[DynamicRendezvousHandler] = []
+"""Never collected: the end of a handler waits for its thread, which may wait for a silent store."""
 _GOODBYE = 10.0
 """Seconds for which the agent that serves the store stays, so that the others hear the end."""
 
@@ -63,6 +75,8 @@ class Member:
     round: Natural
     restarts: Natural
     host: str
+    rendezvous: FilledText
+    """Address of the rendezvous, as this node reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +96,34 @@ def understood(cls: type[T], raw: bytes) -> T:
     )
 
 
+class _Backend(C10dRendezvousBackend):
+    """Keeps the state of the rendezvous in the store; `asking` is entered while it waits for that."""
+
+    def __init__(self, store: Store, run_id: str, asking: Callable[[], AbstractContextManager[None]]) -> None:
+        self._asking = asking
+        super().__init__(store, run_id)
+
+    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        with self._asking():
+            return super()._call_store(store_op, *args, **kwargs)
+
+
+def seen_from_outside(members: list[Member]) -> list[Member]:
+    """The agents with addresses at which all can reach them. One that reaches the rendezvous by an address of its own
+    host alone is on the host that serves it, which the agents of other hosts know by another address."""
+    outside = [member.rendezvous for member in members if not is_loopback(member.address)]
+    return [
+        replace(member, address=outside[0]) if outside and is_loopback(member.address) else member
+        for member in members
+    ]
+
+
 class Meeting(Nodes):
-    """This node among the others."""
+    """This node among the others.
+
+    The store is asked in threads of its own (`Call`), so that a host that falls silent stops neither the agent nor
+    signals. Silence of the store counts as that of a node does.
+    """
 
     def __init__(self, settings: LaunchSettings) -> None:
         super().__init__(settings.ranks)
@@ -94,86 +134,47 @@ class Meeting(Nodes):
         self._members: list[Member] = []
         self._node = 0
         self._looked = 0.0
+        self._look: Call[tuple[Outcome | None, bool]] | None = None
+        self._asked: dict[int, float] = {}
+        """Threads that wait for the store, and since when."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._heard: Outcome | None = None
         self._waiting = False
         self._goes_on = False
         """Whether the others will have another life."""
 
-    def __enter__(self) -> Self:
-        # Without this the handler would serve one store for all lives of the ranks; see the first lines of this file.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        # The agent says what it means.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        settings = self._settings
-        alive = max(1, round(settings.lost_seconds / 3))
-        parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=settings.rdzv or "",
-            run_id=settings.rdzv_id,
-            min_nodes=settings.nodes[0],
-            max_nodes=settings.nodes[1],
-            local_addr=_address_towards(settings.endpoint()[0]),
-            join_timeout=str(int(settings.join_seconds)),
-            last_call_timeout=str(int(settings.settle_seconds)),
-            keep_alive_interval=str(alive),
-            keep_alive_max_attempt="3",
-        )
-        with self._explained():
-            store, self._serves = _open_store(settings)
-            backend = C10dRendezvousBackend(store, settings.rdzv_id)
-            self._handler = create_handler(store, backend, parameters)
-        return self
-
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if self._goes_on or error[0] is not None:
             return  # the others go on, and this node's silence tells them that it is gone
         # The end has been reported already; what fails here does not change it.
-        with contextlib.suppress(DistError, RendezvousError, EnvironmentProblem):
-            if self._handler is not None:
-                self._handler.shutdown()
-            self._say_goodbye()
+        self._wait(Call(self._leave), _PATIENCE)
 
     def meet(self, restarts: int) -> Assignment:
         """As for one node. Raises EnvironmentProblem if too few come, or the run has ended elsewhere."""
-        assert self._handler is not None
+        if self._look is not None:
+            self._result(self._look)
+            self._look = None
         self._round += 1
         self._heard, self._waiting, self._goes_on, self._seen = None, False, False, {}
-        with self._explained():
-            info = self._handler.next_rendezvous()
-            self._store = PrefixStore("penstock", info.store)
-            address, port = self._reserve(_address_towards(self._settings.endpoint()[0]))
-            member = Member(
-                place=self._settings.node_rank,
-                procs=self._procs,
-                address=address,
-                port=port,
-                round=self._round,
-                restarts=restarts,
-                host=socket.gethostname(),
-            )
-            self._store.set(f"member/{info.rank}", json.dumps(asdict(member)))
-            keys = [f"member/{node}" for node in range(info.world_size)]
-            self._store.wait(keys, timedelta(seconds=self._settings.lost_seconds))
-            members = [understood(Member, value) for value in self._store.multi_get(keys)]
-        return self._assignment(members, info.rank)
+        return self._result(Call(partial(self._meet, restarts)))
 
     def report(self, outcome: Outcome) -> None:
         if self._store is None:
             return
         self._goes_on = not outcome.final
-        with self._explained():
-            number = self._store.add("reports", 1)
-            self._store.set(f"report/{number}", json.dumps(asdict(Message(node=self._node, outcome=outcome))))
+        call = Call(partial(self._report, Message(node=self._node, outcome=outcome)))
+        if self._wait(call, _PATIENCE):
+            self._result(call)
 
     def heard(self) -> Outcome | None:
-        if time.monotonic() - self._looked >= _LOOK:
-            self._looked = time.monotonic()
-            with self._explained():
-                self._heard = self._reported() or self._lost()
-                assert self._handler is not None
-                self._waiting = self._handler.num_nodes_waiting() > 0
+        now = time.monotonic()
+        if self._look is None and now - self._looked >= _LOOK:
+            self._looked = now
+            self._look = Call(lambda: (self._reported() or self._lost(), self._others_wait()))
+        if self._look is not None and (self._look.wait() or self._silence() > self._settings.lost_seconds):
+            self._heard, self._waiting = self._result(self._look)
+            self._look = None
         return self._heard
 
     def waiting(self) -> bool:
@@ -189,7 +190,7 @@ class Meeting(Nodes):
                     f"Two nodes were given the same --node-rank: {sorted(places)}. Number them 0, 1, …."
                 )
             order.sort(key=lambda index: places[index])
-        self._members = [members[index] for index in order]
+        self._members = seen_from_outside([members[index] for index in order])
         self._node = order.index(rank)
         procs = [member.procs for member in self._members]
         master = (self._members[0].address, self._members[0].port)
@@ -197,29 +198,102 @@ class Meeting(Nodes):
         self._round = max(member.round for member in members)
         restarts = max(member.restarts for member in members)
         first, world = sum(procs[: self._node]), sum(procs)
-        return Assignment(self._node, len(procs), first, world, master, self._round, restarts)
+        interface = interface_of(self._members[self._node].address) if len(procs) > 1 else ""
+        return Assignment(
+            self._node, len(procs), first, world, master, self._round, restarts, self._launch, interface
+        )
+
+    def _open(self) -> DynamicRendezvousHandler:
+        # Without this the handler would serve one store for all lives of the ranks; see the first lines of this file.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # The agent says what it means.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        settings = self._settings
+        alive = max(1, round(settings.lost_seconds / 3))
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=settings.rdzv or "",
+            run_id=settings.rdzv_id,
+            min_nodes=settings.nodes[0],
+            max_nodes=settings.nodes[1],
+            local_addr=way_to(settings.endpoint()[0]).own,
+            join_timeout=str(int(settings.join_seconds)),
+            last_call_timeout=str(int(settings.settle_seconds)),
+            keep_alive_interval=str(alive),
+            keep_alive_max_attempt="3",
+        )
+        store, self._serves = _open_store(settings)
+        backend = _Backend(store, settings.rdzv_id, self._asking)
+        with self._asking():
+            self._launch = store.compare_set(f"launch/{settings.rdzv_id}", "", self._launch).decode()
+        handler = create_handler(store, backend, parameters)
+        _handlers.append(handler)
+        return handler
+
+    def _meet(self, restarts: int) -> Assignment:
+        self._handler = self._handler or self._open()
+        while True:
+            info = self._handler.next_rendezvous()
+            self._store = store = PrefixStore("penstock", info.store)
+            way = way_to(self._settings.endpoint()[0])
+            _, port = self._reserve(way.own)
+            member = Member(
+                place=self._settings.node_rank,
+                procs=self._procs,
+                address=way.own,
+                port=port,
+                round=self._round,
+                restarts=restarts,
+                host=socket.gethostname(),
+                rendezvous=way.target,
+            )
+            keys = [f"member/{node}" for node in range(info.world_size)]
+            end = time.monotonic() + self._settings.lost_seconds
+            with self._asking():
+                store.set(f"member/{info.rank}", json.dumps(asdict(member)))
+            while True:
+                with self._asking():
+                    if store.check(keys):
+                        members = [understood(Member, value) for value in store.multi_get(keys)]
+                        return self._assignment(members, info.rank)
+                if time.monotonic() > end:
+                    break  # one was lost before it presented itself: meet again
+                time.sleep(_TICK)
+
+    def _report(self, message: Message) -> None:
+        assert self._store is not None
+        with self._asking():
+            number = self._store.add("reports", 1)
+            self._store.set(f"report/{number}", json.dumps(asdict(message)))
+
+    def _others_wait(self) -> bool:
+        assert self._handler is not None
+        return self._handler.num_nodes_waiting() > 0
 
     def _reported(self) -> Outcome | None:
         """The first report of another node in this life. One that ends the run comes before one that makes room."""
         assert self._store is not None
         outcomes: list[Outcome] = []
         number = 1
-        while self._store.check([f"report/{number}"]):
-            message = understood(Message, self._store.get(f"report/{number}"))
-            if message.node != self._node:
-                outcomes.append(message.outcome)
-            number += 1
+        with self._asking():
+            while self._store.check([f"report/{number}"]):
+                message = understood(Message, self._store.get(f"report/{number}"))
+                if message.node != self._node:
+                    outcomes.append(message.outcome)
+                number += 1
         return next((o for o in outcomes if not o.regroup), outcomes[0] if outcomes else None)
 
     def _lost(self) -> Outcome | None:
         """Raise this agent's count, and check that every other agent's count has risen too."""
         assert self._store is not None
-        self._store.add(f"alive/{self._node}", 1)
+        with self._asking():
+            self._store.add(f"alive/{self._node}", 1)
         now = time.monotonic()
         for node, member in enumerate(self._members):
             if node == self._node:
                 continue
-            count = self._store.add(f"alive/{node}", 0)
+            with self._asking():
+                count = self._store.add(f"alive/{node}", 0)
             before, since = self._seen.get(node, (-1, now))
             self._seen[node] = (count, since if count == before else now)
             silent = now - self._seen[node][1]
@@ -231,16 +305,46 @@ class Meeting(Nodes):
                 return Outcome(code, (Failure(first, code, text, seconds=time.time()),), final=False)
         return None
 
-    def _say_goodbye(self) -> None:
-        """Wait until the others no longer need the store, if this agent serves it."""
+    def _leave(self) -> None:
+        """Close the rendezvous. If this agent serves the store, wait until the others no longer need it."""
+        if self._handler is not None:
+            self._handler.shutdown()
         if self._store is None:
             return
-        self._store.add("left", 1)
+        with self._asking():
+            left = self._store.add("left", 1)
         end = time.monotonic() + _GOODBYE
-        while self._serves and time.monotonic() < end:
-            if self._store.add("left", 0) >= len(self._members):
-                return
-            time.sleep(0.1)
+        while self._serves and left < len(self._members) and time.monotonic() < end:
+            time.sleep(_TICK)
+            with self._asking():
+                left = self._store.add("left", 0)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Inside, this thread waits for the store."""
+        self._asked[threading.get_ident()] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._asked[threading.get_ident()]
+
+    def _silence(self) -> float:
+        """Seconds for which the store has not answered."""
+        return time.monotonic() - min(list(self._asked.values()), default=math.inf)
+
+    def _wait(self, call: Call[T], most: float) -> bool:
+        """Wait until `call` has ended. Returns False once the store has been silent for `most` seconds."""
+        while not call.wait(_TICK):
+            if self._silence() > most:
+                return False
+        return True
+
+    def _result(self, call: Call[T]) -> T:
+        """The value of `call`. Raises EnvironmentProblem where the store fails, or has been silent for too long."""
+        with self._explained():
+            if not self._wait(call, self._settings.lost_seconds):
+                raise RendezvousConnectionError(f"it has been silent for {self._silence():.0f} s")
+            return call.result()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -255,12 +359,16 @@ class Meeting(Nodes):
         except RendezvousTimeoutError as error:
             raise EnvironmentProblem(
                 f"Fewer than {self._settings.nodes[0]} nodes came to {where} within {self._settings.join_seconds:g} s. "
-                "Start `penstock launch` with the same --rdzv and --nnodes on every node, or raise --join-seconds."
+                "Start `penstock launch` with the same --rdzv and --nnodes on every node, or raise --join-seconds. "
+                + words_of_way(self._settings.endpoint()[0])
             ) from error
+        except OSError as error:
+            raise EnvironmentProblem(words_of_way(self._settings.endpoint()[0])) from error
         except (DistError, RendezvousConnectionError, RendezvousError) as error:
             raise EnvironmentProblem(
                 f"The rendezvous at {where} does not answer ({_first_line(error)}). The agent on that host serves it: "
-                "check that the host is up, the agent runs there and the port is open. Then start again."
+                "check that the host is up, the agent runs there and the port is open. Then start again. "
+                + words_of_way(self._settings.endpoint()[0])
             ) from error
 
 
@@ -290,11 +398,3 @@ def _is_here(host: str) -> bool:
 def _first_line(error: BaseException) -> str:
     cause = error.__cause__ or error
     return str(cause).partition("\n")[0][:200]
-
-
-def _address_towards(host: str) -> str:
-    """This node's address on the way to `host`, by which the others can reach it. Sends nothing."""
-    family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

@@ -38,6 +38,8 @@ class Assignment:
     """How many of these starts came after a fault."""
     launch: str = ""
     """Name of the launch, which no other launch has."""
+    interface: str = ""
+    """Network interface of this host by which the other nodes reach it; empty without other nodes."""
 
 
 class Rank:
@@ -198,6 +200,11 @@ def _environment(assignment: Assignment, local: int, procs: int) -> dict[str, st
     }
     threads = max(1, len(os.sched_getaffinity(0)) // procs) if hasattr(os, "sched_getaffinity") else 1
     chosen = {} if procs == 1 else {"OMP_NUM_THREADS": str(threads)}
+    if assignment.interface:  # else gloo resolves the host's own name, which Debian maps to 127.0.1.1
+        chosen |= {
+            "GLOO_SOCKET_IFNAME": assignment.interface,
+            "NCCL_SOCKET_IFNAME": f"={assignment.interface}",
+        }
     # Rank 0 serves a new store in each life: one that outlives them would hold the last life's answers.
     inherited = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"}
     return chosen | inherited | dict(environment)

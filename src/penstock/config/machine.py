@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import logging
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.boundary.files import quoted, shown, write_text
+from penstock.boundary.owners import distrust
 from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, PositiveShare
 from penstock.config.load import dump_toml, from_dict, read_file, to_dict
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EnvironmentProblem
+
+_log = logging.getLogger(__name__)
 
 ASSUMED_LAUNCH_SECONDS = 5e-6
 """Assumed cost of one eager operator on a GPU, if it was not measured."""
@@ -247,18 +253,46 @@ def save_machine(machine: Machine, path: str | Path) -> Path:
     return path
 
 
-def cache_folder() -> Path:
-    """The folder of stored measurements: `$PENSTOCK_CACHE`, `$XDG_CACHE_HOME/penstock` or
-    `~/.cache/penstock`."""
-    if folder := os.environ.get("PENSTOCK_CACHE"):
-        return Path(folder)
+def cache_folder(name: str = "") -> Path:
+    """The folder of what is measured, compiled or tokenised once, or the folder `name` in it: `$PENSTOCK_CACHE`,
+    `$XDG_CACHE_HOME/penstock` or `~/.cache/penstock`. Where other users may write there, it is a folder of this user
+    beside other temporary files, and the log says so.
+
+    Raises EnvironmentProblem where others may write that one, too.
+    """
+    if chosen := os.environ.get("PENSTOCK_CACHE"):
+        return _trusted(Path(chosen), name)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+    return _trusted((Path(base) if base else Path.home() / ".cache") / "penstock", name)
+
+
+@lru_cache(maxsize=64)
+def _trusted(cache: Path, name: str) -> Path:
+    if not (reason := distrust(cache / name)):
+        return cache / name
+    own = Path(tempfile.gettempdir()) / f"penstock-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        own.mkdir(mode=0o700, exist_ok=True)
+    if again := distrust(own / name):
+        raise EnvironmentProblem(
+            f"No cache can be trusted: {reason}, and {again}. Set PENSTOCK_CACHE to a folder of your own."
+        )
+    _log.warning(
+        "The cache %s is not used, because %s. %s is used instead.", cache / name, reason, own / name
+    )
+    return own / name
+
+
+def is_trusted(file: Path) -> bool:
+    """Whether a file of the cache is there, and only this user and root may have written it; else the log says why."""
+    if reason := distrust(file):
+        _log.warning("%s is not used, because %s.", file, reason)
+    return file.is_file() and not reason
 
 
 def cache_path(name: str) -> Path:
     """The file in which the measured machine `name` is stored."""
-    return cache_folder() / "machines" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+    return cache_folder("machines") / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
 
 
 def cached_machine(name: str | None = None) -> Machine | None:
@@ -269,10 +303,10 @@ def cached_machine(name: str | None = None) -> Machine | None:
     if name is not None:
         paths = [cache_path(name)]
     else:
-        folder = cache_folder() / "machines"
+        folder = cache_folder("machines")
         paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in paths:
-        if path.is_file():
+        if is_trusted(path):
             try:
                 return load_machine(path)
             except ConfigError:

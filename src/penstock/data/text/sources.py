@@ -16,6 +16,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from penstock.boundary.files import naming, quoted
+from penstock.boundary.owners import distrust
 from penstock.config.machine import cache_folder
 from penstock.config.run import DataConfig
 from penstock.data.text.build import Progress, RowOrBad, Shape, TextRow, write_pack
@@ -23,7 +24,7 @@ from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns
 from penstock.data.text.documents import digest, files_of, read_files, splits_of
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.data.text.tokenpack import VERSION, TokenPack
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.leftovers import make_public, temporary
 
 _log = logging.getLogger(__name__)
@@ -131,13 +132,18 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
     ]
     key += [tokenizer.chat_template] if form in CHATS else []
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-    target = cache_folder() / "text" / name
+    target = cache_folder("text") / name
     if not target.is_dir():
         with _locked(target):  # other ranks wait, and then find it
             if not target.is_dir():
                 words = "Tokenising %s:%s with %s, once; the result is kept in %s."
                 _log.info(words, kind, path, tokenizer.name, target)
                 build(content, data, form, tokenizer, target)
+    for file in (target, *target.iterdir()):
+        if reason := distrust(file):
+            raise EnvironmentProblem(
+                f"{target} is not used, because {reason}. Remove it, and it is made again."
+            )
     return TokenPack(target)
 
 

@@ -25,8 +25,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from penstock.config.machine import cache_folder
+from penstock.config.machine import cache_folder, is_trusted
 from penstock.cpu import this_cpu
+from penstock.errors import EnvironmentProblem
 
 __all__ = ["TYPES", "address", "direct", "direct_function", "library", "read_number", "sizes", "threads_for"]
 
@@ -63,7 +64,7 @@ def library(kernels: Kernels = "fused") -> ctypes.CDLL | None:
     """The compiled kernels; None, with a warning in the log, where they cannot be compiled or loaded."""
     try:
         return ctypes.CDLL(str(_built(kernels)))
-    except (OSError, _CannotBuild) as problem:
+    except (OSError, _CannotBuild, EnvironmentProblem) as problem:
         _log.warning(
             "The fused kernels for CPUs are not there (%s), so their Python form computes, more slowly. They need a "
             "C++ compiler, such as Debian's package g++; $CXX names another.",
@@ -84,14 +85,14 @@ def _built(kernels: Kernels) -> Path:
     source = Path(__file__).parent / f"{kernels}.cpp"
     texts = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
     key = hashlib.sha256("\0".join((about, *command)).encode() + texts).hexdigest()[:16]
-    folder = cache_folder() / "native"
+    folder = cache_folder("native")
     path = folder / f"{kernels}-{key}.so"
-    if path.is_file():
+    if is_trusted(path):
         return path
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / f"{path.stem}.lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # released with the file; a rank that waited finds the library
-        if not path.is_file():
+        if not is_trusted(path):
             _compile(compiler, command, source, path)
     return path
 
@@ -119,6 +120,7 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, path: Path) ->
         )
         if done.returncode:
             raise _CannotBuild(f"{compiler} failed: {done.stderr.strip()[:400]}")
+        made.chmod(0o700)
         made.replace(path)
 
 

@@ -20,16 +20,21 @@ QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS":
 
 class Agent:
     """`penstock launch ARGUMENTS` as a process, killed with all its ranks on leaving the context. With `forked` it and
-    its ranks are forked (`helpers.forked`) and start sooner."""
+    its ranks are forked (`helpers.forked`) and start sooner. `prefix` is a command that runs it, such as on a host."""
 
     def __init__(
-        self, *arguments: str, log: Path, environment: dict[str, str] | None = None, forked: bool = False
+        self,
+        *arguments: str,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        forked: bool = False,
+        prefix: tuple[str, ...] = (),
     ) -> None:
         self._log = log
         start: Any = Popen if forked else subprocess.Popen
         with log.open("w") as out:
             self.process: Popen | subprocess.Popen[bytes] = start(
-                [sys.executable, "-m", "penstock", "launch", *arguments],
+                [*prefix, sys.executable, "-m", "penstock", "launch", *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Self
-from uuid import uuid4
 
 from penstock.launch.ranks import Assignment
 from penstock.launch.verdict import Outcome
@@ -17,7 +17,7 @@ class Nodes:
     def __init__(self, procs: int) -> None:
         self._procs = procs
         self._round = -1
-        self._launch = uuid4().hex
+        self._launch = os.urandom(16).hex()
         self._port: ReservedPort | None = None
 
     def __enter__(self) -> Self:

@@ -153,6 +153,11 @@ _MIXTRAL: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "balance": 0.0
 _SWITCH: dict[str, Any] = {
     "experts": 8, "expert_every": 2, "balance": 0.001, "z_loss": 0.001, "router_jitter": 0.01, "sample_capacity": 64,
 }  # fmt: skip
+_BY_LANGUAGE = {
+    "mlp": "relu", "norm_first": True, "experts": 26, "expert_every": 5, "experts_per_token": 1, "router": "given",
+    "labels": 26,
+}  # fmt: skip
+"""An expert for each of 26 target languages, in every fifth block: 12 of 64."""
 _NLLB: dict[str, Any] = {
     "mlp": "relu", "norm_first": True, "positions": "fairseq", "attention_dropout": None, "experts": 128,
     "experts_per_token": 2, "expert_every": 4, "balance": 0.001, "z_loss": 0.001, "expert_dropout": 0.2,
@@ -284,6 +289,9 @@ PRESETS |= {
     "marian-moe-base": _translator(
         512, 6, 8, {"mlp": "silu", "experts": 8, "experts_per_token": 2}, vocabulary=58101, output_bias=True
     ),
+    # A translator of 128 blocks, 24 of them mixtures whose expert the target language chooses, as one was published.
+    # Widths, heads, vocabulary and which blocks are mixtures are not published: they are chosen here.
+    "translator-moe-128": _translator(1024, 64, 16, _BY_LANGUAGE, vocabulary=64000),
     "bart-base": _translator(
         768, 6, 12, _BART, vocabulary=50265, sequence=1024, decoder_sequence=1024, **_BART_MODEL
     ),

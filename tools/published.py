@@ -119,14 +119,29 @@ def climb() -> dict[str, Prediction]:
 
 def vit_ladder() -> Iterator[str]:
     """The table of the ViT-H/16 ladder."""
-    rungs = climb()
-    yield "| rung | images/s a device | TFLOP/s a device | over TF32 | over autocast | published |"
-    yield "|---|---|---|---|---|---|"
+    rungs, measured = climb(), _measured()
+    more = " measured on one H200, over TF32 |" if measured else ""
+    yield f"| rung | images/s a device | TFLOP/s a device | over TF32 | over autocast | published |{more}"
+    yield "|---|---|---|---|---|---|" + "---|" * bool(measured)
     for name, rung in rungs.items():
         over = [_tflops(rung) / _tflops(rungs[base]) for base in _BASES]
         published = f"{_ARTICLE[name]:.2f}×" if name in _ARTICLE else ""
         each = rung.samples_per_second / rung.gpus
-        yield f"| {name} | {each:.1f} | {_tflops(rung):.0f} | {over[0]:.2f}× | {over[1]:.2f}× | {published} |"
+        yield f"| {name} | {each:.1f} | {_tflops(rung):.0f} | {over[0]:.2f}× | {over[1]:.2f}× | {published} |{measured.get(name, '')}"
+
+
+def _measured() -> dict[str, str]:
+    """What `benchmarks/vit_h_ladder.py` measured, as cells; empty until it has run on a card."""
+    if not (RESULTS / "vit_h_ladder_h200.json").exists():
+        return {}
+    rungs = result("vit_h_ladder_h200")["rungs"]
+    base = rungs["TF32, DDP"]["flops_per_second"]
+    return {
+        name: f" {rung['flops_per_second'] / base:.2f}× |"
+        if "flops_per_second" in rung
+        else f" {rung['error']} |"
+        for name, rung in rungs.items()
+    }
 
 
 def _tflops(rung: Prediction) -> float:
@@ -438,7 +453,8 @@ devices. Ratios are of FLOP/s, for only so can 256 px gain: an image of 256 px t
 Over TF32 the two last rungs are within 5 % of the article's; the first is a fifth above it. Over autocast no rung reaches
 the article. So TF32 explains most, but no source decides it. The article's time of an epoch stands for a slower baseline
 and a slower end alike, as where images are read and decoded beside training. FSDP itself gains memory, not speed, on 8
-devices: what it gains here are the 70 images that fit in place of 48.
+devices: what it gains here are the 70 images that fit in place of 48. `benchmarks/vit_h_ladder.py` measures the same rungs
+on one card; it waits for one.
 """
 
 

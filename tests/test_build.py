@@ -266,6 +266,21 @@ def test_trains_on_a_gpu(line: str) -> None:
     assert last < first
 
 
+@pytest.mark.parametrize("line", ["baseline", "precision=O2 optimizer=fused"])
+def test_inference_has_the_averages_that_the_recipe_keeps(line: str) -> None:
+    built = build(TINY, Plan.parse(line), recipe=Recipe(lr=1e-2, ema_decay=0.5))
+    for _ in range(3):
+        built.step([batch()])
+    assert built.ema is not None
+    own = [parameter.detach().clone() for parameter in built.model.parameters()]
+    with built.ema.swapped():
+        averages = [parameter.detach().clone() for parameter in built.model.parameters()]
+    with built.inference():
+        assert all(map(torch.equal, built.model.parameters(), averages))
+        assert not all(map(torch.equal, averages, own))
+    assert all(map(torch.equal, built.model.parameters(), own))
+
+
 def test_fp8_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
         build(TINY, Plan(precision="O1", products="fp8_tensorwise"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -91,9 +91,12 @@ class Built:
     parameters: int = 0
     """Parameters of the whole model, those of other stages included."""
 
-    def inference(self) -> AbstractContextManager[None]:
-        """Inside, `model` is in eval mode, without gradients, and computes as the Plan says."""
-        return self.step.inference()
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Inside, `model` is in eval mode, without gradients, computes as the Plan says, and has the averages of its
+        weights where the Recipe keeps them (`ema_decay`), as `penstock train` evaluates and exports it."""
+        with self.step.inference(), self.ema.swapped() if self.ema else nullcontext():
+            yield
 
 
 def build(

@@ -31,9 +31,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def decoded(data: bytes, size: int = 64, channels: int = 3, limit: int = LIMIT) -> np.ndarray:
+def decoded(data: bytes, size: int = 64, channels: int = 3, limit: int = LIMIT, **how: float) -> np.ndarray:
     out = np.full((size, size, channels), 77, np.uint8)
-    decoding.decode(data, out, max_pixels=limit)
+    decoding.decode(data, out, max_pixels=limit, **how)
     return out
 
 
@@ -109,7 +109,7 @@ def test_every_mode_becomes_grey_or_colour(backend: str, mode: str, channels: in
         data = encoded(picture.quantize(64) if mode == "P" else picture.convert(mode), kind)
         expected = Image.open(io.BytesIO(data))
     error = np.abs(
-        decoded(data, channels=channels).astype(int)
+        decoded(data, channels=channels, white=65535).astype(int)
         - reference(encoded(expected.convert("RGB"), "PNG"), 64, "RGB" if channels == 3 else "L")
     )
     assert error.mean() < 4
@@ -205,3 +205,85 @@ def test_a_thousand_broken_images() -> None:
 @pytest.mark.slow
 def test_ten_thousand_broken_images() -> None:
     hostile(10_000)
+
+
+def _tiff(values: np.ndarray, **tags: int | str) -> bytes:
+    info = TiffImagePlugin.ImageFileDirectory_v2()
+    for tag, value in tags.items():
+        info[int(tag[1:])] = value
+    return encoded(Image.fromarray(values), "TIFF", tiffinfo=info)
+
+
+def _png(values: np.ndarray, significant: int) -> bytes:
+    """A PNG of 16 bits that says how many of them are significant."""
+    data = encoded(Image.fromarray(values), "PNG")
+    chunk = b"sBIT" + bytes([significant])
+    return data[:33] + b"\0\0\0\1" + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
+
+
+RAMP = np.linspace(0, 1, 64 * 64).reshape(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("data", "white"),
+    [
+        (encoded(Image.fromarray((RAMP * 4095).astype(np.uint16)), "PNG"), 4095),
+        (encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "PNG"), 65535),
+        (_tiff((RAMP * 1023).astype(np.uint16)), 1023),
+        (_tiff((RAMP * 255).astype(np.int32)), 255),
+        (_tiff((RAMP * 65535).astype(np.int32)), 65535),
+        (_tiff(RAMP.astype(np.float32)), 1.0),
+        (_tiff((RAMP * 4095).astype(np.uint16), t281=4095), None),
+        (_tiff((RAMP * 1023).astype(np.uint16), t270='<OME><Pixels SignificantBits="10"/></OME>'), None),
+        (_png((RAMP * 4095).astype(np.uint16), 12), None),
+        (_png((RAMP * 4095).astype(np.uint16) << 4, 12), None),
+        (_png((RAMP * 65535).astype(np.uint16), 16), None),
+    ],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_samples_of_more_than_8_bits_have_a_range_or_are_asked_for_one(
+    data: bytes, white: float | None, channels: int
+) -> None:
+    out = np.zeros((64, 64, channels), np.uint8)
+    if white is not None:
+        with pytest.raises(
+            Unreadable, match=r"does not say which value is white; set data\.range to that value"
+        ):
+            decoding.decode(data, out, max_pixels=LIMIT)
+        with pytest.raises(
+            Unreadable, match=r"its samples go from 0 to .*, and not from 0 to .*; check data\.range"
+        ):
+            decoding.decode(data, out, max_pixels=LIMIT, white=white / 2)
+    decoding.decode(data, out, max_pixels=LIMIT, white=white)
+    assert np.abs(out - 255 * RAMP[..., None]).max() <= 1.5
+
+
+def test_colours_of_16_bits_are_read_where_white_is_65535(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _deep_colour()
+    out = np.zeros((8, 8, 3), np.uint8)
+    decoding.decode(data, out, max_pixels=LIMIT, white=65535)
+    assert out[0, 0].tolist() == [255, 128, 0]
+    for white, problem in (
+        (None, "does not say which value is white"),
+        (4095, "colours of 16 bits, whose upper 8"),
+    ):
+        with pytest.raises(Unreadable, match=problem):
+            decoding.decode(data, out, max_pixels=LIMIT, white=white)
+
+
+def _deep_colour() -> bytes:
+    """A PNG of 8 × 8 pixels with 16 bits for each colour, which Pillow does not write."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    rows = (b"\0" + struct.pack(">HHH", 65535, 32896, 0) * 8) * 8
+    head = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )

@@ -3,20 +3,26 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import threading
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from helpers.images import write_folder
 from helpers.sources import Counting
 from penstock.config.run import Augment, DataConfig
 from penstock.data import Batch, Loader, image_loader, open_source
+from penstock.data.packing import Packing, pack_source
 from penstock.data.source import BadSample, ImageSource, Pixels
+from penstock.data.text.tokenizers import Bytes
+from penstock.data.text.tokens import open_tokens
 from penstock.errors import ConfigError, DataError
 
 STRONG = Augment(color=0.5, erase=0.3, mixup=0.3, cutmix=1.0, label_smoothing=0.1)
@@ -279,3 +285,72 @@ def test_on_a_gpu_batches_are_the_same_and_nothing_waits() -> None:
         np.testing.assert_array_equal(first.ids, second.ids)
         torch.testing.assert_close(second.targets.cpu(), first.targets)
         torch.testing.assert_close(second.images.cpu(), first.images, rtol=0, atol=1.7 / 127.5)
+
+
+def test_the_first_batch_says_how_bright_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for name, level in (("lit", 51), ("black", 0)):
+        for folder in ("a", "b"):
+            (tmp_path / name / folder).mkdir(parents=True)
+            for number in range(5):
+                pixels = np.full((8, 8, 3), level * (1 + (folder == "b")), np.uint8)
+                Image.fromarray(pixels).save(tmp_path / name / folder / f"{number}.png")
+        source = open_source(DataConfig(source=f"imagefolder:{tmp_path}/{name}"), split="train", image_size=8)
+        with image_loader(source, batch=8, image_size=8, classes=2) as loader:
+            next(loader)
+            next(loader)
+    means = [record for record in caplog.records if "first batch has a mean" in record.message]
+    assert [record.args[1:] for record in means] == [
+        (pytest.approx(0.3, abs=1e-3), pytest.approx(0.1, abs=1e-2)),
+        (0, 0),
+    ]
+    assert caplog.text.count("are the same even grey of 0.000. Check the files, and data.range") == 1
+
+
+@pytest.mark.parametrize("change", ["nothing", "replace", "rename", "touch"])
+def test_a_position_belongs_to_the_files_that_it_was_saved_with(change: str, tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", per_class=5)
+
+    def loader() -> Any:
+        data = DataConfig(source=f"imagefolder:{root}")
+        return image_loader(open_source(data, split="train", image_size=8), batch=2, image_size=8, classes=2)
+
+    with loader() as first:
+        next(first)
+        state = first.state_dict()
+    file = root / "cat" / "0001.jpg"
+    if change == "replace":
+        file.write_bytes((root / "dog" / "0001.jpg").read_bytes())
+    elif change == "rename":
+        file.rename(root / "cat" / "0001b.jpg")
+    elif change == "touch":
+        os.utime(file, (1, 1))
+    with loader() as again:
+        if change == "nothing":
+            again.load_state_dict(state)
+            again.load_state_dict({key: value for key, value in state.items() if key != "digest"})
+            return
+        with pytest.raises(
+            DataError, match=r"changed since the position was saved: a file was replaced, renamed"
+        ):
+            again.load_state_dict(state)
+
+
+def test_a_position_belongs_to_the_text_and_to_the_pack(tmp_path: Path) -> None:
+    digests = []
+    for word in ("one", "two", "one"):
+        (tmp_path / "a.txt").write_text(f"{word} and more\n" * 50)
+        digests.append(
+            open_tokens(DataConfig(source=f"text:{tmp_path}/a.txt"), Bytes(), "train", length=8).digest
+        )
+    assert digests[0] == digests[2] != digests[1]
+    packs = []
+    for number in range(2):
+        pack_source(
+            write_folder(tmp_path / f"set{number}", per_class=5 + 5 * number),
+            tmp_path / f"p{number}",
+            Packing(size=8),
+        )
+        packs.append(open_source(DataConfig(source=f"pack:{tmp_path}/p{number}"), split="train").digest)
+    assert packs[0]
+    assert packs[0] != packs[1]

@@ -202,6 +202,15 @@ def _png(data: bytes) -> Header:
     return Header("PNG", width, height, 0, _chunk_orientation(data, b"eXIf", until=b"IDAT"))
 
 
+def png_bits(data: bytes) -> tuple[int, int]:
+    """Bits of a sample of a PNG, and how many of them are significant; 0 where it does not say (its chunk sBIT)."""
+    with _cut_off():
+        for kind, start, length in _chunks(data):
+            if kind in (b"sBIT", b"IDAT"):
+                return data[24], max(data[start : start + length], default=0) if kind == b"sBIT" else 0
+    return data[24], 0
+
+
 def _webp(data: bytes) -> Header:
     """The first chunk gives the canvas (RFC 9649, section 2). EXIF comes after the pixels."""
     kind = data[12:16]

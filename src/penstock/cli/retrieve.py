@@ -57,7 +57,14 @@ def retrieve(
         scores, places = near.topk(min(best, len(searched)), dim=1)
         if grid is not None:
             drawn = [searched[place] for place in places.flatten().tolist()]
-            write_bytes(grid, png(grid_of(pixels_of(read_images(embedder.model, drawn)), places.shape[1])))
+            write_bytes(
+                grid,
+                png(
+                    grid_of(
+                        pixels_of(read_images(embedder.model, drawn, white=embedder.white)), places.shape[1]
+                    )
+                ),
+            )
     for question, row, order in zip(text or image, scores.tolist(), places.tolist(), strict=True):
         for score, place in zip(row, order, strict=True):
             print(f"{question}\t{score:.4f}\t{searched[place]}")

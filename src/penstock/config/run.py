@@ -77,6 +77,9 @@ class DataConfig(Checked, where="data"):
     """Response to a broken image: end the run, or log and skip it (up to 1 % of the images)."""
     max_pixels: Count = 100_000_000
     """An image whose header claims more is refused before it is decoded."""
+    range: Positive | None = None
+    """The value of white in images of more than 8 bits a sample: 4095 for 12 bits, 65535 for 16, 1 for floating point.
+    None: as each file says, and an error where it does not."""
     transform: FunctionPath | None = None
     """Function of your own that each batch goes through on its device after augmentation: `package.module:function`."""
     regions: FilledText | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 import struct
 import zlib
 from types import ModuleType
@@ -28,7 +29,7 @@ from PIL import (
 )
 
 from penstock.boundary.files import Unreadable
-from penstock.boundary.images import Header, check_image
+from penstock.boundary.images import Header, check_image, png_bits
 
 Pixels = NDArray[np.uint8]
 
@@ -76,8 +77,9 @@ def backend() -> str:
     return "simplejpeg+cv2" if fast_path() else "pillow"
 
 
-def decode(data: bytes, out: Pixels, *, max_pixels: int) -> Header:
-    """Decode into `out` (size, size, channels): upright, the shorter side resized to size, the centre kept.
+def decode(data: bytes, out: Pixels, *, max_pixels: int, white: float | None = None) -> Header:
+    """Decode into `out` (size, size, channels): upright, the shorter side resized to size, the centre kept. `white` is
+    the largest value of samples of more than 8 bits, where the file does not say it.
 
     Raises Unreadable for whatever cannot or must not be decoded.
     """
@@ -86,7 +88,7 @@ def decode(data: bytes, out: Pixels, *, max_pixels: int) -> Header:
     # simplejpeg refuses some harmless defects. Pillow decides about what it refuses, so that both installations
     # call the same images bad.
     if fast is None or not _decode_fast(*fast, data, header, out):
-        _decode_pillow(data, header, out)
+        _decode_pillow(data, header, out, white)
     if header.orientation != 1:
         # A centred square can be turned after the crop, which is cheaper.
         out[...] = upright(out.copy(), header.orientation)
@@ -152,7 +154,7 @@ def _resize(cv2: ModuleType, image: Pixels, size: int) -> Pixels:
     return resized
 
 
-def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:
+def _decode_pillow(data: bytes, header: Header, out: Pixels, white: float | None) -> None:
     size, channels = out.shape[0], out.shape[2]
     mode = "RGB" if channels == 3 else "L"
     try:
@@ -161,7 +163,7 @@ def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:
             turned = opened.size[::-1] if header.format == "TIFF" else opened.size
             if (header.width, header.height) not in (opened.size, turned):
                 raise Unreadable("its parts contradict each other about its size")
-            image = _convert(opened, mode, size)
+            image = _convert(opened, data, mode, size, white)
             left, top, side = _center(*image.size)
             box = (left, top, left + side, top + side)
             small = image.resize((size, size), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
@@ -170,16 +172,65 @@ def _decode_pillow(data: bytes, header: Header, out: Pixels) -> None:
     out[...] = np.asarray(small).reshape(out.shape)
 
 
-def _convert(opened: ImageFile.ImageFile, mode: str, size: int) -> Image.Image:
+def _convert(
+    opened: ImageFile.ImageFile, data: bytes, mode: str, size: int, white: float | None
+) -> Image.Image:
     """Decode and convert. libjpeg shrinks the image on the way, while the shorter side stays above `size`."""
     if opened.format == "JPEG":
         opened.draft(mode, (size, size))
     opened.load()
     image: Image.Image = opened
-    if image.mode == "F":
-        raise Unreadable("its samples are floating-point numbers, whose range is not known")
-    if image.mode.startswith("I"):  # 16 bits a sample: keep the upper 8
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    bits, claimed = _bits_and_white(opened, data)
+    if bits > 8:
+        white = white or claimed
+        if white is None:
+            kind, such = f"numbers of {bits} bits", "4095 for 12 bits or 65535 for 16"
+            if image.mode == "F":
+                kind, such = "floating-point numbers", "1"
+            raise Unreadable(
+                f"its samples are {kind}, and it does not say which value is white; set data.range to that value, "
+                f"such as {such}"
+            )
+        if image.mode[0] in "IF":
+            image = Image.fromarray(_in_8_bits(np.asarray(image), white))
+        elif white != 65535:
+            raise Unreadable(
+                f"it has colours of {bits} bits, whose upper 8 are read, and {white:g} as white; convert it to 8 bits"
+            )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)
+
+
+def _in_8_bits(samples: NDArray[Any], white: float) -> Pixels:
+    lowest, highest = samples.min(), samples.max()
+    if not (lowest >= 0 and highest <= white):
+        raise Unreadable(
+            f"its samples go from {lowest:g} to {highest:g}, and not from 0 to {white:g}; check data.range"
+        )
+    return (samples * (255 / white) + 0.5).astype(np.uint8)
+
+
+def _bits_and_white(opened: ImageFile.ImageFile, data: bytes) -> tuple[int, float | None]:
+    """Bits of a sample, and the value of white as the file has it: by the tag MaxSampleValue or SMaxSampleValue, odd
+    BitsPerSample or OME's SignificantBits of a TIFF, and by the chunk sBIT of a PNG."""
+    if opened.format == "PNG":
+        bits, significant = png_bits(data)
+        if bits < 16 or not significant:
+            return bits, None
+        if opened.mode[0] != "I":
+            return bits, 65535
+        samples = np.asarray(opened).astype(np.int64)
+        lower = samples & ((1 << bits - significant) - 1)
+        # By the standard a smaller depth is scaled to all 16 bits, with its upper bits or zeros as the lower ones.
+        is_scaled = bool(((lower == 0) | (lower == samples >> significant)).all())
+        return bits, 65535 if is_scaled else (1 << significant) - 1
+    if opened.format != "TIFF":
+        return 8, None
+    tags: Any = opened.tag_v2  # type: ignore[attr-defined]
+    bits = max(tags.get(258, (1,)))
+    claimed = re.search(r'SignificantBits="(\d{1,2})"', str(tags.get(270, "")))
+    significant = int(claimed[1]) if claimed else bits
+    if largest := tags.get(341, tags.get(281)):
+        return bits, float(max(largest) if isinstance(largest, tuple) else largest)
+    return bits, float((1 << significant) - 1) if significant not in (16, 32, 64) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -15,8 +16,8 @@ from penstock.boundary.images import MAX_BYTES
 from penstock.boundary.packages import package
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
-from penstock.data.imagefolder import SPLIT_FOLDERS
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
+from penstock.data.splits import hub_splits
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
 _log = logging.getLogger(__name__)
@@ -35,9 +36,11 @@ class HubImages(ImageSource):
 
     def __init__(self, name: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
         splits = open_dataset(name)
-        val_name = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
-        train = splits["train"] if "train" in splits else next(iter(splits.values()))
-        rows = splits[val_name] if split == "val" and val_name is not None else train
+        name_of_train, names_of_val = hub_splits(list(splits), name)
+        train = splits[name_of_train]
+        rows = (
+            _together([splits[each] for each in names_of_val]) if split == "val" and names_of_val else train
+        )
         image, label = _columns(name, rows)
         self.name = f"hf:{name} ({split})"
         self.size = size
@@ -45,12 +48,13 @@ class HubImages(ImageSource):
         self.bad_samples = config.bad_images
         self.classes, labels = _classes(train, rows, label)
         numbers = np.arange(len(labels))
-        if val_name is None:
+        if not names_of_val:
             numbers = np.flatnonzero(is_val(labels) == (split == "val"))
         self.labels = labels[numbers]
         self._rows = numbers
         self._column = image
-        self._max_pixels = config.max_pixels
+        self.digest = hashlib.sha256(identity_of(rows).encode()).hexdigest()
+        self._max_pixels, self.white = config.max_pixels, config.range
         # Bytes as they are stored: our own decoder looks at the header first.
         self._data = _undecoded(rows.select_columns([image]), image)
 
@@ -60,7 +64,7 @@ class HubImages(ImageSource):
         where = f"{self.name}, row {row}"
         try:
             raw = stored["bytes"] if stored["bytes"] is not None else content(stored["path"], limit=MAX_BYTES)
-            decode(raw, out, max_pixels=self._max_pixels)
+            decode(raw, out, max_pixels=self._max_pixels, white=self.white)
         except Unreadable as error:
             raise BadSample(where, str(error)) from error
         except TypeError as error:  # a row without an image
@@ -99,6 +103,13 @@ def open_dataset(name: str, configuration: str | None = None, *, streaming: bool
     return dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
 
 
+def identity_of(rows: Any) -> str:
+    """A text that changes when the rows do, as far as the library knows."""
+    files = [Path(file["filename"]) for file in getattr(rows, "cache_files", [])]
+    stored = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return str((stored, rows.info.version, rows.info.download_checksums, rows.info.splits))
+
+
 def _columns(name: str, rows: Any) -> tuple[str, str]:
     """The columns of images and of classes."""
     import datasets
@@ -133,6 +144,12 @@ def _classes(train: Any, rows: Any, column: str) -> tuple[tuple[str, ...], NDArr
             f"Column {column!r} has rows without a class (a number below 0). Use the labelled splits."
         )
     return classes, labels
+
+
+def _together(parts: list[Any]) -> Any:
+    import datasets
+
+    return datasets.concatenate_datasets(parts)
 
 
 def _undecoded(rows: Any, column: str) -> Any:

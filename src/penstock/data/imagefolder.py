@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import os
 from collections import Counter
@@ -15,11 +17,10 @@ from penstock.boundary.images import EXTENSIONS, MAX_BYTES
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
+from penstock.data.splits import named_split, split_folders
 from penstock.errors import DataError
 
 log = logging.getLogger(__name__)
-
-SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 
 
 class Listing(NamedTuple):
@@ -32,11 +33,11 @@ class Listing(NamedTuple):
 
 
 def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
-    """List `path/train` or `path/val`, if there are such folders; else every fifth image of a class is val.
+    """List `path/train` or `path/val`, or folders of like names; without them every fifth image of a class is val.
 
     Raises DataError where there is nothing to read.
     """
-    train, val = split_folders(path)
+    train, val = split_folders(path, quiet=split == "val")
     if val is None:
         return _every_fifth(list_classes(train, quiet=split == "val"), split)
     learned = list_classes(train, quiet=split == "val")
@@ -52,20 +53,6 @@ def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
     number = {name: index for index, name in enumerate(learned.classes)}
     labels = tuple(number[held_out.classes[label]] for label in held_out.labels)
     return Listing(val, learned.classes, held_out.paths, labels)
-
-
-def split_folders(path: str | os.PathLike[str]) -> tuple[Path, Path | None]:
-    """The folders of the train and val sets, or the one folder that holds everything, and None."""
-    root = Path(path)
-    if not root.is_dir():
-        raise DataError(f"The image folder {root} does not exist or is not a folder. Check data.source.")
-    folders = {
-        split: next((root / name for name in names if (root / name).is_dir()), None)
-        for split, names in SPLIT_FOLDERS.items()
-    }
-    if folders["train"] is None or folders["val"] is None:
-        return folders["train"] or root, None
-    return folders["train"], folders["val"]
 
 
 def list_classes(root: Path, *, quiet: bool = False) -> Listing:
@@ -90,11 +77,25 @@ def list_classes(root: Path, *, quiet: bool = False) -> Listing:
             f"No image was found under {shown(root)}. It must hold one folder per class, with "
             f"{', '.join(EXTENSIONS)} files.{left_out and ' ' + left_out}"
         )
+    _check_depth(root, images)
     if left_out and not quiet:
         log.warning("%s: %s", shown(root), left_out)
     classes = tuple(name for name, files in images.items() if files)
     labels = tuple(label for label, name in enumerate(classes) for _ in images[name])
     return Listing(root, classes, tuple(path for name in classes for path in images[name]), labels)
+
+
+def _check_depth(root: Path, images: dict[str, list[str]]) -> None:
+    """Raise DataError where the folders of all classes hold the same folders: these are the classes, or splits."""
+    inside = [{tuple(Path(file).parts[1:-1][:1]) for file in files} for files in images.values() if files]
+    folders = sorted(name for (name,) in inside[0]) if all(inside[0]) else []
+    is_same = len(inside) > 1 and all(one == inside[0] for one in inside)
+    if is_same and (len(folders) > 1 or any(map(named_split, folders))):
+        raise DataError(
+            f"All folders of classes in {shown(root)} hold the same folders: {quoted(', '.join(folders), 200)}. If "
+            "these are the classes, merge those of one name, or name the folder above them in data.source; if they are "
+            "splits, put them above the classes (train/CLASS, val/CLASS); else move the images up to their class."
+        )
 
 
 def _words_on_left_out(others: Counter[str], empty: list[str]) -> str:
@@ -138,7 +139,7 @@ class ImageFolder(ImageSource):
         self._root = listing.root
         self._within = os.path.relpath(listing.root, path)
         self._paths = listing.paths
-        self._max_pixels = config.max_pixels
+        self._max_pixels, self.white = config.max_pixels, config.range
 
     def mark(self, folder: str, *, needed: bool = True) -> None:
         """Read marks of regions, too: see `DataConfig.regions`. Raises DataError for no folder, and where they are
@@ -162,6 +163,20 @@ class ImageFolder(ImageSource):
         count = sum(map(bool, self._marks))
         log.info("%s: %d of %d images have marks of regions.", self.name, count, len(names))
 
+    @functools.cached_property
+    def digest(self) -> str:  # type: ignore[override]
+        """The hash of all files' names, sizes and times of change, computed on first use because it asks for each."""
+        found = hashlib.sha256()
+        for path in [*self._paths, *filter(None, self._marks if self.marked else ())]:
+            try:
+                status = (self._root / path).stat()
+                found.update(
+                    f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
+                )
+            except OSError:  # a bad image, as reading it will say
+                found.update(f"{path}\0\n".encode("utf-8", "surrogateescape"))
+        return found.hexdigest()
+
     def path(self, index: int) -> Path:
         """The file of sample `index`."""
         return self._root / self._paths[index]
@@ -180,7 +195,9 @@ class ImageFolder(ImageSource):
     def _decoded(self, path: Path, out: Pixels) -> tuple[int, int]:
         """Decode a file, and return how many pixels wide and high it is upright."""
         try:
-            header = decode(content(path, limit=MAX_BYTES), out, max_pixels=self._max_pixels)
+            header = decode(
+                content(path, limit=MAX_BYTES), out, max_pixels=self._max_pixels, white=self.white
+            )
         except Unreadable as error:
             raise BadSample(shown(path), str(error)) from error
         turned = header.orientation in (5, 6, 7, 8)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from penstock.containers import tensors
 from penstock.data.pool import Pool, Reader
 from penstock.data.sampler import Stream, padding_share
-from penstock.data.source import Source, Tally
+from penstock.data.source import ImageSource, Source, Tally
 from penstock.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Loader:
         self._reading: _ReadAhead | None = None
         self._ahead: _Staged | None = None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._ended = False
+        self._ended, self._read_none = False, True
         self._finalizer = weakref.finalize(self, _close, self._reader)
 
     def __len__(self) -> int:
@@ -118,7 +118,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, as JSON-able values."""
         state = {"position": self.position, "seed": self.seed, "samples": len(self.source)}
-        return state | ({"group": self.group} if self.group else {})
+        digest = self.source.digest
+        return state | ({"group": self.group} if self.group else {}) | ({"digest": digest} if digest else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. Raises DataError if the data or seed are others than were saved."""
@@ -129,6 +130,13 @@ class Loader:
                     f"{self.source.name} has {key} {now}, so its order would not go on. Use the same data "
                     "and seed, or start a new run."
                 )
+        # Copies on other nodes may have times of their own.
+        if self.rank == 0 and state.get("digest", self.source.digest) != self.source.digest:
+            raise DataError(
+                f"{self.source.name} changed since the position was saved: a file was replaced, renamed or written "
+                "again, so the run would go on with other samples. Restore the files, with their times of change, or "
+                "start a new run (--no-resume)."
+            )
         self._restart(int(state["position"]))
 
     @property
@@ -194,10 +202,26 @@ class Loader:
         assert self._reading is not None
         host = self._reading.next()
         if host is not None:
+            if self.endless and self._read_none and self.rank == 0 and isinstance(self.source, ImageSource):
+                self._report_levels(host.samples[..., : self.source.channels])
+            self._read_none = False
             for path, why in host.bad:
                 log.warning("Skipped the bad sample %s: %s.", path, why)
             self.tally.add(len(host.ids), len(host.bad), host.bad[-1][0] if host.bad else "")
         return host
+
+    def _report_levels(self, images: torch.Tensor) -> None:
+        """Log how bright images (B, S, S, C) of 8 bits are, so that a set that is read as black is seen."""
+        mean, deviation = images.float().mean().item() / 255, images.float().std().item() / 255
+        words = (
+            "%s: the first batch has a mean of %.3f and a deviation of %.3f, where black is 0 and white 1."
+        )
+        log.info(words, self.source.name, mean, deviation)
+        if deviation < 1 / 255:
+            log.warning(
+                "%s: all images of the first batch are the same even grey of %.3f. Check the files, and data.range if "
+                "they have more than 8 bits.", self.source.name, mean,
+            )  # fmt: skip
 
     def _stage_aside(self, side: torch.cuda.Stream) -> _Staged | None:
         host = self._take()

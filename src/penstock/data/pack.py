@@ -30,6 +30,7 @@ from penstock.config.load import from_dict
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
+from penstock.data.splits import split_folders
 from penstock.disk import digest_file, write_file
 from penstock.errors import DataError
 
@@ -173,12 +174,12 @@ def _read_index(root: Path, manifest: ImageManifest) -> NDArray[np.void]:
 
 
 def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
-    """The folders of a packed set: `train` and `val`, or the one folder that holds everything, under the name ''."""
+    """The folders of a packed set: `train` and `val`, by whatever name, or the one that holds everything, as ''."""
     root = Path(path)
-    folders = {name: root / name for name in ("train", "val")}
-    if all((folder / MANIFEST).is_file() for folder in folders.values()):
-        return folders
-    return {"": root}
+    if (root / MANIFEST).is_file() or not root.is_dir():
+        return {"": root}
+    train, val = split_folders(root, quiet=True)
+    return {"": root} if val is None else {"train": train, "val": val}
 
 
 def verify(path: str | os.PathLike[str]) -> int:
@@ -220,6 +221,9 @@ class Pack(ImageSource):
         self.size = self.manifest.size
         self.channels = channels
         self.bad_samples = config.bad_images
+        self.digest = "".join(file.sha256[:16] for file in self.manifest.files)
+        white = self.manifest.made_by.get("range")
+        self.white = None if white is None else float(white)
         self._index = index
         self._checked = np.zeros(len(index), bool)
         self._maps: dict[int, memoryview] = {}

@@ -21,11 +21,12 @@ from PIL import Image
 from penstock import __version__
 from penstock.boundary.files import Unreadable, content, shown
 from penstock.boundary.images import MAX_BYTES, check_image
-from penstock.config.convert import Checked, Count, Range
+from penstock.config.convert import Checked, Count, Positive, Range
 from penstock.data.decode import backend, decode, fast_path
-from penstock.data.imagefolder import Listing, list_classes, list_split, split_folders
+from penstock.data.imagefolder import Listing, list_classes, list_split
 from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, ImageManifest, Records, write_part
 from penstock.data.source import BadSample, Pixels, Tally
+from penstock.data.splits import split_files, split_folders
 from penstock.data.tar import Sample, read_tar, shards_of
 from penstock.disk import sync_folder
 from penstock.errors import DataError
@@ -55,6 +56,8 @@ class Packing(Checked):
     """`fail` stops at an image that cannot be read. `skip` leaves it out and logs its path, up to 1 % of the set."""
     max_pixels: Count = 100_000_000
     """An image whose header claims more pixels is bad, and is not decoded."""
+    range: Positive | None = None
+    """Value of white in images of more than 8 bits: 4095 for 12 bits, 65535 for 16. None: as each file says."""
     threads: Annotated[int, Range(0, 4096)] = 0
     """Decoding threads; 0 takes one per core."""
 
@@ -108,7 +111,9 @@ def _streams(source: Path) -> _Streams:
     if not source.exists():
         raise DataError(f"{source} does not exist, so there is nothing to pack.")
     if tars := shards_of(source):
-        return {"": (None, _from_tars(tars))}
+        parts = split_files(tars, str(source))
+        names = ("train", "val") if len(parts) == 2 else ("",)
+        return {name: (None, _from_tars(part)) for name, part in zip(names, parts)}
     train, val = split_folders(source)
     folders = {"": train} if val is None else {"train": train, "val": val}
     if all(shards_of(folder) for folder in folders.values()):
@@ -153,7 +158,7 @@ def _convert(sample: SampleOrBad, packing: Packing) -> SampleOrBad:
         return sample
     image = np.empty((packing.size, packing.size, 3), np.uint8)
     try:
-        decode(sample.data, image, max_pixels=packing.max_pixels)
+        decode(sample.data, image, max_pixels=packing.max_pixels, white=packing.range)
     except Unreadable as error:
         return BadSample(sample.path, str(error))
     record = image.tobytes() if packing.format == "raw" else _encode(image, packing.quality)
@@ -185,6 +190,7 @@ class _Writer:
         encoded = io.BytesIO()
         np.save(encoded, index, allow_pickle=False)
         settings = {name: getattr(self._packing, name) for name in ("quality", "bad_images", "max_pixels")}
+        settings |= {} if self._packing.range is None else {"range": f"{self._packing.range:g}"}
         manifest = ImageManifest(
             records=self._packing.format,
             size=self._packing.size,

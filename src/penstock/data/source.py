@@ -68,6 +68,8 @@ class Source(ABC):
     """Whether a text begins with its label, as `penstock.data.text.names.prompt_of` writes it."""
     group_by_length: bool = False
     """Whether a Loader's batches hold samples of similar length."""
+    digest: str = ""
+    """Hash that changes where the samples do, as far as that can be seen without reading them; empty: they do not."""
 
     @property
     def title(self) -> str:
@@ -129,6 +131,8 @@ class ImageSource(Source):
     """Stored images are size × size pixels; the device resizes them to what the model wants."""
     channels: int
     """1 (grey) or 3 (red, green, blue)."""
+    white: float | None = None
+    """Value of white in images of more than 8 bits, by the setting `data.range`."""
     marked: bool = False
     """Whether samples have one more channel, which says how much each pixel is marked, 0 to 255."""
     crop_share: float = 0.875

@@ -63,6 +63,7 @@ class Captioner:
             )
         self.model, self.tokenizer, self.batch = opened.model, needed(opened.tokenizer), batch
         self.start, self.ends, self.languages = opened.start, opened.ends, opened.languages
+        self.white = opened.white
 
     def caption(
         self, paths: Sequence[str | Path], language: str, decoding: Decoding | None = None, **settings: Any
@@ -71,7 +72,9 @@ class Captioner:
         `Decoding`. Raises DataError for a file that cannot be read, ConfigError for a language that training did not
         have, and for settings that ask for more than the likeliest text."""
         name, how = self._inputs[PatchInput].name, replace(decoding or Decoding(), **settings)
-        return self._written(paths, lambda some: {name: read_images(self.model, some)}, language, how)
+        return self._written(
+            paths, lambda some: {name: read_images(self.model, some, white=self.white)}, language, how
+        )
 
     def translate(
         self, texts: Sequence[str], language: str, decoding: Decoding | None = None, **settings: Any

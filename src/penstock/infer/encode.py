@@ -158,6 +158,7 @@ class Embedder:
                     "model of images and texts such as multimodal-tiny."
                 )
             self.model, self.first, self._made = opened.model, opened.pooled_first, head is not None
+            self.white = opened.white
             self._texts = (
                 _Texts(opened, batch, opened.model.features, self.dims)
                 if head is None
@@ -188,7 +189,7 @@ class Embedder:
         head = _vectors(self.model, PatchInput)
         if head is None:
             raise ConfigError("The model gives no vectors of images; give one of images and texts.")
-        return _over_images(self.model, paths, self.batch, head[1])
+        return _over_images(self.model, paths, self.batch, head[1], white=self.white)
 
 
 def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]] | None:
@@ -244,7 +245,7 @@ class Classifier:
         opened = loaded(
             model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, telling=True
         )
-        self.model, self.batch = opened.model, batch
+        self.model, self.batch, self.white = opened.model, batch, opened.white
         self.classes = tuple(classes) or opened.classes
         self._texts: _Texts | None = None
         if opened.model.graph.classes is None:
@@ -259,7 +260,9 @@ class Classifier:
         if self._texts is not None:
             logits = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
         else:
-            logits = _over_images(self.model, inputs, self.batch, self.model, crop_share=_CROP).float()
+            logits = _over_images(
+                self.model, inputs, self.batch, self.model, crop_share=_CROP, white=self.white
+            ).float()
         shares = torch.softmax(logits, dim=-1).tolist()
         return [self._classified(row) for row in shares]
 
@@ -284,7 +287,9 @@ def _over_images(
     return torch.cat(made)
 
 
-def read_images(model: Model, paths: Sequence[str | Path], *, crop_share: float = 1.0) -> Tensor:
+def read_images(
+    model: Model, paths: Sequence[str | Path], *, crop_share: float = 1.0, white: float | None = None
+) -> Tensor:
     """The centres of images in files, as a model takes them: (B, C, S, S) in its type and on its device. Raises
     DataError for a file that cannot be read."""
     from penstock.data.augment import center_batch
@@ -296,7 +301,7 @@ def read_images(model: Model, paths: Sequence[str | Path], *, crop_share: float 
     for place, path in enumerate(paths):
         raw = read_bytes(path, "The image", limit=_MOST_BYTES)
         try:
-            decode(raw, pixels[place], max_pixels=_MOST_PIXELS)
+            decode(raw, pixels[place], max_pixels=_MOST_PIXELS, white=white)
         except Unreadable as error:
             raise DataError(f"The image {shown(path)} cannot be read: {error}") from error
     images = torch.from_numpy(pixels).to(first.device)

@@ -60,6 +60,8 @@ class Loaded:
     """Labels by which experts are given."""
     languages: tuple[str, ...] = ()
     """Languages that captions can be in; empty where the folder does not name them."""
+    white: float | None = None
+    """Value of white in images of more than 8 bits, as training had it."""
     whole_bytes: int = 0
     """Bytes of all weights in the model's folder, in the type that it computes in; 0 of a model that was open
     already."""
@@ -186,6 +188,7 @@ def loaded(
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
         labels=labels_of(graph, settings) if kept is None else kept,
         languages=tuple(map(str, settings.get("languages") or ())),
+        white=float(white) if isinstance(white := settings.get("image_range"), int | float) else None,
         whole_bytes=whole * next(module.parameters()).element_size(),
         bytes=elements * next(module.parameters()).element_size(),
     )

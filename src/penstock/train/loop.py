@@ -12,8 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -342,7 +341,7 @@ class _Run:
         loader = self._loader(self.val_source, endless=False)
         rounds = math.ceil(len(self.val_source) / (loader.batch * dims.data_world))
         blank = task.blank(self.config.model, self.device)
-        with loader, self._final_weights():
+        with loader, self.built.inference():
             batches = beating(loader, self.step)
             evaluation = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
             with torch.no_grad():
@@ -399,7 +398,7 @@ class _Run:
             self.config, self.state.evaluation, steps=self.step, data=self.data,
             parameters=self.prediction.parameters, machine=self.machine.name,
         )  # fmt: skip
-        with self._final_weights():
+        with self.built.inference():
             folder = export(self.built.model, self.output, self.dims, self.config.recipe.lora, about)
         if speed := self.speedometer.whole_run():
             self._record(
@@ -410,13 +409,6 @@ class _Run:
             steps=self.step, resumed_at=self.resumed_at, loss=self.state.loss, evaluation=self.state.evaluation,
             output=self.output, export=folder, metrics=self.records.path,
         )  # fmt: skip
-
-    @contextmanager
-    def _final_weights(self) -> Iterator[None]:
-        """Inside, the model is as it will be used: in evaluation mode, with the EMA weights where there are any."""
-        averages = self.built.ema.swapped() if self.built.ema else nullcontext()
-        with self.built.inference(), averages:
-            yield
 
     def _loader(self, source: Source, *, augment: Augment | None = None, endless: bool = True) -> Loader:
         """This rank's batches of a split: endless for training, else one pass."""

@@ -176,6 +176,8 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
         values["label2id"] = {str(name): number for number, name in enumerate(classes)}
     if graph.routed and source.label_names:
         values |= {"labels": list(source.label_names), "labels_in_prompts": source.labels_in_prompts}
+    if white := getattr(source, "white", None):
+        values["image_range"] = white
     if languages := getattr(source, "languages", ()):
         values["languages"] = list(languages)
     shutil.rmtree(folder, ignore_errors=True)

@@ -18,9 +18,10 @@ import pytest
 from penstock.boundary import compressed
 from penstock.boundary.text import LINE_BYTES, read_json_texts, read_lines
 from penstock.config.run import DataConfig
+from penstock.data.splits import split_files
 from penstock.data.text.build import Bad, RowOrBad, Shape, TextRow
 from penstock.data.text.columns import TextColumns
-from penstock.data.text.documents import files_of, read_files, splits_of
+from penstock.data.text.documents import files_of, read_files
 from penstock.data.text.packing import TextPacking, pack_text
 from penstock.errors import ConfigError, DataError
 
@@ -80,11 +81,11 @@ def test_folders_patterns_and_splits(tmp_path: Path, caplog: pytest.LogCaptureFi
         "test.txt",
     ]
     assert "1 files of other kinds were left out" in caplog.text
-    train, val = splits_of(files, str(tmp_path))
+    train, val = split_files(files, str(tmp_path))
     assert [file.name for file in train] == ["train-1.jsonl.gz", "train-2.txt"]
     assert [file.name for file in val] == ["dev.txt"]
     assert [file.name for file in files_of(f"{tmp_path}/*/*.txt")] == ["train-2.txt"]
-    assert splits_of([tmp_path / "training.txt"], str(tmp_path)) == [[tmp_path / "training.txt"]]
+    assert split_files([tmp_path / "training.txt"], str(tmp_path)) == [[tmp_path / "training.txt"]]
     with pytest.raises(DataError, match="No file in"):
         files_of(f"{tmp_path}/*.tsv")
 

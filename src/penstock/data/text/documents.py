@@ -7,7 +7,6 @@ import functools
 import glob
 import logging
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ TABLES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz")
 _PIECE = 1 << 17
 """Characters of a text file that are read at a time."""
-_VAL_WORDS = ("val", "valid", "validation", "dev")
 _LINE = Bounds(bytes=1 << 24, values=1 << 16, infinite=True, control=True)
 _DESCRIPTION = "The text file"
 _ROWS = 256
@@ -74,24 +72,6 @@ def _digest(path: Path, _size: int, _changed: int) -> str:
 def _suffix(name: str) -> str:
     stem, suffix = os.path.splitext(name.lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
-
-
-def splits_of(files: list[Path], root: str) -> list[list[Path]]:
-    """Train and val, where names of files or folders say so (`train.tsv` and `dev.tsv`); else everything."""
-
-    def words(file: Path) -> set[str]:
-        name = os.path.relpath(file, root) if Path(root).is_dir() else file.name
-        return set(re.split(r"[^a-z]+", name.lower()))
-
-    train = [file for file in files if "train" in words(file)]
-    val = [file for file in files if words(file) & set(_VAL_WORDS)] or [
-        file for file in files if "test" in words(file)
-    ]
-    if not train or not val or set(train) & set(val):
-        return [files]
-    if unused := len(files) - len(train) - len(val):
-        _log.info("%s: %d files that belong to neither train nor val were left out.", root, unused)
-    return [train, val]
 
 
 def read_files(files: Sequence[Path], columns: TextColumns) -> Iterator[RowOrBad]:

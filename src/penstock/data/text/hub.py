@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from penstock.config.run import DataConfig
-from penstock.data.hub import open_dataset
-from penstock.data.imagefolder import SPLIT_FOLDERS
+from penstock.data.hub import identity_of, open_dataset
+from penstock.data.splits import hub_splits
 from penstock.data.text.build import Bad, RowOrBad
 from penstock.data.text.columns import Content, TextColumns, row_of, value_in
 from penstock.data.text.messages import without_nulls
@@ -22,19 +22,13 @@ def hub_rows(name: str, data: DataConfig, columns: TextColumns) -> Content:
     """
     dataset, _, configuration = name.partition(":")
     splits = open_dataset(dataset, configuration or None, streaming=data.streaming)
-    val_name = next((word for word in SPLIT_FOLDERS["val"] if word in splits), None)
-    first = "train" if "train" in splits else next(iter(splits))
-    names = [first] if val_name is None or val_name == first else [first, val_name]
-    identity = [[split, _identity(splits[split])] for split in names]
-    parts = [_rows(splits[split], f"hf:{name}, {split}", columns) for split in names]
+    first, val = hub_splits(list(splits), dataset)
+    identity = [[split, identity_of(splits[split])] for split in (first, *val)]
+    parts: list[Iterator[RowOrBad]] = [
+        itertools.chain.from_iterable(_rows(splits[split], f"hf:{name}, {split}", columns) for split in part)
+        for part in ([first], val) if part
+    ]  # fmt: skip
     return Content(parts, [name, data.streaming, identity])
-
-
-def _identity(rows: Any) -> str:
-    """A text that changes when the rows do, as far as the library knows."""
-    files = [Path(file["filename"]) for file in getattr(rows, "cache_files", [])]
-    stored = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return str((stored, rows.info.version, rows.info.download_checksums, rows.info.splits))
 
 
 def _rows(rows: Any, where: str, columns: TextColumns) -> Iterator[RowOrBad]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,11 +50,19 @@ class Mixture:
 
 
 class TextSource(Source):
-    """Samples of text, of several sets by weight: a subclass sets `_mixture`."""
+    """Samples of text, of several sets by weight: a subclass sets `_mixture` and `_tables`."""
 
     policy = "data.bad_rows"
     tokenizer: Tokenizer
     _mixture: Mixture
+    _tables: Sequence[Any]
+    """The sets, each with its `part` of a pack."""
+
+    @property
+    def digest(self) -> str:  # type: ignore[override]
+        """The hash of all tokens and of where they are."""
+        files = [file for table in self._tables for file in table.part.part.files]
+        return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
     def __len__(self) -> int:
         return self._mixture.samples

@@ -188,7 +188,7 @@ class RowTable:
     def __init__(
         self, part: PackedPart, rows: NDArray[np.int64], labelled: bool, classes: int | None
     ) -> None:
-        self._part = part
+        self.part = part
         self._rows = rows
         self.labelled, self._classes = labelled, classes
         ends = part.index["end"].astype(np.int64)
@@ -204,7 +204,7 @@ class RowTable:
         return spans[..., 1] - spans[..., 0]
 
     def texts(self, row: int) -> list[NDArray[Any]]:
-        return [self._part.read(int(start), int(end)) for start, end in self._spans[row]]
+        return [self.part.read(int(start), int(end)) for start, end in self._spans[row]]
 
     def renumber(self, numbers: NDArray[np.int64], classes: int) -> None:
         """Take other numbers of the classes; what is no class stays as it is."""
@@ -217,7 +217,7 @@ class RowTable:
         value = float(self._labels[row])
         due = "a finite number" if self._classes is None else f"one of {self._classes} classes"
         if not (math.isfinite(value) if self._classes is None else value in range(self._classes)):
-            raise BadSample(self._part.row(int(self._rows[row])), f"its label is {value:g}, and not {due}")
+            raise BadSample(self.part.row(int(self._rows[row])), f"its label is {value:g}, and not {due}")
         return value
 
 

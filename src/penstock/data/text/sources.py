@@ -19,9 +19,10 @@ from penstock.boundary.files import naming, quoted
 from penstock.boundary.owners import distrust
 from penstock.config.machine import cache_folder
 from penstock.config.run import DataConfig
+from penstock.data.splits import split_files
 from penstock.data.text.build import Progress, RowOrBad, Shape, TextRow, write_pack
 from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns
-from penstock.data.text.documents import digest, files_of, read_files, splits_of
+from penstock.data.text.documents import digest, files_of, read_files
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.data.text.tokenpack import VERSION, TokenPack
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -67,7 +68,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
     columns = TextColumns(form, data.columns, shape, data.separator, data.encoding, data.classes)
     if kind in ("text", "pairs"):
         files = files_of(path)
-        parts = splits_of(files, path)
+        parts = split_files(files, path)
         sums = [[digest(file) for file in part] for part in parts]
         size = sum(file.stat().st_size for part in parts for file in part)
         plain = (data.separator, data.encoding) == ("auto", "utf-8")

@@ -40,20 +40,20 @@ class TokenSource(TextSource):
         self.tokenizer = tokenizer
         self.length, self.stride = length, stride
         self.packed = packed
-        self._texts = [text for text, _ in texts]
+        self._tables = [text for text, _ in texts]
         self._pieces: list[NDArray[np.int64]] = []
         if packed:
-            for text in self._texts:
+            for text in self._tables:
                 if text.size < length:
                     raise DataError(
                         f"{text.name} has {text.size:,} tokens, fewer than one sample of {length:,}. Give it more "
                         "text, or make the model's length smaller."
                     )
-            counts = [(text.size - length) // stride + 1 for text in self._texts]
+            counts = [(text.size - length) // stride + 1 for text in self._tables]
         else:
-            self._pieces = [text.pieces(length, stride) for text in self._texts]
+            self._pieces = [text.pieces(length, stride) for text in self._tables]
             counts = [len(pieces) for pieces in self._pieces]
-            for text, count in zip(self._texts, counts):
+            for text, count in zip(self._tables, counts):
                 if not count:
                     raise DataError(
                         f"{text.name} has no document of more than {length - stride} tokens, so that there is nothing "
@@ -70,28 +70,28 @@ class TokenSource(TextSource):
         """The share that `Source` describes. It reads the index of every document, and so is computed on first use."""
         if not self.packed:
             return None
-        pieces = [text.pieces(self.length, self.stride)[:, 1] for text in self._texts]
+        pieces = [text.pieces(self.length, self.stride)[:, 1] for text in self._tables]
         real = np.concatenate(pieces) - (self.length - self.stride)
         return 1 - int(real.sum()) / max(1, self.stride * len(real))
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of text in UTF-8 for each token, on average: what bits per byte are counted by."""
-        tokens = sum(text.part.part.tokens for text in self._texts)
-        return sum(text.part.part.text_bytes for text in self._texts) / max(1, tokens)
+        tokens = sum(text.part.part.tokens for text in self._tables)
+        return float(sum(text.part.part.text_bytes for text in self._tables) / max(1, tokens))
 
     @property
     def tokens(self) -> int:
         """Tokens of the split, over all sets."""
-        return sum(text.size for text in self._texts)
+        return sum(text.size for text in self._tables)
 
     def load(self, index: int, out: Any) -> None:
         number, window = self._mixture.place(index)
         if self.packed:
-            self._texts[number].read(window * self.stride, out)
+            self._tables[number].read(window * self.stride, out)
             return
         begin, tokens = self._pieces[number][window].tolist()
-        self._texts[number].read(begin, out[:tokens])
+        self._tables[number].read(begin, out[:tokens])
         out[tokens:] = PADDING
 
 

@@ -45,7 +45,7 @@ _OWN = "penstock_"
 """The beginning of the model types of our own, which goes before the family."""
 _CARRIED = {
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "bad_words_ids", "suppress_tokens",
-    "id2label", "label2id", "labels", "labels_in_prompts", "languages",
+    "id2label", "label2id", "labels", "labels_in_prompts", "languages", "image_range",
 }  # fmt: skip
 """Entries of config.json that say how a model is used, whatever it is stored like."""
 _POOLING = "1_Pooling/config.json"

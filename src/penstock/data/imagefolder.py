@@ -166,16 +166,16 @@ class ImageFolder(ImageSource):
     @functools.cached_property
     def digest(self) -> str:  # type: ignore[override]
         """The hash of all files' names, sizes and times of change, computed on first use because it asks for each."""
-        found = hashlib.sha256()
+        content_hash = hashlib.sha256()
         for path in [*self._paths, *filter(None, self._marks if self.marked else ())]:
             try:
                 status = (self._root / path).stat()
-                found.update(
+                content_hash.update(
                     f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
                 )
             except OSError:  # a bad image, as reading it will say
-                found.update(f"{path}\0\n".encode("utf-8", "surrogateescape"))
-        return found.hexdigest()
+                content_hash.update(f"{path}\0\n".encode("utf-8", "surrogateescape"))
+        return content_hash.hexdigest()
 
     def path(self, index: int) -> Path:
         """The file of sample `index`."""

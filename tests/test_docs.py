@@ -164,9 +164,7 @@ def _shown(page: Path) -> list[tuple[str, int]]:
     """Every penstock command of the page's bash blocks, with its line."""
     found = [block for block in blocks(page.read_text(encoding="utf-8")) if block.kind == "bash"]
     every = [(command, line) for block in found for command, _, line in commands(block, "")]
-    return [
-        (command, line) for command, line in every if shlex.split(command)[1] not in ("serve", "push")
-    ]  # the one does not end, and the other needs a hub
+    return [(command, line) for command, line in every if shlex.split(command)[1] != "serve"]  # does not end
 
 
 def _once() -> dict[Path, list[tuple[str, int]]]:

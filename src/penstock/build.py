@@ -210,11 +210,10 @@ def build(
 
     # A teacher is no part of what learns, is sharded or saved: the loss alone knows it. It computes by the same Plan.
     if recipe.teacher is not None and any(getattr(recipe, name) for name in ("teacher_weight", *INSIDE)):
-        # What is cached each rank computes when it needs it, so that ranks cannot gather weights together.
-        divides = plan.sharding in ("fsdp", "hsdp") and not dims.alone and recipe.teacher_cache is None
+        divides = plan.sharding in ("fsdp", "hsdp") and not dims.alone
         teacher_rows: dict[str, Tensor] = {}
         load = partial(_rows_of_weights, dims, teacher_rows) if divides else from_pretrained
-        teacher = open_teacher(recipe, loss, config, module, dtype=precision.dtype, rank=dims.rank, load=load)
+        teacher = open_teacher(recipe, loss, config, module, dtype=precision.dtype, load=load)
         _what_is_there(teacher.model, device) if divides else teacher.model.to(device)
         set_switches(teacher.model, plan)
         _fuse(teacher.model, plan, precision, device)

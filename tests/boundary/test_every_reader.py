@@ -25,8 +25,6 @@ ELSEWHERE = {
     "checkpoint/rewrite.py": "documents of a checkpoint, after every byte of it was checked against its manifest",
     "checkpoint/storage.py": "tensors of a checkpoint, after every byte of it was checked against its manifest",
     "kernels/native/__init__.py": "this package's own C++ source, for its hash",
-    "tasks/teacher_cache.py": "outputs that the run itself stored, of sizes that their headers and the file agree on",
-    "train/beams.py": "translations that the run itself stored, read without pickles",
     "cli/__init__.py": "opens /dev/null",
     "cli/_script.py": "the user's own script, which is read as Python reads it, and is run",
     "cli/demo.py": "what the demo itself has written before, through the reader of files",

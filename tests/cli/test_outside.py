@@ -53,7 +53,6 @@ INPUTS = [
     "retrieve it --text once --images it",
     "export it made",
     "compress it --prune.layers 0.5",
-    "push it owner/name",
     "compress vit-digits --recipe it.toml",
 ]
 NO_INPUT = {"completion", "run", "tune", "tune-kernels", "probe", "doctor", "demo"}

@@ -65,7 +65,7 @@ def _settings(folder: Path) -> Path:
     settings = {
         "model": str(folder / "model"), "data": f"text:{folder / 'lines.txt'}", "plan": "micro_batch=8",
         "device": "cpu", "machine": str(save_machine(machine, folder / "machine.json")), "output": "out",
-        "target": "1.03x", "prune.hidden": "0.5", "prune.samples": "8", "distil.steps": "3", "trim": "true",
+        "target": "1.03x", "prune.hidden": "0.5", "prune.samples": "8", "distil.steps": "3",
         "quantise": "int8", "quantise.inputs": "static", "quantise.samples": "16", "quantise.learn": "2",
     }  # fmt: skip
     (folder / "settings.json").write_text(json.dumps(settings))
@@ -88,9 +88,9 @@ def test_a_compression_killed_before_every_change_ends_as_if_it_had_not_been(tmp
     code, _, error = run_python([*words, ""], tmp_path, cwd=whole)
     assert code == 0, error
     changes = (whole / "changes").read_text().splitlines()
-    steps = ("1-prune", "2-distil", "3-trim", "4-quantise-start", "4-quantise", "export.tmp")
+    steps = ("1-prune", "2-distil", "3-quantise-start", "3-quantise", "export.tmp")
     assert all(any(f" {step}/" in change for change in changes) for step in steps)
-    assert changes.count(f"os.rename {RECORD}") == 7
+    assert changes.count(f"os.rename {RECORD}") == 6
     for change in changes:
         code, _, error = run_python([*words, change], tmp_path, cwd=killed)
         assert code == -signal.SIGKILL, (change, code, error)

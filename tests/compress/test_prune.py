@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.families import ENROLLED, batches, flat, small
-from penstock.compress.prune import keep_experts, keep_heads, keep_hidden, keep_layers, keep_words
+from penstock.compress.prune import keep_experts, keep_heads, keep_hidden, keep_layers
 from penstock.config.model import ModelConfig, with_stacks
 from penstock.config.stack import Layer
 from penstock.errors import ConfigError
@@ -151,20 +151,6 @@ def test_removed_experts_are_those_that_no_token_is_sent_to(form: str) -> None:
             smaller, run.name, [kept if layer.mixture else None for layer in run.stack.layers]
         )
     torch.testing.assert_close(_outputs(smaller, config), _outputs(model, config), rtol=1e-6, atol=1e-6)
-
-
-def test_words_that_are_left_keep_their_vectors_and_logits() -> None:
-    config: Any = FORMS["bart"]
-    model, kept = _model(config), [0, 2, 3, 7, 12]
-    smaller = keep_words(model, kept)
-    assert smaller.config.vocabulary == 5
-    source, target = torch.randint(0, 5, (2, 3, 4)).unbind(0)
-    numbers = torch.tensor(kept)
-    with torch.no_grad():
-        expected = model(numbers[source], numbers[target])[..., numbers]
-        torch.testing.assert_close(smaller(source, target), expected)
-    with pytest.raises(ConfigError, match="vocabulary"):
-        keep_words(_model(FORMS["vit"]), [0])
 
 
 REFUSED: dict[str, tuple[str, Callable[[Model], object], str]] = {

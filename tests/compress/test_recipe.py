@@ -99,7 +99,7 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
 
     # The same again does nothing, also where the record is older than a setting; and another recipe does not go on.
     record = json.loads((tmp_path / "out" / run.RECORD).read_text())
-    del record["settings"]["trim"]
+    del record["settings"]["batch"]
     (tmp_path / "out" / run.RECORD).write_text(json.dumps(record))
     said.clear()
     assert run.compress(config, said.append)["rows"] == report["rows"]
@@ -195,15 +195,14 @@ def test_a_target_is_forecast_and_then_measured(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "Nothing is asked for.*Known steps are prune, distil, trim"),
+    ({}, "Nothing is asked for.*Known steps are prune, distil, quantise"),
     ({"target": "1x"}, "above 1x"),
     ({"target": "fast"}, "a number such as 3x"),
-    ({"steps": "fold"}, "must be 'prune', 'distil', 'trim' or 'quantise'"),
+    ({"steps": "fold"}, "must be 'prune', 'distil' or 'quantise'"),
     ({"steps": "distil"}, "set distil.epochs"),
     ({"steps": "prune"}, "nothing is removed"),
     ({"steps": "distil,distil", "distil.steps": "3"}, "twice"),
     ({"prune.layers": "1"}, "below 1"),
-    ({"trim": "true", "prune.layers": "0.5"}, "trim needs one tokenizer.json"),
     (
         {"distil.steps": "3", "distil.scores": "1", "prune.heads": "0.5"},
         "heads are pruned; use distil.attention",

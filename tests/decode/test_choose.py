@@ -108,5 +108,5 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_may_be_drawn() -> None:
 
 def test_settings_that_contradict_each_other_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        Decoding(beams=4, beam_groups=3, temperature=1.0, max_tokens=100, min_tokens=200, stop=("",))
-    assert len(caught.value.problems) == 4
+        Decoding(beams=4, temperature=1.0, max_tokens=100, min_tokens=200, stop=("",))
+    assert len(caught.value.problems) == 3

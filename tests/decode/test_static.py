@@ -24,7 +24,7 @@ ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11]]
 WAYS: tuple[dict[str, Any], ...] = (
     {"max_tokens": 20},
     {"max_tokens": 28, "beams": 3},
-    {"max_tokens": 9, "beams": 4, "beam_groups": 2, "diversity_penalty": 0.5, "repetition_penalty": 1.2},
+    {"max_tokens": 9, "beams": 4, "repetition_penalty": 1.2},
     {"max_tokens": 9, "temperature": 1.0, "seed": 3, "best": 2},
 )
 """The second needs two buckets, and leaves columns and texts out on its way."""

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from helpers.generation import BOTH, WORDS, Letters, tiny
 from helpers.models_of_strangers import chain
@@ -89,64 +87,6 @@ def test_a_wide_beam_over_a_tiny_vocabulary_finds_the_best_of_all_texts(name: st
     best = max(scores, key=scores.__getitem__)
     assert found.ids == best
     assert found.score == pytest.approx(scores[best], abs=1e-5)
-
-
-def test_groups_of_beams_choose_as_the_paper_says() -> None:
-    """Two groups of two beams, step by step: the second is told what the first chose."""
-    made = generator("gpt")
-    found = made.generate([1, 2, 3], max_tokens=4, beams=4, beam_groups=2, diversity_penalty=1.5, best=4)
-    groups: list[list[tuple[float, list[int]]]] = [[(0.0, [])], [(0.0, [])]]
-    for _ in range(4):
-        taken: Counter[int] = Counter()
-        for number, group in enumerate(groups):
-            every = []
-            for score, text in group:
-                shares = torch.log_softmax(logits_after(made.model, [1, 2, 3, *text]).float(), -1)
-                every += [
-                    (score + float(shares[token]) - 1.5 * taken[token], [*text, token])
-                    for token in range(WORDS)
-                ]
-            groups[number] = sorted(every, reverse=True)[:2]
-            taken.update(text[-1] for _, text in groups[number])
-    expected = sorted((score / 4, text) for group in groups for score, text in group)[::-1]
-    assert [list(each.ids) for each in found] == [text for _, text in expected]
-    assert len({each.ids[0] for each in found}) > 1
-
-
-def test_the_coverage_penalty_prefers_what_looks_at_the_whole_source() -> None:
-    made = generator("marian-tiny")
-    plain = made.generate(ROWS, max_tokens=6, beams=4, best=4)
-    covered = made.generate(ROWS, max_tokens=6, beams=4, best=4, coverage_penalty=5.0)
-    scores = {each.ids: each.score for each in plain}
-    both = [each for each in covered if each.ids in scores]
-    assert both
-    losses = [(scores[each.ids] or 0.0) - (each.score or 0.0) for each in both]
-    assert min(losses) > -1e-6
-    assert max(losses) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["gpt", "llama", "t5-tiny"])
-def test_contrastive_search_takes_what_is_least_alike(name: str) -> None:
-    made = generator(name)
-    found = made.generate(ROWS, max_tokens=6, contrastive=0.6, top_k=4)
-    model = made.model
-    for row, one in zip(ROWS, found, strict=True):
-        text, source = ([0], row) if model.graph.remembered else (list(row), [])
-        begin = len(text)
-        for _ in range(6):
-            shares, tokens = torch.softmax(logits_after(model, text, source).float(), -1).topk(4)
-            scores = []
-            for share, token in zip(shares, tokens, strict=True):
-                features = F.normalize(_features(model, [*text, int(token)], source).float(), dim=-1)
-                scores.append(0.4 * float(share) - 0.6 * float((features[:-1] @ features[-1]).max()))
-            text.append(int(tokens[int(np.argmax(scores))]))
-        assert list(one.ids) == text[begin:]
-
-
-def _features(model: Any, ids: list[int], source: list[int]) -> Tensor:
-    with torch.no_grad():
-        memory = model.encode(torch.tensor([source])) if source else None
-        return model.decoder(model.embed(torch.tensor([ids])), memory=memory)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["gpt", "t5-tiny"])

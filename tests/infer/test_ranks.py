@@ -48,9 +48,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 10},
     "drawn": {"max_tokens": 8, "temperature": 1.0, "top_p": 0.9, "seed": 3, "best": 2},
     "beams": {"max_tokens": 9, "beams": 4, "best": 2},
-    "groups": {"max_tokens": 7, "beams": 4, "beam_groups": 2, "diversity_penalty": 1.0},
-    "covering": {"max_tokens": 6, "beams": 3, "coverage_penalty": 3.0},
-    "contrastive": {"max_tokens": 6, "contrastive": 0.6, "top_k": 4},
     "guessed": {"max_tokens": 8, "speculate": 3, "repetition_penalty": 1.2},
 }
 FEW = ("greedy", "drawn", "beams")

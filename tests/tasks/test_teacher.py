@@ -370,38 +370,6 @@ def test_embeddings_are_taught_by_their_cosine(tmp_path: Path) -> None:
         build(student, Plan(), recipe=recipe, loss=Embedding())
 
 
-@pytest.mark.parametrize("kind", ["images", "next token", "translation", "sentences"])
-def test_outputs_are_kept_on_disk_and_read_again(kind: str, tmp_path: Path) -> None:
-    model, task = KINDS[kind]
-    recipe = _teacher(model, tmp_path / "teacher")
-    cached = replace(recipe, teacher_cache=str(tmp_path / "cache"))
-    batches = [_batch(kind, seed=seed) for seed in (0, 1)]
-
-    def losses(recipe: Recipe) -> tuple[list[Tensor], int]:
-        built = build(model, Plan(), recipe=recipe, loss=task)
-        assert isinstance(built.loss, Task)
-        used: Any = built.loss.teacher
-        made = [built.loss(built.model, batch) for batch in batches * 2]
-        return made, 0 if used.cache is None else used.cache.computed  # type: ignore[return-value]
-
-    plain, _ = losses(recipe)
-    for expected in (8, 0):  # computed once, then read by another run
-        found, computed = losses(cached)
-        assert all(map(torch.equal, found, plain))
-        assert computed == expected
-    (file,) = (tmp_path / "cache").iterdir()
-    whole = file.stat().st_size
-    with file.open("r+b") as opened:
-        opened.truncate(whole - 3)  # as a killed process leaves it
-    found, computed = losses(cached)
-    assert all(map(torch.equal, found, plain))
-    assert (computed, file.stat().st_size) == (4, whole)
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        build(model, Plan(), recipe=replace(cached, teacher_hidden=1.0), loss=task)
-    with pytest.raises(ConfigError, match=r"no recipe\.teacher; name one"):
-        build(model, Plan(), recipe=Recipe(teacher_cache="x"), loss=task)
-
-
 def test_a_teacher_may_be_in_any_format(tmp_path: Path) -> None:
     """Of a quantised one the values of its weights teach."""
     model = replace(VIT, classifier="token")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -96,43 +95,6 @@ def test_a_run_goes_from_opus_mt_to_an_export_and_on(
 
     _train("first/export", "second")
     assert in_folder(folder / "second" / "export").fingerprint == given.fingerprint
-
-
-def test_a_students_targets_are_the_teachers_beams(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a teacher with drawn weights, whose translations are like no target."""
-    words = "--task translation --data pairs:rows.tsv --recipe.lr 1e-2 --recipe.warmup_share 0"
-    more = "--plan.micro_batch 4 --machine machine.json --checkpoint_every 1"
-    beams = "--recipe.teacher opus --recipe.teacher_weight 0 --recipe.teacher_beams 2"
-    taught = ["train", "marian-base", "--from", "opus", *f"{words} {more} {beams} --output taught".split()]
-    assert main([*taught, "--recipe.steps", "1"]) == 0
-    from penstock.train.beams import FILE
-
-    stored = np.load(folder / "taught" / FILE)
-    targets, exported = stored["targets"], in_folder(folder / "taught" / "export")
-    assert len(targets) == 96, "the validation split is not taught"
-    rows = (folder / "rows.tsv").read_text().splitlines()[1:]
-    capsys.readouterr()
-    for source, row in zip(stored["sources"], targets):
-        assert 0 < row[0] < targets.shape[1]
-        assert source > 0
-    texts = {exported.decode(row[1 : 1 + row[0]].tolist()) for row in targets}
-    assert not texts & {row.partition("\t")[2] for row in rows}
-    # What the teacher would generate.
-    first = rows[0].partition("\t")[0]
-    most = str(SIZES["max_position_embeddings"] - 1)
-    assert main(["generate", "opus", first, "--beams", "2", "--max-tokens", most, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ids"] in [row[1 : 1 + row[0] - (told["finished"] == "stop")].tolist() for row in targets]
-
-    # A run that goes on reads them again.
-    monkeypatch.setattr("penstock.train.beams._translate", lambda *_: pytest.fail("translated twice"))
-    assert main([*taught, "--recipe.steps", "2"]) in (0, 2)
-    assert main(["train", "bert-tiny", "--recipe.teacher_beams", "2"]) == 2
-    assert "recipe.teacher_beams is 2, but there is no recipe.teacher" in " ".join(
-        capsys.readouterr().err.split()
-    )
 
 
 def test_a_part_of_the_tokenizer_stops_a_run_before_it_begins(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +18,6 @@ OFFLINE = (
     "name on the hub, fetch it where there is a network, with `hf download {name}`, and set HF_HOME to a copy of that "
     "cache."
 )
-_OWNED = re.compile(r"[\w.-]+/[\w.-]+")
-_MODEL_FILES = (
-    "README.md", "*.json", "1_Pooling/config.json", "*.safetensors", "vocab.*", "merges.txt", "*.spm", "*.model",
-    "*.jinja",
-)  # fmt: skip
-"""Files of a model that are pushed. What else lies beside them, such as a trainer's states, stays here."""
 
 
 def hub_folder(name: str, files: Sequence[str], *, enough: Callable[[Path], bool]) -> Path | None:
@@ -82,54 +75,6 @@ def _alike(name: str) -> str:
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     return f" Did you mean {shown(path.parent / near[0])}?" if near else ""
-
-
-def push_folder(
-    folder: Path, name: str, *, private: bool = False, message: str = "", endpoint: str | None = None
-) -> tuple[str, list[str]]:
-    """Upload a model's folder to `name` (OWNER/NAME) on the hub, which is made if it is not there: the files that a
-    model is of, in one commit. Returns the address of the model, and the names of files that were left out.
-
-    `endpoint` is the address of another hub than the usual or HF_ENDPOINT's.
-
-    Raises:
-        ConfigError: no such name can be, or the folder holds no model. EnvironmentProblem: the hub cannot be reached
-            or refuses, or the extra `hf` is missing.
-    """
-    if not _OWNED.fullmatch(name):
-        raise ConfigError(f"The name {quoted(name)} is none of a model on the hub; write OWNER/NAME.")
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"The folder {shown(folder)} holds no model, which is config.json and safetensors; give a run's folder or "
-            "its export, or one that transformers wrote."
-        )
-    hub = package("huggingface_hub", "Uploading to the Hugging Face hub needs huggingface_hub", "hf")
-    from huggingface_hub import errors
-
-    files = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)} - {
-        folder / "trainer_state.json"
-    }
-    there = {path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
-    left_out = sorted(path.relative_to(folder).as_posix() for path in there - files)
-    try:
-        api = hub.HfApi(endpoint=endpoint, library_name="penstock")
-        address = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=name,
-            folder_path=folder,
-            allow_patterns=[glob.escape(path.relative_to(folder).as_posix()) for path in files],
-            commit_message=message or "Upload a model with Penstock",
-        )
-    # Those of its library for HTTP too; an upload of a large file that failed is a RuntimeError.
-    except (OSError, RuntimeError, *errors.HfHubHTTPError.__bases__) as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise EnvironmentProblem(
-                f"The Hugging Face hub does not let you write to {name}. Log in with `hf auth login`, or set HF_TOKEN "
-                "to a token that may write there."
-            ) from error
-        raise EnvironmentProblem(f"The folder could not be uploaded to {name}: {_reason(error)}.") from error
-    return str(address), left_out
 
 
 def _home() -> str:

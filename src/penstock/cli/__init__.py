@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, CycloptsPanel, UnknownOptionError
 from penstock import __version__
 from penstock.boundary.files import explained, printable, quoted
 from penstock.boundary.trees import control_character
+from penstock.config.removed import COMMANDS
 from penstock.errors import ConfigError, ExitCode, PenstockError
 from penstock.launch.report import write_report
 
@@ -42,7 +43,6 @@ _VERBS = {
     "deploy": "Find the fewest devices that serve a model in time.",
     "compress": "Make a trained model smaller: prune, distil and quantise it.",
     "export": "Write a model for other programs: ONNX, CTranslate2, torch, transformers.",
-    "push": "Upload a trained model to the Hugging Face hub.",
     "serve": "Serve a model over HTTP, with OpenAI's routes.",
     "pack": "Pack images or texts for fast reading.",
     "scale": "Measure a model's gradients and choose a loss scale for fp16.",
@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = before_script(typed)
         check_words(words)
+        if words[0] in COMMANDS:
+            raise ConfigError(f"penstock {words[0]} was removed; {COMMANDS[words[0]]}.")
         if not set(app.help_flags).isdisjoint(words):
             from penstock.cli._help import describe_by_docstring
 

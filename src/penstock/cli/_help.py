@@ -11,6 +11,7 @@ from typing import Any
 from cyclopts import App, UnknownOptionError
 
 from penstock.boundary.files import shown
+from penstock.config.removed import removed_option
 
 ELSEWHERE = {
     "amp": "--plan.precision",
@@ -68,6 +69,8 @@ def unwrapped(doc: str) -> str:
 def unknown_option_message(error: UnknownOptionError) -> str:
     """The message about an option that a verb does not have: its name, and names that are like it."""
     word = (error.token.keyword or error.token.value).partition("=")[0]
+    if refusal := removed_option(word.lstrip("-").replace("-", "_").lower()):
+        return refusal
     names = {name for argument in error.argument_collection for name in argument.names if name[:2] == "--"}
     verb = " ".join(("penstock", *(error.command_chain or ())))
     near = list(dict.fromkeys(_near(word.lstrip("-").replace("-", "_").lower(), names)))[:_SHOWN]

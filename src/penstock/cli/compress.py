@@ -14,7 +14,6 @@ from penstock.errors import ExitCode
 @configured(
     CompressConfig,
     positional="model",
-    flags=("trim",),
     file=("--config", "--recipe"),
     loader=load_compression,
 )

@@ -112,9 +112,7 @@ def _converse(
     from penstock.infer.ranks import from_rank_zero
 
     if not _comes_in_pieces(decoding):
-        raise ConfigError(
-            "A chat in a terminal is greedy or drawn; leave beams, best, contrastive and speculate out."
-        )
+        raise ConfigError("A chat in a terminal is greedy or drawn; leave beams, best and speculate out.")
     messages = list(before)
     while (line := from_rank_zero(_typed() if main else None, made.dims)) is not None:
         messages.append(_user(line))
@@ -169,7 +167,7 @@ def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str,
 
 def _comes_in_pieces(decoding: Decoding) -> bool:
     alone = decoding.best == decoding.beams == 1
-    return alone and not decoding.contrastive and not decoding.speculate
+    return alone and not decoding.speculate
 
 
 def _show(prompt: str, generated: Generated, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.graph import Run, TokenInput, WordHead
+from penstock.config.graph import Run
 from penstock.config.model import ModelConfig
 from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError
@@ -156,26 +156,6 @@ def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]
         take_experts(state, f"{name}.", stack, kept)
     changed = replace(stack, experts=left.pop())
     return made_like(model, with_stack(model.config, here, changed), state)
-
-
-def keep_words(model: Model, rows: Sequence[int]) -> Model:
-    """The model with these rows of its table of tokens alone: token `rows[i]` becomes token i, in what it reads and in
-    what it writes.
-
-    Raises ConfigError for a model without one vocabulary.
-    """
-    graph = model.graph
-    sizes = {tokens.vocabulary for tokens in graph.inputs_of(TokenInput)} | {
-        h.vocabulary for h in graph.heads_of(WordHead)
-    }
-    tables = {tokens.table for tokens in graph.inputs_of(TokenInput)}
-    if len(sizes) != 1 or not tables or not hasattr(model.config, "vocabulary"):
-        raise ConfigError("Only a model with one vocabulary of tokens can lose some of them.")
-    _require_numbers("the vocabulary", rows, sizes.pop())
-    state = dict(model.state_dict())
-    for name in (*tables, *(head.name for head in graph.heads_of(WordHead))):
-        _take_rows(state, name, rows, 1)
-    return made_like(model, replace(model.config, vocabulary=len(rows)), state)
 
 
 # -- parts of weights

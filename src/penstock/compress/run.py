@@ -20,12 +20,10 @@ from penstock.compress.measure import Workbench
 from penstock.compress.page import card, to_html, worsening
 from penstock.compress.search import SHARES, reach
 from penstock.compress.steps import STEPS, StepCall, distil_run, learning_run
-from penstock.compress.vocabulary import require_trimmable
-from penstock.config.compress import AT_LAST, CompressConfig, Prune, StepName
+from penstock.config.compress import CompressConfig, Prune, StepName
 from penstock.config.load import dump_toml, from_dict, to_dict
 from penstock.config.model import title
 from penstock.config.recipes import require_startable
-from penstock.data.text.open import found_in
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
@@ -67,8 +65,6 @@ def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: 
     if "distil" in config.order:  # what could not be trained is refused before anything is pruned
         call = StepCall(source=original, target=output / "distil", original=original, prune=config.prune)
         require_startable(distil_run(config, call))
-    if "trim" in config.order:
-        require_trimmable(found_in(original), original)
     if "quantise" in config.order and config.quantise.learn:
         call = StepCall(source=original, target=output / "learn", original=original, prune=config.prune)
         require_startable(learning_run(config, call))
@@ -136,7 +132,7 @@ def _calls(config: CompressConfig, prune: Prune) -> Iterator[tuple[StepName, Pru
             for share in [getattr(prune, name)]
         }
         for name in config.order:
-            if name not in AT_LAST or turn + 1 == config.rounds:
+            if name != "quantise" or turn + 1 == config.rounds:
                 yield name, replace(prune, **left)
 
 

@@ -12,7 +12,6 @@ from penstock.compress.cut import cuts, multiple_of
 from penstock.compress.data import task_data
 from penstock.compress.measure import Workbench
 from penstock.compress.quantise import quantise_folder
-from penstock.compress.vocabulary import trim
 from penstock.config.compress import CompressConfig, Prune, StepName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
@@ -81,7 +80,6 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
         teacher_hidden=distil.hidden,
         teacher_attention=distil.attention,
         teacher_scores=distil.scores,
-        teacher_beams=distil.beams,
         temperature=distil.temperature,
         eval_every_epochs=NEVER,
     )
@@ -97,12 +95,6 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
         output=str(call.target),
         init_from=str(call.source),
     )
-
-
-def trim_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
-    """Remove the tokens that the training data do not use. Raises as `trim`."""
-    task, data = bench.task_for(call.source)
-    return trim(call.source, task.open(data, bench.model, "train"), call.target)
 
 
 def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
@@ -124,9 +116,7 @@ def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
         raise ConfigError(
             "No layer could be rounded within quantise.drop, so that no scale can learn; raise it."
         )
-    # The original has the tokens that were trimmed, so that it cannot be compared.
-    teacher = call.source if "trim" in config.order else call.original
-    train(learning_run(config, replace(call, source=folder, original=teacher)))
+    train(learning_run(config, replace(call, source=folder)))
     lost = None
     if data.score is not None and result.before is not None:
         lost = result.before - data.score(bench.open(local_weights(call.target)))
@@ -143,7 +133,6 @@ def learning_run(config: CompressConfig, call: StepCall) -> RunConfig:
         teacher_hidden=0.0,
         teacher_attention=0.0,
         teacher_scores=0.0,
-        teacher_beams=0,
     )
     return replace(run, recipe=recipe, plan=replace(run.plan, products="int8_pact"))
 
@@ -151,7 +140,6 @@ def learning_run(config: CompressConfig, call: StepCall) -> RunConfig:
 STEPS: dict[StepName, Callable[[Workbench, StepCall], dict[str, Any]]] = {
     "prune": prune_step,
     "distil": distil_step,
-    "trim": trim_step,
     "quantise": quantise_step,
 }
 """The steps by name. A new one is a row here, a name in `penstock.config.compress`, and a field of its settings."""

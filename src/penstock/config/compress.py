@@ -16,7 +16,6 @@ from penstock.config.convert import (
     NotNegative,
     Positive,
     Probability,
-    Range,
     Seed,
     Share,
     Text,
@@ -29,8 +28,7 @@ from penstock.config.run import DataConfig, Recipe, RunConfig, TaskName
 Criterion = Literal["taylor", "activation", "magnitude"]
 LayerCriterion = Literal["loss", "activation", "even"]
 ExpertCriterion = Literal["error", "load"]
-StepName = Literal["prune", "distil", "trim", "quantise"]
-AT_LAST: tuple[StepName, ...] = ("trim", "quantise")
+StepName = Literal["prune", "distil", "quantise"]
 """Steps after which the original can no longer teach: they come last, and in the last round alone."""
 Speedup = Annotated[str, Text(r"[0-9]+(\.[0-9]+)?x?", "a number such as 3x")]
 
@@ -91,8 +89,6 @@ class Distil(Checked, where="distil"):
     scores: NotNegative = 0.0
     """Weight of the difference between the attention scores of blocks and those of the original's at the same share of
     the depth, which must have as many heads; 0: none."""
-    beams: Annotated[int, Range(0, 256)] = 0
-    """Beams with which the original translates the training data, whose targets its translations replace; 0: none."""
     temperature: Positive = 2.0
     """Divisor of the logits of both before these are compared."""
 
@@ -120,8 +116,6 @@ class CompressConfig(Checked):
     prune: Prune = field(default_factory=Prune)
     distil: Distil = field(default_factory=Distil)
     quantise: QuantiseOptions = field(default_factory=QuantiseOptions)
-    trim: bool = False
-    """Whether tokens that the training data do not use are removed at last, from the tokenizer too."""
     task: TaskName = "auto"
     """Task by which the model is scored, trained and evaluated; `auto` is that of the run, or of the model."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -146,7 +140,7 @@ class CompressConfig(Checked):
     def order(self) -> tuple[StepName, ...]:
         """The steps of one round."""
         enabled: dict[StepName, bool] = {
-            "prune": self.prune.enabled or self.target is not None, "distil": self.distil.enabled, "trim": self.trim,
+            "prune": self.prune.enabled or self.target is not None, "distil": self.distil.enabled,
             "quantise": self.quantise.enabled,
         }  # fmt: skip
         return self.steps or tuple(name for name, wanted in enabled.items() if wanted)
@@ -170,9 +164,6 @@ class CompressConfig(Checked):
             yield "steps has quantise, but no format; set quantise.format to int8, int8_weights or int4."
         if "quantise" in self.steps[:-1]:
             yield "steps has something behind quantise, whose model cannot be changed further; put it last."
-        late = [name in AT_LAST for name in self.order]
-        if late != sorted(late):
-            yield f"steps has {', '.join(AT_LAST)} before others, which need the original's vocabulary; put it last."
         if len(set(self.steps)) < len(self.steps):
             yield "steps names a step twice; use rounds to repeat all of them."
         if self.steps and self.target is not None and "prune" not in self.steps:

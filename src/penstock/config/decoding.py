@@ -58,47 +58,28 @@ class Decoding(Checked, where="decoding"):
     """Makes drawing repeatable, whatever else is generated with it; none: other draws each time."""
     beams: Annotated[int, Range(1, 256)] = 1
     """Texts that beam search keeps at each step."""
-    beam_groups: Annotated[int, Range(1, 256)] = 1
-    """Groups of beams that differ from each other (Vijayakumar et al., AAAI 2018)."""
-    diversity_penalty: Annotated[float, Range(0, 1000)] = 0.0
-    """Subtracted from a token's logit for each beam of an earlier group that chose it in the same step."""
     length_penalty: Annotated[float, Range(-100, 100)] = 1.0
     """A finished beam's score is divided by its number of tokens to this power."""
-    coverage_penalty: Annotated[float, Range(0, 100)] = 0.0
-    """Weight of the penalty for words of a source that nothing attended to (Wu et al., 2016, "GNMT", eq. 14)."""
     early_stopping: Literal["never", "heuristic", "full"] = "heuristic"
     """When beam search ends, as transformers defines it: once no beam can become better (`never`), once the best beam
     of this length cannot (`heuristic`), or once as many have finished as there are beams (`full`)."""
     best: Annotated[int, Range(1, 256)] = 1
     """Texts that are returned for each prompt: the best of beam search, or independent draws."""
-    contrastive: Share = 0.0
-    """Weight of the penalty for similarity to the text so far, in contrastive search among `top_k` tokens (Su et al.,
-    NeurIPS 2022); 0: no such search."""
     speculate: Annotated[int, Range(0, 64)] = 0
     """Tokens that are drafted and checked in one pass, which changes no result: by a draft model, or without one from
     an earlier place in the text that begins alike. 0: none."""
 
     def _problems(self) -> Iterator[str]:
-        if self.beams % self.beam_groups:
-            yield (
-                f"decoding.beams is {self.beams}, but must be a multiple of decoding.beam_groups {self.beam_groups}."
-            )
-        if self.diversity_penalty and self.beam_groups == 1:
-            yield "decoding.diversity_penalty parts groups of beams; set decoding.beam_groups above 1."
         if self.beams > 1 and self.temperature:
             yield "decoding.beams above 1 searches for likely texts and draws none; leave decoding.temperature at 0."
-        if self.contrastive and (self.beams > 1 or self.temperature):
-            yield "decoding.contrastive is a search of its own; leave decoding.beams and decoding.temperature out."
-        if self.contrastive and self.top_k < 2:
-            yield "decoding.contrastive chooses among decoding.top_k tokens; set it to 4, or any number above 1."
         if self.best > 1 and self.beams == 1 and not self.temperature:
             yield "decoding.best above 1 needs decoding.beams, or decoding.temperature above 0: else all are the same."
         if self.beams > 1 and self.best > self.beams:
             yield f"decoding.best is {self.best}, but only decoding.beams {self.beams} are kept."
         if self.max_tokens and self.min_tokens > self.max_tokens:
             yield f"decoding.min_tokens is {self.min_tokens}, above decoding.max_tokens {self.max_tokens}."
-        if self.speculate and (self.beams > 1 or self.contrastive):
-            yield "decoding.speculate is for greedy or drawn texts; leave decoding.beams and decoding.contrastive out."
+        if self.speculate and self.beams > 1:
+            yield "decoding.speculate is for greedy or drawn texts; leave decoding.beams out."
         if any(not text for text in self.stop):
             yield "decoding.stop has an empty text, which would end at once; remove it."
 

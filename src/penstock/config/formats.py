@@ -70,8 +70,6 @@ Products = Literal[
     "fp8_tensorwise",
     "int8",
     "int8_all",
-    "int8_forward",
-    "int8_backward",
     "int8_pact",
     "int8_weights",
     "int4",
@@ -133,14 +131,6 @@ PRODUCTS: dict[Products, Product] = {
     "int8_all": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=_ALL, kept="int8",
         splits=True,
-    ),
-    "int8_forward": Product(
-        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward",), kept="int8",
-        splits=True,
-    ),
-    "int8_backward": Product(
-        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("input", "weight"),
-        kept="int8", splits=True,
     ),
     "int8_pact": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward", "input"),

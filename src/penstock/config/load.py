@@ -207,11 +207,9 @@ class _Node:
             if key == "family" and len(self.arms) > 1:
                 self._choose_family(value, layer, path)
                 continue
-            refusal = removal(self.cls, key, value, path + key)
-            if refusal is not None:
+            if (refusal := removal(self.cls, key, value, path + key)) is not None:
+                layer.problems += [f"In {layer.origin}: {refusal}"] * bool(refusal)
                 self.refused |= bool(refusal)
-                if refusal:
-                    layer.wrong(refusal)
                 continue
             kinds = field_types(self.cls)
             if key == "preset" and "preset" not in kinds and hasattr(self.cls, "parse"):
@@ -243,8 +241,7 @@ class _Node:
         defaults."""
         families = {family_of(arm): arm for arm in self.arms}
         if not isinstance(value, str) or value not in families:
-            names = ", ".join(families)
-            bad = BadValue(value, f"must be one of {names}.{nearest(str(value), families)}")
+            bad = BadValue(value, f"must be one of {', '.join(families)}.{nearest(str(value), families)}")
             layer.wrong(bad.sentence(f"{path}family"))
         elif families[value] is not self.cls:
             self.cls, self.base, self.values, self.children = families[value], None, {}, {}
@@ -327,8 +324,7 @@ class _Node:
         if self.refused or None in children.values():
             return None
         made = self.values | children
-        missing = required_fields(self.cls) if self.base is None else []
-        missing = [name for name in missing if name not in made]
+        missing = [] if self.base is not None else [n for n in required_fields(self.cls) if n not in made]
         origins = " and ".join(self.origins)
         if missing:
             problems.append(f"In {origins}: {', '.join(missing)} must be given for {self.cls.__name__}.")

@@ -179,8 +179,8 @@ class Plan(Checked, where="plan"):
     products: Products = field(default="plain", metadata=_MODEL)
     """How linear layers multiply: as their types say (`plain`), or inside the blocks in fp8, with one scale per row of
     what is summed over (`fp8`) or per tensor (`fp8_tensorwise`), or in int8, with gradients of weights in bf16 (`int8`)
-    or not (`int8_all`), outputs alone (`int8_forward`), gradients alone (`int8_backward`), or with one learned scale
-    for a layer's inputs (`int8_pact`). The other forms are for inference."""
+    or not (`int8_all`), or with one learned scale for a layer's inputs (`int8_pact`). The other forms are for
+    inference."""
     algorithm: Algorithm = field(default="adamw", metadata=_MODEL)
     """The optimizer's algorithm: AdamW with two moments per weight, or SGD with one, its momentum `recipe.beta1`."""
     gradients: GradientType = field(default="weights", metadata=_PRECISION)

@@ -41,7 +41,7 @@ class QuantiseOptions(Checked, where="quantise"):
     """Most points of accuracy that may be lost: the layers that cost most stay as they are. None: any."""
     learn: Natural = 0
     """Optimizer steps in which the ends of `static` scales learn afterwards, and the weights with them, by rounding as
-    the model will be deployed, with the original as teacher, or after `trim` the trimmed model; 0: none."""
+    the model will be deployed, with the original as teacher; 0: none."""
     learn_lr: Positive = 1e-4
     """Peak learning rate of these steps."""
     speed: bool = False

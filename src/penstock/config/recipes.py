@@ -101,7 +101,7 @@ def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
 def _idle(recipe: Recipe) -> Iterator[str]:
     """Settings of a teacher where there is none."""
     usual = Recipe()
-    for name in ("teacher_weight", *INSIDE, "teacher_beams", "temperature"):
+    for name in ("teacher_weight", *INSIDE, "temperature"):
         if getattr(recipe, name) != getattr(usual, name):
             yield (
                 f"recipe.{name} is {getattr(recipe, name):g}, but there is no recipe.teacher to learn from; name one, "
@@ -109,8 +109,6 @@ def _idle(recipe: Recipe) -> Iterator[str]:
             )
     if recipe.teacher_targets != usual.teacher_targets:
         yield f"recipe.teacher_targets is {recipe.teacher_targets}, but there is no recipe.teacher; name one."
-    if recipe.teacher_cache is not None:
-        yield "recipe.teacher_cache keeps a teacher's outputs, but there is no recipe.teacher; name one."
 
 
 def _degrees(plan: Plan, *names: str) -> Iterator[tuple[str, int]]:
@@ -130,11 +128,6 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
             "or use recipe.teacher_targets soft."
         )
     inside = [name for name in INSIDE if getattr(recipe, name)]
-    if recipe.teacher_cache is not None and inside:
-        yield (
-            f"recipe.teacher_cache keeps outputs, and recipe.{inside[0]} looks into the teacher's blocks each time; "
-            "leave one of them out."
-        )
     if inside and plan.tp > 1:
         yield f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
     within = [name for name in inside if name != "teacher_hidden"]  # those see what blocks return

@@ -11,11 +11,54 @@ REMOVED: dict[str, tuple[str, tuple[Any, ...]]] = {
         "--init_from RUN/export or what penstock checkpoint export writes",
         ("copy",),
     ),
+    "Recipe.teacher_beams": (
+        "let penstock generate write the teacher's translations, and train on them (docs/how-to/distil.md)",
+        (0,),
+    ),
+    "Recipe.teacher_cache": ("leave it out: the teacher computes its outputs for each batch", (None,)),
+    "Decoding.beam_groups": ("draw several texts with temperature and best, which differ too", (1,)),
+    "Decoding.diversity_penalty": (
+        "draw several texts with temperature and best, which differ too",
+        (0.0, 0),
+    ),
+    "Decoding.coverage_penalty": (
+        "use beams with length_penalty, which keeps texts from ending early",
+        (0.0, 0),
+    ),
+    "Decoding.contrastive": ("use temperature with top_p, or repetition_penalty", (0.0, 0)),
+    "CompressConfig.trim": (
+        "prune and quantise the model as it is, or trim its vocabulary before, with a tool of the tokenizer's",
+        (False,),
+    ),
+    "Distil.beams": (
+        "let penstock generate write the original's translations, and give them as data (docs/how-to/distil.md)",
+        (0,),
+    ),
 }
 """By class and setting: what to do without it, and the values that say what happens anyway, which are read, because a
 run's folder has every setting."""
-REMOVED_VALUES: dict[str, dict[str, str]] = {}
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "Plan.products": {
+        "int8_forward": "use products=int8, which has gradients of inputs in int8 too",
+        "int8_backward": "use products=int8, or int8_all",
+    },
+}
 """By class and setting: values that are gone, and what to do without them."""
+
+COMMANDS = {
+    "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command",
+}
+"""Commands that are gone, and what to do without them."""
+
+
+def removed_option(word: str) -> str | None:
+    """The problem of an option of the command line, without its dashes, whose setting is gone; None for others."""
+    for key, (instead, _) in REMOVED.items():
+        section, _, name = key.partition(".")
+        alone = section in ("Decoding", "CompressConfig")
+        if word == f"{section.lower()}.{name}" or (alone and word == name):
+            return f"--{word} was removed; {instead}."
+    return None
 
 
 def removal(cls: type, name: str, value: Any, path: str) -> str | None:

@@ -332,12 +332,6 @@ class Recipe(Checked, where="recipe"):
     """Weight of the squared difference between the attention scores of the student's blocks and of the teacher's at the
     same share of the depth, before their softmax (Jiao et al., EMNLP 2020, "TinyBERT", equation 7); both have as many
     heads. 0: none."""
-    teacher_beams: Annotated[int, Range(0, 256)] = 0
-    """Beams with which the teacher translates the training data before the first step: its best translations take the
-    place of the targets (Kim and Rush, EMNLP 2016, section 3.2). 0: the targets stay."""
-    teacher_cache: FilledText | None = None
-    """Folder in which the teacher's outputs are kept by the inputs that they are of, so that later epochs and runs read
-    them; useful where samples are not augmented. None: they are computed each time."""
     temperature: Positive = 2.0
     """Divisor of the logits of student and teacher before these are compared (Hinton et al., 2015): a higher one makes
     more of unlikely classes and words."""

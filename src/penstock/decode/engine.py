@@ -227,10 +227,8 @@ class Engine:
             problems.append(f"A token of the prompt is outside of the vocabulary of {size:,}.")
         if any(number >= size for number, _ in decoding.biases):
             problems.append(f"decoding.bias names a token outside of the vocabulary of {size:,}.")
-        if decoding.beams > 1 or decoding.contrastive or decoding.best > 1:
-            problems.append(
-                "Slots generate one text each, greedily or drawn; leave beams, best and contrastive out."
-            )
+        if decoding.beams > 1 or decoding.best > 1:
+            problems.append("Slots generate one text each, greedily or drawn; leave beams and best out.")
         if problems:
             raise ConfigError(problems)
 

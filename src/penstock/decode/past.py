@@ -170,9 +170,6 @@ class Past(Continuing):
         self.rows, self.all_rows, self.width = slice(None), True, 0
         self.columns: int | Tensor = 0
         self.remembers = False
-        self.watched: Tensor | None = None
-        """(B, N, M), how much the last block looks at each token of the source, the mean over heads; set once this has
-        been set to a tensor."""
         self.column_places = self.key_places
         self._in_order = self.key_places[:, :0]
         self.memory: list[tuple[Tensor, Tensor]] = []
@@ -252,11 +249,6 @@ class Past(Continuing):
             keys, values = keys[self.rows], values[self.rows]
             mask = mask if mask is None else mask[self.rows]
         mask = mask if mask is None else mask.to(q.dtype)
-        if self.watched is not None and layer == len(self.memory) - 1:
-            queries_per_group = q.shape[1] // keys.shape[1]
-            products = q @ keys.repeat_interleave(queries_per_group, dim=1).transpose(2, 3)
-            products = products * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
-            self.watched = torch.softmax(products if mask is None else products + mask, dim=-1).mean(1)
         return grouped_attention(q, keys, values, mask, backend, scores.scale)
 
     def remember(self, lengths: Tensor | None, memory: int) -> None:

@@ -90,7 +90,7 @@ class Prompts:
 
 
 class Texts:
-    """Texts of a batch. Each call of `following` puts in new tokens of each, side by side: beams, or candidates."""
+    """Texts of a batch. Each call of `following` puts in new tokens of each, side by side: beams."""
 
     def __init__(
         self,
@@ -129,11 +129,6 @@ class Texts:
         with nullcontext() if self.compiled is None else eagerly():
             return self._run(prompts.tokens, last, prompts.source, prompts.values or {})
 
-    def first_features(self) -> Tensor:
-        """Read the prompts like `first`, but return all features (B, P, D)."""
-        self._begin()
-        return self._features(self.prompts.tokens, self.prompts.source)
-
     def _begin(self) -> None:
         prompts, past = self.prompts, self.past
         longest = prompts.tokens.shape[1]
@@ -164,11 +159,6 @@ class Texts:
         self.lengths = self.lengths + 1
         return logits
 
-    def following_features(self, tokens: Tensor, seen: Tensor) -> Tensor:
-        """Put in the next tokens like `following`, but return features (B, N, D)."""
-        self._follow(tokens.shape[1], seen)
-        return self._features(tokens, None)
-
     def _follow(self, count: int, seen: Tensor) -> None:
         begin, self.filled = self.filled, self.filled + count
         places = self.lengths.expand(-1, count)
@@ -187,13 +177,6 @@ class Texts:
         if self.prompts.values is not None:
             return run_pass_with(self.model, self.past, tokens, rows, values or {})
         return run_pass(self.model, self.past, tokens, rows, source, lengths, self.routes)
-
-    def _features(self, tokens: Tensor, source: Tensor | None) -> Tensor:
-        model, memory = self.model, None
-        if model.graph.remembered and source is not None:
-            memory = model.encode(source, self.prompts.source_lengths, self.routes)
-        features: Tensor = model.written(tokens, memory=memory, past=self.past, routes=self.routes)
-        return features
 
     def keep(self, rows: Tensor) -> None:
         """Leave all but some texts out from now on."""

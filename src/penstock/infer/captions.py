@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OTHER_WAYS = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "best", "contrastive", "speculate", "coverage_penalty", "stop",
+    "temperature", "top_k", "top_p", "min_p", "seed", "best", "speculate", "stop",
 )  # fmt: skip
 """Fields of `Decoding` that ask for more than the likeliest text."""
 

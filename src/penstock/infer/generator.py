@@ -19,7 +19,6 @@ from penstock.data.text.chat import template_of
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.beam import search
 from penstock.decode.choose import NOTHING
-from penstock.decode.contrastive import contrast
 from penstock.decode.engine import Engine, Finished, Request
 from penstock.decode.sample import sample
 from penstock.decode.speculate import Draft, Guessing, LookUp, speculate
@@ -179,8 +178,6 @@ class Generator:
             prompts = self._prompts(rows, routes)
             hypotheses = search(self.model, prompts, decoding, ends=self.ends, compiled=self._compiled)
             tokens, scores = hypotheses.tokens.flatten(0, 1), hypotheses.scores.flatten().tolist()
-        elif decoding.contrastive:
-            tokens = contrast(self.model, self._prompts(rows, routes), decoding, ends=self.ends)
         else:
             rows = [row for row in rows for _ in range(decoding.best)]
             routes = [route for route in routes for _ in range(decoding.best)]

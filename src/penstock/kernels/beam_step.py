@@ -29,37 +29,19 @@ _MOST_KEPT = 64
 """Candidates of a text up to which Triton's kernels, which take one after the other, are used."""
 
 
-def beam_step(
-    logits: Tensor,
-    beams: Beams,
-    step: int,
-    terms: Terms,
-    *,
-    normed: bool = False,
-    cover: Tensor | None = None,
-) -> Step:
-    """Take logits (B·b, V) of the next tokens, or log-probabilities if they are `normed`. `cover` (B, b) is added to
-    scores of texts that end: the penalty for what of the source they have not looked at.
-    """
+def beam_step(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: bool = False) -> Step:
+    """Take logits (B·b, V) of the next tokens, or log-probabilities if they are `normed`."""
     kept = min(terms.kept, terms.size * logits.shape[1])
     fused = logits.is_cuda or interpreting()
-    if fused and have_triton() and cover is None and kept <= _MOST_KEPT and logits.dtype != torch.float64:
+    if fused and have_triton() and kept <= _MOST_KEPT and logits.dtype != torch.float64:
         from penstock.kernels.triton import beam_step as kernels
 
         if kernels.fits(terms, logits.shape[1]):
             return kernels.launch(logits, beams, step, terms, normed=normed)
-    return plain_step(logits, beams, step, terms, normed=normed, cover=cover)
+    return plain_step(logits, beams, step, terms, normed=normed)
 
 
-def plain_step(
-    logits: Tensor,
-    beams: Beams,
-    step: int,
-    terms: Terms,
-    *,
-    normed: bool = False,
-    cover: Tensor | None = None,
-) -> Step:
+def plain_step(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: bool = False) -> Step:
     """The reference of `beam_step`. On a CPU it leaves out what changes nothing while no text ends."""
     rows, size = beams.scores.shape
     # More of one beam cannot be among the K of all.
@@ -71,7 +53,7 @@ def plain_step(
     chosen = tokens.view(rows, size * each).gather(1, places)
     ending = _ending(chosen, terms)
     if ending is not None or step + 1 == terms.steps:
-        beams = _ended(beams, scores, parents, chosen, ending, step, terms, cover)
+        beams = _ended(beams, scores, parents, chosen, ending, step, terms)
     if ending is not None:
         scores, on = (scores + ending * OUT).topk(size)
         parents, chosen = parents.gather(1, on), chosen.gather(1, on)
@@ -98,15 +80,13 @@ def _ending(chosen: Tensor, terms: Terms) -> Tensor | None:
 
 def _ended(
     beams: Beams, scores: Tensor, parents: Tensor, chosen: Tensor, ending: Tensor | None, step: int,
-    terms: Terms, cover: Tensor | None,
+    terms: Terms,
 ) -> Beams:  # fmt: skip
     """Take over candidates that end, among the best b, if they are better than what has ended so far."""
     size = beams.scores.shape[1]
     tokens = chosen + 1 if ending is None else torch.where(ending, 0, chosen + 1)
     codes = (tokens + (parents << _BEAM))[:, :size] + (step << _STEP)
     scores = scores[:, :size] / terms.divisors(step)[0]
-    if cover is not None:
-        scores = scores + cover.gather(1, parents[:, :size])
     shut = ~beams.hopeful
     if terms.stopping == "full":
         shut = shut | beams.finished.all(1, keepdim=True)

@@ -37,7 +37,7 @@ from penstock.products.stored import Bf16, OneDnn, Stored, StoredExperts, in_pla
 _log = logging.getLogger(__name__)
 TRAINED: dict[Products, type[nn.Linear]] = {
     "plain": nn.Linear, "fp8": Fp8Linear, "fp8_tensorwise": Fp8Linear, "int8": Int8Linear, "int8_all": Int8Linear,
-    "int8_forward": Int8Linear, "int8_backward": Int8Linear, "int8_pact": Int8Linear,
+    "int8_pact": Int8Linear,
 }  # fmt: skip
 """Classes of linear layers in training."""
 STORED: dict[Products, type[Stored]] = {

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from penstock.kernels.distil import Taught, divergences, relation_divergence, sc
 from penstock.models.anatomy import uncompiled
 from penstock.models.block import Attention
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.hub import local_weights
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
 from penstock.models.positions import is_real
@@ -40,7 +38,6 @@ from penstock.models.samples import lengths_of
 from penstock.models.stack import TokenStack
 from penstock.tasks.embedding import Embedding, vectors
 from penstock.tasks.task import Task
-from penstock.tasks.teacher_cache import TeacherCache
 from penstock.tasks.text import WordTask
 
 
@@ -69,7 +66,6 @@ class Teacher:
         self.model, self.hidden, self.attention, self.scores = model, hidden, attention, scores
         self.share, self.temperature, self.hard = share, temperature, hard
         self.student = student.graph
-        self.cache: TeacherCache | None = None
         self.head: Vocabulary | None = None
         if model.graph.words is not None and self.student.words is not None:
             self.head = getattr(model, model.graph.words.name)
@@ -115,11 +111,8 @@ class Teacher:
             known = self.model.graph.arguments
             given = {name: value for name, value in zip(self.student.arguments, inputs) if name in known}
 
-            def compute() -> Tensor:
-                made: Tensor = self.model(**{name: self._cast(value) for name, value in given.items()})
-                return torch.cat(vectors(made, batch)) if isinstance(task, Embedding) else made
-
-            taught = compute() if self.cache is None else self.cache.outputs(given, compute)
+            taught: Tensor = self.model(**{name: self._cast(value) for name, value in given.items()})
+            taught = torch.cat(vectors(taught, batch)) if isinstance(task, Embedding) else taught
         if isinstance(task, Embedding):
             outputs = model(*inputs)
             distance = 1.0 - (torch.cat(vectors(outputs, batch)) * taught).sum(1).mean()
@@ -245,7 +238,7 @@ def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]
 
 def open_teacher(
     recipe: Recipe, task: Any, student: ModelConfig | None, module: nn.Module, *, dtype: torch.dtype | None,
-    rank: int = 0, load: Callable[[str], Model] = from_pretrained,
+    load: Callable[[str], Model] = from_pretrained,
 ) -> Teacher:  # fmt: skip
     """The teacher of a recipe for `module`, the model of `student`, in `dtype` and where `load` puts it.
 
@@ -294,7 +287,7 @@ def open_teacher(
     if recipe.teacher_scores:
         _require_alike_heads(model.graph, student.graph, recipe.teacher)
     model = model.to(dtype=dtype)
-    teacher = Teacher(
+    return Teacher(
         model,
         student,
         share=recipe.teacher_weight,
@@ -304,10 +297,6 @@ def open_teacher(
         scores=recipe.teacher_scores,
         hard=recipe.teacher_targets == "hard",
     )
-    if recipe.teacher_cache is not None:
-        weights = local_weights(recipe.teacher)
-        teacher.cache = TeacherCache(Path(recipe.teacher_cache), recipe.teacher, weights, dtype, rank)
-    return teacher
 
 
 def _require_alike_tokens(teacher: Graph, student: Graph, name: str) -> None:

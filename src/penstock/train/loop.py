@@ -43,7 +43,6 @@ from penstock.planner.ideal import least_of_step
 from penstock.probe import resolve_device
 from penstock.probe.link import measure_link
 from penstock.tasks import Task, task_of
-from penstock.train.beams import taught_by_beams
 from penstock.train.calendar import Calendar
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
@@ -182,8 +181,6 @@ class _Run:
         self.data = train_source.title
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         require_teacher(config, train_source)
-        if config.recipe.teacher_beams:
-            train_source = taught_by_beams(train_source, config, device)
         stored = find_checkpoint(config, dims, resume=resume)
         if not stored:
             require_calibrated(config)

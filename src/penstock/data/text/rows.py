@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from typing import Any, Literal
@@ -84,13 +83,6 @@ class RowSource(TextSource):
             out["label"] = table.label(row)
         if self._targets is not None:
             out["target_length"], out["target"] = self._targets[index, 0], self._targets[index, 1:]
-
-    def with_targets(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> RowSource:
-        """The same sources, of lengths (N,), with other targets (N, 1 + T), the length of each first."""
-        assert self.form == "translation"
-        other = copy.copy(self)
-        other._targets, other.lengths = targets, sources + targets[:, 0]
-        return other
 
 
 _SIDES = {"translation": ("source", "target"), "two": ("first", "second")}

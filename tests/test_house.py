@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
+import json
 import os
 import re
 import resource
@@ -13,6 +15,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -458,48 +461,107 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
         assert not calls, f"{path} calls {calls}"
 
 
-# Lines of each room of src/penstock, of which there may not be more. A feature that needs more raises its room's number
-# in the same commit; one that frees lines lowers it. The whole mission is to fit into 67,000.
-LINES = {
-    "(modules)": 1680,
-    "boundary": 1720,
-    "checkpoint": 2030,
-    "cli": 4360,
-    "compress": 2730,
-    "config": 6400,
-    "data": 7020,
-    "decode": 2570,
-    "doctor": 450,
-    "export": 940,
-    "infer": 1770,
-    "kernels": 6840,
-    "ladder": 5500,
-    "launch": 1610,
-    "models": 9290,
-    "optim": 1860,
-    "parallel": 4160,
-    "planner": 7100,
-    "precision": 5510,
-    "probe": 1380,
-    "products": 1800,
-    "report": 1390,
-    "schedules": 1040,
-    "serve": 3400,
-    "step": 710,
-    "tasks": 3480,
-    "train": 3280,
-    "tune": 1690,
+def _lines() -> Any:
+    """tools/lines.py, which counts and compares."""
+    spec = importlib.util.spec_from_file_location("lines", ROOT / "tools" / "lines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_nothing_grows_that_nothing_pays_for() -> None:
+    """tests/lines.json holds the lines as of the last release; `python tools/lines.py` stores what has shrunk."""
+    lines = _lines()
+    grown = lines.problems(json.loads(lines.STORED.read_text(encoding="utf-8")), lines.count())
+    assert not grown, "\n".join(grown)
+
+
+def test_the_brake_sees_what_grows() -> None:
+    problems = _lines().problems
+    stored = {"rooms": {"a": 10, "b": 10}, "tests": 5, "files": {"a/x.py": 500}, "functions": {}}
+
+    def found(**changes: Any) -> int:
+        return len(problems(stored, stored | changes))
+
+    assert found() == 0
+    assert found(rooms={"a": 12, "b": 7}) == 0, "paid for"
+    assert found(rooms={"a": 12, "b": 8}) == 1, "not by more"
+    assert found(rooms={"a": 12, "b": 10}) == 2
+    assert found(rooms={"a": 10, "b": 9, "c": 1}) == 1
+    assert found(tests=6) == 1
+    assert found(files={"a/x.py": 501}) == 1
+    assert found(files={"a/x.py": 500, "b/y.py": 401}) == 1
+    assert found(files={}) == 1, "an entry that is short enough leaves the list"
+    assert found(functions={"a/x.py:f": 61}) == 1
+
+
+# Modules that a person or another program starts, or names by a string that is put together.
+ENTRIES = {"penstock", "penstock.__main__", "penstock.boundary.render"}
+
+
+def unimported(graph: dict[str, set[str]], named: set[str]) -> set[str]:
+    """Modules that nothing imports, but for verbs of the command line, packages, and what is `named` by a string."""
+    imported = set().union(*graph.values())
+    packages = {module.rpartition(".")[0] for module in graph}
+    verbs = {module for module in graph if re.fullmatch(r"penstock\.cli\.[a-z]\w*", module)}
+    return graph.keys() - imported - packages - verbs - named
+
+
+def test_every_module_is_imported_by_another() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+    strings = {
+        node.value.partition(":")[0]
+        for text in texts.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for text in texts.values():  # what a package resolves on first use
+        strings |= {name for name, _ in _imports(ast.parse(text)) if "penstock" in name and "_NAMES" in text}
+    unused = unimported(_graph(), strings | ENTRIES)
+    assert not unused, f"nobody imports {', '.join(sorted(unused))}: delete them, or use them"
+    assert unimported({"penstock.a": {"penstock.b"}, "penstock.b": set()}, set()) == {"penstock.a"}
+
+
+# Where each kernel of ours was measured to be faster than what it takes the place of: a file in benchmarks/results, and
+# the key whose numbers are times as fast.
+GAINS = {
+    "native/adamw.cpp": ("adamw_cpu.json", "gain"),
+    "native/attention.cpp": ("native_cpu.json", "gain"),
+    "native/blocks.cpp": ("encoders_cpu.json", "penstock is faster by"),
+    "native/dropout.cpp": ("dropout_cpu.json", "times_as_fast"),
+    "native/fused.cpp": ("kernels_cpu.json", "compiled"),
+    "native/grouped.cpp": ("experts_bfloat16_cpu.json", "loop"),
+    "native/integers.cpp": ("int8_rivals_cpu.json", "penstock is faster by"),
+    "native/losses.cpp": ("linear_cross_entropy_cpu.json", "times_as_fast_as_torch"),
+    "triton/adamw.py": ("kernels_h200.json", "speedup"),
+    "triton/logit_rows.py": ("linear_cross_entropy_h200.json", "times_as_fast_as_torch"),
+    "triton/seeded_norm.py": ("kernels_h200.json", "speedup"),
 }
+# Kernels without a figure: measure them, or delete them.
+UNMEASURED = {"triton/beam_step.py"}
 
 
-def test_rooms_keep_to_their_lines() -> None:
-    lines: dict[str, int] = defaultdict(int)
-    for path in SOURCE.rglob("*.py"):
-        first, *rest = path.relative_to(SOURCE).parts
-        lines[first if rest else "(modules)"] += len(path.read_text(encoding="utf-8").splitlines())
-    too_long = {room: count for room, count in lines.items() if count > LINES.get(room, 0)}
-    assert not too_long, f"these rooms have more lines than LINES allows: {too_long}"
-    assert sum(LINES.values()) <= 91_800
+def _numbers(tree: Any, key: str) -> Iterator[float]:
+    """All numbers under a key, at whatever depth."""
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if name == key and isinstance(value, int | float):
+            yield value
+        elif isinstance(value, dict | list):
+            yield from _numbers(value, key)
+
+
+def test_every_kernel_was_measured_to_pay() -> None:
+    kernels = SOURCE / "kernels"
+    files = {path.relative_to(kernels).as_posix() for path in kernels.rglob("*.cpp")}
+    for path in (kernels / "triton").glob("*.py"):
+        if re.search(r"def \w+_kernel\(", path.read_text(encoding="utf-8")):
+            files.add(path.relative_to(kernels).as_posix())
+    assert files == GAINS.keys() | UNMEASURED, "say in GAINS where a kernel was measured"
+    for kernel, (file, key) in GAINS.items():
+        stored = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
+        assert max(_numbers(stored, key)) > 1.02, f"{kernel} has no gain in {file}"
 
 
 FAMILIES = {

@@ -208,7 +208,7 @@ class _Node:
                 self._choose_family(value, layer, path)
                 continue
             if (refusal := removal(self.cls, key, value, path + key)) is not None:
-                layer.problems += [f"In {layer.origin}: {refusal}"] * bool(refusal)
+                layer.problems.extend([f"In {layer.origin}: {refusal}"] if refusal else [])
                 self.refused |= bool(refusal)
                 continue
             kinds = field_types(self.cls)

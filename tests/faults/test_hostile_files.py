@@ -6,10 +6,14 @@ go to benchmarks/results/faults_files.json.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
+import os
 import pickle
+import shutil
 import struct
+import subprocess
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -22,17 +26,23 @@ import torch
 
 from helpers.checkpoints import numbered
 from helpers.images import encoded, smooth, write_folder
+from helpers.native_kernels import needs_compiler
 from helpers.rows import record
 from penstock import checkpoint
 from penstock.boundary.manifests import sealed
 from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
+from penstock.config.plan import Plan
 from penstock.config.run import DataConfig
 from penstock.data import open_source
 from penstock.data.packing import Packing, pack_source
 from penstock.data.tar import read_tar
 from penstock.disk import Written, digest_file
-from penstock.errors import CheckpointError, ConfigError, DataError, PenstockError
+from penstock.errors import CheckpointError, ConfigError, DataError, EnvironmentProblem, PenstockError
+from penstock.kernels import native
+from penstock.launch.signals import Requests
 from penstock.models.convert.files import read_state_dict
+from penstock.parallel import joined
+from penstock.train import resume
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_files.json"
 
@@ -188,6 +198,64 @@ def test_nothing_runs_nothing_is_written_and_every_file_is_refused(tmp_path: Pat
     assert everything_in(tmp_path) == before
     assert len(cases) > 80
     if recorded:
-        command = "make test-faults PYTEST=tests/faults/test_hostile_files.py"
-        figures = {"tried": len(cases), "refused": refused, "executed": 0, "written": 0}
-        record(RESULTS, "files made to harm", figures, command=command)
+        note("files made to harm", tried=len(cases), refused=refused, executed=0, written=0)
+
+
+def note(row: str, **figures: Any) -> None:
+    record(RESULTS, row, figures, command="make test-faults PYTEST=tests/faults/test_hostile_files.py")
+
+
+@pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_a_run_whose_files_are_links_changes_none_of_their_targets(tmp_path: Path, recorded: bool) -> None:
+    (precious := tmp_path / "precious").mkdir()
+    (precious / "file").write_text("text")
+    names = ["lock", *resume._WRITTEN]
+    for number, name in enumerate(names):
+        link = tmp_path / str(number) / name
+        link.parent.mkdir(parents=True)
+        link.symlink_to(precious / "file" if link.suffix or name == "lock" else precious)
+        with (
+            joined(Plan(), torch.device("cpu"), timeout=5.0) as dims,
+            pytest.raises(EnvironmentProblem, match="is a link to"),
+            resume.hold_output(tmp_path / str(number), Requests(), dims),
+        ):
+            pass
+    assert [path.read_text() for path in precious.iterdir()] == ["text"]
+    if recorded:
+        note("files and folders of a run that are links", tried=len(names), refused=len(names), changed=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_planted_kernels_do_not_run(tmp_path: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    marker, planted = tmp_path / "ran", tmp_path / "planted.so"
+    source = (
+        f'#include <cstdio>\n__attribute__((constructor)) static void run() {{ fopen("{marker}", "w"); }}\n'
+    )
+    command = [native._compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(planted)]
+    subprocess.run(command, input=source.encode(), check=True)
+    compiled: list[Path] = []
+
+    def compile_(*_: object) -> None:
+        compiled.append(path)
+        path.unlink()  # for the next case
+        raise native._CannotBuild
+
+    path = tmp_path / "cache" / "native" / native._built("losses").name
+    monkeypatch.setattr(native, "_compile", compile_)
+    ways: list[Callable[[], object]] = [lambda: path.chmod(0o777), lambda: path.chmod(0o606)]
+    if os.geteuid() == 0:
+        ways += [lambda: os.chown(path, 54321, -1), lambda: os.chown(path, 54321, 54321)]
+    for spoil in ways:
+        path.unlink(missing_ok=True)
+        shutil.copy(planted, path)
+        path.chmod(0o700)
+        spoil()
+        assert native.library.__wrapped__("losses") is None
+        assert not marker.exists()
+    assert len(compiled) == len(ways), "each would have been compiled again"
+    ctypes.CDLL(str(planted))
+    assert marker.exists(), "it would run"
+    if recorded:
+        note("kernels that others own or may write", tried=len(ways), loaded=0)

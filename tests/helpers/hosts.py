@@ -75,7 +75,7 @@ class Network:
     """Hosts on one network while entered, numbered from 1. `names` are entries of each one's /etc/hosts."""
 
     def __init__(self, count: int, names: tuple[dict[str, str], ...] = ()) -> None:
-        self._count, self._names = count, names or ({},) * count
+        self._names = names or ({},) * count
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -83,15 +83,21 @@ class Network:
             self._switch = self._add(stack, Host(0, {}))
             self._switch.run("ip", "link", "add", "name", "bridge0", "type", "bridge")
             self._switch.run("ip", "link", "set", "bridge0", "up")
-            self.hosts = [self._add(stack, Host(1 + n, self._names[n])) for n in range(self._count)]
-            for number, host in enumerate(self.hosts, 1):
-                words = ("type", "veth", "peer", "name", "eth0", "netns", host.prefix[2])
-                self._switch.run("ip", "link", "add", "name", f"port{number}", *words)
-                self._switch.run("ip", "link", "set", f"port{number}", "master", "bridge0", "up")
-                host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-                host.run("ip", "link", "set", "eth0", "up")
+            self._stack, self._made = stack, 0
+            self.hosts = [self.add(names) for names in self._names]
             self._stack = stack.pop_all()
         return self
+
+    def add(self, names: dict[str, str] | None = None) -> Host:
+        """One more host."""
+        self._made += 1
+        host = self._add(self._stack, Host(self._made, names or {}))
+        words = ("type", "veth", "peer", "name", "eth0", "netns", host.prefix[2])
+        self._switch.run("ip", "link", "add", "name", f"port{self._made}", *words)
+        self._switch.run("ip", "link", "set", f"port{self._made}", "master", "bridge0", "up")
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.run("ip", "link", "set", "eth0", "up")
+        return host
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

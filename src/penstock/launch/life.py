@@ -131,10 +131,11 @@ class Life:
         return heard is not None and not heard.final
 
     def _hear(self, accepts: Callable[[Outcome], bool], seconds: float = 0.0) -> Outcome | None:
-        deadline = time.monotonic() + seconds + _CAUSE
+        deadline, before = time.monotonic() + seconds + _CAUSE, self.requests.signal
         while True:
             heard = self.nodes.heard()
-            if (heard is not None and accepts(heard)) or time.monotonic() > deadline:
+            over = time.monotonic() > deadline or self.requests.signal is not before
+            if over or (heard is not None and accepts(heard)):
                 return heard
             time.sleep(_TICK)
 

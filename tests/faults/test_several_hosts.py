@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ def test_the_host_of_rank_0_is_lost_and_the_other_goes_on(tmp_path: Path, times:
         note(
             "the node with rank 0 is lost", hosts=2, times=times, slowest_seconds_until_the_next_save=slowest
         )
+
+
+@whole
+def test_a_run_that_is_started_again_on_another_host_waits_for_the_lock(tmp_path: Path) -> None:
+    config = config_in(tmp_path, replace(PLANS["ddp"], dp=1), steps=100_000)
+    program = ("--procs", "1", "--", "-m", "helpers.doomed", str(written(config)))
+    checkpoints = Path(config.output) / "checkpoints"
+    with Network(2) as network:
+        first, second = network.hosts
+        with Agent(*program, log=tmp_path / "first", prefix=first.prefix) as a:
+            a.until(lambda: len(checkpoint.steps(checkpoints)) > 1, LONG)
+            network.lose(first)
+        before, begun = checkpoint.steps(checkpoints)[-1], time.monotonic()
+        with Agent(*program, log=tmp_path / "second", prefix=second.prefix) as b:
+            b.until(lambda: "on node-1" in b.said and "for its lock to lapse" in b.said, LONG)
+            b.until(lambda: checkpoint.steps(checkpoints)[-1] > before, LONG)
+            seconds = time.monotonic() - begun
+            stopped(b)
+    note("a run whose host is lost is started again on another", hosts=2, times=1, says_that_it_waits=True,
+         seconds_until_the_next_save=seconds)  # fmt: skip
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])

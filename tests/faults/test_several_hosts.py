@@ -53,7 +53,7 @@ class Run:
                 "--lost-seconds",
                 str(LOST),
             ),
-            *("--settle-seconds", "3", "--join-seconds", "90"),
+            *("--settle-seconds", "3", "--join-seconds", "90", "--max-restarts", "99"),
         )
         self._program = program or ("-m", "helpers.toy_run", str(folder), "100000", "slow:50")
 
@@ -103,7 +103,7 @@ def _rank_0_lost(folder: Path) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=whole)])
 def test_the_host_of_rank_0_is_lost_and_the_other_goes_on(tmp_path: Path, times: int) -> None:
     """The lock of the run is its. Each host's own name is a loopback address there."""
     slowest = 0.0
@@ -137,7 +137,7 @@ def test_a_run_that_is_started_again_on_another_host_waits_for_the_lock(tmp_path
          seconds_until_the_next_save=seconds)  # fmt: skip
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=whole)])
 def test_a_link_comes_back_in_time_or_falls_silent(tmp_path: Path, times: int) -> None:
     run = Run(tmp_path, "2", "10.231.77.1")
     with Network(2) as network:
@@ -149,6 +149,7 @@ def test_a_link_comes_back_in_time_or_falls_silent(tmp_path: Path, times: int) -
                 time.sleep(DOWN)
                 far.run("ip", "link", "set", "eth0", "up")
                 run.goes_on(a, 2)
+                time.sleep(5.0)  # the agents' connections come back at other times than the ranks'
             assert {life for _, _, life in run.steps} == {0}, "nothing was started again"
             network.silence(far)
             begun = time.monotonic()
@@ -168,7 +169,7 @@ def test_a_link_comes_back_in_time_or_falls_silent(tmp_path: Path, times: int) -
 
 @whole
 def test_nodes_come_late_are_lost_and_come_back(tmp_path: Path) -> None:
-    run, times = Run(tmp_path, "1:2", "10.231.77.1"), 4
+    run, times = Run(tmp_path, "1:2", "10.231.77.1"), 2
     slowest = dict.fromkeys(("joined", "killed", "lost"), 0.0)
 
     def took(what: str, world: int) -> None:

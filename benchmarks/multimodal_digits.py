@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
-from penstock.data.captions import open_captions, trained_pairs
+from penstock.data.toy.captions import open_captions, trained_pairs
 from penstock.report.record import environment
 from penstock.train import train
 from penstock.train.metrics import read_metrics

@@ -39,8 +39,8 @@ from penstock.config.model import stacks, title
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 from penstock.data.text.build import TextRow
-from penstock.data.text.embedded import DIGITS, numbers
-from penstock.data.text.names import names
+from penstock.data.toy.names import names
+from penstock.data.toy.numbers import DIGITS, numbers
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.models import create

@@ -38,7 +38,7 @@ ELSEWHERE = {
     "config/machine.py": "machines that come with the package",
     "config/plan.py": "parses text that is given in the call",
     "data/decode.py": "decoders, after `check_image`",
-    "data/digits.py": "images that come with the package",
+    "data/toy/digits.py": "images that come with the package",
     "data/pack.py": "files whose sizes and sums the pack's manifest gives, which is checked first",
     "data/pool.py": "its own worker's pipe",
     "data/text/build.py": "conversations that it has written itself",

@@ -14,7 +14,7 @@ from PIL import ImageFont
 
 from helpers.real_data import EMOJI, colour_fonts, needs_emoji
 from penstock.config.run import DataConfig
-from penstock.data.captions import (
+from penstock.data.toy.captions import (
     EMOJI_SIZE,
     IMAGE,
     LANGUAGES,

@@ -43,11 +43,11 @@ def _open_kind(
 ) -> ImageSource:
     # Late: each kind of source brings the libraries that it reads with.
     if kind == "digits":
-        from penstock.data.digits import Digits
+        from penstock.data.toy.digits import Digits
 
         return Digits(split, channels)
     if kind == "mnist":
-        from penstock.data.digits import Mnist
+        from penstock.data.toy.digits import Mnist
 
         return Mnist(path, split, channels, image_size)
     if kind == "imagefolder":

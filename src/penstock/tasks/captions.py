@@ -19,11 +19,11 @@ from penstock.config.decoding import Decoding
 from penstock.config.graph import TokenInput, VectorHead
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
-from penstock.data.captions import IMAGE, Captions, beginning, open_captions
 from penstock.data.images import PrepareImages
 from penstock.data.loader import HostBatch
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
+from penstock.data.toy.captions import IMAGE, Captions, beginning, open_captions
 from penstock.data.transform import load_function
 from penstock.decode.beam import search
 from penstock.decode.texts import Prompts, eagerly, sharded
@@ -55,7 +55,7 @@ class CaptionBatch(TextBatch):
     concepts: Tensor
     """(B,) what each sample shows."""
     rows: NDArray[Any]
-    """(B,) records of `penstock.data.captions.Captions.rows`, on the host."""
+    """(B,) records of `penstock.data.toy.captions.Captions.rows`, on the host."""
     weights: tuple[ContrastForm, float, float]
     """Form of the contrast, and the factors of the contrast and of the loss of words."""
 

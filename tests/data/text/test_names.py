@@ -11,9 +11,9 @@ import pytest
 
 from penstock.config.run import DataConfig
 from penstock.data.text.build import TextRow
-from penstock.data.text.names import AFRICAN, LANGUAGES, LONGEST, is_held_out, names, read_names
 from penstock.data.text.rows import open_rows
 from penstock.data.text.tokenizers import Bytes
+from penstock.data.toy.names import AFRICAN, LANGUAGES, LONGEST, is_held_out, names, read_names
 from penstock.errors import ConfigError, EnvironmentProblem
 
 

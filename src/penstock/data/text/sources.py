@@ -78,7 +78,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
         from penstock.data.text.hub import hub_rows
 
         return replace(hub_rows(path, data, columns), labels=labelled)
-    from penstock.data.text import embedded
+    from penstock.data.toy import numbers as toy
 
     if form in CHATS and kind in ("numbers", "names"):
         raise ConfigError(
@@ -90,11 +90,11 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
                 f"data.source=stdlib is text without rows, and this task takes rows ({form}); choose numbers, "
                 "pairs:PATH, hf:NAME or pack:PATH."
             )
-        return embedded.standard_library()
+        return toy.standard_library()
     if kind == "numbers":
-        return embedded.numbers(form, tuple(path.split(",")) if path else ())
+        return toy.numbers(form, tuple(path.split(",")) if path else ())
     if kind == "names":
-        from penstock.data.text.names import names
+        from penstock.data.toy.names import names
 
         return names(form, tuple(path.split(",")) if path else ())
     raise ConfigError(

@@ -16,7 +16,7 @@ from penstock.boundary.packages import package
 from penstock.data.text.build import RowOrBad, Shape, TextRow
 from penstock.data.text.columns import Content, Form, TextColumns
 from penstock.data.text.documents import digest, read_files
-from penstock.data.text.names import prompt_of
+from penstock.data.toy.names import prompt_of
 from penstock.errors import ConfigError, DataError
 
 _LEFT_OUT = {

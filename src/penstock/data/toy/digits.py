@@ -51,7 +51,7 @@ class Digits(_DigitImages):
     """The digits 0..9 that are embedded, 355 of 1,797 for validation."""
 
     def __init__(self, split: Split, channels: int) -> None:
-        with (resources.files("penstock.data") / "digits.npz").open("rb") as file:
+        with (resources.files("penstock.data.toy") / "digits.npz").open("rb") as file:
             stored = np.load(file, allow_pickle=False)
             super().__init__("digits", stored["images"], stored["labels"], split, channels)
 

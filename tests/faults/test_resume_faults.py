@@ -24,11 +24,14 @@ import pytest
 
 from helpers.agents import free_port, no_orphans
 from helpers.doomed_runs import TWO, config_in, finished, launched, losses, same_end, samples, tally
+from helpers.images import write_folder
 from helpers.jobs import VIT
 from helpers.rows import record
 from penstock import checkpoint
+from penstock.cli import main
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, RunConfig
+from penstock.step import TrainStep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_resume.json"
 whole = pytest.mark.faults
@@ -258,3 +261,72 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_pa
     if times > 1:
         note("two runs in one folder", times=times, code_of_the_second=3, slowest_refusal_seconds=slowest,
              first_goes_on=True)  # fmt: skip
+
+
+# -- other images, of the same number
+
+
+def _replace(file: Path) -> None:
+    file.write_bytes(file.with_name("0002.jpg").read_bytes())
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "replaced": _replace,
+    "renamed": lambda file: file.rename(file.with_name("0001b.jpg")),
+    "written again": lambda file: os.utime(file, (1, 1)),
+}
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+def test_a_run_does_not_go_on_with_other_images(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of as many images as before, so that the number of samples does not say it."""
+    images = write_folder(tmp_path / "set", per_class=10, size=16)
+    command = [
+        "train",
+        "vit-digits",
+        "--data",
+        f"imagefolder:{images}",
+        "--output",
+        f"{tmp_path}/run",
+        "--device",
+        "cpu",
+    ]
+    command += [
+        "--recipe.steps=3",
+        "--recipe.warmup_steps=0",
+        "--checkpoint_every=1",
+        "--plan.micro_batch=4",
+        "--model.classes=2",
+    ]
+    command += ["--model.depth=1", "--model.channels=3"]
+    step = TrainStep.__call__
+    left = iter([True, False])
+
+    def cut(self: TrainStep, batches: Any) -> Any:
+        if not next(left):
+            raise KeyboardInterrupt
+        return step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", cut)
+        assert main(command) == 130
+    refused = 0
+    for number in range(times):
+        for change in CHANGES.values() if times > 1 else [_replace]:
+            shutil.copytree(images, tmp_path / "kept")  # with times of change
+            change(images / ("cat", "dog")[number % 2] / "0001.jpg")
+            refused += main(command) == 4
+            assert (
+                "changed since the position was saved: a file was replaced, renamed"
+                in capsys.readouterr().err
+            )
+            shutil.rmtree(images)
+            (tmp_path / "kept").rename(images)
+    assert refused == (times * len(CHANGES) if times > 1 else 1)
+    assert main(command) == 0
+    if times > 1:
+        note("images replaced, renamed or written again between stop and resume", tried=refused, refused=refused,
+             resumed_with_the_old_ones=True)  # fmt: skip

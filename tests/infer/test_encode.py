@@ -19,13 +19,16 @@ from penstock.cli import main
 from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
+from penstock.config.run import DataConfig
 from penstock.cpu import this_cpu
+from penstock.data import open_source
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError
 from penstock.infer.encode import Classifier, Embedder
 from penstock.kernels.native_blocks import computes_blocks
 from penstock.models import create
 from penstock.models.convert import save_pretrained
+from penstock.train.prepare import write_beside
 
 TEXTS = ["a", "some words", "quite a few more words than that", "b c"]
 
@@ -156,3 +159,23 @@ def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8(
         cosines = (plain * Embedder(folder, plan, weights=weights).embed(texts)).sum(-1)
         assert float(cosines.min()) >= lowest, (weights, cosines)
         assert float(cosines.mean()) >= average, (weights, cosines)
+
+
+def test_images_of_12_bits_are_read_as_in_training(tmp_path: Path) -> None:
+    """By the range in the export's config.json, which a run with `data.range` writes there."""
+    image = tmp_path / "deep.png"
+    Image.fromarray(np.full((8, 8), 4095, np.uint16)).save(image)
+    torch.manual_seed(0)
+    model = create(replace(PRESETS["vit-digits"], depth=1))
+    save_pretrained(model, tmp_path / "plain")
+    source = open_source(DataConfig(range=4095), split="train", channels=1)
+    source.white = 4095.0
+    write_beside(model.config, source, tmp_path / "beside")
+    assert json.loads((tmp_path / "beside" / "config.json").read_text())["image_range"] == 4095
+    with pytest.raises(DataError, match="does not say which value is white"):
+        Classifier(tmp_path / "plain").classify([image])
+    path = tmp_path / "plain" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_range": 4095}))
+    opened = Classifier(tmp_path / "plain")
+    assert opened.white == 4095
+    opened.classify([image])

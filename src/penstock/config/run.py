@@ -97,9 +97,9 @@ class DataConfig(Checked, where="data"):
     columns: tuple[str, ...] = ()
     """Columns of a table that are read: text, or first and second text, then the label. Numbers from 1 name those of a
     table without a first line of names."""
-    classes: tuple[str, ...] = ()
-    """Labels that are classes though they read as a missing label in a CSV or TSV: `none`, `nan` or `-`. In other
-    files, and where a set names its classes, they are classes anyway."""
+    all_labels: bool = False
+    """Whether `none`, `nan` and `-` in a CSV or TSV are classes, and not missing labels. In other files, and where a
+    set names its classes, they are classes anyway."""
     separator: FilledText = "auto"
     """Character between cells of a table: `auto` (a comma in `.csv`, a tab in `.tsv`), `;`, `|`, `tab` or another."""
     encoding: FilledText = "utf-8"

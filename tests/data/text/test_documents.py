@@ -274,7 +274,7 @@ def test_tables_with_missing_columns_and_labels(tmp_path: Path) -> None:
     assert problems(path, PAIRS) == [
         (3, "it has 2 columns instead of 3"),
         (4, "the column 'hypothesis' is empty"),
-        (5, "the column 'label' holds no label: '-'; if that is a class, set data.classes to -"),
+        (5, "the column 'label' holds no label: '-'; if that is a class, set data.all_labels to true"),
         (6, "it has 4 columns instead of 3"),
     ]
     path.write_text("one\ttwo\n1\t2\n")

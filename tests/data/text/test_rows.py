@@ -165,10 +165,10 @@ def test_classes_may_be_called_none(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t, "label": c}) + "\n" for t, c in rows))
     table, typed = (f"text:{tmp_path}/a.{kind}" for kind in ("csv", "jsonl"))
     with pytest.raises(
-        DataError, match=r"holds no label: 'none'; if that is a class, set data\.classes to none"
+        DataError, match=r"holds no label: 'none'; if that is a class, set data\.all_labels to true"
     ):
         open_rows(DataConfig(source=table), Bytes(), "train", form="single", length=30)
-    for data in (DataConfig(source=typed), DataConfig(source=table, classes=("none", "-", "nan"))):
+    for data in (DataConfig(source=typed), DataConfig(source=table, all_labels=True)):
         read = open_rows(data, Bytes(), "train", form="single", length=30)
         assert read.classes == ("-", "NA", "favour", "nan", "none")
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": null}\n{"text": "a", "label": NaN}\n')

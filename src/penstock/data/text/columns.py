@@ -79,8 +79,8 @@ class TextColumns:
     shape: Shape
     separator: str = "auto"
     encoding: str = "utf-8"
-    classes: tuple[str, ...] = ()
-    """Labels that are classes, though in a table without types they read as a missing label."""
+    all_labels: bool = False
+    """Whether words that mean a missing label in a table without types are classes."""
     _reported: set[str] = field(default_factory=set, compare=False)
     """Columns that the log has named as not read."""
 
@@ -181,10 +181,10 @@ def row_of(
         value = values[shape.fields]
         label = str(int(value)) if isinstance(value, bool) else str(value).strip()
         absent = value is None or not label or (isinstance(value, float) and math.isnan(value))
-        doubtful = cells and label.lower() in _ABSENT and label not in columns.classes
+        doubtful = cells and label.lower() in _ABSENT and not columns.all_labels
         if absent or doubtful or len(label) > 200 or not label.isprintable():
             fault = f"the column {quoted(names[shape.fields])} holds no label: {quoted(label)}"
-            remedy = f"; if that is a class, set data.classes to {label}" if doubtful else ""
+            remedy = "; if that is a class, set data.all_labels to true" if doubtful else ""
             return Bad(where, line, fault + remedy)
     return TextRow(tuple(texts), label, where, line)
 

@@ -65,7 +65,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
     column of a translation is its label."""
     labelled = form == "translation" and len(data.columns) == 3
     shape = shape_of(data, form, labelled=labelled)
-    columns = TextColumns(form, data.columns, shape, data.separator, data.encoding, data.classes)
+    columns = TextColumns(form, data.columns, shape, data.separator, data.encoding, data.all_labels)
     if kind in ("text", "pairs"):
         files = files_of(path)
         parts = split_files(files, path)
@@ -125,7 +125,7 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
         kind,
         form,
         data.columns,
-        data.classes,
+        data.all_labels,
         data.limit,
         data.bad_rows,
         tokenizer.fingerprint,

@@ -26,7 +26,6 @@ from penstock.kernels.native import TYPES, address, library, threads_for
 
 Form = Literal["auto", "fused", "triton", "native"]
 FORMS: tuple[Form, ...] = get_args(Form)
-_HAVE_FUSED = frozenset({"cpu", "cuda", "xpu", "mps"})
 
 
 class Hyper(NamedTuple):

@@ -1,4 +1,4 @@
-"""Parts of several kernels: rounding to a narrow type, activations, and how many warps a row gets."""
+"""Parts of several kernels: exact exponentials, rounding to a narrow type, and how many warps a row gets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether Triton's interpreter runs these kernels. Its casts to bf16 truncate and those to fp8 lose carries, so there
-numbers are rounded to nearest even by hand first; a GPU rounds so by itself."""
+"""Whether Triton's interpreter runs these kernels. Its casts to bf16 truncate, so there numbers are
+rounded to nearest even by hand first; a GPU rounds so by itself."""
 _EVEN = tl.constexpr(12582912.0)  # 1.5 · 2²³: what is added to it and taken off again is a whole number
 
 
@@ -35,41 +35,12 @@ def exponential(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def narrow(value, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 numbers in the type `kind`, to nearest even; those of fp8 are within its range."""
+    """fp32 numbers in the type `kind`, to nearest even."""
     if INTERPRETED and kind == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         bits = tl.where(value == value, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
         return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    if INTERPRETED and kind == tl.float8e4nv:
-        bits = tl.abs(value).to(tl.int32, bitcast=True)
-        exponent = tl.maximum((bits >> 23) - 127, -6)  # below 2⁻⁶ numbers are 2⁻⁹ apart
-        unit = ((exponent - 3 + 127) << 23).to(tl.float32, bitcast=True)
-        value = whole(value / unit) * unit
     return value.to(kind)
-
-
-@triton.jit
-def added_product(a, b, sums):  # type: ignore[no-untyped-def]
-    """sums + a @ b, in fp32; fp32 factors are not rounded. The interpreter multiplies the bits of bf16 ones."""
-    if INTERPRETED and a.dtype == tl.bfloat16:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
-    return tl.dot(a, b, sums, input_precision="ieee")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An activation of fp32 numbers, by the names of a configuration; none leaves them as they are."""
-    if ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "relu":
-        x = tl.where(x < 0.0, 0.0, x)  # NaN stays
-    elif ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
-    else:
-        tl.static_assert(ACTIVATION == "none")
-    return x
 
 
 def power_above(number: int) -> int:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.config.model import ViTConfig
+from penstock.config.theirs.libraries import LIBRARIES
 from penstock.models import create
 from penstock.models.convert import from_pretrained, hf_config, read_text_config, save_pretrained
-from penstock.models.convert.libraries import LIBRARIES
 from penstock.report.record import environment
 
 SIZES = {

@@ -35,11 +35,11 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, DataConfig, Recipe
+from penstock.config.theirs.vit import hf_config
 from penstock.config.trainable import require_vision
 from penstock.data import image_loader, open_source
 from penstock.models import create
 from penstock.models.convert import to_hf, to_timm
-from penstock.models.convert.hf import hf_config
 from penstock.planner.describe import totals
 from penstock.precision import matmul_precision
 from penstock.probe import machine_for, resolve_device

@@ -114,6 +114,31 @@ def test_the_planners_page_compares_and_gives_the_terminals_reasons(
         assert all(part in out for part in line.split(". ", 1))
 
 
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 5000,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def test_the_planners_page_takes_a_config_of_transformers(planner: ModuleType) -> None:
+    text = json.dumps(QWEN)
+    asked = {
+        "model": "gpt2",
+        "config": text,
+        "name": "Mine-1B",
+        "gpus": "2",
+        "model.depth": "6",
+        "beside": "tp=2",
+    }
+    found = json.loads(planner.answer(json.dumps(asked)))
+    assert found["title"].startswith("Mine-1B on 2 h100"), found
+    assert "--model.depth 6" in found["command"]
+    assert json.loads(planner.sizes("gpt2", text))["sizes"]["kv_heads"] == 4
+    for wrong, reason in (("{}", "model_type"), ("{", "JSON"), ('{"model_type": "mamba"}', "mamba")):
+        assert reason in json.loads(planner.answer(json.dumps({"config": wrong})))["refused"]
+        assert reason in json.loads(planner.sizes("gpt2", wrong))["refused"]
+
+
 def test_the_planners_page_takes_sizes_of_the_readers_own(planner: ModuleType) -> None:
     sizes = json.loads(planner.sizes("t5-base"))["sizes"]
     assert sizes["encoder.width"] == 768
@@ -137,7 +162,8 @@ def test_the_planner_in_the_browser_needs_nothing_but_python(tmp_path: Path) -> 
 import sys
 sys.path.insert(0, {str(tmp_path / "penstock.zip")!r})
 exec(compile(open({str(ROOT / "docs/assets/planner.py")!r}).read(), "planner.py", "exec"), globals())
-print(len(answer('{{"model": "vit-s16", "gpus": "1"}}')), *{{name.partition(".")[0] for name in sys.modules}})
+config = '{{"model_type": "gpt2", "n_layer": 2}}'
+print(len(answer(json.dumps({{"config": config, "gpus": "1"}}))), *{{name.partition(".")[0] for name in sys.modules}})
 """
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path

@@ -32,6 +32,7 @@ TORCHS = {
 PROCESS_WIDE = {
     "torch.set_float32_matmul_precision", "torch.set_num_threads", "torch.library.Library",
     "torch.compiler.set_stance", "torch.manual_seed", "register_optimizer_step_post_hook", "_patch", "_CLASS.__set__",
+    "ctypes.c_int.in_dll",
 }  # fmt: skip
 FAMILIES = ("torch._foreach_", "torch._C.", "torch._dynamo.")
 

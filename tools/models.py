@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from penstock.config.model import PRESETS, DiffusionConfig, ModelConfig, UniversalConfig, ViTConfig, stacks
 from penstock.config.plan import Plan, Precision
+from penstock.config.theirs.libraries import LIBRARIES
 from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config
-from penstock.models.convert.libraries import LIBRARIES
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
 from penstock.report.units import rounded

@@ -61,12 +61,16 @@
       make("optgroup", { label: family }, ...options(names))));
     const chip = make("select", {}, ...options(Object.keys(machines)));
     const asked = new URLSearchParams(location.hash.slice(1));
+    const pasted = make("textarea", { rows: 4, cols: 50, placeholder: '{"model_type": "qwen2", "hidden_size": 8192, …}', spellcheck: false });
+    const named = make("input", { size: 20, placeholder: "Qwen2-72B" });
     form.append(
       make("div", { className: "fields" },
         field("model", "Model", pick), field("machine", "Chip", chip),
         number("gpus", "Devices", "8", "64"), number("global_batch", "Samples a step", "the planner's choice"),
         number("tokens", "Tokens of the run", "15e12"), number("images", "Images of the run", "1.15e8"),
         number("price", "Price of a device hour", "2.50"), number("grams_per_kwh", "Grams of CO₂ per kWh", "380")),
+      make("details", {}, make("summary", { textContent: "A config.json of your own" }), make("div", { className: "fields" },
+        field("config", "Paste it, or drop the file on this page", pasted), field("name", "Its name", named))),
       make("details", {}, make("summary", { textContent: "Sizes of your own" }), own),
       make("details", {}, make("summary", { textContent: "A cluster of your own" }), cluster),
       group("Fixed settings", false, field("base", "Plan", make("input", { size: 50, placeholder: "precision=O1 tp=2 recompute=full" }))),
@@ -78,7 +82,7 @@
     if (!chip.value) chip.value = "h100";
 
     const resize = async () => {
-      const { sizes, images } = await ask("sizes", pick.value);
+      const { sizes, images } = await ask("sizes", pick.value, pasted.value);
       own.replaceChildren(...Object.entries(sizes).map(([name, value]) => number(`model.${name}`, name.replaceAll("_", " "), String(value))));
       form.elements.tokens.parentNode.hidden = images;
       form.elements.images.parentNode.hidden = !images;
@@ -91,13 +95,24 @@
     rebuild();
     for (const [name, value] of asked) if (form.elements[name]) form.elements[name].value = value;
     for (const part of form.querySelectorAll("details")) {
-      part.open = [...part.querySelectorAll("input")].some((input) => input.value);
+      part.open = [...part.querySelectorAll("input, textarea")].some((input) => input.value);
     }
+    pasted.addEventListener("change", async () => { await resize(); show(); });
+    root.addEventListener("dragover", (event) => event.preventDefault());
+    root.addEventListener("drop", async (event) => {
+      const [file] = event.dataTransfer.files;
+      if (!file) return;
+      event.preventDefault();
+      pasted.value = await file.text();
+      named.value = file.name === "config.json" ? "" : file.name.replace(/\.json$/, "");
+      pasted.closest("details").open = true;
+      pasted.dispatchEvent(new Event("change"));
+    });
     pick.addEventListener("change", async () => { await resize(); show(); });
     chip.addEventListener("change", () => { rebuild(); show(); });
     let later;
     form.addEventListener("input", (event) => {
-      if (event.target.tagName === "SELECT") return;
+      if (event.target.tagName === "SELECT" || event.target === pasted) return;
       clearTimeout(later);
       later = setTimeout(show, 350);
     });
@@ -170,7 +185,7 @@
     #penstock-planner label { display: grid; gap: .2rem; font-size: .72rem; }
     #penstock-planner label[hidden] { display: none; }
     #penstock-planner .fields { display: flex; flex-wrap: wrap; gap: .8rem; margin: .6rem 0; }
-    #penstock-planner input, #penstock-planner select { font: inherit; padding: .3rem .4rem; border: 1px solid var(--md-default-fg-color--lighter);
+    #penstock-planner input, #penstock-planner select, #penstock-planner textarea { font: inherit; padding: .3rem .4rem; border: 1px solid var(--md-default-fg-color--lighter);
       border-radius: .2rem; background: var(--md-default-bg-color); color: inherit; max-width: 100%; }
     #penstock-planner summary { cursor: pointer; font-size: .75rem; }
     #penstock-planner .refused { border-left: .2rem solid #b4233c; padding-left: .8rem; white-space: pre-wrap; }

@@ -1,9 +1,9 @@
 """The planner of docs/planner.md. The page runs this file in the browser by Pyodide; a test runs it as it is.
 
 Questions and answers are JSON. A question has strings, as a form has them: `model` (a preset), its changed fields as
-`model.NAME`, `machine`, `gpus`, `global_batch`, `tokens` or `images` of the whole run, `price` of a device hour,
-`grams_per_kwh`, `base` (fixed settings as a Plan line), `beside` (lines to compare), and figures of the machine as
-`machine.NAME`.
+`model.NAME`, or `config` (the text of a config.json) and `name`, `machine`, `gpus`, `global_batch`, `tokens` or
+`images` of the whole run, `price` of a device hour, `grams_per_kwh`, `base` (fixed settings as a Plan line), `beside`
+(lines to compare), and figures of the machine as `machine.NAME`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated
 
+from penstock.boundary.trees import parse_json
 from penstock.config.convert import Checked, Count, NotNegative, Positive, Range
 from penstock.config.load import load
 from penstock.config.machine import Machine, known_machines, load_machine
 from penstock.config.model import PRESETS, ModelConfig, option_words, title
 from penstock.config.plan import Plan
+from penstock.config.theirs.read import model_of
 from penstock.errors import PenstockError
 from penstock.planner import price as prices
 from penstock.planner.compare import BestLayout, with_base
@@ -50,6 +52,8 @@ class Question(Checked):
     """What the form holds."""
 
     model: ModelConfig = PRESETS["llama3-8b"]
+    name: str = ""
+    """What the model of a config.json is called."""
     gpus: Annotated[int, Range(1, 1 << 20)] = 8
     global_batch: Count | None = None
     tokens: Positive | None = None
@@ -84,8 +88,9 @@ def figures(machine: Machine) -> dict[str, float]:
     return known | {"devices_per_node": machine.devices_per_node}
 
 
-def sizes(name: str) -> str:
-    """The whole numbers of a preset that make up its size, by their dotted names."""
+def sizes(name: str, described: str = "") -> str:
+    """The whole numbers that make up the size of a preset, or of the model of a config.json, by their dotted names; or
+    `refused` with the reason."""
 
     def every(part: object, prefix: str) -> Iterator[tuple[str, int]]:
         for field in fields(part):  # type: ignore[arg-type]
@@ -95,8 +100,16 @@ def sizes(name: str) -> str:
             elif field.name in SIZES and isinstance(value, int):
                 yield prefix + field.name, value
 
-    config = PRESETS[name]
+    try:
+        config = _described(described) if described.strip() else PRESETS[name]
+    except PenstockError as error:
+        return json.dumps({"refused": str(error), "sizes": {}, "images": False})
     return json.dumps({"sizes": dict(every(config, "")), "images": config.graph.vision})
+
+
+def _described(text: str) -> ModelConfig:
+    """The model of a config.json."""
+    return model_of(parse_json(text, "The config.json"))
 
 
 def answer(asked: str) -> str:
@@ -136,7 +149,8 @@ def answer(asked: str) -> str:
     table = beside(sides, vision=vision)
     return json.dumps(
         {
-            "title": f"{title(model)} on {best.gpus} {machine.name}, {best.global_batch} samples a step",
+            "title": f"{question.name or title(model)} on {best.gpus} {machine.name}, "
+            f"{best.global_batch} samples a step",
             "rows": rows,
             "plan": best.plan.line(),
             "command": _command(json.loads(asked), model),
@@ -237,6 +251,8 @@ def roofline(model: ModelConfig, machine: Machine, plan: Plan) -> str:
 def _read(asked: str) -> tuple[Question, Machine]:
     """The question, and its machine with the figures that were changed."""
     given = {name: value for name, value in json.loads(asked).items() if str(value).strip()}
+    if "config" in given:
+        given["model"] = _described(given.pop("config"))
     machine = load_machine(given.pop("machine", "h100"))
     changed = {
         name: load(Figure, overrides={"value": given.pop(f"machine.{name}")}, origin=f"machine.{name}").value
@@ -254,7 +270,9 @@ def _read(asked: str) -> tuple[Question, Machine]:
 def _answer(question: Question, machine: Machine, gpus: int, line: str = "") -> BestLayout:
     """The best layout with the fixed settings, and those of a line that is compared with it."""
     asked = with_base(question.base, line) or None
-    return answer_to(question.model, machine, gpus, asked, global_batch=question.global_batch)
+    return answer_to(
+        question.model, machine, gpus, asked, global_batch=question.global_batch, name=question.name
+    )
 
 
 def _lines(text: str) -> list[str]:

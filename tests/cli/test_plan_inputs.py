@@ -223,3 +223,43 @@ def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert {name: getattr(plan, name) for name in Plan.named(fixed)} == {
             name: getattr(asked, name) for name in Plan.named(fixed)
         }
+
+
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 5000,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["plan", "deploy"])
+def test_any_config_of_transformers_is_planned_under_its_folders_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    folder = tmp_path / "Qwen9-Mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    more = ("--base", "tp=1") if verb == "plan" else ("--requests", "rate=1 in=8 out=4", "--count", "10")
+    for place in (folder, folder / "config.json"):
+        code, out, err = run(capsys, verb, str(place), "--gpus", "1", *more, "--model.sequence", "128")
+        assert code == 0, err
+        assert out.startswith("Qwen9-Mine ")
+    _, out, _ = run(capsys, verb, str(folder), "--gpus", "1", *more, "--json", "--name", "other")
+    assert json.loads(out)["model"] == "other"
+    (folder / "config.json").write_text(json.dumps(QWEN | {"model_type": "mamba"}))
+    code, _, err = run(capsys, verb, str(folder), "--gpus", "1")
+    assert (code, "model_type 'mamba'" in err) == (ExitCode.CONFIG, True)
+    (folder / "config.json").write_text("{}")
+    code, _, err = run(capsys, verb, str(folder / "config.json"), "--gpus", "1")
+    assert (code, "has no model_type" in err) == (ExitCode.CONFIG, True)
+    (folder / "config.json").unlink()
+    code, _, err = run(capsys, verb, str(folder), "--gpus", "1")
+    assert (code, "has no config.json" in err) == (ExitCode.CONFIG, True)
+
+
+def test_the_length_of_samples_of_a_config_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    words = ("plan", str(tmp_path), "--gpus", "1", "--base", "tp=1", "--top", "1")
+    assert "samples of 512 tokens; --model.sequence sets how many." in run(capsys, *words)[1]
+    assert "samples of 64 tokens;" in run(capsys, *words, "--model.sequence", "64")[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,9 +25,19 @@ def _time(rows: int, eager: float) -> KernelTime:
 def test_what_was_measured_is_stored_and_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(penstock.probe.kernels, "measure_all", lambda rounds: [_time(8, 1.0), _time(16, 4.0)])
+    def measured(rounds: int, report: Callable[[KernelTime], None]) -> list[KernelTime]:
+        times = [_time(8, 1.0), _time(16, 4.0)]
+        for time in times:
+            report(time)
+        return times
+
+    monkeypatch.setattr(penstock.probe.kernels, "measure_all", measured)
     assert main(["tune-kernels", "--json"]) == 0
-    table = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    table = json.loads(said.out)
+    shown = said.err.splitlines()
+    assert shown[0].startswith("Measuring 28 operators")
+    assert shown[2] == "2 of 28: residual_norm rms_norm, 16 × 8 in float32: 4.00 times as fast as eager"
     expected = {"residual_norm": {"rms_norm": {"float32": {"eager": 2.0, "compiled": 0.5}}}}
     assert table == {kind_of("cpu"): expected} == json.loads(stored_path().read_text())
     assert main(["tune-kernels", "--rounds", "1"]) == 0

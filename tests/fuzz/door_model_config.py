@@ -17,7 +17,7 @@ from penstock.config.model import PRESETS
 
 def _trees() -> dict[str, dict[str, Any]]:
     from penstock.config.model import ViTConfig
-    from penstock.models.convert.hf import hf_config
+    from penstock.config.theirs.vit import hf_config
 
     small = PRESETS["vit-digits"]
     assert isinstance(small, ViTConfig)

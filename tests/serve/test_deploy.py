@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,26 @@ def test_the_answer_as_json_and_the_files_of_other_servers(
     vllm = (tmp_path / "vllm.sh").read_text()
     assert f"--tensor-parallel-size {best['tp']} " in vllm
     assert "--max-model-len 640" in vllm
+
+
+def test_a_pipe_gets_every_column_in_one_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "deploy",
+        "gpt2",
+        "--gpus",
+        "1",
+        "--requests",
+        "rate=9 in=20 out=5",
+        "--count",
+        "20",
+        "--price",
+        "2",
+    ]
+    assert main(words) == 0
+    heads, first, second = capsys.readouterr().out.splitlines()[1:4]
+    assert heads.split()[-6:] == ["tokens/s", "GiB", "per", "million", "why", "not"]
+    assert re.search(r" [\d.]+ +US\$ [\d.]+ *$", first)
+    assert re.search(r" [\d.]+ +US\$ [\d.]+ +\S.* changes results *$", second)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "t5-small", "marian-base", "bert-base"])

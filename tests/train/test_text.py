@@ -15,9 +15,9 @@ from penstock.cli import main
 from penstock.config.load import load
 from penstock.config.machine import Machine, save_machine
 from penstock.config.run import RunConfig
+from penstock.config.theirs.text import settled
 from penstock.models import create
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.text_config import settled
 from penstock.step import TrainStep
 from penstock.train.metrics import read_metrics
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +19,7 @@ from cyclopts import Group, Parameter
 from penstock.config.convert import nearest
 from penstock.config.describe import Field, default_word, settings, type_word
 from penstock.config.load import load
+from penstock.config.model import PRESETS
 
 R = TypeVar("R")
 
@@ -97,6 +99,22 @@ def configured(
         return verb
 
     return decorate
+
+
+def load_or_described(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
+    """`load`, which in place of a preset's name also takes a folder, a config.json, or a name on the hub, for the model
+    that it describes. Its name and its folder become the settings `name` and `weights`, where there are such."""
+    settings = dict(overrides)
+    named = settings.get("model")
+    if isinstance(named, str) and named not in PRESETS and (Path(named).exists() or "/" in named):
+        from penstock.config.theirs.read import named_model
+
+        model = named_model(named)
+        described = {"model": model.config, "name": model.name, "weights": model.folder}
+        known = {field.name for field in fields(cls)}
+        settings = {key: value for key, value in described.items() if key in known} | settings
+        settings["model"] = model.config
+    return load(cls, file=file, overrides=settings)
 
 
 def _option(

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import own_file, write_text
-from penstock.cli._app import configured
+from penstock.cli._app import configured, load_or_described
 from penstock.config.convert import plain
-from penstock.config.load import load
 from penstock.config.machine import Machine, load_machine
-from penstock.config.model import PRESETS, title
 from penstock.errors import ConfigError, ExitCode
 from penstock.serve.settings import HERE, DeployConfig
 
 
-def load_or_folder(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
-    """`load`, which also takes the name of a folder in place of a preset's, for the model in it."""
-    settings = dict(overrides)
-    named = settings.get("model")
-    if isinstance(named, str) and named not in PRESETS and (Path(named).is_dir() or "/" in named):
-        from penstock.models.convert import model_in
-
-        model = model_in(named)
-        if model is None:
-            raise ConfigError(f"{named} has no config.json; give a folder that save_pretrained wrote.")
-        settings |= {"model": model, "weights": settings.get("weights", named)}
-    return load(cls, file=file, overrides=settings)
-
-
-@configured(DeployConfig, positional="model", flags=("json", "measure"), loader=load_or_folder)
+@configured(DeployConfig, positional="model", flags=("json", "measure"), loader=load_or_described)
 def deploy(config: DeployConfig) -> int:
     """Find the fewest devices that serve a model in time.
 
-    MODEL is a preset, or a folder of weights. Chooses the type of weights, the degrees of parallelism, the number of
-    replicas, the requests at a time, and the size of the KV cache. Requests are simulated one by one, through the queue
-    and the steps of the engine. Ends with code 7 if no layout answers in time.
+    MODEL is a preset, a folder of weights, or a name on the Hugging Face hub. Chooses the type of weights, the degrees
+    of parallelism, the number of replicas, the requests at a time, and the size of the KV cache. Requests are simulated
+    one by one, through the queue and the steps of the engine. Ends with code 7 if no layout answers in time.
 
         penstock deploy llama3-8b --gpus 1..8 --requests "rate=20 in=512 out=128"
     """
@@ -64,7 +46,7 @@ def deploy(config: DeployConfig) -> int:
         measured = measure(config, machine, result.choice, arrivals)
     if config.json:
         data: dict[str, Any] = {
-            "model": title(config.model),
+            "model": config.called,
             "machine": machine.name,
             "requests": config.requests,
         }

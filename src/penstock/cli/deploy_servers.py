@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from penstock.config.formats import FORMATS, Dtype
 from penstock.config.machine import Machine
-from penstock.config.model import stacks, title
+from penstock.config.model import stacks
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.serve.deploy import Layout, experts_of
 from penstock.serve.measure import CHUNK, Client, Measured, compare
@@ -32,7 +32,7 @@ _PORT = re.compile(r":(\d+)/v1")
 def files_for(config: DeployConfig, machine: Machine, layout: Layout) -> dict[str, str]:
     """Names and texts of files."""
     assert config.model is not None
-    model = config.weights or title(config.model)
+    model = config.weights or config.called
     files: dict[str, str] = {}
     # Each rank of ours has whole KV heads.
     whole_heads = all(stack.kv % layout.tp == 0 for stack in stacks(config.model))

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from penstock.config.machine import Machine
-from penstock.config.model import title
 from penstock.report.page import Cell, Section, plain_console, terminal_table
 from penstock.report.units import money
 from penstock.serve.deploy import Layout, Ranking
@@ -30,7 +29,7 @@ def show(
     console = plain_console()
     span = arrivals[-1].at
     rate = f", {len(arrivals) / span:.3g} a second" if span else ""
-    console.print(f"{title(config.model)} on {machine.name}: {len(arrivals):,} requests{rate}, simulated.")
+    console.print(f"{config.called} on {machine.name}: {len(arrivals):,} requests{rate}, simulated.")
     console.print(terminal_table(table(config, result), console.width))
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
     for words in dict.fromkeys(layout.assumption for layout in result.layouts[: config.top]):

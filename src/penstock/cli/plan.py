@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from penstock.cli._app import configured
+from penstock.cli._app import configured, load_or_described
 from penstock.cli.plan_config import PlanConfig
 from penstock.config.machine import load_machine
 from penstock.errors import ExitCode
 
 
-@configured(PlanConfig, positional="model", flags=("sensitivity", "run", "json"))
+@configured(PlanConfig, positional="model", flags=("sensitivity", "run", "json"), loader=load_or_described)
 def plan(config: PlanConfig) -> int:
     """Find the fastest parallel layout of a model on a cluster.
 
+    MODEL is a preset, or a config.json of transformers or Penstock, its folder, or its name on the Hugging Face hub.
     Shows the memory and the time of each layout that fits, and why the others are slower. Nothing is run, so no GPU is
     needed. With --compute or --budget-gpu-hours and no MODEL, shows what model size and how many tokens scaling laws
     advise.

@@ -144,6 +144,15 @@ def _question(config: PlanConfig, machine: Machine, gpus: int, choice: BestLayou
     }
 
 
+def _lengths_line(config: PlanConfig) -> str:
+    """A line on the tokens of a sample, where a file says only how many the model can have; empty for a preset."""
+    assert config.model is not None
+    if config.name is None or config.model.graph.vision:
+        return ""
+    tokens = " and ".join(f"{length:,}" for length in config.model.graph.lengths)
+    return f"samples of {tokens} tokens; --model.sequence sets how many."
+
+
 def _loads_line(config: PlanConfig, plan: Plan) -> str:
     """A line on the loads of experts that were assumed; empty for a model without experts."""
     assert config.model is not None
@@ -191,7 +200,13 @@ def _notes(console: Console, config: PlanConfig, machine: Machine, choice: BestL
     """Print what was assumed, and what a step and the whole run take."""
     by_name = costs_of(config, choice.best, machine)
     run = ", ".join(f"{value} {words}" for value, words in run_words(by_name))
-    for words in (choice.assumed, _loads_line(config, choice.best.plan), step_words(by_name), run):
+    for words in (
+        _lengths_line(config),
+        choice.assumed,
+        _loads_line(config, choice.best.plan),
+        step_words(by_name),
+        run,
+    ):
         if words:
             console.print(words, soft_wrap=True)
 

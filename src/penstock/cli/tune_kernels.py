@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -32,11 +33,22 @@ def tune_kernels(
     """
     from penstock.config.gains import LEAST_GAIN, store
     from penstock.kernels.gains import kind_of
-    from penstock.probe.kernels import gains_of, measure_all
+    from penstock.probe.kernels import TYPES, KernelTime, cases, gains_of, measure_all
 
     if rounds < 1:
         raise ConfigError(f"--rounds is {rounds}, but must be at least 1; 15 take a minute or two.")
-    times = measure_all(rounds)
+    measured, most = 0, len(cases()) * len(TYPES)
+
+    def show(time: KernelTime) -> None:
+        nonlocal measured
+        measured += 1
+        what = f"{time.operator} {time.variant}, {time.rows} × {time.features} in {time.dtype}"
+        print(
+            f"{measured} of {most}: {what}: {time.gains['eager']:.2f} times as fast as eager", file=sys.stderr
+        )
+
+    print(f"Measuring {most} operators, each eager and compiled; a minute or two.", file=sys.stderr)
+    times = measure_all(rounds, report=show)
     gains, kind = gains_of(times), kind_of("cpu")
     path = store(kind, gains)
     if as_json:

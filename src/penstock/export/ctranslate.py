@@ -23,10 +23,10 @@ from penstock.config.formats import FORMATS
 from penstock.config.model import stacks
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
+from penstock.config.theirs.read import read_json
 from penstock.errors import ConfigError
 from penstock.export import ExportType
 from penstock.infer.load import Loaded, loaded
-from penstock.models.convert.files import read_json
 from penstock.models.convert.hub import local_weights
 
 _NEVER = -1e4

@@ -16,6 +16,7 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.quantise import StoredFormat
 from penstock.config.rules import require_inference
+from penstock.config.theirs.read import read_json
 from penstock.data.text.open import found_in
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.stages import cut, stages_of
@@ -26,7 +27,7 @@ from penstock.infer.labels import TextLabels, labels_of
 from penstock.models import create
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.files import described, first_token, read_json, settings_in
+from penstock.models.convert.files import described, first_token, settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.rounded import RoundedWeight, plain_state

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-PLAIN_WIDTH = 132
-"""Width in columns of output to a file or a pipe."""
+PLAIN_WIDTH = 1000
+"""Width in columns of output to a file or a pipe: so wide that a table leaves no column out, and a row is one line."""
 
 _STYLES = {"strong": "green", "faint": "dim"}
 

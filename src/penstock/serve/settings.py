@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from penstock.boundary.files import quoted
 from penstock.config.convert import Checked, Count, FilledText, Natural, NotNegative, Positive, Range, Seed
 from penstock.config.decoding import Weights
-from penstock.config.model import ModelConfig
+from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.config.rules import inference_problems
 
@@ -30,6 +30,8 @@ class DeployConfig(Checked):
     """Name of a preset (`llama3-8b`), or a folder of weights: a run's export, or one of transformers'."""
     weights: FilledText | None = None
     """The folder of weights, for the files that are written; the model is read from it."""
+    name: FilledText | None = None
+    """Name of the model in what is printed; that of its folder or preset if omitted."""
     machine: FilledText = "h100"
     """Name of a known machine, a file that probe wrote, or `here`."""
     gpus: FilledText = "1..8"
@@ -61,6 +63,11 @@ class DeployConfig(Checked):
     """
     json: bool = False
     """Print everything as JSON."""
+
+    @property
+    def called(self) -> str:
+        """The model's name in what is printed."""
+        return self.name or ("" if self.model is None else title(self.model))
 
     @property
     def devices(self) -> range:

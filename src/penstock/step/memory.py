@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +36,7 @@ def step_with_memory(step: TrainStep, micro_batches: Sequence[Any]) -> tuple[Ste
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _errors_only(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = step(micro_batches)
     assert recorded.profiler is not None
     events = recorded.profiler.kineto_results
@@ -43,6 +46,25 @@ def step_with_memory(step: TrainStep, micro_batches: Sequence[Any]) -> tuple[Ste
         held += change
         peak = max(peak, held)
     return result, resident + peak
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Inside, torch's C++ code logs errors and no warnings, where its library lets us say so.
+
+    Its memory profiler warns of every block that was there before it started, of which `_between_steps` has the bytes.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        yield
+        return
+    before, level.value = level.value, max(level.value, 2)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def _between_steps(step: TrainStep, micro_batches: Sequence[Any]) -> int:

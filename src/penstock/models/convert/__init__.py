@@ -4,10 +4,12 @@ unpickled.
 
 from __future__ import annotations
 
+from penstock.config.theirs.text import read_text_config as read_text_config
+from penstock.config.theirs.text import write_text_config as write_text_config
+from penstock.config.theirs.vit import config_from_hf as config_from_hf
+from penstock.config.theirs.vit import hf_config as hf_config
 from penstock.models.convert.branch import branch_of as branch_of
 from penstock.models.convert.files import read_state_dict as read_state_dict
-from penstock.models.convert.hf import config_from_hf as config_from_hf
-from penstock.models.convert.hf import hf_config as hf_config
 from penstock.models.convert.load import Loaded as Loaded
 from penstock.models.convert.load import fitted as fitted
 from penstock.models.convert.load import load_weights as load_weights
@@ -19,8 +21,6 @@ from penstock.models.convert.pretrained import require_theirs as require_theirs
 from penstock.models.convert.pretrained import save_pretrained as save_pretrained
 from penstock.models.convert.text import text_from_hf as text_from_hf
 from penstock.models.convert.text import text_to_hf as text_to_hf
-from penstock.models.convert.text_config import read_text_config as read_text_config
-from penstock.models.convert.text_config import write_text_config as write_text_config
 from penstock.models.convert.vit import from_hf as from_hf
 from penstock.models.convert.vit import from_timm as from_timm
 from penstock.models.convert.vit import resize_positions as resize_positions

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock.config.graph import Input, PatchInput
+from penstock.config.theirs.libraries import ACTIVATIONS
+from penstock.config.theirs.read import read_json
 from penstock.errors import ConfigError
-from penstock.models.convert.files import read_json, read_state_dict
-from penstock.models.convert.libraries import ACTIVATIONS
+from penstock.models.convert.files import read_state_dict
 
 _KINDS = ("clip", "clip_vision_model", "clip_text_model")
 _USUAL: dict[str, dict[str, Any]] = {

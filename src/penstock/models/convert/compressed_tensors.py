@@ -27,31 +27,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from penstock.config.formats import FORMATS
 from penstock.config.model import ModelConfig, TextConfig, ViTConfig
 from penstock.config.quantise import StoredFormat
+from penstock.config.theirs.read import CHANNELS, GROUPS, METHOD
 from penstock.errors import ConfigError
 from penstock.models.convert.text import text_library, text_to_hf
 from penstock.models.convert.vit import to_hf
 from penstock.models.rounded import RoundedWeight, packed_words, zero_points
 
-METHOD = "compressed-tensors"
 _NUMBER = re.compile(r"\.(\d+)\.")
 """The number of a block in the name of a linear."""
 Rounded = Mapping[str, tuple[StoredFormat, RoundedWeight]]
-_CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-_GROUPS = {
-    "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": FORMATS["int4"].group,
-    "dynamic": False,
-}  # fmt: skip
 _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _ONE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _PACKED = "pack-quantized"
 _SCHEMES: dict[tuple[StoredFormat, bool], dict[str, Any]] = {
-    ("int8", False): {"weights": _CHANNELS, "input_activations": _TOKENS, "format": "int-quantized"},
-    ("int8", True): {"weights": _CHANNELS, "input_activations": _ONE, "format": "int-quantized"},
-    ("int8_weights", False): {"weights": _CHANNELS, "input_activations": None, "format": _PACKED},
-    ("int4", False): {"weights": _GROUPS, "input_activations": None, "format": _PACKED},
+    ("int8", False): {"weights": CHANNELS, "input_activations": _TOKENS, "format": "int-quantized"},
+    ("int8", True): {"weights": CHANNELS, "input_activations": _ONE, "format": "int-quantized"},
+    ("int8_weights", False): {"weights": CHANNELS, "input_activations": None, "format": _PACKED},
+    ("int4", False): {"weights": GROUPS, "input_activations": None, "format": _PACKED},
 }
 """The package's words for a format, with one scale for all inputs or not."""
 
@@ -110,23 +104,6 @@ def _require_linears(config: ModelConfig, rounded: Rounded) -> None:
         raise ConfigError(
             f"{METHOD} cannot hold the model: {problem}. Write its values with --to transformers."
         )
-
-
-def require_readable(quantisation: Any) -> None:
-    """Refuse a `quantization_config` whose weights `models.rounded` does not read. Raises ConfigError."""
-    known_method = isinstance(quantisation, dict) and quantisation.get("quant_method") == METHOD
-    groups = quantisation.get("config_groups") if known_method else None
-    for group in groups.values() if isinstance(groups, dict) else [None]:
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or not any(
-            all(weights.get(name) == value for name, value in known.items() if name != "group_size")
-            for known in (_CHANNELS, _GROUPS)
-        ):
-            raise ConfigError(
-                "config.json has a quantization_config of another kind than Penstock reads: int8 with a scale for each "
-                f"output, or int4 with zero points in groups, of {METHOD}. Use the model before it was quantised, or "
-                "let transformers dequantise it first."
-            )
 
 
 def _in_library(config: ModelConfig, linear: str, tensor: Tensor) -> dict[str, Tensor]:

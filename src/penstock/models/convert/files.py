@@ -12,14 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.boundary.files import quoted, read_bytes
-from penstock.boundary.trees import Bounds, parse_json
+from penstock.boundary.files import quoted
 from penstock.boundary.weights import DTYPES, TensorInfo, read_header, read_weight_map
+from penstock.config.theirs.read import read_json
 from penstock.errors import CheckpointError, ConfigError
 from penstock.tensorfile import INDEX, WEIGHTS
 
-_CONFIG = Bounds(bytes=1 << 24, values=1 << 20)
-"""Names of classes make up nearly all of a large one."""
 _BROKEN = "cannot be read as safetensors"
 _REMEDY = "Fetch or write it again."
 NO_ROWS: Mapping[str, Sequence[int]] = MappingProxyType({})
@@ -106,10 +104,3 @@ def first_token(settings: dict[str, Any]) -> int | None:
     """The first token of a decoder, by `settings_in`."""
     start = settings.get("decoder_start_token_id")
     return start if isinstance(start, int) else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError."""
-    raw = read_bytes(path, "The file", limit=_CONFIG.bytes, error=CheckpointError, remedy=_REMEDY)
-    where = f"{path} cannot be read as JSON: it"
-    return parse_json(raw, where, error=CheckpointError, bounds=_CONFIG, remedy=_REMEDY)

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import quoted, shown
-from penstock.config.load import from_dict, to_dict
-from penstock.config.model import FAMILIES, ModelConfig, TextConfig, ViTConfig
+from penstock.config.load import to_dict
+from penstock.config.model import ModelConfig, TextConfig, ViTConfig
 from penstock.config.quantise import StoredFormat
+from penstock.config.theirs.read import OWN, config_of, read_json
+from penstock.config.theirs.text import read_text_config, write_text_config
+from penstock.config.theirs.vit import hf_config, require_representable, unrepresentable
 from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
-from penstock.models.convert.compressed_tensors import compressed_tensors, require_readable
-from penstock.models.convert.files import described, read_json, read_state_dict, settings_in
+from penstock.models.convert.compressed_tensors import compressed_tensors
+from penstock.models.convert.files import described, read_state_dict, settings_in
 from penstock.models.convert.gated import gated, read_gated
-from penstock.models.convert.hf import config_from_hf, hf_config
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.text import text_pending
-from penstock.models.convert.text_config import read_text_config, write_text_config
-from penstock.models.convert.vit import require_representable, to_hf, unrepresentable
+from penstock.models.convert.vit import to_hf
 from penstock.models.model import Model
 from penstock.models.rounded import (
     RoundedWeight,
@@ -41,8 +42,6 @@ from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 GIVE = (
     "Give a run's folder, one that transformers or save_pretrained wrote, or a name on the Hugging Face hub."
 )
-_OWN = "penstock_"
-"""The beginning of the model types of our own, which goes before the family."""
 _CARRIED = {
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "bad_words_ids", "suppress_tokens",
     "id2label", "label2id", "labels", "labels_in_prompts", "languages", "image_range",
@@ -239,7 +238,7 @@ def _in_their_form(
 
 def _own_form(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model in our own names."""
-    own = f"{_OWN}{config.family}"
+    own = f"{OWN}{config.family}"
     return {"model_type": own, "architectures": [own], "penstock": to_dict(config)}
 
 
@@ -261,7 +260,7 @@ def from_pretrained(
     labels: Sequence[int] = (),
 ) -> Model:
     """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
-    `penstock.models.convert.libraries`, wrote. With `labels`, numbers of those that choose its experts, the others'
+    `penstock.config.theirs.libraries`, wrote. With `labels`, numbers of those that choose its experts, the others'
     experts are not read: see `penstock.models.convert.gated`.
 
     Raises ConfigError for another family, CheckpointError for broken files.
@@ -296,19 +295,4 @@ def read_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"There is no folder {shown(folder)}. {GIVE}")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{shown(folder)} has no config.json, nor has an export in it. {GIVE}")
-    values = read_json(folder / "config.json")
-    if "model_type" not in values and "architecture" in values:
-        raise ConfigError(
-            f"{folder} holds timm's {shown(str(values['architecture']))}, whose config.json does not give its shape; "
-            f"create the model from a preset and call load_weights(model, {str(folder)!r})."
-        )
-    if (quantisation := values.pop("quantization_config", None)) is not None:
-        require_readable(quantisation)
-    kind = values.get("model_type", "vit")
-    if isinstance(kind, str) and kind.removeprefix(_OWN) in FAMILIES and kind.startswith(_OWN):
-        origin = f"{folder / 'config.json'}, which another version of Penstock may have written"
-        own = values.get("penstock")
-        return from_dict(
-            FAMILIES[kind.removeprefix(_OWN)], own if isinstance(own, dict) else {}, origin=origin
-        )
-    return read_text_config(values) if isinstance(kind, str) and kind != "vit" else config_from_hf(values)
+    return config_of(read_json(folder / "config.json"), shown(folder / "config.json"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.models.convert.text_config import library_of
+from penstock.config.theirs.text import library_of
 
 _OLD = ((r"\bLayerNorm\.gamma$", "LayerNorm.weight"), (r"\bLayerNorm\.beta$", "LayerNorm.bias"))
 """TensorFlow's names of a norm's weights, which the first BERTs on the hub have, too."""

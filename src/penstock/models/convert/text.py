@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.config.model import EncoderConfig, TextConfig, stacks
+from penstock.config.theirs.libraries import Library
+from penstock.config.theirs.text import library_of, write_text_config
 from penstock.errors import ConfigError
-from penstock.models.convert.libraries import Library
 from penstock.models.convert.names import Converted, from_library, left_over, to_library
-from penstock.models.convert.text_config import library_of, write_text_config
 from penstock.models.model import Model
 from penstock.models.positions import Sinusoidal
 from penstock.tensorfile import Pending

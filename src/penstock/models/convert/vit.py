@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.model import ViTConfig
+from penstock.config.theirs.vit import require_representable
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, pruned
 from penstock.models.convert.by_role import translate
@@ -27,37 +28,6 @@ _TABLE = "encoder.places"
 POSITIONS = f"{_TABLE}.weight"
 """The name of the weight of the table of positions."""
 _TOKENS = ("class_token", "distil_token")
-
-_PLAIN = (
-    "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
-)  # fmt: skip
-"""Fields of which transformers' ViT has the default alone."""
-
-
-def unrepresentable(config: ViTConfig) -> list[str]:
-    """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
-    checks = {
-        "model.classifier 'pooled'": config.classifier == "pooled",
-        "model.distilled": config.distilled,
-        "model.stem 'conv'": config.stem == "conv",
-        "model.qk_norm": config.qk_norm,
-        "model.layer_scale": config.layer_scale is not None,
-        "model.experts": config.experts > 0,
-        "model.kv_heads": config.kv != config.heads,
-        "model.head_features": config.head_width * config.heads != config.width,
-        "model.unequal": config.layers != replace(config, unequal=()).layers,
-        f"model.mlp {config.mlp!r}": config.mlp not in ("gelu", "gelu_tanh"),
-    }
-    plain = ViTConfig()
-    checks |= {f"model.{name}": getattr(config, name) != getattr(plain, name) for name in _PLAIN}
-    return [f"transformers' ViT has no counterpart of {what}." for what, present in checks.items() if present]
-
-
-def require_representable(config: ViTConfig) -> None:
-    """Raise ConfigError with all that transformers' ViT does not have."""
-    problems = unrepresentable(config)
-    if problems:
-        raise ConfigError([*problems, "Save such a model in Penstock's own names with save_pretrained."])
 
 
 def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = False) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, shown_value
 from penstock.config.stack import Rotary, Scaling
-from penstock.models.convert.libraries import Library
+from penstock.config.theirs.libraries import Library
 
 
 @dataclass(frozen=True, kw_only=True)

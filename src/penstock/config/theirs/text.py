@@ -17,9 +17,9 @@ from penstock.config.graph import Init
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
 from penstock.config.model import EncoderConfig, Seq2SeqConfig, TextConfig, Tokens, Words, stacks
+from penstock.config.theirs.libraries import FREE, LIBRARIES, Library
+from penstock.config.theirs.places import options_of, read_places, written_places
 from penstock.errors import ConfigError
-from penstock.models.convert.libraries import FREE, LIBRARIES, Library
-from penstock.models.convert.places import options_of, read_places, written_places
 
 _OWN = ("init", "sequence", "decoder_sequence")
 """Fields that any library keeps under `penstock`, where its models have them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.boundary.files import quoted
@@ -14,7 +14,6 @@ from penstock.config.load import from_dict
 from penstock.config.model import Pixels, ViTConfig
 from penstock.config.stack import Mlp
 from penstock.errors import ConfigError
-from penstock.models.convert.vit import require_representable
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,38 @@ _ACTIVATIONS: dict[str, Mlp] = {
     "gelu_new": "gelu_tanh",
 }
 """Functions by transformers' names, of which the first is written."""
+
+
+_PLAIN = (
+    "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
+)  # fmt: skip
+"""Fields of which transformers' ViT has the default alone."""
+
+
+def unrepresentable(config: ViTConfig) -> list[str]:
+    """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
+    checks = {
+        "model.classifier 'pooled'": config.classifier == "pooled",
+        "model.distilled": config.distilled,
+        "model.stem 'conv'": config.stem == "conv",
+        "model.qk_norm": config.qk_norm,
+        "model.layer_scale": config.layer_scale is not None,
+        "model.experts": config.experts > 0,
+        "model.kv_heads": config.kv != config.heads,
+        "model.head_features": config.head_width * config.heads != config.width,
+        "model.unequal": config.layers != replace(config, unequal=()).layers,
+        f"model.mlp {config.mlp!r}": config.mlp not in ("gelu", "gelu_tanh"),
+    }
+    plain = ViTConfig()
+    checks |= {f"model.{name}": getattr(config, name) != getattr(plain, name) for name in _PLAIN}
+    return [f"transformers' ViT has no counterpart of {what}." for what, present in checks.items() if present]
+
+
+def require_representable(config: ViTConfig) -> None:
+    """Raise ConfigError with all that transformers' ViT does not have."""
+    problems = unrepresentable(config)
+    if problems:
+        raise ConfigError([*problems, "Save such a model in Penstock's own names with save_pretrained."])
 
 
 def hf_config(config: ViTConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, TextConfig
 from penstock.config.stack import Mlp, Rotary, Stack
-from penstock.models.convert import names as tables
+from penstock.config.theirs import names as tables
 
 FREE = frozenset({
     "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens",

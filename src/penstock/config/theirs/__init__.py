@@ -1,0 +1,1 @@
+"""config.json files of other libraries, read and written without torch."""

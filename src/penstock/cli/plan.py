@@ -8,7 +8,9 @@ from penstock.config.machine import load_machine
 from penstock.errors import ExitCode
 
 
-@configured(PlanConfig, positional="model", flags=("sensitivity", "run", "json"), loader=load_or_described)
+@configured(
+    PlanConfig, positional="model", flags=("sensitivity", "run", "ladder", "json"), loader=load_or_described
+)
 def plan(config: PlanConfig) -> int:
     """Find the fastest parallel layout of a model on a cluster.
 
@@ -21,11 +23,13 @@ def plan(config: PlanConfig) -> int:
     """
     config.check()
     # Imported here, because --help does without the planner.
-    from penstock.cli import plan_layouts, plan_scaling
+    from penstock.cli import plan_ladder, plan_layouts, plan_scaling
 
     machine = load_machine(config.machine)
     if config.laws:
         plan_scaling.answer(config, machine)
+    elif config.ladder:
+        plan_ladder.show_climb(config, machine)
     elif config.explain is not None:
         plan_layouts.explain_lines(config, machine)
     else:

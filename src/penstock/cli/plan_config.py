@@ -18,7 +18,7 @@ _PRICES = frozenset({"price", "against_price", "grams_per_kwh"})
 _RUN = frozenset({"tokens", "images", "epochs"}) | _PRICES
 _QUESTION = frozenset({"model", "name", "machine", "gpus", "global_batch", "json", "loads"})
 _EXPLAIN = _QUESTION | _RUN | {"explain", "base"}
-_SEARCH = _QUESTION | _RUN | {"base", "sensitivity", "top", "toml", "html", "run", "against"}
+_SEARCH = _QUESTION | _RUN | {"base", "sensitivity", "top", "toml", "html", "run", "against", "ladder"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,8 @@ class PlanConfig(Checked):
     loads: FilledText | None = None
     """Record of experts' loads: a run's output folder, or what `penstock experts RUN --json` printed. Without one,
     experts are taken to be visited evenly."""
+    ladder: bool = False
+    """Predict the climb of `penstock ladder` on --machine, rung by rung; on one device if --gpus is omitted."""
     sensitivity: bool = False
     """Show what would help most."""
     top: Count | None = None
@@ -111,6 +113,8 @@ class PlanConfig(Checked):
         yield from self._unused("A model", _EXPLAIN | _SEARCH)
         if self.explain is not None:
             yield from self._unused("--explain", _EXPLAIN)
+        if self.ladder:
+            yield from self._unused("--ladder", _QUESTION - {"loads"} | {"ladder"})
         if self.run:
             yield from self._unused(
                 "--run", frozenset({"model", "machine", "gpus", "global_batch", "base", "run", "loads"})

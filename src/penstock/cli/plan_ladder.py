@@ -1,0 +1,70 @@
+"""`penstock plan --ladder`: the predicted climb, in a terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from penstock.cli.plan_config import PlanConfig
+from penstock.config.convert import plain
+from penstock.config.machine import Machine
+from penstock.ladder.predicted import PredictedRung, predicted_climb
+from penstock.report.page import Cell, Section, plain_console, terminal_table
+from penstock.report.units import GIB, duration
+
+
+def show_climb(config: PlanConfig, machine: Machine) -> None:
+    """Show rung by rung how much faster training gets on a machine, and which part of the whole gain each rung has."""
+    assert config.model is not None
+    gpus = config.gpus or 1
+    rungs = predicted_climb(config.model, machine, gpus=gpus, global_batch=config.global_batch)
+    if config.json:
+        climb = [plain(one) | {"plan": one.prediction.plan.line()} for one in rungs]
+        data = {"model": config.called, "machine": machine.name, "gpus": gpus, "rungs": climb}
+        print(json.dumps(data, indent=1))
+        return
+    console, first = plain_console(), rungs[0].prediction
+    console.print(
+        f"{config.called} on {gpus} {machine.name}, {first.global_batch} samples a step, predicted: each rung on top "
+        "of those before it."
+    )
+    path = [one for one in rungs if one.kept]
+    console.print(terminal_table(_table([rungs[0], *path]), console.width))
+    if path:
+        whole = path[-1]
+        console.print(
+            f"all together: {whole.to_baseline:.2f} times as fast: {whole.prediction.plan.line()}",
+            soft_wrap=True,
+        )
+    others = [one for one in rungs[1:] if not one.kept]
+    if others:
+        console.print(
+            "These change results, and are shown one by one on top of all of the above:", style="bold"
+        )
+        console.print(terminal_table(_table(others), console.width))
+    console.print("penstock ladder measures the same climb on the machine that it runs on.", style="dim")
+
+
+def _table(rungs: list[PredictedRung]) -> Section:
+    heads = [
+        Cell("rung", words=True),
+        Cell("a step"),
+        Cell("samples/s", rank=2),
+        Cell("× before"),
+        Cell("× baseline"),
+    ]
+    heads += [Cell("share"), Cell("MFU", rank=1), Cell("GiB"), Cell("changes", words=True, rank=3)]
+    rows = [
+        (
+            "" if one.prediction.fits else "faint",
+            [
+                Cell(one.title, words=True), Cell(duration(one.prediction.iteration_seconds, 3)),
+                Cell(f"{one.prediction.samples_per_second:,.1f}"), Cell(f"{one.to_previous:.2f}×"),
+                Cell(f"{one.to_baseline:.2f}×"), Cell(f"{one.share:.0%}" if one.kept else ""),
+                Cell(f"{one.prediction.mfu:.1%}"),
+                Cell(f"{one.prediction.memory_bytes / GIB:.1f}{'' if one.prediction.fits else ' too much'}"),
+                Cell(one.change, words=True),
+            ],
+        )
+        for one in rungs
+    ]  # fmt: skip
+    return Section(title="The climb", columns=heads, rows=rows)

@@ -1,0 +1,152 @@
+"""The climb of `penstock ladder` as the planner predicts it for any machine: nothing is built or measured. Free of
+torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from penstock.config.kinds import field_types
+from penstock.config.machine import Machine
+from penstock.config.model import ModelConfig, title
+from penstock.config.plan import SWITCHES, Plan
+from penstock.errors import ConfigError, OutOfMemory
+from penstock.ladder.rung import Rung, Setting, Situation
+from penstock.ladder.rungs import all_rungs
+from penstock.planner.prediction import Prediction, predict
+
+LEAST_GAIN = 1.005
+"""Times as fast from which a rung is kept."""
+LARGEST_BATCH = 256
+"""Samples of a device that the baseline has at most, where nobody says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRung:
+    """One rung of a predicted climb."""
+
+    name: str
+    title: str
+    change: str
+    """What it changes, as words of a Plan or a model."""
+    prediction: Prediction
+    to_previous: float
+    """Times as fast as what it was applied to: in samples per second, or in FLOP/s where a sample itself changes."""
+    to_baseline: float
+    kept: bool
+    """Whether later rungs build on it. Rungs that change results are tried alone on top of the best, and not kept."""
+    share: float = 0.0
+    """Part of the logarithm of the whole gain; 0 for what is not kept."""
+
+
+def predicted_climb(
+    model: ModelConfig, machine: Machine, *, gpus: int = 1, global_batch: int | None = None
+) -> list[PredictedRung]:
+    """The baseline, the rungs that keep results and pay, in the order of climbing, and what each rung that changes
+    results would add to all of them. Of rungs that exclude each other the fastest is taken.
+
+    `global_batch` is the baseline's; by default the largest power of two that fits, up to `LARGEST_BATCH` a device.
+    Raises ConfigError for a batch that `gpus` devices cannot share, and OutOfMemory where the baseline does not fit.
+    """
+    climb = _Climb(model, machine, gpus, global_batch)
+    choices: dict[str, list[Rung]] = {}
+    for rung in all_rungs():
+        if rung.searched or rung.twin:
+            choices.setdefault(rung.alternatives, []).append(rung)
+    for rungs in choices.values():
+        climb.choose(rungs)
+    climb.rungs += [
+        one
+        for rung in all_rungs()
+        if not (rung.searched or rung.twin)
+        for one in climb.tried(rung, kept=False)
+    ]
+    whole = math.log(climb.prediction.samples_per_second / climb.rungs[0].prediction.samples_per_second)
+    return [
+        replace(one, share=math.log(one.to_previous) / whole if whole and one.kept else 0.0)
+        for one in climb.rungs
+    ]
+
+
+class _Climb:
+    """The setting that was reached, and the rungs on the way to it."""
+
+    def __init__(self, model: ModelConfig, machine: Machine, gpus: int, global_batch: int | None) -> None:
+        self.machine = machine
+        self.setting = Setting(model=model, plan=_baseline(model, machine, gpus, global_batch))
+        self.prediction = predict(model, machine, self.setting.plan)
+        # What no machine of ours computes is planned by the rules of GPUs.
+        ruled_by = machine if machine.device != "other" else replace(machine, device="cuda")
+        self.situation = Situation(
+            machine=ruled_by, micro_batch=self.setting.plan.micro_batch, procs=gpus,
+            switches={name: get_args(field_types(Plan)[name]) for name in SWITCHES},
+        )  # fmt: skip
+        first = PredictedRung(
+            name="baseline", title=f"baseline {self.prediction.peak_name}", change=self.setting.plan.line(),
+            prediction=self.prediction, to_previous=1.0, to_baseline=1.0, kept=False,
+        )  # fmt: skip
+        self.rungs = [first]
+
+    def choose(self, rungs: list[Rung]) -> None:
+        """Keep the fastest of rungs that exclude each other, if it pays."""
+        tried = [(one, rung) for rung in rungs for one in self.tried(rung, kept=True)]
+        fitting = [
+            (one, rung) for one, rung in tried if one.prediction.fits and one.to_previous >= LEAST_GAIN
+        ]
+        if fitting:
+            best, rung = max(fitting, key=lambda pair: pair[0].to_previous)
+            self.setting, self.prediction = rung.apply(self.setting, self.situation), best.prediction
+            self.rungs.append(best)
+
+    def tried(self, rung: Rung, *, kept: bool) -> Iterator[PredictedRung]:
+        """A rung on top of what was reached; nothing where it cannot be applied or changes nothing."""
+        if rung.refusal(self.setting, self.situation) is not None:
+            return
+        setting = rung.apply(self.setting, self.situation)
+        assert setting.model is not None
+        if setting == self.setting:
+            return
+        try:
+            prediction = predict(setting.model, self.machine, setting.plan)
+        except ConfigError:
+            return
+        first, before = self.rungs[0].prediction, self.prediction
+        yield PredictedRung(
+            name=rung.name, title=rung.title, change=_change(self.setting, setting), prediction=prediction,
+            to_previous=_speed(rung, prediction) / _speed(rung, before), kept=kept,
+            to_baseline=_speed(rung, prediction) / _speed(rung, first),
+        )  # fmt: skip
+
+
+def _speed(rung: Rung, one: Prediction) -> float:
+    if rung.compared_by == "flops":
+        return one.model_flops_per_second_per_gpu * one.gpus
+    return one.samples_per_second
+
+
+def _baseline(model: ModelConfig, machine: Machine, gpus: int, global_batch: int | None) -> Plan:
+    """The plain loop in fp32, or by autocast where a machine has no fp32, with a replica on each device."""
+    if global_batch is not None and global_batch % gpus:
+        raise ConfigError(
+            f"{global_batch} samples a step cannot be shared evenly by {gpus} replicas; change one."
+        )
+    sizes = [LARGEST_BATCH >> n for n in range(LARGEST_BATCH.bit_length())]
+    for size in sizes if global_batch is None else [global_batch // gpus]:
+        plan = Plan(micro_batch=size, dp=gpus, precision="O0" if "fp32" in machine.peak_flops else "O1")
+        if predict(model, machine, plan).fits:
+            return plan
+    raise OutOfMemory(
+        f"The baseline of a ladder, {title(model)} with a replica on each {machine.name}, does not fit with "
+        f"{size} samples a device. Climb with a smaller --global-batch or model, or plan without --ladder."
+    )
+
+
+def _change(before: Setting, after: Setting) -> str:
+    """What differs between two settings, in words of a Plan, or of a model where that differs."""
+    words = set(before.plan.line().split())
+    changed = [word for word in after.plan.line().split() if word not in words]
+    if after.model != before.model and after.model is not None:
+        changed.append(title(after.model).partition("(")[2].rstrip(")") or title(after.model))
+    return " ".join(changed)

@@ -30,7 +30,7 @@ class PredictedRung:
     name: str
     title: str
     change: str
-    """What it changes, as words of a Plan or a model."""
+    """Its changes, as words of a Plan or a model."""
     prediction: Prediction
     to_previous: float
     """Times as fast as what it was applied to: in samples per second, or in FLOP/s where a sample itself changes."""
@@ -50,7 +50,7 @@ def predicted_climb(
     `global_batch` is the baseline's; by default the largest power of two that fits, up to `LARGEST_BATCH` a device.
     Raises ConfigError for a batch that `gpus` devices cannot share, and OutOfMemory where the baseline does not fit.
     """
-    climb = _Climb(model, machine, gpus, global_batch)
+    climb = _PredictedClimb(model, machine, gpus, global_batch)
     choices: dict[str, list[Rung]] = {}
     for rung in all_rungs():
         if rung.searched or rung.twin:
@@ -70,7 +70,7 @@ def predicted_climb(
     ]
 
 
-class _Climb:
+class _PredictedClimb:
     """The setting that was reached, and the rungs on the way to it."""
 
     def __init__(self, model: ModelConfig, machine: Machine, gpus: int, global_batch: int | None) -> None:
@@ -144,7 +144,7 @@ def _baseline(model: ModelConfig, machine: Machine, gpus: int, global_batch: int
 
 
 def _change(before: Setting, after: Setting) -> str:
-    """What differs between two settings, in words of a Plan, or of a model where that differs."""
+    """The differences of two settings, in words of a Plan, or of a model where that differs."""
     words = set(before.plan.line().split())
     changed = [word for word in after.plan.line().split() if word not in words]
     if after.model != before.model and after.model is not None:

@@ -246,9 +246,7 @@ def test_samples_of_more_than_8_bits_have_a_range_or_are_asked_for_one(
 ) -> None:
     out = np.zeros((64, 64, channels), np.uint8)
     if white is not None:
-        with pytest.raises(
-            Unreadable, match=r"does not say which value is white; set data\.range to that value"
-        ):
+        with pytest.raises(Unreadable, match=r"does not say which value is white; set data\.range"):
             decoding.decode(data, out, max_pixels=LIMIT)
         with pytest.raises(
             Unreadable, match=r"its samples go from 0 to .*, and not from 0 to .*; check data\.range"
@@ -287,3 +285,11 @@ def _deep_colour() -> bytes:
         + chunk(b"IDAT", zlib.compress(rows))
         + chunk(b"IEND", b"")
     )
+
+
+@pytest.mark.parametrize(
+    "tags", [{"t281": 0}, {"t270": 'SignificantBits="0"'}, {"t270": 'SignificantBits="99"'}]
+)
+def test_a_range_that_cannot_be_is_none(tags: dict[str, int | str]) -> None:
+    with pytest.raises(Unreadable, match="does not say which value is white"):
+        decoded(_tiff(np.zeros((9, 9), np.uint16), **tags))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from helpers.images import encoded, smooth, write_folder, write_tar
 from penstock.config.run import DataConfig
@@ -215,3 +216,15 @@ def test_what_is_in_flight_is_limited_in_bytes_too(
         assert done.label == number
         most = max(most, taken - number - 1)
     assert most == ahead
+
+
+def test_a_pack_of_deep_images_knows_their_range(tmp_path: Path) -> None:
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    for number in range(5):
+        Image.fromarray(np.full((8, 8), 2048, np.uint16)).save(tmp_path / "set" / "a" / f"{number}.png")
+    with pytest.raises(DataError, match="does not say which value is white"):
+        pack_source(tmp_path / "set", tmp_path / "none", Packing(size=8))
+    pack_source(tmp_path / "set", tmp_path / "pack", Packing(size=8, format="raw", range=4095))
+    source = open_source(DataConfig(source=f"pack:{tmp_path}/pack"), split="train")
+    assert source.white == 4095
+    assert source.read(np.array([0]))[0].mean() == 128

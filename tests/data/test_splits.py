@@ -68,6 +68,7 @@ def test_the_best_name_is_taken_and_the_others_are_reported(
             "holds 'test', the name of a split, which has no train beside it. Put the folders",
         ),
         (("cat", "dog", "train"), "holds 'train', the name of a split, which holds no folders. Put"),
+        (("train/cat", "train/dog", "test"), "holds images and no folders of classes.*; or move it out of"),
         (("valid/cat", "valid/dog"), "'valid', the name of a split, which has no train"),
         (("train/cat", "val/cat", "valid/cat"), "holds val and valid, which all mean the same split"),
         (("cat/train", "cat/val", "dog/train", "dog/val"), "hold the same folders: 'train, val'"),

@@ -183,13 +183,13 @@ def _convert(
     bits, claimed = _bits_and_white(opened, data)
     if bits > 8:
         white = white or claimed
-        if white is None:
+        if white is None or not 0 < white < 1 << 64:
             kind, such = f"numbers of {bits} bits", "4095 for 12 bits or 65535 for 16"
             if image.mode == "F":
                 kind, such = "floating-point numbers", "1"
             raise Unreadable(
-                f"its samples are {kind}, and it does not say which value is white; set data.range to that value, "
-                f"such as {such}"
+                f"its samples are {kind}, and it does not say which value is white; set data.range (--range of penstock pack) to that "
+                f"value, such as {such}"
             )
         if image.mode[0] in "IF":
             image = Image.fromarray(_in_8_bits(np.asarray(image), white))

@@ -103,16 +103,24 @@ def split_folders(path: str | os.PathLike[str], *, quiet: bool = False) -> tuple
     others = [name for name in folders if name not in (*train, *val)]
     classes = [name for name in others if named_split(name) is None]
     # A folder of images, and not of classes, beside other folders is a class.
-    inside = sorted((root / (train or val)[0]).iterdir())
-    is_class = not any(entry.is_dir() for entry in inside) and any(
-        entry.name.lower().endswith(EXTENSIONS) for entry in inside
-    )
-    if not train or (classes and is_class):
+    if not train or (classes and _is_flat(root / train[0])):
         name, fault = quoted((train or val)[0]), "holds no folders" if train else "has no train beside it"
         raise DataError(
             f"{shown(root)} holds {name}, the name of a split, which {fault}. Put the folders of all classes into "
             f"{shown(root / 'train')}, {name} too if it is a class."
         )
+    if val and _is_flat(root / val[0]):
+        raise DataError(
+            f"{shown(root / val[0])} holds images and no folders of classes, so it cannot be the validation set. Sort "
+            f"them into such folders; or move it out of {shown(root)}, and a part of {train[0]} is for validation."
+        )
     if others and not quiet:
         _log.warning("%s: folders that are not used: %s.", shown(root), quoted(", ".join(others), 200))
     return root / train[0], root / val[0] if val else None
+
+
+def _is_flat(folder: Path) -> bool:
+    """Whether a folder holds images, and no folders."""
+    inside = list(folder.iterdir())
+    has_images = any(entry.name.lower().endswith(EXTENSIONS) for entry in inside)
+    return has_images and not any(entry.is_dir() for entry in inside)

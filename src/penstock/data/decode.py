@@ -188,8 +188,8 @@ def _convert(
             if image.mode == "F":
                 kind, such = "floating-point numbers", "1"
             raise Unreadable(
-                f"its samples are {kind}, and it does not say which value is white; set data.range (--range of penstock pack) to that "
-                f"value, such as {such}"
+                f"its samples are {kind}, and it does not say which value is white; set data.range "
+                f"(penstock pack: --range) to that value, such as {such}"
             )
         if image.mode[0] in "IF":
             image = Image.fromarray(_in_8_bits(np.asarray(image), white))

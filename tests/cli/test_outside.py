@@ -49,6 +49,7 @@ INPUTS = [
     "embed it once",
     "classify it once",
     "evaluate it --data digits",
+    "report it",
     "sample it --grid made",
     "retrieve it --text once --images it",
     "export it made",

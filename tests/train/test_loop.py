@@ -164,6 +164,7 @@ def test_what_a_run_leaves(config: RunConfig) -> None:
         "lock",
         "metrics.jsonl",
         "names",
+        "pictures",
         "run.toml",
     ]
     assert checkpoint.steps(output / "checkpoints") == [6, 8]

@@ -32,6 +32,7 @@ _VERBS = {
     "run": "Run a training script in mixed precision, or under a Plan, unchanged.",
     "tune": "Find the fastest Plan for a training script, unchanged.",
     "evaluate": "Measure a trained model: every metric of its task.",
+    "report": "Write the page of a run, or of several beside each other.",
     "generate": "Continue or translate texts with a trained model.",
     "sample": "Make images with a trained diffusion model.",
     "embed": "Turn texts into vectors with a trained encoder.",

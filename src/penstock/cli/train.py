@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -17,6 +17,9 @@ from penstock.config.run import RunConfig
 _TRACK = "Send the run's figures to tensorboard, wandb or mlflow; separate several by commas."
 _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
 
+_REPORT = (
+    "Keep OUTPUT/train.html, a page of the run that a browser reads again while it trains; none: no page."
+)
 _TRACE = "Draw what a pipeline's ranks did in one step, and the prediction, in OUTPUT/trace/pipeline.html."
 
 
@@ -36,6 +39,7 @@ def train(
     track: Annotated[str, Parameter(help=_TRACK)] = "",
     profile: Annotated[bool, Parameter(negative="", help=_PROFILE)] = False,
     trace: Annotated[bool, Parameter(negative="", help=_TRACE)] = False,
+    report: Annotated[Literal["page", "none"], Parameter(help=_REPORT)] = "page",
 ) -> None:
     """Train a model; resumes where it was stopped.
 
@@ -54,12 +58,12 @@ def train(
     from penstock.tasks.scores import chance_words
     from penstock.train import train as run
     from penstock.train.display import display_for
+    from penstock.train.run_page import PAGE, RunPage
     from penstock.train.trackers import trackers
 
     display = display_for(sys.stdout)
-    result = run(
-        config, resume=resume, callbacks=trackers(track), profile=profile, trace=trace, display=display
-    )
+    callbacks = [*trackers(track), *([RunPage()] if report == "page" else [])]
+    result = run(config, resume=resume, callbacks=callbacks, profile=profile, trace=trace, display=display)
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result
     evaluation = result.evaluation
@@ -68,4 +72,5 @@ def train(
     share = evaluation.metrics.get("top1", evaluation.metrics.get("accuracy"))
     if share is not None and (words := chance_words(share, result.classes or 0, evaluation.samples)):
         print(words)
-    print(f"weights in {result.export}, metrics in {result.metrics}")
+    page = f", page in {result.output / PAGE}" if report == "page" else ""
+    print(f"weights in {result.export}, metrics in {result.metrics}{page}")

@@ -103,9 +103,12 @@ def waterfall(
     return rows.svg(title, description, alone=alone)
 
 
-def memory_bars(bars: Sequence[Bar], *, title: str, x_label: str, width: float = WIDE) -> str:
-    """Peak memory step by step, measured as bars and predicted as diamonds."""
-    entries = [_BASELINE, Entry("kept", "--accent"), *_others(bars)]
+def memory_bars(
+    bars: Sequence[Bar], *, title: str, x_label: str, kept: str = "kept", width: float = WIDE
+) -> str:
+    """Peak memory step by step, measured as bars and predicted as diamonds. `kept` names bars of that state."""
+    baseline = [_BASELINE] if any(bar.state == "baseline" for bar in bars) else []
+    entries = [*baseline, Entry(kept, "--accent"), *_others(bars)]
     description = "; ".join(f"{bar.label} {bar.value:.3g}" for bar in bars)
     return _bars(bars, x_label, entries, number, width).svg(title, description)
 

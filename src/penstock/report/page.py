@@ -6,6 +6,7 @@ and `page.js`, a hundred lines that sort tables, copy code and show the tip of t
 
 from __future__ import annotations
 
+import base64
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,14 +48,30 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A small image with words below it."""
+
+    png: bytes
+    words: str
+    look: str = ""
+    """`wrong` of what is to be noticed, else empty."""
+
+    @property
+    def source(self) -> str:
+        """The image as an address, so that a page needs no other file."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with what belongs under it, in this order: warning, text, code, figures, table, facts."""
+    """A heading with what belongs under it, in this order: warning, text, code, pictures, figures, table, facts."""
 
     title: str
     text: str = ""
     warning: str = ""
     """A caution for the reader, before the rest is believed."""
     code: str = ""
+    pictures: Sequence[Picture] = ()
     figures: Sequence[Callable[..., str]] = ()
     """Each is called with `width=`, once for a screen and once for a telephone, and returns an `<svg>` element, which
     is taken as it is."""
@@ -67,12 +84,25 @@ class Section:
 
 
 def page(
-    title: str, lead: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str = "", *, whole: bool = True
+    title: str, lead: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str = "", *, whole: bool = True,
+    refresh: int = 0,
 ) -> str:  # fmt: skip
-    """A whole HTML document as text, or without `whole` the same for a cell of a notebook, which has no script.
+    """A whole HTML document as text, or without `whole` the same for a cell of a notebook, which has no script. A
+    browser reads it again every `refresh` seconds; 0: never.
 
     All words are escaped here; only figures are taken as they are.
     """
+    template, css, script = _template()
+    html: str = template.render(
+        title=title, lead=lead, tiles=tiles, sections=list(map(_filled, sections)), footer=footer, whole=whole,
+        script=script, style=f"{style('.penstock')}\n{css}", widths=(WIDE, NARROW), refresh=refresh,
+    )  # fmt: skip
+    return html
+
+
+@functools.cache
+def _template() -> tuple[Any, str, str]:
+    """The template of pages, their styles and their script."""
     # Imported here, because they take a tenth of a second.
     from importlib.resources import files
 
@@ -85,10 +115,7 @@ def page(
     css, script = (
         files("penstock.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js")
     )
-    return environment.get_template("page.html").render(
-        title=title, lead=lead, tiles=tiles, sections=list(map(_filled, sections)), footer=footer, whole=whole,
-        script=script, style=f"{style('.penstock')}\n{css}", widths=(WIDE, NARROW),
-    )  # fmt: skip
+    return environment.get_template("page.html"), css, script
 
 
 def origin(

@@ -30,6 +30,11 @@ class ClassCounts:
     confusion: Sums | None = None
     """(C, C) samples by true class (row) and predicted class (column); None of more than `MOST_CLASSES`."""
 
+    def record(self) -> dict[str, list[int]]:
+        """The counts but for the matrix, as JSON has them: the fields of `ClassCounts` by name."""
+        names = ("right", "predicted", "true")
+        return {name: getattr(self, name).astype(int).tolist() for name in names}
+
     def table(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
         """A row for each class: `name`, `samples`, `predicted`, `right`, `precision`, `recall` and `f1`. A share of no
         samples is None."""

@@ -16,16 +16,18 @@ from penstock.config.run import Augment, DataConfig
 from penstock.config.trainable import require_vision
 from penstock.data.images import PrepareImages
 from penstock.data.open import open_source
-from penstock.data.source import ImageSource, Source, Split
+from penstock.data.source import ImageSource, Pixels, Source, Split
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.class_counts import ClassCounts, count_sums, read_counts
-from penstock.tasks.task import Prepare, Task
+from penstock.tasks.task import Prepare, SampleAnswer, Task, samples_over
 
 _log = logging.getLogger(__name__)
 
 FEW_CLASSES = 10
 """Most classes for which top-5 says nothing."""
+PICTURES = 8
+"""Samples that people are shown."""
 
 
 class ImageClassification(Task):
@@ -100,6 +102,20 @@ class ImageClassification(Task):
 
     def class_counts(self, sums: Sequence[float]) -> ClassCounts:
         return read_counts(sums[3:])
+
+    def pictures(self, source: Source) -> list[Pixels]:
+        return list(samples_over(source, PICTURES).samples.numpy())
+
+    def answers(self, model: Any, source: Source, device: torch.device) -> list[SampleAnswer]:
+        assert isinstance(source, ImageSource)
+        batch = self.prepare(source, model.config)(samples_over(source, PICTURES), device)
+        best = torch.softmax(_logits(model(*self.inputs(batch))), dim=1).max(1)
+        rows = zip(_split(batch)[1].tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+        names = source.classes
+        return [
+            SampleAnswer(names[true], names[number] if number < len(names) else str(number), p)
+            for true, number, p in rows
+        ]
 
     def describe_model(self, model: ModelConfig) -> str:
         return f"{require_vision(model).classes} classes"

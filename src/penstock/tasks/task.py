@@ -12,12 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
-from penstock.data.source import Source, Split
+from penstock.data.loader import HostBatch
+from penstock.data.source import Pixels, Source, Split
 from penstock.tasks.class_counts import ClassCounts
 from penstock.tasks.peers import Peers
 
@@ -178,12 +181,44 @@ class Task(ABC):
         """
         return ""
 
+    def pictures(self, source: Source) -> list[Pixels]:
+        """Some samples of a split as images (H, W, C), for people; none of tasks without such."""
+        return []
+
+    def answers(self, model: nn.Module, source: Source, device: torch.device) -> list[SampleAnswer]:
+        """The model's answers to the samples of `pictures`; called as `sample` is."""
+        return []
+
+
+class SampleAnswer(NamedTuple):
+    """A model's answer to one sample."""
+
+    true: str
+    answer: str
+    probability: float
+
 
 class _NotFinite:
     """A number that is not finite, in any format."""
 
     def __format__(self, form: str) -> str:
         return "not finite"
+
+
+def samples_over(source: Source, count: int) -> HostBatch:
+    """Samples at even distances over a split, as a Loader would read them."""
+    return read_samples(source, np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)))
+
+
+def read_samples(source: Source, numbers: NDArray[np.int64]) -> HostBatch:
+    """Samples of a split, as a Loader would read them."""
+    read = np.empty(len(numbers), source.sample)
+    reading = source.read_into(numbers, read)
+    names = read.dtype.names
+    samples: Any = (
+        {name: torch.from_numpy(read[name].copy()) for name in names} if names else torch.from_numpy(read)
+    )
+    return HostBatch(samples, reading.ids, numbers, reading.bad)
 
 
 def mean_loss(loss: Loss, model: nn.Module, batch: Any) -> Tensor:

@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert.files import first_token, settings_in
 from penstock.models.convert.hub import local_weights
-from penstock.tasks.task import Fullness, Task
+from penstock.tasks.task import Fullness, Task, read_samples
 
 _log = logging.getLogger(__name__)
 
@@ -196,14 +196,7 @@ def shifted(targets: Tokens, start: int) -> Tokens:
 
 def first_samples(source: Source, count: int) -> HostBatch:
     """The first samples of a split, as a Loader would read them."""
-    numbers = np.arange(min(count, len(source)))
-    read = np.empty(len(numbers), source.sample)
-    reading = source.read_into(numbers, read)
-    names = read.dtype.names
-    samples: Any = (
-        {name: torch.from_numpy(read[name].copy()) for name in names} if names else torch.from_numpy(read)
-    )
-    return HostBatch(samples, reading.ids, numbers, reading.bad)
+    return read_samples(source, np.arange(min(count, len(source))))
 
 
 def rounded(length: int, most: int) -> int:

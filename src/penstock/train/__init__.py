@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from penstock.train.callbacks import Callback
 from penstock.train.loop import TrainResult, train
+from penstock.train.run_page import RunPage
 
-__all__ = ["Callback", "TrainResult", "train"]
+__all__ = ["Callback", "RunPage", "TrainResult", "train"]

@@ -34,6 +34,9 @@ class Callback:
         """Called after a checkpoint: `path` is its folder, `seconds` its duration. In the background, it is under
         way."""
 
+    def on_record(self, record: Record) -> None:
+        """Called with every record, after the method for its kind; also with those that no other method gets."""
+
     def on_end(self) -> None:
         """The run has ended, for whatever reason; close what is open."""
 
@@ -48,9 +51,10 @@ _METHODS = {
 
 
 def call_method(callback: Callback, record: Record) -> None:
-    """Call the method for this record, if there is one."""
+    """Call the method for this record, if there is one, and `on_record`."""
     if (method := _METHODS.get(record["event"])) is not None:
         getattr(callback, method)(record)
+    callback.on_record(record)
 
 
 def numbers(record: Record) -> Iterator[tuple[str, float]]:

@@ -55,6 +55,7 @@ from penstock.train.memory import memory_advice
 from penstock.train.metrics import Records
 from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
+from penstock.train.pictures import PICTURES, write_pictures
 from penstock.train.pipeline_trace import PipelineTrace
 from penstock.train.prepare import (
     fit_to_started_ranks,
@@ -77,7 +78,7 @@ from penstock.train.resume import (
 )
 from penstock.train.run_state import RunState
 from penstock.train.saves import Saves, export
-from penstock.train.speed import MemoryMeter, Speedometer, peak_memory, useful_work
+from penstock.train.speed import MemoryMeter, Speedometer, useful_work
 
 _log = logging.getLogger(__name__)
 
@@ -313,7 +314,7 @@ class _Run:
         self._record(
             "steps", epoch=self.calendar.epoch(self.step), loss=self.state.loss, losses=numbers.losses,
             grad_norm=numbers.grad_norm, lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),
-            **self.speedometer.read(), memory_bytes=peak_memory(self.device), **observed, **loads,
+            **self.speedometer.read(), **self.memory.read(), **observed, **loads,
         )  # fmt: skip
         if self.monitor.rewind_because_of:
             self._rewind(self.monitor.rewind_because_of)
@@ -343,12 +344,16 @@ class _Run:
             evaluation = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
             with torch.no_grad():
                 shown = task.sample(model, self.val_source, self.device)
+                answers = task.answers(model, self.val_source, self.device)
         self.state.evaluation, self.state.evaluated_at = evaluation, self.step
         self._record(
             "evaluation", epoch=self.calendar.epoch(self.step), **evaluation.record(),
             ema=self.config.recipe.ema_decay is not None, seconds=time.perf_counter() - started,
-            **({"sample": shown} if shown else {}),
+            **({"sample": shown} if shown else {}), **({"answers": answers} if answers else {}),
+            **({} if evaluation.counts is None else {"by_class": evaluation.counts.record()}),
         )  # fmt: skip
+        if self.dims.main and answers and not (self.output / PICTURES).exists():
+            write_pictures(task.pictures(self.val_source), self.output / PICTURES)
 
     def _evaluation_is_due(self) -> bool:
         return self.calendar.evaluates(self.step) and self.state.evaluated_at != self.step
@@ -434,6 +439,7 @@ class _Run:
             samples=self.calendar.samples, padding=self.loader.padding_share,
             unpacked_padding=self.loader.source.unpacked_padding, batch=self.calendar.batch,
             total=self.calendar.total, output=str(self.output),
+            **({"classes": classes} if (classes := getattr(self.val_source, "classes", None)) else {}),
             **({"fused": dict(self.built.fused)} if self.config.plan.fuse else {}),
         )  # fmt: skip
         self._record("prediction", **_prediction_values(self.prediction))

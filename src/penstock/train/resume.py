@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _OUTPUTS = (
     "checkpoints", "metrics.jsonl", "tensorboard", "tracker.json", "profile", "trace", "experts", "export",
+    "pictures", "train.html",
 )  # fmt: skip
 # A link at any of these would be noticed when it is written, which may be hours later.
 _WRITTEN = (

@@ -128,8 +128,10 @@ def test_runs_are_compared_with_what_differs_between_them(
 
 
 def test_a_text_model_has_perplexity_and_a_sample(folder: Path) -> None:
+    (folder / "some.txt").write_text("\n".join(f"The line with the number {n}." for n in range(200)))
+    (folder / "other.txt").write_text("\n".join(f"Another line, {n}." for n in range(200)))
     small = SMALL.replace("batch 32", "batch 4 --model.sequence 32").replace("steps 6", "steps 2")
-    assert main(["train", "gpt-tiny", *small.split(), "--output", "run"]) == 0
+    assert main(["train", "gpt-tiny", *small.split(), "--data", "text:*.txt", "--output", "run"]) == 0
     page = _read(folder / "run" / PAGE)
     assert "perplexity" in page.words
     assert "tokens/s" in page.words

@@ -255,6 +255,11 @@ class Classifier:
         if not opened.model.graph.vision:
             self._texts = _Texts(opened, batch, opened.model)
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether inputs are images."""
+        return self._texts is None
+
     def classify(self, inputs: Sequence[Any]) -> list[Classified]:
         """Texts, pairs of texts, or token numbers for an encoder; paths of images for a ViT."""
         if self._texts is not None:

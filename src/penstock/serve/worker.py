@@ -154,6 +154,7 @@ class Worker:
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
+    from penstock.config.graph import TokenInput
     from penstock.config.model import vocabulary_of
     from penstock.decode.engine import Engine, Request
     from penstock.decode.static import Compiled
@@ -176,6 +177,11 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         "vocabulary": 0 if config is None else vocabulary_of(config),
         "source": 0,
     }
+    if config is not None and config.graph.writer is None and not config.graph.inputs_of(TokenInput):
+        raise ConfigError(
+            f"{where} reads images, and penstock serve answers texts; classify images with `penstock classify {where} "
+            "FOLDER --output predictions.csv`, or make them with `penstock sample`."
+        )
     classes = None
     if config is not None and config.graph.classes is not None and plan.gpus == 1:
         classes = _Classes(settings, plan)

@@ -113,7 +113,10 @@ class TextColumns:
 
     def main(self, names: Sequence[str], path: str) -> list[str]:
         """The columns of texts and label, of a table with these names. Raises DataError where it lacks them."""
-        choices = [self.wanted] if self.wanted else USUAL_COLUMNS[self.form]
+        usual = USUAL_COLUMNS[self.form]
+        if self.form in ("single", "pair") and not self.shape.labels:
+            usual = tuple(columns[: self.count] for columns in usual)
+        choices = [self.wanted] if self.wanted else usual
         for columns in choices:
             if self.form in CHATS and {name.partition(".")[0] for name in columns} <= set(names):
                 return list(columns)

@@ -1,0 +1,168 @@
+"""Classes of many inputs: images below folders, texts of tables. What cannot be read is an entry of its own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.boundary.files import quoted, shown, visible_files
+from penstock.boundary.images import EXTENSIONS
+from penstock.data.text.build import Bad, Shape
+from penstock.data.text.columns import TextColumns
+from penstock.data.text.documents import COMPRESSED, TABLES, read_files
+from penstock.errors import ConfigError, DataError
+from penstock.infer.encode import Classified, Classifier
+
+_log = logging.getLogger(__name__)
+
+FORMATS = (".csv", ".jsonl", ".json")
+"""Ends of the names of files that predictions are written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierInput:
+    """One input, or the reason why there is none."""
+
+    value: Any
+    """A text, a pair of texts, or the path of an image."""
+    where: str = ""
+    """The table and line that a text is from."""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The class of one input; without an answer, `problem` says why."""
+
+    input: ClassifierInput
+    answer: Classified | None
+    problem: str = ""
+
+    @property
+    def where(self) -> str:
+        """The input in words."""
+        value = self.input.value
+        words = " | ".join(value) if isinstance(value, tuple) else str(value)
+        return self.input.where if value is None else words
+
+    def record(self, classes: Sequence[str]) -> dict[str, Any]:
+        """The prediction as JSON has it, with the probability of each class by its name."""
+        from_table = {"source": self.input.where} if self.input.where else {}
+        known = {"input": self.input.value, **from_table}
+        if self.answer is None:
+            return {**known, "problem": self.problem}
+        shares = self.answer.probabilities
+        names = classes if len(classes) == len(shares) == len(set(classes)) else map(str, range(len(shares)))
+        return {**known, "label": self.answer.label, "probabilities": dict(zip(names, shares))}
+
+
+def expand_inputs(
+    words: Sequence[str], *, images: bool, columns: Sequence[str] = ()
+) -> list[ClassifierInput]:
+    """Inputs that words name. For images a folder stands for all images below it. For texts a table stands for its
+    rows, one text each, or a pair where `columns` names two columns. Raises ConfigError for a folder without any.
+    """
+    if images and columns:
+        raise ConfigError("The model reads images, which have no --columns; leave it out.")
+    inputs: list[ClassifierInput] = []
+    for word in words:
+        if images:
+            inputs += map(ClassifierInput, _images_of(word))
+        elif os.path.isfile(word) and word.lower().removesuffix(_packing(word)).endswith(TABLES):
+            inputs += _rows_of(word, columns)
+        else:
+            inputs.append(ClassifierInput(word))
+    if columns and not any(one.where for one in inputs):
+        raise ConfigError(
+            f"--columns names columns of a table, which end in {', '.join(TABLES)}; none is given."
+        )
+    return inputs
+
+
+def _packing(name: str) -> str:
+    return next((suffix for suffix in COMPRESSED if name.lower().endswith(suffix)), "")
+
+
+def _images_of(word: str) -> list[str]:
+    if not os.path.isdir(word):
+        return [word]
+    files = sorted(visible_files(word))
+    images = [file for file in files if file.lower().endswith(EXTENSIONS)]
+    if not images:
+        raise ConfigError(f"There are no images in {shown(word)}; name a folder that has some.")
+    if others := len(files) - len(images):
+        _log.warning(
+            "%s: %d other %s left out, because only %s are read.",
+            shown(word), others, "file was" if others == 1 else "files were", ", ".join(EXTENSIONS),
+        )  # fmt: skip
+    return images
+
+
+def _rows_of(table: str, columns: Sequence[str]) -> Iterator[ClassifierInput]:
+    if len(columns) > 2:
+        raise ConfigError(f"--columns names {len(columns)} columns; a classifier reads one text, or two.")
+    form, fields = ("pair", 2) if len(columns) == 2 else ("single", 1)
+    rows = read_files([Path(table)], TextColumns(form, tuple(columns), Shape(form="rows", fields=fields)))
+    for row in rows:
+        if isinstance(row, Bad):
+            yield ClassifierInput(None, row.where, row.why)
+        else:
+            text = row.texts[0] if fields == 1 else row.texts
+            yield ClassifierInput(text, f"{row.path}, line {row.line:,}")
+
+
+def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterator[Prediction]:
+    """Predictions in the order of the inputs, a batch at a time. Inputs that cannot be read are among them."""
+    for begin in range(0, len(inputs), classifier.batch):
+        some = inputs[begin : begin + classifier.batch]
+        readable = [one for one in some if not one.problem]
+        answers = iter(_answers(classifier, [one.value for one in readable]))
+        for one in some:
+            answer = one.problem if one.problem else next(answers)
+            yield Prediction(one, None, answer) if isinstance(answer, str) else Prediction(one, answer)
+
+
+def _answers(classifier: Classifier, values: list[Any]) -> list[Classified | str]:
+    """An answer to each value, or why there is none. A batch with an input that cannot be read is taken one by one."""
+    if not values:
+        return []
+    try:
+        return [*classifier.classify(values)]
+    except DataError as problem:
+        if len(values) == 1:
+            return [str(problem)]
+    return [answer for value in values for answer in _answers(classifier, [value])]
+
+
+def require_format(output: Path) -> None:
+    """Raise ConfigError for a file that predictions cannot be written to."""
+    if output.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--output is {quoted(str(output))}, but must end in {', '.join(FORMATS)}.")
+
+
+def written(predictions: Sequence[dict[str, Any]], output: Path) -> str:
+    """Records as the text of a file, by the end of its name: a table of label and probability, or JSON with the
+    probabilities of all classes."""
+    kind = output.suffix.lower()
+    if kind == ".json":
+        return json.dumps(predictions, indent=1, ensure_ascii=False) + "\n"
+    if kind == ".jsonl":
+        return "".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in predictions)
+    first = ["source"] if any("source" in each for each in predictions) else []
+    pairs = any(isinstance(each["input"], list | tuple) for each in predictions)
+    columns = [*first, *(("first", "second") if pairs else ("input",)), "label", "probability", "problem"]
+    made = io.StringIO()
+    table = csv.DictWriter(made, columns, lineterminator="\n", restval="", extrasaction="ignore")
+    table.writeheader()
+    for each in predictions:
+        texts = dict(zip(("first", "second"), each["input"] or ())) if pairs else {}
+        probability = f"{max(each['probabilities'].values()):.6f}" if "label" in each else ""
+        table.writerow(each | texts | {"probability": probability})
+    return made.getvalue()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.generation import tiny
-from penstock.cli import main
+from penstock.cli import app, main
 from penstock.data.text.chat import PLAIN
 from penstock.data.text.open import found_in
 from penstock.data.text.tokenizers import Bytes
@@ -130,3 +130,22 @@ def test_what_is_missing_is_told(
     given = [str(folder) if word == "MODEL" else word for word in words]
     assert main(["generate", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_stop_texts_are_taken_as_they_are_typed() -> None:
+    """Also spaces, commas and ends of lines, and several of them; other lists are cut, and may be given again too."""
+    from penstock.cli.generate import generate
+    from penstock.cli.train import train
+
+    def stops(*words: str) -> tuple[str, ...]:
+        options = [one for word in words for one in ("--stop", word)]
+        _, bound, _ = app.parse_args(["generate", "model", *options], exit_on_error=False, print_error=False)
+        return generate.read(bound.args, dict(bound.kwargs)).decoding.stop  # type: ignore[attr-defined, no-any-return]
+
+    assert stops(" x") == (" x",)
+    assert stops("b,c", "\n", " ", "--end") == ("b,c", "\n", " ", "--end")
+    assert stops() == ()
+    _, bound, _ = app.parse_args(
+        ["train", "--data.columns", "a, b", "--data.columns", "c"], exit_on_error=False
+    )
+    assert train.read(bound.args, dict(bound.kwargs)).data.columns == ("a", "b", "c")  # type: ignore[attr-defined]

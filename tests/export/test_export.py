@@ -17,6 +17,7 @@ from penstock.cli import main
 from penstock.compress.data import task_data
 from penstock.compress.pad import write_transformers
 from penstock.compress.quantise import quantise_folder
+from penstock.config.graph import PatchInput
 from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig
 from penstock.config.stack import Rotary
@@ -24,8 +25,11 @@ from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export import export as module
+from penstock.export import onnx_cache
 from penstock.export.export import SomeHeads, export, export_program, inputs_of, load_package
+from penstock.export.onnx_file import image_facts, processor_of
 from penstock.models.anatomy import set_switch
+from penstock.models.convert.files import described
 from penstock.models.convert.pretrained import rounded_weights
 from penstock.models.model import Model
 from penstock.products.rounded import store_rounded
@@ -143,6 +147,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     ("name", "changes", "files"),
     [
         ("llama-tiny", {"kv_heads": 1}, 1),
+        ("llama-tiny", {"heads": 4, "kv_heads": 2}, 1),
         ("bloom-176b", {}, 1),
         ("universal-tiny", {}, 1),
         ("t5-tiny", {}, 2),
@@ -170,6 +175,63 @@ def test_onnx_with_a_cache_goes_on_as_the_model(
         "logits",
         *(f"present.{block}.{own}{part}" for block in (0, 1) for part in ("key", "value")),
     ]
+
+
+def test_grouped_queries_are_a_program_of_any_number_of_tokens(tmp_path: Path) -> None:
+    """The part of an export with a cache that fails where it holds for one number of tokens only."""
+    model = penstock.from_pretrained(folder("llama-tiny", tmp_path, depth=1, heads=4, kv_heads=2)).eval()
+    written: list[Any] = []
+
+    def write(module: torch.nn.Module, path: Path, example: Any, shapes: Any, *names: Any) -> None:
+        written.append(torch.export.export(module.eval(), example, dynamic_shapes=shapes, strict=False))
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(onnx_cache, "_write_program", write)
+        onnx_cache._write_decoder(model, tmp_path / "x.onnx")
+        program = written[0].module()
+        for tokens, kept in ((1, 0), (9, 5)):
+            ids = torch.randint(0, 99, (2, kept + tokens))
+            before = onnx_cache._empty(model, 2, 0)
+            mask = torch.ones(2, kept + tokens, dtype=torch.int64)
+            if kept:
+                before = program(ids[:, :kept], mask[:, :kept], before)[1:]
+            logits = program(ids[:, kept:], mask, before)[0]
+            torch.testing.assert_close(logits, model(ids)[:, kept:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_keep_their_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    where = folder("llama-tiny", tmp_path, depth=1)
+    penstock.save_pretrained(
+        penstock.from_pretrained(where).to(dtype), tmp_path / "half", beside=tmp_path / "words"
+    )
+    write_transformers(tmp_path / "half", tmp_path / "out")
+    assert {tensor.dtype for tensor in described(tmp_path / "out").values()} == {dtype}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == dtype
+
+
+def test_an_onnx_file_of_images_says_how_they_are_read(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    where = folder("vit-s16", tmp_path)
+    config = json.loads((where / "config.json").read_text())
+    names = {str(n): f"kind {n}" for n in range(5)}
+    (where / "config.json").write_text(json.dumps(config | {"id2label": names}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, _ = export(where, tmp_path / "out", "onnx")
+    facts = onnxruntime.InferenceSession(str(path)).get_modelmeta().custom_metadata_map
+    assert json.loads(facts["labels"]) == list(names.values())
+    assert [facts[name] for name in ("image_size", "image_mean", "image_std")] == [
+        "32",
+        *["[0.5, 0.5, 0.5]"] * 2,
+    ]
+    processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
+    assert processor["crop_size"] == {"height": 32, "width": 32}
+    (where / "preprocessor_config.json").write_text(json.dumps(processor | {"image_mean": [0.1, 0.2, 0.3]}))
+    (patches,) = penstock.from_pretrained(where).graph.inputs_of(PatchInput)
+    assert image_facts(processor_of(where, patches), patches, None)["image_mean"] == "[0.1, 0.2, 0.3]"
 
 
 @pytest.mark.slow

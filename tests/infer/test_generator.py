@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -235,3 +236,26 @@ def test_a_prompt_that_ends_within_a_character_is_continued() -> None:
         stream = Stream(Bytes(), (), tokens[:cut])
         told = "".join([*(stream.add([token]) for token in tokens[cut:]), stream.end()])
         assert told == "日本"[cut // 3 :]
+
+
+def test_what_a_folder_asks_for_and_is_not_applied_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = chain(tmp_path / "chain")
+    Generator(folder)
+    assert not caplog.records
+    file = folder / "generation_config.json"
+    asked = {
+        "do_sample": True, "temperature": 0.6, "top_k": 50, "repetition_penalty": 1.1, "forced_bos_token_id": 3,
+        "sequence_bias": [[[5, 6], -2.0]], "bad_words_ids": [[5], [6, 7]], "num_beams": 1, "begin_suppress_tokens": [4],
+    }  # fmt: skip
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    Generator(folder)
+    (record,) = caplog.records
+    for words in (
+        "do_sample=True (temperature=1)", "temperature=0.6", "top_k=50", "repetition_penalty=1.1 (repetition_penalty)",
+        "forced_bos_token_id=3 (not supported)", "sequence_bias", "bad_words_ids of several tokens, 1",
+        "begin_suppress_tokens=[4]",
+    ):  # fmt: skip
+        assert words in record.getMessage()
+    assert "num_beams" not in record.getMessage()

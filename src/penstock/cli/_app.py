@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from penstock.config.convert import nearest
+from penstock.config.convert import TypedText, nearest
 from penstock.config.describe import Field, default_word, settings, type_word
 from penstock.config.load import load
 from penstock.config.model import PRESETS
@@ -85,7 +85,9 @@ def configured(
             path = options.pop("config", None)
             for setting in shown:
                 if (value := options.pop(_identifier(setting.key), None)) is not None:
-                    overrides[setting.key] = value
+                    overrides[setting.key] = (
+                        _joined(value, setting.kind) if isinstance(value, list) else value
+                    )
             for part in unlisted:
                 for name, value in (options.pop(_identifier(f"{part}."), None) or {}).items():
                     overrides[f"{part}.{name}"] = value
@@ -146,7 +148,13 @@ def _options(
             negative="",
         )
         place = inspect.Parameter.POSITIONAL_OR_KEYWORD if first else inspect.Parameter.KEYWORD_ONLY
-        yield _option(_identifier(setting.key), bool if flag else str, about, place=place)
+        kind: Any = bool if flag else list[str] if typing.get_origin(setting.kind) is tuple else str
+        yield _option(_identifier(setting.key), kind, about, place=place)
+
+
+def _joined(words: list[str], kind: Any) -> Any:
+    """The words of a list whose option was given several times, or once."""
+    return words if typing.get_args(kind)[0] == TypedText else ",".join(words)
 
 
 def _unlisted(part: str, names: list[str]) -> inspect.Parameter:

@@ -7,6 +7,7 @@ speed.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from penstock.config.stack import Layer, Stack
 from penstock.errors import ConfigError, NumericError
 from penstock.export.export import inputs_of
 from penstock.models.convert import from_pretrained
+from penstock.models.convert.files import described
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.pretrained import require_theirs, save_values
+from penstock.models.convert.pretrained import require_theirs, rounded_weights, save_values
 from penstock.models.model import Model
 
 CLOSE = 1e-5
@@ -29,8 +31,8 @@ CLOSE = 1e-5
 
 
 def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
-    """Write the model in a folder as transformers reads it, padded where its layers are unequal; gives the folder, and
-    by how much its outputs differ from the model's, relative to their largest.
+    """Write the model in a folder as transformers reads it, padded where its layers are unequal, in the type that its
+    weights have; gives the folder, and by how much its outputs differ from the model's, relative to their largest.
 
     Raises ConfigError for a model that transformers does not have, and NumericError where outputs differ.
     """
@@ -43,7 +45,11 @@ def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
         except ConfigError:
             written = padded(model, whole=whole)
     require_theirs(written.config)
-    save_values(written, target, source=local_weights(source))
+    folder = local_weights(source)
+    types = {tensor.dtype for tensor in described(folder).values() if tensor.is_floating_point()}
+    if len(types) == 1 and not rounded_weights(folder):  # of several, fp32 holds the values of all
+        written = copy.deepcopy(written).to(types.pop())
+    save_values(written, target, source=folder)
     inputs = inputs_of(model, 3, 11, 9).values()
     with torch.inference_mode():
         expected, outputs = model(*inputs), from_pretrained(target).eval()(*inputs)

@@ -91,6 +91,18 @@ class Text:
         return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AsTyped:
+    """The mark of texts that are taken as they are typed: a list of them is not cut at commas, nor are spaces taken
+    off."""
+
+    longest: int = 4096
+
+    def problem(self, value: str) -> str | None:
+        """The fault of `value`, as from `Range.problem`."""
+        return f"must have at most {self.longest:,} characters." if len(value) > self.longest else None
+
+
 def _figure(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
@@ -108,6 +120,7 @@ Ranks = Annotated[int, Range(1, 1 << 16)]
 Seconds = Annotated[float, Range(0, 1e8)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 FilledText = Annotated[str, Text()]
+TypedText = Annotated[str, AsTyped()]
 Device = Annotated[str, Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")]
 WordFactor = Annotated[
     str, Text(r"[^=]+=(?=.*[1-9])\d{1,6}(\.\d{1,6})?", "a word and a factor above 0, as seven=2")
@@ -209,6 +222,8 @@ def _convert_union(value: Any, kind: Any, *, text: bool) -> Any:
 
 
 def _convert_items(value: Any, item: Any, kind: Any, *, text: bool) -> tuple[Any, ...]:
+    if text and isinstance(value, str) and item == TypedText:
+        value = [value]
     if text and isinstance(value, str):
         if not value.strip():
             raise BadValue(value, "must name something; write none for an empty list.")

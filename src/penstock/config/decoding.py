@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from penstock.config.convert import Checked, Count, Natural, Positive, PositiveShare, Probability, Range, Text
+from penstock.config.convert import (
+    Checked,
+    Count,
+    Natural,
+    Positive,
+    PositiveShare,
+    Probability,
+    Range,
+    Text,
+    TypedText,
+)
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 
@@ -50,8 +60,8 @@ class Decoding(Checked, where="decoding"):
     """No sequence of this many tokens occurs twice, the prompt included; 0: any may."""
     bias: tuple[Bias, ...] = ()
     """Added to logits: a token's number and an amount each, such as `42=-1.5`."""
-    stop: tuple[str, ...] = ()
-    """Generation ends before any of these texts."""
+    stop: tuple[TypedText, ...] = ()
+    """Generation ends before any of these texts. Each is taken as it is typed; for several, give the option again."""
     ignore_end: bool = False
     """Whether generation continues after the model's end of text."""
     seed: Natural | None = None

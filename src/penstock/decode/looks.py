@@ -169,6 +169,8 @@ def grouped_attention(
 ) -> Tensor:
     """Attention in which query heads that share a KV head become more tokens of one head, to read the keys once."""
     texts, heads, tokens, features = q.shape
+    if torch.compiler.is_exporting():  # the program of what is below would hold for one number of tokens
+        k, v = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (k, v))
     groups = k.shape[1]
     if groups == heads:
         return attention(q, k, v, backend, Scores(mask, scale=scale))

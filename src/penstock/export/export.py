@@ -12,6 +12,7 @@ those that are chosen, and takes the inputs that these are made of.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -30,10 +31,11 @@ from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericE
 from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate
 from penstock.export.onnx_cache import write_cached
-from penstock.export.onnx_file import packages, write_onnx
+from penstock.export.onnx_file import PROCESSOR, image_facts, packages, processor_of, write_onnx
 from penstock.export.onnx_quantised import quantise_graph
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained, model_in
+from penstock.models.convert.files import settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import rounded_weights, save_compressed, save_values
 from penstock.models.model import Model
@@ -98,9 +100,25 @@ def export(
         by_model = _all_outputs(written(*inputs.values()))
     if rounds:
         quantise_graph(module, rounded)
-    path, by_program = _write_form(written, target, form, inputs)
+    path, by_program = _write_form(
+        written, target, form, inputs, _facts(folder, module, target, inputs, form)
+    )
     pairs = zip(by_program, by_model, strict=True)
     return path, max(_difference(*pair, path, "int8" if rounds else kind) for pair in pairs)
+
+
+def _facts(
+    folder: Path, module: Model, target: Path, inputs: Mapping[str, Tensor], form: ExportForm
+) -> dict[str, str]:
+    """What an ONNX file says of its images; how they become inputs is written beside it."""
+    graph = module.graph
+    images = [source for source in graph.inputs_of(PatchInput) if source.name in inputs]
+    if form != "onnx" or not images or graph.condition is not None:
+        return {}
+    processor = processor_of(folder, images[0])
+    target.mkdir(parents=True, exist_ok=True)
+    (target / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
+    return image_facts(processor, images[0], settings_in(folder).get("id2label"))
 
 
 def _write_compressed(
@@ -161,7 +179,7 @@ def _all_outputs(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _write_form(
-    module: nn.Module, target: Path, form: ExportForm, inputs: dict[str, Tensor]
+    module: nn.Module, target: Path, form: ExportForm, inputs: dict[str, Tensor], facts: Mapping[str, str]
 ) -> tuple[Path, tuple[Tensor, ...]]:
     """The file of a form, and its program's outputs for the inputs."""
     if form == "onnx":
@@ -173,7 +191,7 @@ def _write_form(
     if form == "onnx":
         path = target / ONNX
         names = module.heads if isinstance(module, SomeHeads) else ("outputs",)
-        return path, tuple(write_onnx(program, path, [*inputs], names)(inputs))
+        return path, tuple(write_onnx(program, path, [*inputs], names, facts)(inputs))
     if form == "aoti":
         path = target / COMPILED
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.boundary.packages import package
+from penstock.config.graph import PatchInput
+from penstock.models.convert.files import read_json
 
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 """A function from inputs by name to outputs in their order."""
@@ -22,15 +25,50 @@ def packages() -> tuple[Any, Any]:
     return onnx, onnxruntime
 
 
+PROCESSOR = "preprocessor_config.json"
+
+
+def processor_of(folder: Path, source: PatchInput) -> dict[str, Any]:
+    """How images become inputs, in the form of transformers' preprocessor_config.json: that of a model's folder, or what
+    training here does."""
+    if (folder / PROCESSOR).is_file():
+        return read_json(folder / PROCESSOR)
+    side = {"height": source.image_size, "width": source.image_size}
+    middle = [0.5] * source.channels
+    return {
+        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": source.image_size},
+        "do_center_crop": True, "crop_size": side, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": middle, "image_std": middle, "do_convert_rgb": source.channels == 3,
+    }  # fmt: skip
+
+
+def image_facts(processor: Mapping[str, Any], source: PatchInput, names: Any) -> dict[str, str]:
+    """What an ONNX file of images carries as metadata, each as JSON: `image_size`, `image_mean` and `image_std` of
+    inputs that were in [0, 1], and `labels`, where `names`, as of id2label, says them."""
+    facts = {
+        "image_size": source.image_size,
+        **{name: processor.get(name) for name in ("image_mean", "image_std")},
+    }
+    if isinstance(names, dict):
+        facts["labels"] = [str(names[number]) for number in sorted(names, key=int)]
+    return {name: json.dumps(fact, ensure_ascii=False) for name, fact in facts.items() if fact is not None}
+
+
 def write_onnx(
-    program: torch.export.ExportedProgram, path: Path, inputs: Sequence[str], outputs: Sequence[str]
+    program: torch.export.ExportedProgram,
+    path: Path,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    facts: Mapping[str, str] | None = None,
 ) -> Run:
-    """Write a program with these names of its inputs and outputs, check its graph, and open it in ONNX Runtime."""
+    """Write a program with these names of its inputs and outputs and these `facts` as metadata, check its graph, and
+    open it in ONNX Runtime."""
     onnx, onnxruntime = packages()
     onnx_program = torch.onnx.export(
         program, dynamo=True, verbose=False, input_names=[*inputs], output_names=[*outputs]
     )
     assert onnx_program is not None
+    onnx_program.model.metadata_props.update(facts or {})
     onnx_program.save(str(path))
     onnx.checker.check_model(str(path), full_check=True)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

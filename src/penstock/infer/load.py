@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.boundary.files import quoted
 from penstock.config.decoding import Weights
 from penstock.config.formats import Products
 from penstock.config.numerics import numerics_of
@@ -41,6 +43,8 @@ from penstock.products.blocks import join_blocks
 from penstock.products.convert import store_linears, suited
 from penstock.products.rounded import store_rounded
 from penstock.products.shortlist import shorten
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +183,11 @@ def loaded(
     never |= set(settings.get("suppress_tokens") or ())
     names = settings.get("id2label") or {}
     graph: Any = module.graph
+    if graph.generates and dims.main and (words := unapplied(settings)):
+        _log.warning(
+            "generation_config.json asks for what is not applied by itself; in brackets is what to set: %s.",
+            quoted("; ".join(words), 600),
+        )
     return Loaded(
         pooled_first=first,
         model=module,
@@ -193,6 +202,44 @@ def loaded(
         whole_bytes=whole * next(module.parameters()).element_size(),
         bytes=elements * next(module.parameters()).element_size(),
     )
+
+
+_UNAPPLIED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "do_sample": ("temperature=1", (False,)), "num_beams": ("beams", (1,)), "length_penalty": ("length_penalty", (1,)),
+    "repetition_penalty": ("repetition_penalty", (1,)), "no_repeat_ngram_size": ("no_repeat_ngram", (0,)),
+    "min_new_tokens": ("min_tokens", (0,)), "min_length": ("min_tokens", (0,)), "max_new_tokens": ("max_tokens", ()),
+    "max_length": ("max_tokens", (20,)), "stop_strings": ("stop", ([],)),
+    **dict.fromkeys((
+        "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids",
+        "exponential_decay_length_penalty", "watermarking_config",
+    ), ("", ([], {}))),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "typical_p"), ("", (1,))),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "penalty_alpha", "epsilon_cutoff", "eta_cutoff"), ("", (0,))),
+}  # fmt: skip
+"""What transformers obeys in generation_config.json and is not applied here by itself: our setting of the same meaning,
+if there is one, and the values that ask for nothing."""
+_DRAWING = {"temperature": (1,), "top_k": (0,), "top_p": (1,), "min_p": (0,)}
+"""The same, where tokens are drawn, by the same names here."""
+
+
+def unapplied(settings: dict[str, Any]) -> list[str]:
+    """What a model's folder, by `settings_in`, asks transformers for and is not applied: words for each, with the
+    setting by which to ask for it."""
+    asked = {
+        name: value
+        for name, value in settings.items()
+        if value not in _UNAPPLIED.get(name, ("", (value,)))[1]
+    }
+    words = [f"{name}={value} ({_UNAPPLIED[name][0] or 'not supported'})" for name, value in asked.items()]
+    if settings.get("do_sample") is True:
+        drawn = {
+            name: settings[name] for name, idle in _DRAWING.items() if settings.get(name, idle[0]) not in idle
+        }
+        words += [f"{name}={value} ({name})" for name, value in drawn.items()]
+    several = [
+        each for each in settings.get("bad_words_ids") or () if isinstance(each, list) and len(each) > 1
+    ]
+    return [*words, f"bad_words_ids of several tokens, {len(several)} (not supported)"] if several else words
 
 
 def _telling(model: Any) -> Any:

@@ -331,3 +331,12 @@ def test_nulls_of_a_table_of_arrow_do_not_reach_the_template(tmp_path: Path) -> 
     text = Bytes().decode(sample["tokens"][0].tolist())
     assert "null" not in text
     assert '"arguments": {"a": "1"}' in text
+
+
+@pytest.mark.parametrize("name", ["make.py", "talk.txt"])
+def test_conversations_are_not_read_of_a_text(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("print('a')\n")
+    with pytest.raises(
+        DataError, match=r"is no table. Conversations are read of files that end in .*\.jsonl"
+    ):
+        open_conversations(DataConfig(source=f"text:{tmp_path}/{name}"), _plain(), "train", length=99)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,3 +217,31 @@ def test_the_numbers_of_xlm_roberta_are_not_taken_from_its_sentencepiece_model(t
 
 def test_numbers_fit_an_int32() -> None:
     assert Bytes().encode(["a"])[0].dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "refused"),
+    [
+        ([{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 9, True),
+        ([{"type": "Replace", "pattern": {"Regex": "a*"}, "content": "a" * 30}] * 2, True),
+        ([{"type": "Prepend", "prepend": "z" * 20_000}], True),
+        (
+            [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+            False,
+        ),
+        (
+            [{"type": "NFKC"}, *[{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}] * 20],
+            False,
+        ),
+    ],
+    ids=["tenfold nine times", "where nothing is", "a long prefix", "Llama's", "spaces"],
+)
+def test_a_normaliser_without_bounds_is_refused(normalizer: list[Any], refused: bool, tmp_path: Path) -> None:
+    Bytes().save(tmp_path)
+    table = json.loads((tmp_path / "tokenizer.json").read_text())
+    table["normalizer"] = {"type": "Sequence", "normalizers": normalizer}
+    with pytest.raises(DataError, match="characters of one") if refused else nullcontext():
+        LibraryTokenizer(json.dumps(table), "made", {}).encode(["aaa aaa"])

@@ -94,9 +94,10 @@ def _rows(path: Path, suffix: str, columns: TextColumns) -> Iterator[RowOrBad]:
     if suffix in (".tsv", ".csv"):
         usual = "\t" if suffix == ".tsv" else ","
         return _table(path, {"auto": usual, "tab": "\t"}.get(columns.separator, columns.separator), columns)
-    if columns.shape.form == "rows":
+    if columns.shape.form != "documents":
+        rows = "Rows" if columns.shape.form == "rows" else "Conversations"
         raise DataError(
-            f"{shown(path)} is no table. Rows are read of files that end in {', '.join(TABLES)}; text alone, without "
+            f"{shown(path)} is no table. {rows} are read of files that end in {', '.join(TABLES)}; text alone, without "
             "columns, trains language models."
         )
     return _document(path, columns.encoding)

@@ -27,6 +27,8 @@ from penstock.errors import ConfigError, DataError
 Numbers = NDArray[np.int32]
 _log = logging.getLogger(__name__)
 
+MOST_GROWTH, MOST_ADDED = 256, 4096
+"""Characters that a tokenizer may make of one, and that it may add to a text, before it cuts the text."""
 MOST_TOKENS = 1 << 22
 """A vocabulary of more tokens is refused."""
 
@@ -310,6 +312,11 @@ class LibraryTokenizer(Tokenizer):
             library = tokenizers_library(f"The tokenizer {self.name}")
             with refusing(self.name):
                 loaded = library.Tokenizer.from_str(self._text)
+                parts = [
+                    part.__getstate__() for part in (loaded.normalizer, loaded.decoder) if part is not None
+                ]
+            _require_bounded(map(json.loads, parts), self.name)
+            with refusing(self.name):
                 loaded.no_truncation()
                 loaded.no_padding()
                 loaded.encode_special_tokens = not marked
@@ -385,6 +392,40 @@ class LibraryTokenizer(Tokenizer):
         named = {key: words[number] for key, number in roles.items() if number is not None}
         template = {"chat_template": self.chat_template} if self.chat_template else {}
         _write(folder, self._text, {**self._settings, **named, **template}, range(self.size, rows))
+
+
+def _require_bounded(parts: Iterable[Mapping[str, Any]], name: str) -> None:
+    """Raise DataError for a normaliser or a decoder, as its `tokenizer.json` has it, that makes huge texts of small
+    ones."""
+    for part in parts:
+        factor, added = _growth(part)
+        if factor > MOST_GROWTH or added > MOST_ADDED:
+            raise DataError(
+                f"The tokenizer {quoted(name)} is refused: it may make {factor:,.0f} characters of one, and adds "
+                f"{added:,.0f} to a text, where at most {MOST_GROWTH} and {MOST_ADDED:,} are taken. Check that it is "
+                "the right file."
+            )
+
+
+def _growth(part: Mapping[str, Any]) -> tuple[float, float]:
+    """How many characters a part of a tokenizer may make of one, and how many more it adds to a text."""
+    factor, added = 1.0, 0.0
+    for step in part.get("normalizers") or part.get("decoders") or ():
+        more, beside = _growth(step)
+        factor, added = factor * more, added * more + beside
+    if part.get("type") == "Prepend":
+        return 1.0, float(len(part["prepend"]))
+    if part.get("type") == "Replace":
+        ((kind, pattern),) = part["pattern"].items()
+        length = len(part["content"])
+        if kind == "String" and pattern:
+            return max(1.0, length / len(pattern)), 0.0
+        try:
+            empty = re.match(pattern, "") is not None
+        except re.error:  # written for another library
+            empty = True
+        return max(1.0, length + empty), 0.0
+    return factor, added
 
 
 def _goes_on(word: str) -> bool:

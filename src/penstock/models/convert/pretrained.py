@@ -145,6 +145,7 @@ def save_values(model: nn.Module, folder: str | Path, *, source: Path) -> None:
     """Write a model as `save_pretrained` does, and with it what the folder `source` of another form of it has beside
     its weights, as `save_rounded` does."""
     values, tensors = _in_their_form(cast(Any, model).config, model.state_dict(), _carried(source))
+    values |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     _write_folder(Path(folder), values, tensors, files_beside(source))
 
 

@@ -23,9 +23,8 @@ from penstock.config.run import DataConfig
 from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
-from penstock.export import ExportForm, ExportType
+from penstock.export import ExportForm, ExportType, onnx_cache
 from penstock.export import export as module
-from penstock.export import onnx_cache
 from penstock.export.export import SomeHeads, export, export_program, inputs_of, load_package
 from penstock.export.onnx_file import image_facts, processor_of
 from penstock.models.anatomy import set_switch

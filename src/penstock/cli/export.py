@@ -38,9 +38,10 @@ def export(
         `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest, and
         weights of a quantised one are the values that they stand for. `ctranslate2`: a folder of CTranslate2.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
-        `compressed-tensors`: a folder of transformers with the integers of a quantised model.
+        `compressed-tensors`: a folder of transformers with the integers of a quantised model. `gguf`: model.gguf, for
+        llama.cpp.
     type
-        Type of the weights of `ctranslate2`. bf16, fp16 and int8 change results.
+        Type of the weights of `ctranslate2` and `gguf`. bf16, fp16 and int8 change results.
     head
         Write the output of this head, of a model with several; may be repeated. By default all, each by its name.
     """

@@ -30,6 +30,7 @@ from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate
+from penstock.export.gguf_file import write_gguf
 from penstock.export.onnx_cache import write_cached
 from penstock.export.onnx_file import PROCESSOR, image_facts, packages, processor_of, write_onnx
 from penstock.export.onnx_quantised import quantise_graph
@@ -62,9 +63,11 @@ def export(
     Raises ConfigError for a folder without a model, for a head that it lacks, and for a model that has no such form,
     EnvironmentProblem without the packages or the compiler that it needs, and NumericError where outputs differ.
     """
-    if form != "ctranslate2" and kind != "fp32":
-        raise ConfigError(f"Only --to ctranslate2 has weights in {kind}; leave --type out for {form}.")
-    if heads and form in ("onnx-cache", "ctranslate2", "compressed-tensors"):
+    if form not in ("ctranslate2", "gguf") and kind != "fp32":
+        raise ConfigError(
+            f"Only --to ctranslate2 and gguf have weights in {kind}; leave --type out for {form}."
+        )
+    if heads and form in ("onnx-cache", "ctranslate2", "compressed-tensors", "gguf"):
         raise ConfigError(f"--to {form} knows no heads; leave --head out, or choose --to onnx.")
     folder = local_weights(model)
     rounded = rounded_weights(folder)
@@ -84,6 +87,8 @@ def export(
             )
         return target, _difference(outputs, expected, target, kind)
     module = from_pretrained(folder).eval()
+    if form == "gguf":
+        return write_gguf(folder, module, target, kind)
     if form == "compressed-tensors":
         return target, _write_compressed(folder, module, target, rounded)
     set_switch(module, "attention", "sdpa")

@@ -1,0 +1,266 @@
+"""GGUF, the files that llama.cpp and what is built on it read: a decoder's weights, settings and tokenizer in one file.
+
+Names, and the order of rotary features in Llama's queries and keys, are those of llama.cpp's own converter. The file is
+read back with the package gguf, and must give the model's weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.boundary.packages import package
+from penstock.data.text.open import found_in
+from penstock.errors import ConfigError, NumericError
+from penstock.export import ExportType
+from penstock.models.convert.files import read_json, settings_in
+from penstock.models.convert.text import text_pending
+from penstock.models.convert.text_config import write_text_config
+from penstock.models.model import Model
+
+FILE = "model.gguf"
+ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gpt2": "GPT2"}
+"""llama.cpp's name of each model type of transformers."""
+_TYPES: dict[ExportType, tuple[str, str]] = {
+    "fp32": ("F32", "ALL_F32"), "fp16": ("F16", "MOSTLY_F16"), "bf16": ("BF16", "MOSTLY_BF16"), "int8": ("Q8_0", "MOSTLY_Q8_0"),
+}  # fmt: skip
+"""gguf's type of matrices, and its name for a file of such."""
+_CUTS = {
+    "gpt-2": ("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+",),
+    "llama-bpe": ("\\p{N}{1,3}", "(?i:'s|'t"),
+    "qwen2": ("|\\p{N}| ?[^\\s\\p{L}\\p{N}]+", "(?i:'s|'t"),
+}
+"""llama.cpp's names of the ways in which a byte-level BPE cuts texts into words, and what their regular expressions
+have."""
+
+
+def write_gguf(folder: Path, model: Model, target: Path, kind: ExportType) -> tuple[Path, float]:
+    """Write the decoder in a folder with matrices in a type; returns the file, and by how much weights that are read
+    back differ from the model's, relative to the largest of each.
+
+    Raises ConfigError for a model or a tokenizer that llama.cpp does not compute the same as.
+    """
+    gguf = package("gguf", "GGUF needs the package gguf", "export")
+    config: Any = model.config
+    values = _settings(config)
+    arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[values["model_type"]])
+    name = gguf.MODEL_ARCH_NAMES[arch]
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / FILE
+    writer = gguf.GGUFWriter(str(path), name)
+    writer.add_name(folder.parent.name if folder.name == "export" else folder.name)
+    writer.add_file_type(getattr(gguf.LlamaFileType, _TYPES[kind][1]))
+    _add_settings(writer, values)
+    _add_tokenizer(writer, gguf, folder, config.vocabulary)
+    weights = dict(
+        _weights(
+            gguf.get_tensor_name_map(arch, values.get("num_hidden_layers", values.get("n_layer"))),
+            model,
+            values,
+        )
+    )
+    large, small = (getattr(gguf.GGMLQuantizationType, one) for one in (_TYPES[kind][0], "F32"))
+    for key, tensor in weights.items():
+        form = large if tensor.ndim > 1 and not (kind == "int8" and tensor.shape[-1] % 32) else small
+        writer.add_tensor(key, gguf.quants.quantize(tensor.numpy(), form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path, _checked(gguf, path, weights, kind)
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """The config.json of the model in transformers. Raises ConfigError for what GGUF has no place for."""
+    values = write_text_config(config)
+    kind = values["model_type"]
+    if kind not in ARCHITECTURES:
+        raise ConfigError(
+            f"--to gguf writes {', '.join(ARCHITECTURES)}, and this model is {kind}; choose --to transformers, and "
+            "llama.cpp's own converter."
+        )
+    act = values.get("activation_function", values.get("hidden_act"))
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    windows = values.get("sliding_window") is not None and values.get("use_sliding_window", kind == "mistral")
+    known = rope.get("rope_type", rope.get("type", "default")) in ("default", "linear", "llama3")
+    problems = [
+        words
+        for wrong, words in (
+            (act not in ("silu", "gelu_new"), f"the activation {act}"),
+            (windows, "a sliding window"),
+            (not known or rope.get("partial_rotary_factor", 1) != 1, f"rotary positions of the kind {rope}"),
+        )
+        if wrong
+    ]
+    if problems:
+        raise ConfigError(
+            f"llama.cpp has no {name_of(kind)} with {' and '.join(problems)}; choose --to transformers."
+        )
+    return {**values, "rope": rope}
+
+
+def name_of(kind: str) -> str:
+    """A model type of transformers as llama.cpp calls it."""
+    return ARCHITECTURES[kind].lower()
+
+
+def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
+    if values["model_type"] == "gpt2":
+        width = values["n_embd"]
+        for add, value in (
+            (writer.add_block_count, values["n_layer"]), (writer.add_context_length, values["n_positions"]),
+            (writer.add_embedding_length, width), (writer.add_feed_forward_length, values.get("n_inner") or 4 * width),
+            (writer.add_head_count, values["n_head"]), (writer.add_layer_norm_eps, values["layer_norm_epsilon"]),
+        ):  # fmt: skip
+            add(value)
+        return
+    heads, rope = values["num_attention_heads"], values["rope"]
+    head = values.get("head_dim") or values["hidden_size"] // heads
+    for add, value in (
+        (writer.add_block_count, values["num_hidden_layers"]),
+        (writer.add_context_length, values["max_position_embeddings"]),
+        (writer.add_embedding_length, values["hidden_size"]),
+        (writer.add_feed_forward_length, values["intermediate_size"]),
+        (writer.add_head_count, heads), (writer.add_head_count_kv, values["num_key_value_heads"]),
+        (writer.add_key_length, head), (writer.add_value_length, head), (writer.add_rope_dimension_count, head),
+        (writer.add_rope_freq_base, float(rope.get("rope_theta", values.get("rope_theta", 10_000.0)))),
+        (writer.add_layer_norm_rms_eps, values["rms_norm_eps"]), (writer.add_vocab_size, values["vocab_size"]),
+    ):  # fmt: skip
+        add(value)
+    if rope.get("rope_type", rope.get("type")) == "linear":
+        writer.add_rope_scaling_type(
+            package("gguf", "GGUF needs the package gguf", "export").RopeScalingType.LINEAR
+        )
+        writer.add_rope_scaling_factor(rope["factor"])
+
+
+def _add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
+    """Tokens, merges and special tokens, as llama.cpp wants them."""
+    tokenizer = found_in(folder)
+    if tokenizer is None or not (folder / "tokenizer.json").is_file():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    table = read_json(folder / "tokenizer.json")
+    model, kinds = table["model"], gguf.TokenType
+    if model["type"] != "BPE":
+        raise ConfigError(
+            f"llama.cpp has no tokenizer of the kind {model['type']} for decoders, but BPE alone."
+        )
+    words, types = [f"[PAD{number}]" for number in range(rows)], [kinds.UNUSED] * rows
+    for word, number in model["vocab"].items():
+        words[number], types[number] = word, kinds.NORMAL
+        if model.get("byte_fallback") and len(word) == 6 and word.startswith("<0x"):
+            types[number] = kinds.BYTE
+    for added in table.get("added_tokens") or ():
+        words[added["id"]] = added["content"]
+        types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
+    if model.get("byte_fallback"):
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores([-float(number) for number in range(rows)])  # earlier tokens are merged first
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_cut_of(table))
+        merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges") or ()]
+        if merges:
+            writer.add_token_merges(merges)
+    writer.add_token_list(words)
+    writer.add_token_types(types)
+    ends = settings_in(folder).get("eos_token_id")
+    ends = [*ends] if isinstance(ends, list) else [tokenizer.end if ends is None else ends]
+    for add, special in (
+        (writer.add_bos_token_id, tokenizer.begin), (writer.add_eos_token_id, ends[0]),
+        (writer.add_eot_token_id, ends[1] if len(ends) > 1 else None),
+        (writer.add_unk_token_id, tokenizer.unknown), (writer.add_pad_token_id, tokenizer.pad),
+    ):  # fmt: skip
+        if special is not None:
+            add(special)
+    writer.add_add_bos_token(tokenizer.begin is not None and tokenizer.opening()[:1] == (tokenizer.begin,))
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _cut_of(table: Mapping[str, Any]) -> str:
+    """llama.cpp's name for how a byte-level BPE cuts texts into words. Raises ConfigError for another way."""
+    part = table.get("pre_tokenizer") or {}
+    parts = part.get("pretokenizers") or [part]
+    if not table["model"].get("merges"):
+        return "gpt-2"  # nothing is joined, wherever it is cut
+    patterns = [one["pattern"].get("Regex", "") for one in parts if one.get("type") == "Split"]
+    if not patterns and any(one.get("type") == "ByteLevel" and one.get("use_regex", True) for one in parts):
+        return "gpt-2"
+    for name, marks in _CUTS.items():
+        if len(patterns) == 1 and all(mark in patterns[0] for mark in marks):
+            return name
+    raise ConfigError(
+        "The tokenizer cuts texts into words in a way that this export does not know; choose --to transformers, and "
+        "llama.cpp's own converter."
+    )
+
+
+def _weights(names: Any, model: Model, values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """All weights by llama.cpp's names, in fp32."""
+    config: Any = model.config
+    llama, weights = values["model_type"] in ("llama", "mistral"), list[tuple[str, Tensor]]()
+    for one in text_pending({**model.state_dict()}, config):
+        if one.name.endswith((".attn.bias", ".masked_bias")) or (
+            one.name == "lm_head.weight" and _tied(values)
+        ):
+            continue
+        key, tensor = (
+            names.get_name(one.name, try_suffixes=(".weight", ".bias")),
+            one.fetch().float().contiguous(),
+        )
+        if key is None:
+            raise ConfigError(f"llama.cpp has no place for the weight {one.name}; choose --to transformers.")
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if llama and f".{part}." in one.name:
+                tensor = _interleaved(tensor, values[heads])
+        if values["model_type"] == "gpt2" and tensor.ndim == 2 and ".h." in f".{one.name}":
+            tensor = tensor.T.contiguous()
+        weights.append((key, tensor))
+    if values["rope"].get("rope_type") == "llama3":
+        weights.append(("rope_freqs.weight", _factors(values)))
+    return weights
+
+
+def _tied(values: Mapping[str, Any]) -> bool:
+    return bool(values.get("tie_word_embeddings", values["model_type"] == "gpt2"))
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys whose rotary pairs lie side by side, where transformers has them in two halves."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _factors(values: Mapping[str, Any]) -> Tensor:
+    """What Llama 3 divides the frequency of each rotary pair by, as llama.cpp reads it."""
+    rope = values["rope"]
+    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    lengths = 2 * math.pi * float(rope["rope_theta"]) ** (torch.arange(0, head, 2).double() / head)
+    turns = rope["original_max_position_embeddings"] / lengths
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def _checked(gguf: Any, path: Path, weights: Mapping[str, Tensor], kind: ExportType) -> float:
+    """The largest difference of weights that are read back. Raises NumericError where it is too large."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
+    worst = math.inf if tensors.keys() != weights.keys() else 0.0
+    for name, weight in weights.items() if worst == 0.0 else ():
+        read = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+        same = np.shape(read) == tuple(weight.shape)
+        largest = max(float(weight.abs().max()), 1e-30)
+        worst = max(worst, float(np.abs(read - weight.numpy()).max()) / largest if same else math.inf)
+    if not worst <= {"fp32": 0.0, "fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2}[kind]:
+        raise NumericError(
+            f"{path} is read back with other weights than were written, by {worst:.2g} of the largest."
+        )
+    return worst

@@ -1,0 +1,94 @@
+"""GGUF files, read back by others: the package gguf, and transformers' own reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.models_of_strangers import byte_level, chain, gpt2
+from penstock.errors import ConfigError
+from penstock.export.export import export
+
+gguf = pytest.importorskip("gguf")
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": [0, 2], "bos_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def made(kind: str, folder: Path, **changes: Any) -> Path:
+    """A small model of a kind, as transformers writes it."""
+    import transformers
+
+    if kind == "gpt2":
+        return gpt2(folder)
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    more = {"head_dim": 16} if kind == "qwen3" else {}
+    size = len(byte_level(folder))
+    config = getattr(transformers, f"{names[kind]}Config")(**{"vocab_size": size, **SIZES, **more, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.2) if weight.ndim > 1 else weight.add_(torch.randn_like(weight) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_transformers_reads_the_model_that_was_written(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = made(kind, tmp_path / "model")
+    path, difference = export(folder, tmp_path / "out", "gguf")
+    assert difference == 0
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=path.name).eval()
+    tokens = torch.randint(0, 300, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_tokenizer_and_the_settings_are_in_the_file(tmp_path: Path) -> None:
+    folder = made("llama", tmp_path / "model", rope_parameters=LLAMA3, tie_word_embeddings=True)
+    path, _ = export(folder, tmp_path / "out", "gguf", "bf16")
+    reader = gguf.GGUFReader(str(path))
+    tokenizer = byte_level(tmp_path / "again")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["tokenizer.ggml.model"] == "gpt2"
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert fields["tokenizer.ggml.tokens"] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert fields["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    assert fields["tokenizer.ggml.merges"][0] == " ".join(["Ġ", "s"]) or fields["tokenizer.ggml.merges"]
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert (fields["tokenizer.ggml.eos_token_id"], fields["tokenizer.ggml.eot_token_id"]) == (0, 2)
+    assert (fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]) == (4, 2)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert "output.weight" not in tensors, "it is the table of tokens"
+    assert tensors["blk.1.attn_k.weight"].tensor_type.name == "BF16"
+    assert tensors["blk.1.attn_norm.weight"].tensor_type.name == "F32"
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = AutoConfig.from_pretrained(folder)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    factors = torch.from_numpy(tensors["rope_freqs.weight"].data.copy())
+    torch.testing.assert_close(plain / factors, scaled, rtol=1e-5, atol=1e-8)
+
+
+def test_what_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer of the kind Unigram"):
+        export(chain(tmp_path / "chain"), tmp_path / "out", "gguf")
+    folder = made("qwen2", tmp_path / "model", use_sliding_window=True, sliding_window=5, max_window_layers=0)
+    with pytest.raises(ConfigError, match="no qwen2 with a sliding window"):
+        export(folder, tmp_path / "out", "gguf")
+    with pytest.raises(ConfigError, match="knows no heads"):
+        export(folder, tmp_path / "out", "gguf", heads=["head"])

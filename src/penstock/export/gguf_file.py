@@ -28,7 +28,8 @@ FILE = "model.gguf"
 ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gpt2": "GPT2"}
 """llama.cpp's name of each model type of transformers."""
 _TYPES: dict[ExportType, tuple[str, str]] = {
-    "fp32": ("F32", "ALL_F32"), "fp16": ("F16", "MOSTLY_F16"), "bf16": ("BF16", "MOSTLY_BF16"), "int8": ("Q8_0", "MOSTLY_Q8_0"),
+    "fp32": ("F32", "ALL_F32"), "fp16": ("F16", "MOSTLY_F16"), "bf16": ("BF16", "MOSTLY_BF16"),
+    "int8": ("Q8_0", "MOSTLY_Q8_0"),
 }  # fmt: skip
 """gguf's type of matrices, and its name for a file of such."""
 _CUTS = {
@@ -58,13 +59,8 @@ def write_gguf(folder: Path, model: Model, target: Path, kind: ExportType) -> tu
     writer.add_file_type(getattr(gguf.LlamaFileType, _TYPES[kind][1]))
     _add_settings(writer, values)
     _add_tokenizer(writer, gguf, folder, config.vocabulary)
-    weights = dict(
-        _weights(
-            gguf.get_tensor_name_map(arch, values.get("num_hidden_layers", values.get("n_layer"))),
-            model,
-            values,
-        )
-    )
+    names = gguf.get_tensor_name_map(arch, values.get("num_hidden_layers", values.get("n_layer")))
+    weights = dict(_weights(names, model, values))
     large, small = (getattr(gguf.GGMLQuantizationType, one) for one in (_TYPES[kind][0], "F32"))
     for key, tensor in weights.items():
         form = large if tensor.ndim > 1 and not (kind == "int8" and tensor.shape[-1] % 32) else small
@@ -100,12 +96,12 @@ def _settings(config: Any) -> dict[str, Any]:
     ]
     if problems:
         raise ConfigError(
-            f"llama.cpp has no {name_of(kind)} with {' and '.join(problems)}; choose --to transformers."
+            f"llama.cpp has no {_called(kind)} with {' and '.join(problems)}; choose --to transformers."
         )
     return {**values, "rope": rope}
 
 
-def name_of(kind: str) -> str:
+def _called(kind: str) -> str:
     """A model type of transformers as llama.cpp calls it."""
     return ARCHITECTURES[kind].lower()
 

@@ -29,8 +29,8 @@ PROCESSOR = "preprocessor_config.json"
 
 
 def processor_of(folder: Path, source: PatchInput) -> dict[str, Any]:
-    """How images become inputs, in the form of transformers' preprocessor_config.json: that of a model's folder, or what
-    training here does."""
+    """How images become inputs, in the form of transformers' preprocessor_config.json: that of a model's folder, or
+    what training here does."""
     if (folder / PROCESSOR).is_file():
         return read_json(folder / PROCESSOR)
     side = {"height": source.image_size, "width": source.image_size}

@@ -29,7 +29,7 @@ def made(kind: str, folder: Path, **changes: Any) -> Path:
     import transformers
 
     if kind == "gpt2":
-        return gpt2(folder)
+        return gpt2(folder, positions=1024)  # as transformers' reader takes for granted
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     more = {"head_dim": 128} if kind == "qwen3" else {}  # as transformers' reader takes for granted
     size = len(byte_level(folder))

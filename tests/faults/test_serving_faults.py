@@ -65,7 +65,7 @@ def test_a_server_outlives_clients_and_templates(recorded: bool, tmp_path: Path)
                 assert status == 400
                 assert "chat template does not take these messages" in answer["error"]["message"]
         rows["chat templates without an end"] = {"tried": 3 * times, "refused": 3 * times}
-        text = "a b c d e f g h " * 4
+        text = "a b c d e f g h " * 6
         echo = json.dumps({"prompt": [text] * 256, "echo": True, "max_tokens": 0, "logprobs": 20}).encode()
         for closes in (False, True) * times:
             wanted, count = _slowly(running, echo, pause, closes=closes)

@@ -54,7 +54,7 @@ def sentencepiece(folder: Path) -> Any:
     return tokenizer
 
 
-def gpt2(folder: Path, *, ends_after: str | None = None) -> Path:
+def gpt2(folder: Path, *, ends_after: str | None = None, positions: int = 256) -> Path:
     """A GPT-2 with random weights, which would end after one text; its folder."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -63,7 +63,7 @@ def gpt2(folder: Path, *, ends_after: str | None = None) -> Path:
     torch.manual_seed(0)
     size = len(tokenizer)
     config = GPT2Config(
-        vocab_size=size, n_positions=256, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+        vocab_size=size, n_positions=positions, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
         tie_word_embeddings=False,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).eval()

@@ -185,7 +185,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     kept = []
     passed = iter(words[1:end])
     if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
-        text = not {"ctranslate2", "transformers"}.isdisjoint(words)
+        text = not {"ctranslate2", "transformers", "gguf"}.isdisjoint(words)
         name = "gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny")
         name = _FEW_BITS if "compressed-tensors" in words else name
         kept.append(str(folder / ("multimodal-tiny" if "multimodal" in words[1] else name)))

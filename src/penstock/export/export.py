@@ -115,7 +115,7 @@ def export(
 def _facts(
     folder: Path, module: Model, target: Path, inputs: Mapping[str, Tensor], form: ExportForm
 ) -> dict[str, str]:
-    """What an ONNX file says of its images; how they become inputs is written beside it."""
+    """Metadata of an ONNX file of images; how they become inputs is written beside it."""
     graph = module.graph
     images = [source for source in graph.inputs_of(PatchInput) if source.name in inputs]
     if form != "onnx" or not images or graph.condition is not None:

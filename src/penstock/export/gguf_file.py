@@ -98,7 +98,7 @@ def _settings(config: Any) -> dict[str, Any]:
         raise ConfigError(
             f"llama.cpp has no {_called(kind)} with {' and '.join(problems)}; choose --to transformers."
         )
-    return {**values, "rope": rope}
+    return {**values, "rope": {"rope_theta": values.get("rope_theta", 10_000.0), **rope}}
 
 
 def _called(kind: str) -> str:
@@ -125,7 +125,7 @@ def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
         (writer.add_feed_forward_length, values["intermediate_size"]),
         (writer.add_head_count, heads), (writer.add_head_count_kv, values["num_key_value_heads"]),
         (writer.add_key_length, head), (writer.add_value_length, head), (writer.add_rope_dimension_count, head),
-        (writer.add_rope_freq_base, float(rope.get("rope_theta", values.get("rope_theta", 10_000.0)))),
+        (writer.add_rope_freq_base, float(rope["rope_theta"])),
         (writer.add_layer_norm_rms_eps, values["rms_norm_eps"]), (writer.add_vocab_size, values["vocab_size"]),
     ):  # fmt: skip
         add(value)
@@ -236,7 +236,7 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
 
 
 def _factors(values: Mapping[str, Any]) -> Tensor:
-    """What Llama 3 divides the frequency of each rotary pair by, as llama.cpp reads it."""
+    """Divisors of the frequency of each rotary pair in Llama 3, as llama.cpp reads them."""
     rope = values["rope"]
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]

@@ -43,7 +43,7 @@ def processor_of(folder: Path, source: PatchInput) -> dict[str, Any]:
 
 
 def image_facts(processor: Mapping[str, Any], source: PatchInput, names: Any) -> dict[str, str]:
-    """What an ONNX file of images carries as metadata, each as JSON: `image_size`, `image_mean` and `image_std` of
+    """Metadata of an ONNX file of images, each as JSON: `image_size`, `image_mean` and `image_std` of
     inputs that were in [0, 1], and `labels`, where `names`, as of id2label, says them."""
     facts = {
         "image_size": source.image_size,

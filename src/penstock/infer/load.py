@@ -216,21 +216,21 @@ _UNAPPLIED: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "typical_p"), ("", (1,))),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "penalty_alpha", "epsilon_cutoff", "eta_cutoff"), ("", (0,))),
 }  # fmt: skip
-"""What transformers obeys in generation_config.json and is not applied here by itself: our setting of the same meaning,
-if there is one, and the values that ask for nothing."""
+"""Entries of generation_config.json that transformers obeys and that are not applied here by themselves: our setting of
+the same meaning, if there is one, and the values that ask for nothing."""
 _DRAWING = {"temperature": (1,), "top_k": (0,), "top_p": (1,), "min_p": (0,)}
 """The same, where tokens are drawn, by the same names here."""
 
 
 def unapplied(settings: dict[str, Any]) -> list[str]:
-    """What a model's folder, by `settings_in`, asks transformers for and is not applied: words for each, with the
+    """Words for each setting of a model's folder, by `settings_in`, that transformers applies and we do not, with the
     setting by which to ask for it."""
     asked = {
         name: value
         for name, value in settings.items()
         if value not in _UNAPPLIED.get(name, ("", (value,)))[1]
     }
-    words = [f"{name}={value} ({_UNAPPLIED[name][0] or 'not supported'})" for name, value in asked.items()]
+    words = [f"{name}={value} ({_UNAPPLIED[name][0] or 'not supported'})" for name, value in given.items()]
     if settings.get("do_sample") is True:
         drawn = {
             name: settings[name] for name, idle in _DRAWING.items() if settings.get(name, idle[0]) not in idle

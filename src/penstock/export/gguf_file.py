@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.boundary.packages import package
-from penstock.data.text.open import found_in
 from penstock.errors import ConfigError, NumericError
 from penstock.export import ExportType
+from penstock.infer.load import tokenizer_in
 from penstock.models.convert.files import read_json, settings_in
 from penstock.models.convert.text import text_pending
 from penstock.models.convert.text_config import write_text_config
@@ -138,7 +138,7 @@ def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
 
 def _add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
     """Tokens, merges and special tokens, as llama.cpp wants them."""
-    tokenizer = found_in(folder)
+    tokenizer = tokenizer_in(folder)
     if tokenizer is None or not (folder / "tokenizer.json").is_file():
         writer.add_tokenizer_model("no_vocab")
         return

@@ -225,7 +225,7 @@ _DRAWING = {"temperature": (1,), "top_k": (0,), "top_p": (1,), "min_p": (0,)}
 def unapplied(settings: dict[str, Any]) -> list[str]:
     """Words for each setting of a model's folder, by `settings_in`, that transformers applies and we do not, with the
     setting by which to ask for it."""
-    asked = {
+    given = {
         name: value
         for name, value in settings.items()
         if value not in _UNAPPLIED.get(name, ("", (value,)))[1]
@@ -240,6 +240,11 @@ def unapplied(settings: dict[str, Any]) -> list[str]:
         each for each in settings.get("bad_words_ids") or () if isinstance(each, list) and len(each) > 1
     ]
     return [*words, f"bad_words_ids of several tokens, {len(several)} (not supported)"] if several else words
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model's folder, None if it has none."""
+    return found_in(folder)
 
 
 def _telling(model: Any) -> Any:

@@ -22,7 +22,7 @@ def _seeds() -> dict[str, bytes]:
 def _enter(name: str, data: bytes) -> None:
     for channels in (1, 3):
         try:
-            decode(data, np.empty((32, 32, channels), np.uint8), max_pixels=100_000_000)
+            decode(data, np.empty((32, 32, channels), np.uint8), max_pixels=100_000_000, white=65_535)
         except Unreadable as error:
             raise DataError(f"The image cannot be read: {error}.") from error
 
@@ -97,6 +97,7 @@ def _pngs() -> st.SearchStrategy[bytes]:
             b"fcTL",
             b"fdAT",
             b"pHYs",
+            b"sBIT",
             b"IEND",
         )
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.config.model import PRESETS
 from penstock.config.run import DataConfig
 from penstock.data.text.chat import ChatWriter, Template, template_of, within
 from penstock.data.text.conversations import give_template, open_conversations, open_preferences
@@ -17,6 +18,7 @@ from penstock.data.text.messages import conversation_of
 from penstock.data.text.open import in_folder
 from penstock.data.text.tokenizers import Bytes, Tokenizer
 from penstock.errors import ConfigError, DataError
+from penstock.train.prepare import write_beside
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<sop>"]
 ASKS = '{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}'
@@ -278,6 +280,9 @@ def test_a_template_without_an_end_teaches_the_mark_that_follows(
     assert _shown(rows, tmp_path, ours) == wanted
     source = open_conversations(_write(rows * 5, tmp_path), ours, "train", length=99)
     assert [ours.words()[number] for number in source.ends] == ["<|user|>"]
+    write_beside(PRESETS["gpt-tiny"], source, tmp_path / "beside")
+    ends = json.loads((tmp_path / "beside" / "config.json").read_text())["eos_token_id"]
+    assert [ours.words()[number] for number in ends] == ["<|im_end|>", "<|user|>"]
     assert "no special token" not in caplog.text
     ours, _ = _with(folder, UNENDED)
     assert "[[ b\n]]" in _shown(rows, tmp_path, ours)

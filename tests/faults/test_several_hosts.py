@@ -68,7 +68,7 @@ class Run:
     def goes_on(self, agent: Agent, world: int) -> float:
         """Wait until a step is taken that was not yet, by `world` ranks; returns the seconds that it took."""
         begun, known = time.monotonic(), len(self.steps)
-        agent.until(lambda: self.steps[known:] != [] and self.steps[-1][1] == world)
+        agent.until(lambda: self.steps[known:] != [] and self.steps[-1][1] == world, LONG)
         return time.monotonic() - begun
 
 
@@ -98,22 +98,17 @@ def _rank_0_lost(folder: Path, lost_seconds: float) -> float:
     assert "node 1 of 2: its ranks talk over eth0." in b.said
     assert "Node 0 (node-1) is lost" in b.said
     assert "in use" not in b.said
+    assert "lapse" not in b.said, "it did not wait"
     no_orphans(folder)
     return seconds
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=whole)])
 def test_the_host_of_rank_0_is_lost_and_the_other_goes_on(tmp_path: Path, times: int) -> None:
     """The lock of the run is its. Each host's own name is a loopback address there."""
-    slowest = 0.0
-    for number in range(times):
-        (tmp_path / str(number)).mkdir()
-        slowest = max(slowest, _rank_0_lost(tmp_path / str(number), LOST if times > 1 else 5.0))
-    assert slowest < 100, "the lock lapses later"
-    if times > 1:
-        note(
-            "the node with rank 0 is lost", hosts=2, times=times, slowest_seconds_until_the_next_save=slowest
-        )
+    seconds = _rank_0_lost(tmp_path, LOST if times else 5.0)
+    if times:
+        note("the node with rank 0 is lost", hosts=2, times=times, seconds_until_two_more_saves=seconds)
 
 
 @whole
@@ -169,7 +164,7 @@ def test_a_link_comes_back_in_time_or_falls_silent(tmp_path: Path, times: int) -
 
 @whole
 def test_nodes_come_late_are_lost_and_come_back(tmp_path: Path) -> None:
-    run, times = Run(tmp_path, "1:2", "10.231.77.1"), 2
+    run, times = Run(tmp_path, "1:2", "10.231.77.1"), 1
     slowest = dict.fromkeys(("joined", "killed", "lost"), 0.0)
 
     def took(what: str, world: int) -> None:

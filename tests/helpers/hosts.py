@@ -64,10 +64,11 @@ class Host:
             return
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if os.readlink(entry / "ns" / "net") == self._net:
+                if os.readlink(entry / "ns" / "net") == self._net and int(entry.name) != self._holder.pid:
                     os.kill(int(entry.name), 9)
             except OSError:
                 continue  # it has ended
+        self._holder.kill()  # the last: until then no other namespace has its number
         self._holder.communicate()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +170,19 @@ def test_impossible_degrees_are_named() -> None:
 def test_generation_is_predicted_by_the_package() -> None:
     assert penstock.predict_inference is predict_inference
     assert penstock.Serving is Serving
+
+
+def test_launches_of_a_gpu_are_priced_as_they_were_measured() -> None:
+    """GPT-2 on an H200: 128 tokens of 8 texts in 584 ms, launched one by one (generate_h200.json)."""
+    path = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "generate_h200.json"
+    (cell,) = json.loads(path.read_text())["cells"]
+    given = {"batch": cell["batch"], "prompt": cell["prompt"], "generated": cell["new"]}
+    alone, launched = (
+        predict_inference(PRESETS["gpt2"], load_machine("h200"), Serving(**given, launched=each))
+        for each in (False, True)
+    )
+    seconds = cell["batch"] * cell["new"] / launched.tokens_per_second
+    assert seconds == pytest.approx(statistics.median(cell["seconds"]["penstock"]), rel=0.05)
+    assert alone.decode_seconds_per_token < launched.decode_seconds_per_token / 5
+    large = [predict_inference(LLAMA, H100, Serving(batch=256, launched=each)) for each in (False, True)]
+    assert large[0].prefill_seconds == large[1].prefill_seconds, "a busy device hides its launches"

@@ -35,7 +35,7 @@ def found(model: ModelConfig, requests: str, machine: str = "a100-80g", **asked:
 def test_more_traffic_takes_more_devices_and_a_tighter_limit_splits_layers() -> None:
     slow = found(LLAMA, "rate=2 in=512 out=128", p95_latency="10s", count=200)
     busy = found(LLAMA, "rate=60 in=512 out=128", p95_latency="4s", gpus="1..8", count=500)
-    fast = found(LLAMA, "rate=2 in=512 out=128", p95_latency="1s", count=200)
+    fast = found(LLAMA, "rate=1 in=4096 out=8", p95_latency="350ms", count=200)
     assert (slow.choice.gpus, slow.choice.type) == (1, "bf16")
     assert busy.choice.gpus > 2
     assert fast.choice.tp > 1

@@ -20,6 +20,11 @@ LEGEND = (
     "results: --types int8,fp8,int4 allows them."
 )
 
+LAUNCHED = (
+    "Steps are those of penstock.sh, whose operators Python launches one by one; vLLM records them, and is quicker "
+    "where a step is short."
+)
+
 
 def show(
     config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], result: Ranking, files: Sequence[str]
@@ -32,6 +37,8 @@ def show(
     console.print(f"{config.called} on {machine.name}: {len(arrivals):,} requests{rate}, simulated.")
     console.print(terminal_table(table(config, result), console.width))
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
+    if machine.device != "cpu":
+        console.print(LAUNCHED, style="dim", soft_wrap=True)
     for words in dict.fromkeys(layout.assumption for layout in result.layouts[: config.top]):
         if words:
             console.print(f"note: {words}", soft_wrap=True)

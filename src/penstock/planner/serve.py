@@ -28,6 +28,10 @@ PASS_LAUNCHES, BLOCK_LAUNCHES, TEXT_LAUNCHES = 80.0, 190.0, 5.0
 """Python's work on a CPU in a pass, in each of its blocks and for each text, counted in the smallest of operators
 (`Machine.launch_seconds`), besides the listed ones. Fitted to steps of our engine with GPTs of width 16, of 2 and of 8
 blocks."""
+GPU_PASS_LAUNCHES, GPU_BLOCK_LAUNCHES, GPU_TEXT_LAUNCHES = 32.0, 71.0, 4.0
+"""Python's work for a GPU in a pass, in each of its blocks and for each text, counted in launches of one operator
+(`Machine.launch_seconds`), all of them. Fitted to GPT-2 on an H200: 128 tokens of 8 texts took 584 ms, launched one by
+one, where the device alone needs 47 (benchmarks/results/generate_h200.json)."""
 CACHE_PASSES = 3.0
 """How often a step on a CPU passes over keys and values: it gathers them from the blocks of the paged cache, which
 reads and writes, and attends to them."""
@@ -60,6 +64,9 @@ class Serving:
     """Per number of the key–value cache."""
     half: bool = True
     """Whether the device computes in half precision where it can; else in fp32."""
+    launched: bool = False
+    """Whether Python launches the operators of a GPU one by one, as our server does; else the device's work alone is
+    counted, as where steps are recorded."""
     weights: Products = "packed"
     """How linear layers store their weights and multiply, as `weights=` of generation says; `packed` is what `auto`
     means on a CPU, and a GPU multiplies plain ones. With `fp8` those inside blocks do, all else is in half precision,
@@ -191,11 +198,12 @@ class Passes:
         """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
         work = workload_of(_sized(self.model, tokens), self._terms(samples))
         if not self.model.graph.generates:
-            return sum(part.count * self._seconds(part) for part in work.parts)
+            return max(sum(part.count * self._seconds(part) for part in work.parts), self._launches(samples))
         # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
         blocks = sum(part.count * self._seconds(part) for part in work.blocks)
         # Only the last token of a prompt needs an output.
-        return blocks + self._ends(samples) + self._between(samples * tokens) + self._host(samples)
+        busy = blocks + self._ends(samples) + self._between(samples * tokens) + self._host(samples)
+        return max(busy, self._launches(samples))
 
     def decode(self, samples: int, cached: int) -> float:
         """One token of each of `samples` sequences, with `cached` tokens of each in the cache: of all stages, one after
@@ -205,7 +213,8 @@ class Passes:
         work = workload_of(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
         blocks = [part for part in work.blocks if part.block and part.block.causal]
         token = sum(part.count * self._seconds(part, again=True) for part in blocks)
-        return token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
+        busy = token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
+        return max(busy, self._launches(samples))
 
     def parts(self) -> Iterator[tuple[int, Part]]:
         """The parts of all passes of a decoder's batch, each with how often it runs: of the prompts, then of one token
@@ -249,6 +258,15 @@ class Passes:
                 if rates.cpu:
                     total += op.launches * rates.machine.launch_seconds
         return total
+
+    def _launches(self, samples: int) -> float:
+        """Seconds that Python takes to launch a pass on a GPU, beside which the device computes."""
+        if self.rates.cpu or not self.serving.launched:
+            return 0.0
+        graph = self.model.graph
+        depth = sum(run.stack.depth for run in graph.written or graph.runs[-1:])
+        launches = GPU_PASS_LAUNCHES + depth * GPU_BLOCK_LAUNCHES + samples * GPU_TEXT_LAUNCHES
+        return launches * self.rates.machine.launch_seconds
 
     def _host(self, samples: int, cached: int = 0) -> float:
         """Additional seconds of our engine on a CPU."""

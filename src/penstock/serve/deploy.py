@@ -198,7 +198,7 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
     half = kind != "fp32" and (machine.device != "cpu" or kind in HALVES)
     return Serving(
         tp=tp, pp=pp, ep=ep, weight_bytes=BYTES[kind], cache_bytes=2.0 if half else 4.0, half=half,
-        weights=WEIGHTS.get(kind, "packed"),
+        weights=WEIGHTS.get(kind, "packed"), launched=True,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def found(model: ModelConfig, requests: str, machine: str = "a100-80g", **asked:
 def test_more_traffic_takes_more_devices_and_a_tighter_limit_splits_layers() -> None:
     slow = found(LLAMA, "rate=2 in=512 out=128", p95_latency="10s", count=200)
     busy = found(LLAMA, "rate=60 in=512 out=128", p95_latency="4s", gpus="1..8", count=500)
-    fast = found(LLAMA, "rate=1 in=4096 out=8", p95_latency="350ms", count=200)
+    fast = found(LLAMA, "rate=2 in=512 out=128", p95_latency="1s", count=200)
     assert (slow.choice.gpus, slow.choice.type) == (1, "bf16")
     assert busy.choice.gpus > 2
     assert fast.choice.tp > 1
@@ -44,6 +44,19 @@ def test_more_traffic_takes_more_devices_and_a_tighter_limit_splits_layers() -> 
         assert not one.choice.why
         assert all(layout.why for layout in one.layouts[1:])
         assert one.choice.memory_bytes <= A100.memory_bytes
+
+
+def test_the_forecast_is_of_the_server_whose_script_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """Our own launches operators one by one; without weights there is vLLM's script alone, which records its steps."""
+    recorded, ours = (
+        found(PRESETS["gpt2"], "rate=2 in=64 out=16", "h100", gpus="1", weights=weights, count=20).choice
+        for weights in (None, "folder")
+    )
+    assert ours.served.per_token.p50 > 3 * recorded.served.per_token.p50
+    words = ["deploy", "gpt2", "--gpus", "1", "--requests", "rate=2 in=64 out=16", "--count", "20"]
+    for more, said in ((["--weights", "folder"], "Python launches one by one"), ([], "records its steps")):
+        assert main([*words, *more]) == 0
+        assert said in capsys.readouterr().out
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:

@@ -198,7 +198,7 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
     half = kind != "fp32" and (machine.device != "cpu" or kind in HALVES)
     return Serving(
         tp=tp, pp=pp, ep=ep, weight_bytes=BYTES[kind], cache_bytes=2.0 if half else 4.0, half=half,
-        weights=WEIGHTS.get(kind, "packed"), launched=True,
+        weights=WEIGHTS.get(kind, "packed"),
     )  # fmt: skip
 
 
@@ -216,7 +216,10 @@ def _replicas(
     counts = sorted({gpus // (tp * pp) for gpus in config.devices if gpus % (tp * pp) == 0})
     if not counts:
         return
-    serving = replace(_serving(model, machine, kind, tp, pp), spare=way.spare, uneven=way.uneven)
+    # A script of our own server is written where there are weights, and no stages.
+    ours = config.weights is not None and pp == 1
+    serving = _serving(model, machine, kind, tp, pp)
+    serving = replace(serving, spare=way.spare, uneven=way.uneven, launched=ours)
     each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
     capacity = int(min(1 << 30, room / each if each else 1 << 30)) if room > 0 else 0
     plain = Layout(

@@ -22,6 +22,7 @@ class ExitCode(IntEnum):
     NUMERIC = 6
     OUT_OF_MEMORY = 7
     HANG = 8
+    NOTHING_APPLIED = 9
     SAVED_REQUEUE = 75
     INTERRUPTED = 130
 

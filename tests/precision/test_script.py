@@ -72,7 +72,10 @@ def test_bare_loop(capsys: pytest.CaptureFixture[str], tmp_path: Path, level: st
     lines = half.told.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith(f"penstock: {level} in {dtype}: ")
-    assert lines[1] == "penstock:   accelerated Sequential (226 weights), trained by AdamW (6 tensors)"
+    assert lines[1] == (
+        "penstock:   accelerated Sequential (226 weights), trained by AdamW (6 tensors): "
+        f"2 of 2 matrix products in {dtype}"
+    )
     stored = torch.load(saved, weights_only=True)
     assert {value.dtype for value in stored["model"].values()} == {torch.float32}
     if level != "O3":
@@ -214,7 +217,8 @@ def test_a_script_with_its_own_mixed_precision_is_left_alone(
     half = _run(capsys, "timm_style.py", "--amp", level="O1", dtype=dtype)
     assert half.found == plain.found
     assert half.products == plain.products
-    assert half.told == "penstock: left alone Mixer: it runs under the script's own torch.autocast\n"
+    why = "left alone Mixer: it runs under the script's own torch.autocast"
+    assert half.told == f"penstock: {why}\npenstock: nothing was accelerated: {why}\n"
 
 
 class Spy:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cyclopts import App, CycloptsError, CycloptsPanel, UnknownOptionError
 
@@ -111,7 +111,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A `PenstockError` becomes a message on stderr and an exit code, and so does an error of the system about a file or a
     disk. Any other error is a bug, ours or a library's, and shows its traceback.
     """
-    typed = sys.argv[1:] if arguments is None else arguments
+    if arguments is not None:
+        with _restored():
+            return _main(arguments)
+    return _main(sys.argv[1:])
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Undo what a script leaves as its own when it ends, for a caller that goes on."""
+    main_module, argv, path = sys.modules["__main__"], list(sys.argv), list(sys.path)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
+        sys.argv[:], sys.path[:] = argv, path
+
+
+def _main(typed: Sequence[str]) -> int:
     if not typed:
         print(GREETING)
         return int(ExitCode.DONE)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import io
 import os
 import runpy
 import sys
+import threading
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+from typing import Any
 
 from penstock.errors import ConfigError
 
@@ -26,51 +28,50 @@ _HERE = str(Path(__file__).parent)
 def run_script(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
     """Run a file, folder or zip archive with a `__main__.py`, or with `module` a module, as `python` would.
 
-    Passes on whatever the script raises, SystemExit included. Raises ConfigError if there is no such script.
+    `__main__`, `sys.argv` and `sys.path` stay the script's, for its threads and atexit functions. Passes on whatever
+    the script raises, SystemExit included. Raises ConfigError if there is no such script.
     """
     if not module and not Path(target).exists():
         raise ConfigError(
             f"There is no script {target!r} in {os.getcwd()}; give its path, or a module with -m."
         )
-    with _as_main(target, arguments, module=module):
-        if module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        elif Path(target).is_dir() or zipfile.is_zipfile(target):
-            runpy.run_path(target, run_name="__main__")
-        else:
-            _run_file(target)
-
-
-def _run_file(target: str) -> None:
-    """Do what runpy.run_path does, but with an absolute `__file__` and `sys.argv[0]` as typed, like Python itself."""
-    path = os.path.abspath(target)
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    main = ModuleType("__main__")
-    main.__dict__.update(
-        __file__=path, __builtins__=builtins, __spec__=None, __cached__=None,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
-    )  # fmt: skip
-    before = sys.modules["__main__"]
-    sys.modules["__main__"] = main
-    try:
-        exec(code, main.__dict__)
-    finally:
-        sys.modules["__main__"] = before
-
-
-@contextmanager
-def _as_main(target: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as the script expects them."""
-    argv, path = list(sys.argv), list(sys.path)
     sys.argv[:] = [target, *arguments]
-    if not sys.flags.safe_path:
+    archive = not module and (Path(target).is_dir() or zipfile.is_zipfile(target))
+    folder = target if archive else os.getcwd() if module else os.path.dirname(os.path.realpath(target))
+    if archive or not sys.flags.safe_path:
         # `python` puts the script's folder, or the current one, first; here the folder of this program is first.
-        sys.path[0:1] = [os.getcwd() if module else os.path.dirname(os.path.realpath(target))]
+        sys.path[0:1] = [folder]
+    main = ModuleType("__main__")
+    if archive or module:
+        spec = PathFinder.find_spec("__main__", [target]) if archive else _spec_of(target)
+        loader: Any = None if spec is None else spec.loader
+        if spec is None or loader is None:
+            raise ConfigError(f"There is no {'__main__.py in' if archive else 'module'} {target!r} to run.")
+        sys.argv[0] = target if archive else str(spec.origin)
+        code: CodeType = loader.get_code(spec.name)
+        place, cached, main.__package__ = spec.origin, spec.cached, spec.parent
+    else:
+        # An absolute `__file__`, and `sys.argv[0]` as typed, like Python itself.
+        spec, cached, place = None, None, os.path.abspath(target)
+        loader = SourceFileLoader("__main__", place)
+        with io.open_code(place) as file:
+            code = compile(file.read(), place, "exec", dont_inherit=True)
+    names = {"__file__": place, "__spec__": spec, "__cached__": cached, "__loader__": loader}
+    main.__dict__.update(names, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """The module that `python -m NAME` runs: of a package, its `__main__`."""
     try:
-        yield
-    finally:
-        sys.argv[:], sys.path[:] = argv, path
+        spec = importlib.util.find_spec(name)
+        package = spec is not None and spec.submodule_search_locations is not None
+        return importlib.util.find_spec(f"{name}.__main__") if package else spec
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.__main__".startswith(error.name):
+            raise  # something that the package itself imports
+        return None
 
 
 def show(error: BaseException) -> None:
@@ -108,39 +109,43 @@ def when_imported(name: str, then: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if finder in sys.meta_path:
+        with contextlib.suppress(ValueError):
             sys.meta_path.remove(finder)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Finds a module as the finders after it do, so that it may be looked up without being imported, by any thread and
+    any number of times; what they find calls a function once the module was imported.
+    """
+
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
-        self._then = then
+        self._then: Callable[[], None] | None = then
+        self._lock = threading.RLock()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._then is None:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._then)
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        execute: Any = getattr(loader, "exec_module", None)
+
+        def executed(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # the module shows no trace of this
+            execute(module)
+            self._imported()
+
+        if execute is not None:
+            with contextlib.suppress(AttributeError):
+                loader.exec_module = executed
         return spec
 
-
-class _Loader(importlib.abc.Loader):
-    """Another loader, and a function to call after it."""
-
-    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # the module shows no trace of this class
-        self._loader.exec_module(module)
-        self._then()
+    def _imported(self) -> None:
+        with self._lock:
+            then, self._then = self._then, None
+        if then is not None:
+            then()

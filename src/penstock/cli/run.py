@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+import threading
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from penstock.boundary.files import quoted
-from penstock.cli._script import place_in_script, run_script, show, when_imported
+from penstock.cli._changes import Changes
+from penstock.cli._script import place_in_script, run_script, show
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, ExitCode, PenstockError
 
@@ -21,6 +25,7 @@ def run(
     dtype: Annotated[Literal["auto", "bf16", "fp16"], Parameter(env_var="PENSTOCK_DTYPE")] = "auto",
     option: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
+    strict: Annotated[bool, Parameter(negative="")] = False,
     watch: Annotated[str | None, Parameter(show=False)] = None,
 ) -> int:
     """Run a training script in mixed precision, or under a Plan, unchanged.
@@ -49,6 +54,8 @@ def run(
         A property of the level, such as loss_scale=1024; may be repeated. docs/how-to/run.md lists them.
     module
         SCRIPT is the name of a module.
+    strict
+        End with exit code 9 where the script ended well and nothing was accelerated.
     watch
         Where `penstock tune` listens.
     """
@@ -59,51 +66,42 @@ def run(
     overrides = dict(_setting(text) for text in option)
     if plan is not None:
         _require_only(plan, precision, dtype, overrides)
-    installed: list[Any] = []
-    watches: list[Any] = []
-    unfit: list[PenstockError] = []
-
-    def install() -> None:
-        from penstock.precision.script import Interception
-
-        settings: dict[str, Any] = {"precision": precision or "O1", "dtype": dtype, **overrides}
-        try:
-            if plan is not None:
-                from penstock.tune.switches import ScriptSwitches
-
-                switches: Any = ScriptSwitches(plan)
-                settings = {**switches.precision, **overrides}
-                if watch is not None:
-                    from penstock.tune.watch import ScriptWatch
-
-                    switches = ScriptWatch(switches, watch)
-                    watches.append(switches)
-                settings["switches"] = switches
-            installed.append(Interception(say=_say, **settings).install())
-        except PenstockError as error:
-            unfit.append(error)
-            raise
-
-    finished = True
-    ended: Exception | None = None
+    else:
+        overrides = {"precision": precision or "O1", "dtype": dtype, **overrides}
+    changes = Changes(overrides, plan, watch)
+    threads = set(threading.enumerate())
+    ended: BaseException | None = None
+    code = 0
+    changes.begin()
     try:
-        with when_imported("torch", install):
-            run_script(script, arguments, module=module)
+        run_script(script, arguments, module=module)
+    except SystemExit as error:
+        ended, code = error, 1 if error.code else 0
     except PenstockError as error:
-        finished, ended = False, error
-        place = None if error in unfit else place_in_script(error)
+        ended, code = error, int(error.exit_code)
+        place = None if error is changes.unfit else place_in_script(error)
         print(f"penstock: {error}" + (f"\n  at {place}" if place else ""), file=sys.stderr)
-        return int(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the script's own, shown as Python shows it
-        finished, ended = False, error
+        ended, code = error, 1
         show(error)
-        return 1
-    finally:
-        for interception in installed:
-            interception.remove(finished=finished)
-        for script_watch in watches:
-            script_watch.end(ended)
-    return int(ExitCode.DONE)
+    except BaseException as error:
+        changes.end(error)
+        raise
+    if any(not thread.daemon for thread in {*threading.enumerate()} - threads):
+        # They may still train or save; Python waits for them, and calls this after the script's own exit functions.
+        atexit.register(_end_late, changes, ended, code, strict)
+    elif not changes.end(ended) and code == 0 and strict:
+        return int(ExitCode.NOTHING_APPLIED)
+    if isinstance(ended, SystemExit):
+        raise ended
+    return code
+
+
+def _end_late(changes: Changes, ended: BaseException | None, code: int, strict: bool) -> None:
+    if not changes.end(ended) and code == 0 and strict:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(ExitCode.NOTHING_APPLIED))
 
 
 _OWN = ("device", "dtype", "level", "precision", "say", "switches")
@@ -141,7 +139,3 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, float(word)
     except ValueError:
         return name, word
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

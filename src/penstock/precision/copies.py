@@ -7,6 +7,7 @@ in fp32: it loads where there is no Penstock, and under `torch.serialization.saf
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from penstock.precision.state_hooks import (
     remove_hooks,
     take_masters,
 )
-from penstock.precision.subclass import StandIns
+from penstock.precision.subclass import StandIns, asked_by
 from penstock.products.convert import convert_linears
 
 _KINDS: list[ModuleStandIns] = []
@@ -40,13 +41,24 @@ class ModuleStandIns(StandIns):
         def with_copies(cls: type[nn.Module]) -> dict[str, Any]:
             return {
                 **attributes(cls),
-                "__deepcopy__": lambda module, memo: self._deep(module, memo),
+                "__deepcopy__": property(lambda module: self._copier(module, cls, asked=asked_by("copy"))),
                 "__copy__": lambda module: self._copied(module, lambda: copy.copy(module)),
                 "__reduce_ex__": lambda module, protocol: plain(module).__reduce_ex__(protocol),
             }
 
         super().__init__(with_copies)
         _KINDS.append(self)
+
+    def _copier(self, module: nn.Module, cls: type[nn.Module], *, asked: bool) -> Any:
+        """The module's `__deepcopy__` where copy.deepcopy asks for it. A wrapper that forwards what it lacks to this
+        module, as PEFT's do, must not take it for its own.
+        """
+        if asked:
+            return functools.partial(self._deep, module)
+        own: Any = getattr(cls, "__deepcopy__", None)
+        if own is None:
+            raise AttributeError("__deepcopy__")
+        return own.__get__(module)
 
     def _deep(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         adopt_weights(module)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.optim.clip import clipping_divisor, divide_, grad_norm, gradients_of
@@ -37,6 +38,12 @@ class Gradients:
         """Scaler that the scale comes from."""
         self.prepared = False
         """Whether a loss was scaled since the last step."""
+        self.stepping = False
+        """Whether the optimizer's step is under way."""
+        self.held_step: RemovableHandle | None = None
+        """Hook that refuses a step that was held before."""
+        self.in_backward = False
+        """Whether a backward pass is under way whose gradients are multiplied by the loss scale until its end."""
         self.unsynced = False
         """Whether some of them are this rank's alone, until a later backward pass averages them."""
         self.yielded: weakref.ref[Tensor] | None = None
@@ -124,6 +131,13 @@ class Gradients:
     @torch.no_grad()
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """The optimizer's step on true gradients, skipped where one of them is not finite."""
+        self.stepping = True
+        try:
+            return self._step(update, closure)
+        finally:
+            self.stepping = False
+
+    def _step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         masters = self.session.masters
         loss: Any = None
         if self.session.precision.scales:
@@ -178,6 +192,12 @@ class Gradients:
             return closure()
 
     def _scaled_step(self, update: Callable[..., Any]) -> Any:
+        if self.in_backward:
+            raise ConfigError(
+                "optimizer.step() was called inside the backward pass, by a hook, where gradients are multiplied by "
+                "the loss scale until the pass is over; use --dtype bf16, which needs no loss scale, or step after "
+                "loss.backward()."
+            )
         self._warn_of_changes()
         self.collect()
         scaler = self.scaler

@@ -35,6 +35,7 @@ def attend(own: Gradients) -> None:
     optimizer = own.optimizer
     stepping = optimizer.__dict__.get("step")
     _STAND_INS.put_on(optimizer)
+    own.held_step = optimizer.register_step_pre_hook(_require_own_step)
     if stepping is not None:  # a learning-rate scheduler wrapped it on the instance
 
         @functools.wraps(stepping)
@@ -47,13 +48,24 @@ def attend(own: Gradients) -> None:
 
 def release(optimizer: Optimizer) -> None:
     """Undo `attend`, and remove the optimizer's `Gradients`."""
-    optimizer.__dict__.pop("_penstock", None)
+    own = optimizer.__dict__.pop("_penstock", None)
+    if own is not None and own.held_step is not None:
+        own.held_step.remove()
     if not _STAND_INS.on(optimizer):
         return
     _STAND_INS.take_off(optimizer)
     stepping = getattr(optimizer.__dict__.get("step"), "_penstock", None)
     if stepping is not None:
         optimizer.step = stepping  # type: ignore[method-assign]
+
+
+def _require_own_step(optimizer: Optimizer, *_: Any) -> None:
+    """Raise ConfigError where a step was held since before `accelerate`, which knows of no loss scale or masters."""
+    if not gradients_beside(optimizer).stepping:
+        raise ConfigError(
+            f"A step of this {type(optimizer).__name__} was taken by itself, as `step = optimizer.step`, before "
+            "penstock.accelerate, and would leave the model as it is; take it afterwards."
+        )
 
 
 def _call(step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:

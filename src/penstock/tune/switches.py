@@ -72,6 +72,11 @@ class ScriptSwitches:
         require(self.plan, run=True)
 
     @property
+    def asks(self) -> bool:
+        """Whether there is anything to apply beside the precision."""
+        return bool(self.named - {*PRECISION})
+
+    @property
     def precision(self) -> dict[str, Any]:
         """The arguments of `penstock.precision.script.Interception` that they mean."""
         named = {name: getattr(self.plan, name) for name in PRECISION if name in self.named}

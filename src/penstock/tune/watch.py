@@ -76,6 +76,9 @@ class ScriptWatch:
         self._patch_backward()
         register_optimizer_step_post_hook(self._stepped)
 
+    asks = False
+    """Nobody reads what this process says."""
+
     # -- what the script does
 
     def prepare(self, optimizer: Optimizer) -> None:

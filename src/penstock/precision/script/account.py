@@ -2,51 +2,105 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from penstock.optim.groups import parameters_of
+from penstock.precision.script.seen import Seen
 from penstock.precision.settings import Precision, auto_dtype
 
 Say = Callable[[str], None]
 
 
-class Account:
-    """Gathers what happened and reports it with `say`, on the first rank, when the next optimizer step is over."""
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """Models that were accelerated, until a backward pass has shown in which type they compute."""
 
-    def __init__(self, dtype: str, say: Say) -> None:
+    words: str
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    level: str
+    plain_products: bool
+    reaching: Seen = field(default_factory=Seen)
+    """Backward passes that give weights of the models a gradient."""
+    all_passes: Seen = field(default_factory=Seen)
+
+
+class Account:
+    """Gathers what happened and reports it with `say`, on the first rank, when the next optimizer step is over.
+    `applied` is called when something was applied.
+    """
+
+    def __init__(self, dtype: str, say: Say, applied: Callable[[], None] = lambda: None) -> None:
         self._dtype = dtype
         self._say = say
+        self._note_applied = applied
         self._header: str | None = None
         self._lines: list[str] = []
-        self._reported: set[str] = set()
-        self._accelerated = 0
+        self._reported: dict[str, None] = {}
+        self._claims: list[_Claim] = []
+        self._applied = False
 
     def accelerated(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
     ) -> None:
         """Some models and the optimizers that train them run in mixed precision now."""
-        self._accelerated += len(models)
-        if self._header is None:
+        if self._header is None and not self._claims:
             self._header = precision.describe()
             device = next((p.device for model in models for p in model.parameters()), None)
             if self._dtype == "auto" and device is not None and precision.dtype is not None:
                 self._header += f"; {precision.dtype_name} because {auto_dtype(device)[1]}"
-        names = ", ".join(f"{type(model).__name__} ({_weights([model])} weights)" for model in models)
-        self._line(f"accelerated {names}, trained by {_names(optimizers)}")
+        self._claim(models, optimizers, precision, f"trained by {_names(optimizers)}")
 
-    def joined(self, model: nn.Module) -> None:
+    def joined(self, model: nn.Module, optimizer: Optimizer, precision: Precision) -> None:
         """One more model of an accelerated optimizer was called for the first time."""
-        self._accelerated += 1
-        self._line(f"accelerated {type(model).__name__} ({_weights([model])} weights), trained by the same")
+        self._claim([model], [optimizer], precision, "trained by the same")
+
+    def _claim(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision, by: str
+    ) -> None:
+        names = ", ".join(f"{type(model).__name__} ({_weights([model])} weights)" for model in models)
+        plain = precision.products == "plain"
+        self._claims.append(_Claim(f"{names}, {by}", models, optimizers, precision.level, plain))
+
+    def backward(self, roots: Iterable[Any]) -> None:
+        """A backward pass begins, nested ones included: see in which types accelerated models have computed."""
+        if not self._claims:
+            return
+        seen = Seen()
+        leaves = set().union(*(seen.add(root) for root in roots))
+        for claim in self._claims:
+            owned = {id(p) for model in claim.models for p in model.parameters()}
+            for record in (claim.all_passes, *([] if owned.isdisjoint(leaves) else [claim.reaching])):
+                record.products += seen.products
+                record.compiled += seen.compiled
+
+    def stepped(self, optimizer: Optimizer | None = None) -> None:
+        """An optimizer, or all, have made their steps: what was seen of their models is what is reported."""
+        for claim in [c for c in self._claims if optimizer is None or optimizer in c.optimizers]:
+            self._claims.remove(claim)
+            seen = claim.reaching if claim.reaching.words() else claim.all_passes
+            words = seen.words()
+            if seen.all_wide and claim.plain_products:
+                self.left(claim.words, f"{claim.level} was applied, but all that was seen of it are {words}")
+                continue
+            self._line(f"accelerated {claim.words}: {words or 'in which type it computes could not be seen'}")
+            self._apply()
+
+    def _apply(self) -> None:
+        self._applied = True
+        self._note_applied()
 
     def switched(self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Sequence[str]) -> None:
         """Settings of a Plan beside its precision, if any, hold for a model and for the optimizers that train it."""
-        self._accelerated += 1
         if settings:
+            self._apply()
             self._line(
                 f"applied {' '.join(settings)} to {type(model).__name__} ({_weights([model])} weights), trained by "
                 f"{_names(optimizers)}"
@@ -58,18 +112,19 @@ class Account:
 
     def _line(self, line: str) -> None:
         if line not in self._reported:
-            self._reported.add(line)
+            self._reported[line] = None
             self._lines.append(line)
 
     @property
     def unreported(self) -> bool:
-        """Whether `tell` has something to say."""
-        return bool(self._lines)
+        """Whether `tell` has something to say, now or after a step."""
+        return bool(self._lines or self._claims)
 
     def tell(self) -> None:
         """Report what has not been reported yet."""
         lines, self._lines = self._lines, []
-        if not lines or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+        grouped = dist.is_available() and dist.is_initialized()
+        if not lines or (dist.get_rank() if grouped else int(os.environ.get("RANK", "0"))) != 0:
             return
         if self._header is not None:
             lines, self._header = [self._header, *(f"  {line}" for line in lines)], None
@@ -77,13 +132,20 @@ class Account:
 
     def conclude(self, trained: int) -> None:
         """The script has ended; it made `trained` optimizers."""
-        if not self._accelerated and not trained:
-            self.left(
-                "the script",
-                "it made no optimizer of torch.optim; whether it updates weights by hand cannot be seen from outside",
+        self.stepped()
+        if self._applied:
+            return
+        if not trained:
+            why = (
+                "the script made no optimizer of torch.optim; whether it updates weights by hand, or trains in "
+                "programs that it starts, cannot be seen from outside"
             )
-        elif not self._accelerated and not self._reported:
-            self.left("the script", "no model that an optimizer trains was called with gradients")
+        elif not self._reported:
+            why = "no model that an optimizer trains was called with gradients"
+        else:
+            why = "; ".join(self._reported)
+        self._header, self._lines = None, []
+        self._line(f"nothing was accelerated: {why}")
 
 
 def _weights(models: Iterable[nn.Module]) -> str:

@@ -7,7 +7,7 @@ sum afterwards changes no bit of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class ScaledBackward:
         all_of = [gradients_beside(optimizer) for optimizer in optimizers]
         for own in all_of:
             own.collect()
-        roots = _listed(tensors)
+        roots = listed(tensors)
         scaled = [own for own in all_of if own.session.scalers]
         taking, others = self._taking_part(scaled, roots, inputs)
         if taking:
@@ -73,6 +73,8 @@ class ScaledBackward:
         held = _distinct(leaf.grad for leaf in leaves)
         unscale_gradients(held, scale.double().reciprocal())  # to divide by the inverse is to multiply
         before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
+        for own in taking:
+            own.in_backward = True
         try:
             with torch.enable_grad():
                 starts = [start * scale.to(start.device) for start in starts]
@@ -80,6 +82,9 @@ class ScaledBackward:
         except BaseException:
             unscale_gradients(held, scale)
             raise
+        finally:
+            for own in taking:
+                own.in_backward = False
         done: set[int] = set()
         for own in taking:
             self._true_again(own, scale, before, done)
@@ -124,7 +129,7 @@ class ScaledBackward:
         if inputs is None:
             reached, hidden = leaves_behind(root.grad_fn for root in roots if isinstance(root, Tensor))
         else:
-            reached = {id(t): t for t in _listed(inputs) if isinstance(t, Tensor)}
+            reached = {id(t): t for t in listed(inputs) if isinstance(t, Tensor)}
         taking = []
         owned: set[int] = set()
         for own in scaled:
@@ -160,24 +165,23 @@ def leaves_behind(starts: Iterable[Any]) -> tuple[dict[int, Tensor], bool]:
     """Every tensor that a backward pass from some nodes gives a gradient, by id, and whether one of the nodes may run
     a backward pass of its own, as checkpointing does, whose leaves are not to be seen from here.
     """
-    leaves: dict[int, Tensor] = {}
-    hidden = False
-    seen = set(starts)
-    nodes = list(seen)
+    nodes = list(nodes_behind(starts))
+    leaves = (getattr(node, "variable", None) for node in nodes)
+    hidden = any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+    return {id(leaf): leaf for leaf in leaves if leaf is not None}, hidden
+
+
+def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
+    """Every node of the autograd graph that a backward pass from some nodes reaches."""
+    nodes = [start for start in starts if start is not None]
+    seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if node is None:
-            continue
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves[id(variable)] = variable
-        elif isinstance(node, torch.autograd.function.BackwardCFunction):
-            hidden = True
+        yield node
         for behind, _ in node.next_functions:
             if behind is not None and behind not in seen:
                 seen.add(behind)
                 nodes.append(behind)
-    return leaves, hidden
 
 
 # -- tensors
@@ -185,7 +189,7 @@ def leaves_behind(starts: Iterable[Any]) -> tuple[dict[int, Tensor], bool]:
 
 def _started(roots: list[Any], grad_tensors: Any) -> tuple[list[Tensor], list[Tensor]] | None:
     """Roots in fp32 at least and the gradients they start with; None where torch itself has something to say."""
-    given = [None] * len(roots) if grad_tensors is None else _listed(grad_tensors)
+    given = [None] * len(roots) if grad_tensors is None else listed(grad_tensors)
     if len(given) != len(roots):
         return None
     wide: list[Tensor] = []
@@ -203,7 +207,7 @@ def _started(roots: list[Any], grad_tensors: Any) -> tuple[list[Tensor], list[Te
     return wide, starts
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     if isinstance(value, Tensor | GradientEdge):
         return [value]
     return list(value.values() if isinstance(value, dict) else value)

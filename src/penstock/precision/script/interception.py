@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.multiprocessing
+import torch.export
+import torch.fx
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
+from penstock.precision.copies import plain
 from penstock.precision.script.account import Account, Say
-from penstock.precision.script.backward import ScaledBackward
+from penstock.precision.script.backward import ScaledBackward, listed
 from penstock.precision.script.pairing import Pairing, Switches
 from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
@@ -29,9 +30,9 @@ class Interception:
     """From `install` to `remove`, models that a script trains are accelerated by themselves.
 
     `precision`, `dtype` and `overrides` are those of `penstock.accelerate`; `say` is called with what was done, once,
-    after the first optimizer step (and again should the script start on another model), on rank 0. Which models and
-    optimizers belong together is found when a model is first called with gradients; see `pairing`. `switches` change
-    more than the precision.
+    after the first optimizer step (and again should the script start on another model), on rank 0; `applied` each time
+    that something was. Which models and optimizers belong together is found when a model is first called with
+    gradients; see `pairing`. `switches` change more than the precision.
 
     Raises:
         ConfigError: the level or its properties make no sense, or the script does what cannot work, when it does.
@@ -43,6 +44,7 @@ class Interception:
         precision: str = "O1",
         dtype: str = "auto",
         say: Say,
+        applied: Callable[[], None] = lambda: None,
         switches: Switches | None = None,
         **overrides: Any,
     ) -> None:
@@ -52,11 +54,9 @@ class Interception:
                 f"loss_scale={level.loss_scale!r} needs gradients in fp32 between the backward pass and the step, and "
                 f"{level.level} has none; use O2."
             )
-        self._settings = {
-            "precision": precision, "dtype": dtype, "say": say, "switches": switches, **overrides
-        }  # fmt: skip
         self._plain = level.dtype is None and switches is None
-        self._account = Account(dtype, say)
+        self._asks = level.dtype is not None or (switches is not None and switches.asks)
+        self._account = Account(dtype, say, applied)
         self._switches = switches
         self._pairing = Pairing(precision, dtype, overrides, self._account, switches)
         self._patches = ExitStack()
@@ -83,15 +83,12 @@ class Interception:
         patch(nn.Module, "zero_grad", _after(nn.Module.zero_grad, self._zeroed))
         scaler = torch.amp.grad_scaler.GradScaler
         patch(scaler, "__init__", _after(scaler.__init__, self._pairing.scaler_made))
-        # torch.multiprocessing.spawn, the function, looks up start_processes in the module whose name it hides.
-        processes: Any = sys.modules["torch.multiprocessing.spawn"]
-        spawning = self._spawning(processes.start_processes)
-        patch(torch.multiprocessing, "start_processes", spawning)
-        patch(processes, "start_processes", spawning)
+        for owner, name in ((torch.export, "export"), (torch.jit, "trace"), (torch.fx, "symbolic_trace")):
+            patch(owner, name, _of_plain(vars(owner)[name]))
         return self
 
     def remove(self, *, finished: bool = True) -> None:
-        """Undo `install`, and say what has not been said. Of a script that `finished`, say also if nothing was done."""
+        """Undo `install`, and say what was not said yet. Of a script that `finished`, say also if nothing was applied."""
         global _installed
         if _installed is not self:
             return
@@ -103,7 +100,7 @@ class Interception:
             self._step_hook = None
         if self._switches is not None:
             self._switches.remove()
-        if finished and not self._plain:
+        if finished and self._asks:
             self._account.conclude(self._pairing.made_count)
         self._account.tell()
 
@@ -127,18 +124,20 @@ class Interception:
 
     def _closing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The step of a class of optimizers. A closure that may make the first forward pass, as Lightning's does, is
-        called before the step, so that the step is already that of an accelerated optimizer.
+        called before the step, so that the step is already that of an accelerated optimizer. So is the one of a script
+        that has held `optimizer.step` since before.
         """
 
         @functools.wraps(original)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             closure = args[0] if args else kwargs.get("closure")
-            if closure is None or not self._pairing.waits_for(optimizer):
+            if closure is not None and self._pairing.waits_for(optimizer):
+                kwargs.pop("closure", None)
+                args = (_Called(closure), *args[1:])
+            own = optimizer.__dict__.get("_penstock")
+            if own is None or own.stepping or not _attended(optimizer):
                 return original(optimizer, *args, **kwargs)
-            kwargs.pop("closure", None)
-            called = _Called(closure)
-            now = type(optimizer).step if "_penstock" in optimizer.__dict__ else original
-            return now(optimizer, called, *args[1:], **kwargs)
+            return type(optimizer).step(optimizer, *args, **kwargs)
 
         return step
 
@@ -167,6 +166,7 @@ class Interception:
             options = {"retain_graph": retain_graph, "create_graph": create_graph}
             if grad_variables is not None:
                 options["grad_variables"] = grad_variables
+            self._account.backward(listed(tensors))
             optimizers = [o for o in self._pairing.accelerated if _attended(o)]
             # A backward pass inside another, as checkpointing runs it, is part of that one.
             if not optimizers or grad_variables is not None or self._in_backward:
@@ -179,13 +179,6 @@ class Interception:
                 self._in_backward = False
 
         return backward
-
-    def _spawning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def start_processes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(_Spawned(fn, self._settings), *args, **kwargs)
-
-        return start_processes
 
     # -- only while an optimizer waits
 
@@ -200,10 +193,11 @@ class Interception:
         self._watches = self._pairing.waits
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._account.stepped(optimizer)
         self._pairing.stepped(optimizer)
         self._account.tell()
         self._update_hooks()
-        if not self._pairing.waits and self._step_hook is not None:
+        if not (self._pairing.waits or self._account.unreported) and self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
 
@@ -237,6 +231,18 @@ def _after(original: Callable[..., Any], hook: Callable[[Any], None]) -> Callabl
     return both
 
 
+def _of_plain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that records a model: given an accelerated one, it gets what plain Python would have given it."""
+
+    @functools.wraps(original)
+    def recorded(model: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        marked = any(name.startswith("_penstock") for module in modules for name in module.__dict__)
+        return original(plain(model) if marked else model, *args, **kwargs)
+
+    return recorded
+
+
 class _Called:
     """A closure that was called already: the first call returns that loss."""
 
@@ -252,17 +258,3 @@ class _Called:
 def _attended(optimizer: Optimizer) -> bool:
     session = gradients_beside(optimizer).session
     return bool(session.scalers) or session.masters is not None
-
-
-class _Spawned:
-    """The function that a script runs in processes of its own, which begin with the interception of their parent."""
-
-    def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
-        self.function = function
-        self.settings = settings
-
-    def __call__(self, *args: Any) -> Any:
-        if _installed is not None:  # a fork has it already
-            return self.function(*args)
-        with Interception(**self.settings):
-            return self.function(*args)

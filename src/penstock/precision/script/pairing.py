@@ -38,6 +38,10 @@ _ENGINES = {"deepspeed": "DeepSpeed", "colossalai": "Colossal-AI", "megatron": "
 class Switches(Protocol):
     """Changes to a script beside its precision."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether the user asked for any, and has to hear where none was made."""
+
     def prepare(self, optimizer: Optimizer) -> None:
         """Change an optimizer that the script has just made. Raises ConfigError where it cannot be."""
 
@@ -250,7 +254,7 @@ class Pairing:
                 accelerate(root, **self._given)
                 gradients_beside(optimizer).session.models.append(root)
                 self._own_models.add(root)
-                self._account.joined(root)
+                self._account.joined(root, optimizer, gradients_beside(optimizer).session.precision)
             self._seen.update(root.modules())
             self._switch(root, [optimizer])
             for other in list(self._partly):
@@ -325,8 +329,9 @@ class Pairing:
         if replaced_forward(root) is not None:
             raise ConfigError(
                 f"The forward of {name} was replaced on the instance, as Hugging Face Accelerate does for "
-                "Trainer(bf16=True or fp16=True) and Accelerator(mixed_precision=…), which is mixed precision already. "
-                "Take that out of the script, or run it with plain python."
+                "Trainer(bf16=True or fp16=True) and Accelerator(mixed_precision=…), which is mixed precision already; "
+                "TRL's trainers have bf16 by default. Add `--bf16 False` to the script's arguments where it parses "
+                "them as these libraries do, write bf16=False into its configuration, or run it with plain python."
             )
         if precision.weights == "fp32":
             return

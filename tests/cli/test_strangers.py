@@ -1,0 +1,166 @@
+"""Scripts in the styles of other libraries, each in a process of its own: what `penstock run` made of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TUNED = Path(__file__).parents[1] / "tune" / "scripts"
+OTHERS = Path(__file__).parents[1] / "precision" / "scripts"
+pytestmark = pytest.mark.timeout(600)
+
+
+def _run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *words], cwd=folder, capture_output=True, text=True, timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def _written(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(textwrap.dedent(text), encoding="utf-8")
+    return "script.py"
+
+
+STEP = """\
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+"""
+ORDERS = {
+    "looked up, as transformers does": "import importlib.util\nassert importlib.util.find_spec('torch')\nimport torch",
+    "looked up often": (
+        "import importlib.util, pkgutil\nfor _ in range(3):\n    spec = importlib.util.find_spec('torch')\n"
+        "assert type(spec.loader).__name__ == 'SourceFileLoader' and spec.loader.get_code('torch')\n"
+        "assert any(m.name == 'torch' for m in pkgutil.iter_modules())\nimport torch"
+    ),
+    "looked up in threads": (
+        "import importlib.util, threading\n"
+        "threads = [threading.Thread(target=importlib.util.find_spec, args=('torch',)) for _ in range(8)]\n"
+        "[t.start() for t in threads], [t.join() for t in threads]\nimport torch"
+    ),
+    "a part first": "from torch.nn import functional\nimport torch",
+    "by hand": (
+        "import importlib.util, sys\nspec = importlib.util.find_spec('torch')\n"
+        "torch = sys.modules['torch'] = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(torch)"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "order", [next(iter(ORDERS)), *(pytest.param(o, marks=pytest.mark.slow) for o in [*ORDERS][1:])]
+)
+def test_torch_may_be_looked_up_before_it_is_imported(order: str, tmp_path: Path) -> None:
+    done = _run(
+        "run", "--strict", _written(tmp_path, ORDERS[order] + "\n" + textwrap.dedent(STEP)), folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        "accelerated Linear (68 weights), trained by SGD (2 tensors): 1 of 1 matrix product in bf16"
+        in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("x = 1", "the script did not import torch"),
+        ("import torch\ntorch.ones(2)", "the script made no optimizer of torch.optim"),
+        (
+            "import torch\nwith torch.autocast('cpu', torch.bfloat16):\n" + STEP,
+            "it runs under the script's own torch.autocast",
+        ),
+    ],
+)  # fmt: skip
+def test_nothing_accelerated_is_said_and_has_a_code(body: str, why: str, tmp_path: Path) -> None:
+    body = body if body.endswith(STEP) else textwrap.dedent(body)
+    for options, code in (((), 0), (("--strict",), 9)):
+        done = _run("run", *options, _written(tmp_path, body), folder=tmp_path)
+        last = done.stderr.strip().splitlines()[-1]
+        assert (done.returncode, last.startswith("penstock: nothing was accelerated: ")) == (code, True), (
+            done.stderr
+        )
+        assert why in last
+        if why.startswith("it runs"):
+            break  # one start of torch is enough here
+
+
+KINDS: dict[str, tuple[Path, str, str]] = {
+    "glue": (SCRIPTS, "glue_trainer.py 4 OUT", "accelerated BertForSequenceClassification"),
+    "nlp_example": (SCRIPTS, "nlp_example.py 4", "accelerated BertForSequenceClassification"),
+    "lora": (SCRIPTS, "lora.py 3 OUT", "accelerated PeftModelForCausalLM"),
+    "nanogpt": (SCRIPTS, "nanogpt.py 3 eager", "accelerated GPT"),
+    "workers": (SCRIPTS, "workers.py --save OUT", "accelerated Net"),
+    "spawned workers": (SCRIPTS, "workers.py --workers spawn", "accelerated Net"),
+    "imagenet": (TUNED, "imagenet.py --epochs 1", "accelerated "),
+    "timm": (TUNED, "timm_train.py 4", "accelerated "),
+    "gan": (OTHERS, "gan.py", "accelerated Sequential"),
+}
+QUICK = ("workers", "nanogpt")
+
+
+@pytest.mark.parametrize("plan", [False, True], ids=["O1", "plan"])
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_kinds_of_scripts(kind: str, plan: bool, tmp_path: Path) -> None:
+    folder, words, said = KINDS[kind]
+    options = ["--plan", "precision=O1 dtype=bf16 matmul=high"] if plan else ["--precision", "O1"]
+    out = tmp_path / "out"
+    out.mkdir()
+    line = [str(out) if word == "OUT" else word for word in words.split()]
+    done = _run("run", "--strict", *options, str(folder / line[0]), *line[1:], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr
+    assert " in bf16" in done.stderr.split(said)[1].splitlines()[0]
+    assert ("applied matmul=high" in done.stderr) == plan
+    if kind == "workers":
+        assert sorted(path.name for path in out.iterdir()) == ["exit.pt", "thread.pt"]
+    if kind == "lora":
+        assert (out / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "spawn",
+        pytest.param("fork", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_a_script_starts(method: str, tmp_path: Path) -> None:
+    done = _run("run", "--strict", str(SCRIPTS / "children.py"), method, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("accelerated Linear (68 weights)") == 2
+    assert "nothing was accelerated" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_mixed_already_is_told_what_to_type(tmp_path: Path) -> None:
+    done = _run("run", str(SCRIPTS / "glue_trainer.py"), "2", str(tmp_path), "--bf16", folder=tmp_path)
+    assert done.returncode == 2
+    assert "--bf16 False" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glue", "nlp_example", "lora", "nanogpt", "workers", "gan"])
+def test_tune_takes_the_same_scripts(kind: str, tmp_path: Path) -> None:
+    folder, words, _ = KINDS[kind]
+    line = [str(tmp_path) if w == "OUT" else "100000" if w in ("3", "4") else w for w in words.split()]
+    line += ["--epochs", "100000"] if kind == "workers" else []
+    options = ["--budget", "40", "--rungs", "matmul", "--output", str(tmp_path / "tuned")]
+    done = _run("tune", *options, str(folder / line[0]), *line[1:], folder=tmp_path)
+    if kind == "gan":
+        assert done.returncode == 2
+        assert "steps with several optimizers" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert f"{line[0]}" in done.stdout.strip().splitlines()[-1]
+        assert "weights, trained by" in done.stdout

@@ -88,7 +88,7 @@ class Interception:
         return self
 
     def remove(self, *, finished: bool = True) -> None:
-        """Undo `install`, and say what was not said yet. Of a script that `finished`, say also if nothing was applied."""
+        """Undo `install`, and say what was not said yet; of a script that `finished`, also that nothing was applied."""
         global _installed
         if _installed is not self:
             return

@@ -120,10 +120,11 @@ def _facts(
     images = [source for source in graph.inputs_of(PatchInput) if source.name in inputs]
     if form != "onnx" or not images or graph.condition is not None:
         return {}
-    processor = processor_of(folder, images[0])
+    settings = settings_in(folder)
+    processor = processor_of(folder, images[0], settings.get("image_range", 255))
     target.mkdir(parents=True, exist_ok=True)
     (target / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
-    return image_facts(processor, images[0], settings_in(folder).get("id2label"))
+    return image_facts(processor, images[0], settings.get("id2label"))
 
 
 def _write_compressed(

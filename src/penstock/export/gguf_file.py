@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from penstock.boundary.packages import package
+from penstock.config.theirs.read import read_json
 from penstock.config.theirs.text import write_text_config
 from penstock.errors import ConfigError, NumericError
 from penstock.export import ExportType
 from penstock.infer.load import tokenizer_in
-from penstock.models.convert.files import read_json, settings_in
+from penstock.models.convert.files import settings_in
 from penstock.models.convert.text import text_pending
 from penstock.models.model import Model
 

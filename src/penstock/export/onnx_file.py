@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.boundary.packages import package
 from penstock.config.graph import PatchInput
-from penstock.models.convert.files import read_json
+from penstock.config.theirs.read import read_json
 
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 """A function from inputs by name to outputs in their order."""
@@ -28,7 +28,7 @@ def packages() -> tuple[Any, Any]:
 PROCESSOR = "preprocessor_config.json"
 
 
-def processor_of(folder: Path, source: PatchInput) -> dict[str, Any]:
+def processor_of(folder: Path, source: PatchInput, white: float = 255) -> dict[str, Any]:
     """How images become inputs, in the form of transformers' preprocessor_config.json: that of a model's folder, or
     what training here does."""
     if (folder / PROCESSOR).is_file():
@@ -37,7 +37,7 @@ def processor_of(folder: Path, source: PatchInput) -> dict[str, Any]:
     middle = [0.5] * source.channels
     return {
         "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": source.image_size},
-        "do_center_crop": True, "crop_size": side, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_center_crop": True, "crop_size": side, "resample": 2, "do_rescale": True, "rescale_factor": 1 / white,
         "do_normalize": True, "image_mean": middle, "image_std": middle, "do_convert_rgb": source.channels == 3,
     }  # fmt: skip
 

@@ -88,7 +88,11 @@ def shortened(words: list[str], page: str) -> list[str]:
     words = list(words)
     at = words.index("--recipe.steps") + 1
     words[at] = str(min(int(words[at]), STEPS))
-    return words if "--recipe.warmup_steps" in words else [*words, "--recipe.warmup_steps", "0"]
+    return (
+        words
+        if {"--recipe.warmup_steps", "--recipe.warmup_share"} & {*words}
+        else [*words, "--recipe.warmup_steps", "0"]
+    )
 
 
 def run_page(page: Path, text: str) -> None:

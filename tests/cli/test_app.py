@@ -107,16 +107,18 @@ def test_families_that_help_does_not_list_are_taken(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("train --lr 1e-3", "There is no option --lr. Did you mean --recipe.lr?"),
-        ("train --epochs=3", "There is no option --epochs. Did you mean --recipe.epochs?"),
-        ("train --batch-size 3", "There is no option --batch-size. Did you mean --plan.micro_batch?"),
+        ("train --epoch=3", "There is no option --epoch. Did you mean --epochs?"),
+        ("train --batchsize 3", "There is no option --batchsize. Did you mean --batch-size?"),
         ("train --micro-batch 3", "There is no option --micro-batch. Did you mean --plan.micro_batch?"),
-        ("train --recipe.lrr 3", "There is no option --recipe.lrr. Did you mean --recipe.lr?"),
+        ("train --recipe.lrr 3", "There is no option --recipe.lrr. Did you mean --lr?"),
         ("train --widht 3", "There is no option --widht. Did you mean --model.width?"),
         ("train --learning-rate 3", "There is no option --learning-rate. Did you mean --recipe.lr?"),
-        ("train --zzz 3", "There is no option --zzz. `penstock train --help` lists those there are."),
+        ("train --zzz 3", "There is no option --zzz. `penstock train --help-all` lists those there are."),
         ("plan gpt2 --num-gpus 8", "There is no option --num-gpus. Did you mean --gpus?"),
-        ("launch -- vit-digits --lr 3", "There is no option --lr. Did you mean --recipe.lr?"),
+        (
+            "launch -- vit-digits --max-steps 3",
+            "There is no option --max-steps. Did you mean --recipe.steps?",
+        ),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_one_that_was_meant(
@@ -172,7 +174,7 @@ def test_every_verb_can_be_loaded() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["train", "--recip.lr", "3"], "Did you mean --recipe.lr?"),
+        (["train", "--recip.lr", "3"], "Did you mean --lr or --recipe.lr?"),
         (["trian"], 'Did you mean "train"?'),
         (["probe", "--device", "tpu"], "There is no device 'tpu'; use auto, cpu, cuda or cuda:N."),
         (["train", "--plan", "precision=O7"], "plan.precision is 'O7', but must be 'O0', "),
@@ -233,7 +235,7 @@ def test_results_and_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_error_types_carry_their_codes() -> None:
     assert NumericError("x").exit_code == 6
-    assert [int(code) for code in ExitCode] == [0, 2, 3, 4, 5, 6, 7, 8, 75]
+    assert [int(code) for code in ExitCode] == [0, 2, 3, 4, 5, 6, 7, 8, 75, 130]
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

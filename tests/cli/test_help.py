@@ -39,6 +39,26 @@ def test_the_page_of_each_verb_begins_with_its_docstring(
             app.parse_args(before_script(shlex.split(example)[1:]), exit_on_error=False, print_error=False)
 
 
+def test_train_lists_ten_options_and_all_of_them_where_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    pages = []
+    for word in ("--help", "--help-all", "--help"):
+        assert main(["train", word]) == 0
+        pages.append(capsys.readouterr().out)
+    short, full, again = pages
+    assert short == again
+    listed = [line for line in short.splitlines() if line.startswith(("│ --", "│ MODEL"))]
+    assert len(listed) == 11, listed
+    for option in ("--data", "--from", "--epochs", "--steps", "--lr", "--batch-size", "--plan", "--config"):
+        assert any(option in line for line in listed), option
+    assert "`penstock train --help-all` lists all of them" in _flat(short)
+    assert "--recipe.patience" not in short
+    assert all(option in full for option in ("--recipe.patience", "--seed", "--no-resume", "--track"))
+    assert full.index("Most needed") < full.index("--seed"), "they come first there too"
+
+
 def test_the_list_of_verbs_has_one_line_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     capsys.readouterr()

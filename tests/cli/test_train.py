@@ -13,6 +13,7 @@ from penstock.config.load import load
 from penstock.config.machine import Machine, save_machine
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, ExitCode
 
 SMALL = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.patch_size 4"
 
@@ -139,3 +140,27 @@ def test_classes_keep_the_names_of_their_folders(
         capsys.readouterr()
         assert main(["classify", str(folder), str(images / "cat" / "0000.jpg")]) == 0
         assert capsys.readouterr().out.split("\t")[0] in ("cat", "dog")
+
+
+def test_short_options_are_the_settings_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[RunConfig] = []
+
+    def only_read(config: RunConfig, **options: object) -> None:
+        read.append(config)
+        raise ConfigError("read")
+
+    monkeypatch.setattr("penstock.train.train", only_read)
+    words = "train bert-tiny --lr 3e-4 --epochs 2 --batch-size 16 --seed 7"
+    assert main(words.split()) == ExitCode.CONFIG
+    run = read.pop()
+    assert (run.recipe.lr, run.recipe.epochs, run.recipe.steps) == (3e-4, 2.0, None)
+    assert (run.plan.micro_batch, run.plan.optimizer, run.seed) == (16, "fused", 7)
+    assert main(["train", "bert-tiny", "--steps", "9", "--batch_size", "4"]) == ExitCode.CONFIG
+    run = read.pop()
+    assert (run.recipe.steps, run.plan.micro_batch) == (9, 4)
+
+
+def test_a_setting_that_is_typed_under_both_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for pair in ("--lr 1 --recipe.lr 2", "--steps 3 --epochs 4"):
+        assert main(["train", "bert-tiny", *pair.split()]) == ExitCode.CONFIG, pair
+    assert "recipe.steps is 3 and recipe.epochs is 4.0" in capsys.readouterr().err

@@ -45,7 +45,7 @@ _UNIVERSAL = {
 }
 _LENGTHS = {"--model.sequence": "32", "--model.decoder_sequence": "32"}
 _INSTEAD: dict[str, dict[str, str]] = {
-    "train": {**_MODEL, "--recipe.steps": "2", "--recipe.warmup_steps": "0", "--recipe.warmup_share": "0",
+    "train": {**_MODEL, "--recipe.steps": "2", "--recipe.warmup_steps": "0",
               "--plan.micro_batch": "2"},
     "ladder": {
         **_MODEL, "--rungs": "optimizer-fused", "--rounds": "2", "--round_seconds": "0.01", "--loss_steps": "0",
@@ -166,6 +166,10 @@ def _of_text(preset: ModelConfig) -> dict[str, str]:
     return {**sizes, "--model.sequence": "32", "--data.limit": "8", "--plan.micro_batch": "16"}
 
 
+_SAID = ("--recipe.warmup_share", "--recipe.epochs", "--epochs", "--steps", "--batch-size", "--distil.epochs")
+"""Options that say what those of `_INSTEAD` do."""
+
+
 def small_form(words: list[str], folder: Path) -> list[str]:
     """`words` after `penstock`, shortened. `/data` is a folder of `folder`."""
     verb = words[0]
@@ -195,7 +199,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     for word in passed:
         if word == "--measure":  # is tested with the server
             continue
-        if word in instead or word in _LEFT_OUT:
+        if word in instead or word in _LEFT_OUT or (verb in ("train", "compress") and word in _SAID):
             next(passed)
         else:
             kept.append(

@@ -31,6 +31,7 @@ from penstock.checkpoint.names import by_name as by_name
 from penstock.checkpoint.reader import Checkpoint as Checkpoint
 from penstock.checkpoint.reader import find as find
 from penstock.checkpoint.reader import load as load
+from penstock.checkpoint.reader import open_together as open_together
 from penstock.checkpoint.reader import open_verified as open_verified
 from penstock.checkpoint.reader import settle as settle
 from penstock.checkpoint.reader import trusted as trusted

@@ -31,6 +31,8 @@ class BackgroundSaver:
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self.keep = keep
+        self.best = 0
+        """Step of a checkpoint that is kept besides."""
         self._coordinator = current_coordinator(new_group())
         self._copies: dict[tuple[str, torch.Size], Tensor] = {}
         # Not a daemon: a process that ends normally finishes its save first.
@@ -46,7 +48,7 @@ class BackgroundSaver:
             EnvironmentProblem, CheckpointError: the save before it failed; `snapshot` is not saved then.
         """
         self.wait()
-        parts = self._copied(take_apart(snapshot, self._coordinator.rank))
+        parts = copied(take_apart(snapshot, self._coordinator.rank), self._copies)
         self._thread.do(self._commit, parts)
 
     @property
@@ -72,29 +74,33 @@ class BackgroundSaver:
 
     def _commit(self, parts: Parts) -> None:
         try:
-            self._saved = commit(self.folder, parts, keep=self.keep, coordinator=self._coordinator)
+            self._saved = commit(
+                self.folder, parts, keep=self.keep, best=self.best, coordinator=self._coordinator
+            )
         except BaseException as problem:
             _log.error("The checkpoint of step %d could not be saved: %s", parts.step, problem)
             raise  # where the training loop waits
 
-    @torch.no_grad()
-    def _copied(self, parts: Parts) -> Parts:
-        """The same parts in host memory of their own."""
-        pieces: dict[str, list[Piece]] = {}
-        copies, devices = {}, set()
-        for name, boxes in parts.pieces.items():
-            pieces[name] = []
-            for piece in boxes:
-                values, key = piece.values, (name, piece.offsets)
-                copy = self._copies.get(key)
-                if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
-                    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-                copy.copy_(values, non_blocking=values.is_cuda)
-                copies[key] = copy
-                pieces[name].append(Piece(copy, piece.shape, piece.offsets))
-                if values.is_cuda:
-                    devices.add(values.device)
-        self._copies = copies
-        for device in devices:
-            torch.cuda.synchronize(device)
-        return dataclasses.replace(parts, pieces=pieces)
+
+@torch.no_grad()
+def copied(parts: Parts, memory: dict[tuple[str, torch.Size], Tensor]) -> Parts:
+    """The same parts in host memory of their own, of which `memory` keeps what a later copy of the same can use."""
+    pieces: dict[str, list[Piece]] = {}
+    copies, devices = {}, set()
+    for name, boxes in parts.pieces.items():
+        pieces[name] = []
+        for piece in boxes:
+            values, key = piece.values, (name, piece.offsets)
+            copy = memory.get(key)
+            if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            copy.copy_(values, non_blocking=values.is_cuda)
+            copies[key] = copy
+            pieces[name].append(Piece(copy, piece.shape, piece.offsets))
+            if values.is_cuda:
+                devices.add(values.device)
+    memory.clear()
+    memory.update(copies)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return dataclasses.replace(parts, pieces=pieces)

@@ -43,8 +43,16 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,9})")
 _LEFT = re.compile(rf"({_STEP.pattern}(\.refused)?|{LATEST})\.tmp")
 
 
-def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, group: dist.ProcessGroup | None = None) -> Path:
-    """Commit `snapshot` as `folder/step-N` and prune what is older than the newest `keep` (at least 2).
+def save(
+    folder: Path,
+    snapshot: Snapshot,
+    *,
+    keep: int = 2,
+    best: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Commit `snapshot` as `folder/step-N` and prune what is older than the newest `keep` (at least 2), but for that of
+    step `best`.
 
     Where torch.distributed runs, all its ranks call this, each with its own snapshot of the same step. All of them
     must see `folder`. A `step-N` that exists and verifies is not written again: a run has one state at a step.
@@ -54,10 +62,11 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, group: dist.Process
         CheckpointError: what was written does not read back.
     """
     coordinator = current_coordinator(group)
-    return commit(folder, take_apart(snapshot, coordinator.rank), keep=keep, coordinator=coordinator)
+    parts = take_apart(snapshot, coordinator.rank)
+    return commit(folder, parts, keep=keep, best=best, coordinator=coordinator)
 
 
-def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator) -> Path:
+def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator, best: int = 0) -> Path:
     """`save`, for a snapshot that is already split into parts."""
     final = folder / f"step-{parts.step}"
     temporary = folder / f"step-{parts.step}.tmp"
@@ -79,7 +88,7 @@ def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator) -
             raise
         raise error from problem
     check(final, coordinator, keep_cached=False)
-    coordinator.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2)))
+    coordinator.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2), best=best))
     return final
 
 
@@ -226,8 +235,8 @@ def repair_latest(folder: Path, name: str) -> None:
         _point_latest(folder, name)
 
 
-def _prune(folder: Path, *, newest: int, keep: int) -> None:
-    for step in [step for step in steps(folder) if step <= newest][:-keep]:
+def _prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
+    for step in {*[step for step in steps(folder) if step <= newest][:-keep]} - {best}:
         remove(folder / f"step-{step}")
 
 

@@ -289,6 +289,15 @@ def load(path: Path) -> Snapshot:
     return open_verified(path).load()
 
 
+def open_together(path: Path) -> Checkpoint:
+    """The checkpoint directory `path`, whose bytes all ranks have verified together.
+
+    Raises:
+        CheckpointError: it is refused, or not there.
+    """
+    return _accepted(path, current_coordinator())
+
+
 def find(
     folder: Path, *, below: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Checkpoint | None:

@@ -139,10 +139,12 @@ def _main(typed: Sequence[str]) -> int:
         check_words(words)
         if words[0] in COMMANDS:
             raise ConfigError(f"penstock {words[0]} was removed; {COMMANDS[words[0]]}.")
-        if not set(app.help_flags).isdisjoint(words):
+        if not {*app.help_flags, "--help-all"}.isdisjoint(
+            itertools.takewhile(lambda word: word != "--", words)
+        ):
             from penstock.cli._help import describe_by_docstring
 
-            describe_by_docstring(app, words)
+            words = describe_by_docstring(app, words)
         result = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # a full disk is reported here, or by a traceback at the end of Python
     except CycloptsError as error:

@@ -24,6 +24,7 @@ from penstock.config.model import PRESETS
 R = TypeVar("R")
 
 _GENERAL = "Run"
+_needed = Group("Most needed", sort_key=-1)
 _SEVERAL = inspect.Parameter.VAR_POSITIONAL
 _ELSEWHERE = " docs/reference/settings.md lists the fields of the others."
 
@@ -35,13 +36,16 @@ def configured(
     flags: tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
     file: tuple[str, ...] = ("--config",),
+    first: tuple[str, ...] = (),
     loader: Callable[..., Any] = load,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
 
     The verb takes `--config FILE`, or one of the names in `file`, and `--key.of.setting VALUE` for every setting.
     `positional` names a setting that may also be its first argument. `flags` are settings that are true where
-    they are named; others that are true or false take a value. `aliases` are other words for the beginnings of options.
+    they are named; others that are true or false take a value. `aliases` are other words for the beginnings of
+    options, between spaces where there are several. With `first`, `--help` lists these settings alone, and `--help-all`
+    the others too.
     `--help` does not list settings of families other than the default's, which are as many again.
 
     The function is called with the loaded configuration first, then with the words behind the positional setting if it
@@ -67,8 +71,8 @@ def configured(
         ]
         about = "TOML, YAML or JSON file of settings. Options given here override it."
         options = [
-            *_options(shown, positional, flags, aliases or {}),
-            _option("config", Path, Parameter(name=list(file), help=about)),
+            *_options(shown, positional, flags, aliases or {}, first),
+            _option("config", Path, Parameter(name=list(file), help=about, group=_needed if first else None)),
             *(_unlisted(part, names) for part, names in unlisted.items()),
             *own,
         ]
@@ -95,12 +99,21 @@ def configured(
 
         verb.read = read  # type: ignore[attr-defined]
         verb.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        if first:
+            needed = {*map(_identifier, first), "config"}
+            short = [option if option.name in needed else _hidden(option) for option in options]
+            verb.pages = (inspect.Signature(short), inspect.Signature(options))  # type: ignore[attr-defined]
         del verb.__wrapped__  # its signature would be taken for this one's
         # For readers of the function's annotations, who do not ask for its signature.
         verb.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
         return verb
 
     return decorate
+
+
+def _hidden(option: inspect.Parameter) -> inspect.Parameter:
+    """An option that no help page lists."""
+    return option.replace(annotation=Annotated[option.annotation, Parameter(show=False)])
 
 
 def load_or_described(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
@@ -126,20 +139,31 @@ def _option(
 
 
 def _options(
-    shown: list[Field], positional: str | None, flags: tuple[str, ...], aliases: Mapping[str, str]
+    shown: list[Field],
+    positional: str | None,
+    flags: tuple[str, ...],
+    aliases: Mapping[str, str],
+    needed: tuple[str, ...],
 ) -> Iterator[inspect.Parameter]:
-    """The listed settings, the positional one first, in a group for each part."""
+    """The listed settings, the positional one first, then those that are most needed, in a group for each part."""
     parts = {setting.key.partition(".")[0] for setting in shown if "." in setting.key}
     groups: dict[str, Group] = {}
-    for setting in sorted(shown, key=lambda setting: setting.key != positional):
+    order = [positional, *needed, *(setting.key for setting in shown)]
+    for setting in sorted(shown, key=lambda setting: order.index(setting.key)):
         head = setting.key.partition(".")[0]
         head = head if head in parts else _GENERAL
         first, flag = setting.key == positional, setting.key in flags
-        short = {begin: word for begin, word in aliases.items() if setting.key.startswith(begin)}
+        short = [
+            f"--{word}{setting.key.removeprefix(begin)}"
+            for begin, words in aliases.items()
+            if setting.key.startswith(begin)
+            for word in words.split()
+        ]
+        group = groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups)))
         about = Parameter(
-            name=[f"--{word}{setting.key.removeprefix(begin)}" for begin, word in {"": "", **short}.items()],
+            name=[*short, f"--{setting.key}"],
             help=setting.help + (_ELSEWHERE if setting.key.endswith(".family") else ""),
-            group=groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups))),
+            group=_needed if setting.key in needed else group,
             metavar=None if flag else type_word(setting.kind),
             show_default=False
             if flag or setting.default is None

@@ -43,16 +43,27 @@ _ALIKE = 0.7
 _SHOWN = 3
 
 
-def describe_by_docstring(app: App, words: Sequence[str]) -> None:
-    """Have the help page of the verb that the command line `words` names begin with the verb's docstring.
+ALL = "--help-all"
+_MORE = "\n\nThese are the options that most need; `{} --help-all` lists all of them."
+
+
+def describe_by_docstring(app: App, words: Sequence[str]) -> list[str]:
+    """Have the help page of the verb that the command line `words` names begin with the verb's docstring. Returns the
+    words for the parser, which knows no `--help-all`: of a verb with many options `--help` lists those that most need.
 
     Verbs are imported late, so each is registered with the line that lists it. Without this, the line is all that its
     own page says.
     """
-    command = app.parse_commands([word for word in words if word not in app.help_flags])[1][-1]
+    chain, commands, _ = app.parse_commands([word for word in words if word not in (*app.help_flags, ALL)])
+    command = commands[-1]
     verb: Any = command.default_command
     if getattr(verb, "__module__", "").startswith("penstock."):  # and not a flag of the parser's own
         command.help = verb.__doc__ = unwrapped(inspect.getdoc(verb) or "")
+        if pages := getattr(verb, "pages", None):
+            verb.__signature__ = page = pages[ALL in words]
+            verb.__annotations__ = {option.name: option.annotation for option in page.parameters.values()}
+            command.help += "" if ALL in words else _MORE.format(" ".join((app.name[0], *chain)))
+    return ["--help" if word == ALL else word for word in words]
 
 
 def unwrapped(doc: str) -> str:
@@ -74,7 +85,7 @@ def unknown_option_message(error: UnknownOptionError) -> str:
     names = {name for argument in error.argument_collection for name in argument.names if name[:2] == "--"}
     verb = " ".join(("penstock", *(error.command_chain or ())))
     near = list(dict.fromkeys(_near(word.lstrip("-").replace("-", "_").lower(), names)))[:_SHOWN]
-    remedy = f" Did you mean {' or '.join(near)}?" if near else f" `{verb} --help` lists those there are."
+    remedy = f" Did you mean {' or '.join(near)}?" if near else f" `{verb} {ALL}` lists those there are."
     return f"There is no option {shown(word)}.{remedy}"
 
 

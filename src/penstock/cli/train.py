@@ -30,8 +30,21 @@ def _model_in(weights: str) -> ModelConfig | None:
 
 
 @configured(
-    RunConfig, positional="model", aliases={"init_from": "from"}, loader=partial(load_run, model_in=_model_in)
-)
+    RunConfig,
+    positional="model",
+    aliases={
+        "init_from": "from",
+        "recipe.epochs": "epochs",
+        "recipe.steps": "steps",
+        "recipe.lr": "lr",
+        "plan.micro_batch": "batch-size batch_size",
+    },
+    first=(
+        "model", "data", "task", "init_from", "output", "recipe.epochs", "recipe.steps", "recipe.lr",
+        "plan.micro_batch", "plan",
+    ),
+    loader=partial(load_run, model_in=_model_in),
+)  # fmt: skip
 def train(
     config: RunConfig,
     *,
@@ -52,7 +65,7 @@ def train(
     rank that waited too long for another.
 
         penstock train vit-digits --output runs/digits
-        penstock train vit-s16 --data imagefolder:/data/flowers --recipe.epochs 30
+        penstock train vit-s16 --data imagefolder:/data/flowers --epochs 30
     """
     from penstock.tasks import task_of
     from penstock.tasks.scores import chance_words
@@ -68,7 +81,10 @@ def train(
         return  # all ranks have the same result
     evaluation = result.evaluation
     task = task_of(config.model, config.task, init_from=config.reads_like)
-    print(f"done: {task.describe(evaluation.metrics)} of {evaluation.samples:,} validation {task.unit}")
+    best = (
+        "" if result.exported == result.steps else f", by step {result.exported}, the best of the evaluations"
+    )
+    print(f"done: {task.describe(evaluation.metrics)} of {evaluation.samples:,} validation {task.unit}{best}")
     share = evaluation.metrics.get("top1", evaluation.metrics.get("accuracy"))
     if share is not None and (words := chance_words(share, result.classes or 0, evaluation.samples)):
         print(words)

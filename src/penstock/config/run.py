@@ -340,6 +340,14 @@ class Recipe(Checked, where="recipe"):
     weights that it starts from."""
     eval_every_epochs: Positive = 1.0
     """Epochs between evaluations; one more follows the last step."""
+    patience: Natural = 0
+    """Evaluations in a row that are no better than the best, after which the run ends; 0: it takes all its steps.
+    Classes and pairs are compared by how many are right, translations by chrF, searches by recall@1, others by the
+    loss."""
+    longer: Literal["refuse", "stretch", "restart"] = "refuse"
+    """What becomes of the learning rate where a run goes on with other `steps` or `epochs` than it was planned for: it
+    follows the schedule of the whole new length from there on (`stretch`), or a schedule for what is left begins there,
+    warm-up included (`restart`). `refuse`: a run does not go on so."""
     augment: Augment = field(default_factory=Augment)
     lora: Lora = field(default_factory=Lora)
     lists: Lists = field(default_factory=Lists)
@@ -399,9 +407,11 @@ class RunConfig(Checked):
     """Deviation of what is added to each number of an expert that starts as a copy, as a share of its weight's own
     deviation."""
     checkpoint_every: Natural = 0
-    """Steps between checkpoints; 0 saves at the end of each epoch."""
+    """Steps between checkpoints; 0 saves at the end of each epoch, but not within ten seconds of the one before."""
     keep: Annotated[int, Range(2, 2**31 - 1)] = 2
     """Number of newest checkpoints that are kept; at least 2."""
+    export_best: bool = True
+    """Whether the step that evaluated best is exported, and its checkpoint kept beside the newest; else the last."""
     save_in_background: bool = False
     """Whether training continues while a copy of the state is written; the copy takes host memory."""
     wait_seconds: Annotated[float, Range(1, 1e8)] = WAIT_SECONDS

@@ -99,14 +99,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def learning_rate(step: int, recipe: Recipe, total_steps: int) -> float:
-    """Rate of step `step` (from 0): a linear warm-up over `recipe.warmup_steps`, or `recipe.warmup_share` of
-    `total_steps`, then half a cosine from `recipe.lr` down to `recipe.min_lr` (Loshchilov and Hutter, SGDR, ICLR 2017,
-    equation 5, without restarts).
+def learning_rate(step: int, recipe: Recipe, total_steps: int, began: int = 0) -> float:
+    """Rate of step `step` (from 0) of a schedule from step `began` on: a linear warm-up over `recipe.warmup_steps`, or
+    `recipe.warmup_share` of its steps, then half a cosine from `recipe.lr` down to `recipe.min_lr` (Loshchilov and
+    Hutter, SGDR, ICLR 2017, equation 5, without restarts).
 
     The first step is not wasted on a rate of 0, and steps after `total_steps` keep `min_lr`. Raises
     ConfigError when the warm-up does not fit into the run.
     """
+    step, total_steps = step - began, total_steps - began
     warmup = recipe.warmup(total_steps)
     if step < warmup:
         return recipe.lr * (step + 1) / warmup

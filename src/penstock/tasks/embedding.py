@@ -43,6 +43,7 @@ class Embedding(TextTask):
 
     unit = "pairs"
     compares = True
+    ranked_by = ("recall_at_1", "loss")
     shown = (*(f"recall@{rank} {{recall_at_{rank}:.2%}}" for rank in scores.RANKS), "loss {loss:.4f}")
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:

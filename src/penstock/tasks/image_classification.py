@@ -44,6 +44,7 @@ class ImageClassification(Task):
     unit = "images"
     size_setting = "model.image_size"
     augments = frozenset(field.name for field in fields(Augment))
+    ranked_by = ("top1", "loss")
     shown = ("top-1 {top1:.2%}", "top-5 {top5:.2%}", "loss {loss:.4f}")
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:

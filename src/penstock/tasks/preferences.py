@@ -44,6 +44,7 @@ class Preferences(ConversationTask):
     reference: Callable[..., Tensor] | None = None
     """A function of inputs that returns −log π_ref of each text, in evaluation mode; it computes as the model does."""
     beta = 0.1
+    ranked_by = ("accuracy", "loss")
     means = ("loss", "accuracy", "margin")
     shown = ("loss {loss:.4f}", "accuracy {accuracy:.2%}", "margin {margin:+.4f}")
 

@@ -34,6 +34,7 @@ class Sentences(TextTask):
     """
 
     unit = "sentences"
+    ranked_by = ("accuracy", "pearson", "loss")
     shown = (
         "accuracy {accuracy:.2%}",
         "F1 {f1:.3f}",

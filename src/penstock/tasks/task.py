@@ -7,6 +7,7 @@ A new task is one file beside this one and a line in `task_of`.
 from __future__ import annotations
 
 import copy
+import math
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,8 @@ class Task(ABC):
     """Names of the metrics, where each is the mean over samples of one of `tally`'s sums."""
     shown: tuple[str, ...] = ("loss {loss:.4f}",)
     """Parts of `describe`, each with metrics by name; one whose metrics are not there is left out."""
+    ranked_by: tuple[str, ...] = ("loss",)
+    """Metrics by which evaluations are compared, the first before the others: more is better, of losses less."""
     losses: tuple[str, ...] = ()
     """Names of the losses that `loss` returns and `targets` counts, where these are several, (H,): each is a mean over
     its own targets, and the loss of a step their sum."""
@@ -162,6 +165,13 @@ class Task(ABC):
     def class_counts(self, sums: Sequence[float]) -> ClassCounts | None:
         """Counts by class in these sums; None of tasks without classes."""
         return None
+
+    def merit(self, metrics: Mapping[str, float]) -> tuple[float, ...]:
+        """How good an evaluation is: the larger, the better."""
+        values = [
+            -metrics[name] if name == "loss" else metrics[name] for name in self.ranked_by if name in metrics
+        ]
+        return tuple(-math.inf if math.isnan(value) else value for value in values)
 
     def describe(self, metrics: Mapping[str, float | None]) -> str:
         """Metrics as people read them. None stands for a number that is not finite."""

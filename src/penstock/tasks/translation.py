@@ -48,6 +48,7 @@ class Translation(WordTask):
 
     unit = "sentences"
     augments = frozenset({"label_smoothing"})
+    ranked_by = ("chrf", "loss")
     shown = ("exact {exact_match:.2%}", "chrF {chrf:.1f}", "BLEU {bleu:.1f}", *WordTask.shown)
 
     def __init__(self, init_from: str | None = None) -> None:

@@ -185,6 +185,9 @@ _DESCRIBE: dict[str, Callable[[Record], str]] = {
     "steps": _steps,
     "prediction": _prediction,
     "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
+    "patience": lambda record: (
+        f"ended early: the last {record['worse']} evaluations are no better than that of step {record['best_step']}"
+    ),
     "summary": _summary,
     "profile": _profile,
     "trace": lambda record: (

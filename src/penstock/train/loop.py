@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from penstock import checkpoint
 from penstock.boundary.files import explained, own_file, write_text
 from penstock.build import build
+from penstock.checkpoint import Checkpoint
 from penstock.checkpoint.coordinator import main_first
 from penstock.checkpoint.rewrite import folder_beside
 from penstock.config.load import dump_toml
@@ -28,6 +30,7 @@ from penstock.config.recipes import require_startable
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
+from penstock.errors import CheckpointError
 from penstock.launch import ELASTIC
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
@@ -93,7 +96,9 @@ class TrainResult:
     loss: float
     """Mean training loss of the last logged steps."""
     evaluation: Evaluation
-    """Evaluation on the validation split at the end, of the EMA weights where there are any."""
+    """Evaluation on the validation split of what is exported, of the EMA weights where there are any."""
+    exported: int
+    """The step that is exported: with the best evaluation, or the last."""
     output: Path
     export: Path
     """Hugging Face folder of the final weights: what was evaluated."""
@@ -209,7 +214,7 @@ class _Run:
             tokenizer = getattr(train_source, "tokenizer", None) is not None
             beside = own_file(self.output, folder_beside(self.output, tokenizer).name)
             write_beside(config.model, train_source, beside)
-        self.saves = Saves(self.output / "checkpoints", config)
+        self.saves = Saves(self.output / "checkpoints", config, dims)
 
         # The model, its samples, and whoever looks at its losses.
         seed_random(config.seed, dims.random_rank)
@@ -223,12 +228,15 @@ class _Run:
         mean = None if dims.alone else lambda value: average(value, dims)
         self.monitor = LossMonitor(config.recipe, self.built.optimizer, device, average=mean, logs=dims.main)
         self.built.step.skips = self.monitor.skipper
-        self.state = RunState(config, dims, self.built, self.loader, self.monitor)
+        total = self.calendar.total
+        self.state = RunState(config, dims, self.built, self.loader, self.monitor, total=total)
         if stored:
             stored = restore_newest(self.state, stored)
+            self.state.require_within(total)
         elif config.init_from:
             self.state.start_from(config.init_from)
         self.resumed_at = self.saves.newest_step = self.step
+        self.saves.best = self._best_step
 
         self.batches: list[Any] = []
         """Batches of the latest step."""
@@ -261,7 +269,7 @@ class _Run:
             self._announce()
             if self.resumed_at and self._evaluation_is_due():
                 self._evaluate()
-            while self.step < self.calendar.total:
+            while self.step < self.calendar.total and not self.state.lost_patience:
                 if not len(self.pending):
                     self.speedometer.start()
                 with self.profiler.step(last=self.step + 1 == self.calendar.total):
@@ -271,11 +279,13 @@ class _Run:
                 if self.calendar.logs(self.step):
                     self._log()
                 self._stop_if_asked(stop)
-                if self._evaluation_is_due():
-                    self._evaluate()
-                if self.calendar.saves(self.step):
-                    self._save()
+                better = self._evaluation_is_due() and self._evaluate() and self.config.export_best
+                if self.calendar.saves(self.step) or better:
+                    self._save_in_time(better)
                 self._stop_if_asked(stop)
+            if self.step < self.calendar.total:
+                self._save(stopping=True)
+                self._record("patience", worse=self.state.worse, best_step=self.state.best_step)
             return self._finish()
         finally:
             self.records.display.end()
@@ -288,8 +298,7 @@ class _Run:
 
     def _train_step(self) -> None:
         """One optimizer step. Nothing here waits for the device."""
-        recipe = self.config.recipe
-        set_learning_rate(self.built.optimizer, learning_rate(self.step, recipe, self.calendar.total))
+        set_learning_rate(self.built.optimizer, self._rate(self.step))
         self.batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
         last = self.step + 1 == self.calendar.total
         result = self.trace.step(self.built.step, self.batches, self.memory.step, last=last)
@@ -297,6 +306,9 @@ class _Run:
         self.heads.add(result.parts)
         self.state.step += 1
         self.speedometer.lap(sum(self.task.tokens(batch) for batch in self.batches))
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(step, self.config.recipe, self.calendar.total, self.state.began)
 
     def _log(self) -> None:
         """Fetch and record the pending steps: the one place at which the host waits for the device."""
@@ -313,7 +325,7 @@ class _Run:
             loads["heads"] = heads
         self._record(
             "steps", epoch=self.calendar.epoch(self.step), loss=self.state.loss, losses=numbers.losses,
-            grad_norm=numbers.grad_norm, lr=learning_rate(self.step - 1, self.config.recipe, self.calendar.total),
+            grad_norm=numbers.grad_norm, lr=self._rate(self.step - 1),
             **self.speedometer.read(), **self.memory.read(), **observed, **loads,
         )  # fmt: skip
         if self.monitor.rewind_because_of:
@@ -328,12 +340,15 @@ class _Run:
             return
         number = self.monitor.count_rewind()
         self.state.restore(stored, rewinding=True)
+        self.saves.best = self._best_step
         self.saves.newest_step = self.step
         self.records.rewind(self.step, again=self._recorded_again())
         self._record("rewind", spikes=spikes, number=number)
 
-    def _evaluate(self) -> None:
-        """Evaluate on the whole validation split: the EMA weights where there are any, else the weights."""
+    def _evaluate(self) -> bool:
+        """Evaluate on the whole validation split: the EMA weights where there are any, else the weights. Returns
+        whether it is the best so far.
+        """
         started = time.perf_counter()
         task, model, dims = self.task, self.built.model, self.dims
         loader = self._loader(self.val_source, endless=False)
@@ -345,7 +360,7 @@ class _Run:
             with torch.no_grad():
                 shown = task.sample(model, self.val_source, self.device)
                 answers = task.answers(model, self.val_source, self.device)
-        self.state.evaluation, self.state.evaluated_at = evaluation, self.step
+        better = self.state.judge(evaluation, task.merit) and not self.monitor.unsettled()
         self._record(
             "evaluation", epoch=self.calendar.epoch(self.step), **evaluation.record(),
             ema=self.config.recipe.ema_decay is not None, seconds=time.perf_counter() - started,
@@ -354,9 +369,23 @@ class _Run:
         )  # fmt: skip
         if self.dims.main and answers and not (self.output / PICTURES).exists():
             write_pictures(task.pictures(self.val_source), self.output / PICTURES)
+        return better
 
     def _evaluation_is_due(self) -> bool:
         return self.calendar.evaluates(self.step) and self.state.evaluated_at != self.step
+
+    def _save_in_time(self, better: bool) -> None:
+        """Save, unless a checkpoint was written just before: then a step that is `better` waits in host memory."""
+        self.saves.best = self._best_step
+        if self.step == self.calendar.total or not self.saves.too_soon():
+            self._save()
+        elif better:
+            self.saves.hold(self.state.snapshot())
+
+    @property
+    def _best_step(self) -> int:
+        """The step that is exported, as far as evaluations tell yet."""
+        return self.state.best_step if self.config.export_best else 0
 
     def _save(self, *, stopping: bool = False) -> None:
         """Save a checkpoint; unless `stopping`, only if the latest steps were finite."""
@@ -395,9 +424,13 @@ class _Run:
 
     def _finish(self) -> TrainResult:
         """Export the evaluated weights, and record the prediction beside the measurement."""
-        assert self.state.evaluation is not None  # the last step evaluates before it saves
+        evaluation, step = self.state.evaluation, self.step
+        assert evaluation is not None  # the last step evaluates before it saves
+        if self._best_step not in (0, step) and (stored := self._find_best()) is not None:
+            self.state.load_weights(stored)
+            evaluation, step = self.state.best or evaluation, stored.step
         about = card(
-            self.config, self.state.evaluation, steps=self.step, data=self.data,
+            self.config, evaluation, steps=step, data=self.data,
             parameters=self.prediction.parameters, machine=self.machine.name,
         )  # fmt: skip
         with self.built.inference():
@@ -408,9 +441,18 @@ class _Run:
             )
         return TrainResult(
             classes=None if (head := self.config.model.graph.classes) is None else head.classes,
-            steps=self.step, resumed_at=self.resumed_at, loss=self.state.loss, evaluation=self.state.evaluation,
+            steps=self.step, resumed_at=self.resumed_at, loss=self.state.loss, evaluation=evaluation, exported=step,
             output=self.output, export=folder, metrics=self.records.path,
         )  # fmt: skip
+
+    def _find_best(self) -> Checkpoint | None:
+        """The checkpoint of the best evaluation; None, with a warning, where it cannot be read."""
+        try:
+            return checkpoint.open_together(self.saves.folder / f"step-{self._best_step}")
+        except CheckpointError as problem:
+            if self.dims.main:
+                _log.warning("%s It evaluated best, and the last step is exported in its place.", problem)
+            return None
 
     def _loader(self, source: Source, *, augment: Augment | None = None, endless: bool = True) -> Loader:
         """This rank's batches of a split: endless for training, else one pass."""
@@ -427,7 +469,7 @@ class _Run:
 
     def _recorded_again(self) -> set[str]:
         """Events that this start records at the very step it goes on from."""
-        return {"resume", "prediction"} | ({"evaluation"} if self._evaluation_is_due() else set())
+        return {"resume", "prediction", "patience"} | ({"evaluation"} if self._evaluation_is_due() else set())
 
     def _announce(self) -> None:
         """Record the run's settings and its prediction, before the first step."""

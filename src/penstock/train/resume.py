@@ -42,10 +42,12 @@ _WRITTEN = (
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them.
 _FREE = (
     "output", "keep", "log_every", "wait_seconds", "checkpoint_every", "save_in_background", "machine", "device",
-    "init_from", "upcycle_noise", "data.workers", "recipe.eval_every_epochs",
+    "init_from", "upcycle_noise", "data.workers", "recipe.eval_every_epochs", "export_best", "recipe.patience",
+    "recipe.longer",
 )  # fmt: skip
 # These change which steps are taken, and not what is computed: allowed, and logged.
 _LOGGED = ("recipe.spikes", "recipe.spike_deviations")
+_LENGTH = ("recipe.steps", "recipe.epochs")
 
 
 def requests_to_stop() -> Requests:
@@ -167,6 +169,8 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     effects = {name: _effect(name, plans, old.get(name), new.get(name)) for name in names}
     if "init_from" in effects and new.get("task") == "preferences":  # these weights are a part of its loss
         effects["init_from"] = "model"
+    if new.get("recipe.longer", "refuse") != "refuse":
+        effects |= dict.fromkeys(effects.keys() & _LENGTH, "rounding")
     names = [name for name in names if effects[name] != "nothing"]
     refused = [name for name in names if effects[name] == "model"]
     if refused:
@@ -175,6 +179,10 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
                 f"{name} is {new.get(name)!r}, but the checkpoint was made with {old.get(name)!r}."
                 for name in refused
             ]
+            + [
+                "To go on for longer, say what becomes of the learning rate: --recipe.longer stretch, or restart."
+            ]
+            * any(name in _LENGTH for name in refused)
             + ["Restore the old values to resume, start again with --no-resume, or choose another --output."]
         )
     return [f"{name} was {old.get(name)!r} and is now {new.get(name)!r}." for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,7 +17,7 @@ from penstock.config.load import to_dict
 from penstock.config.model import stacks
 from penstock.config.run import RunConfig
 from penstock.data import Loader
-from penstock.errors import NumericError
+from penstock.errors import ConfigError, NumericError
 from penstock.models.convert import load_weights
 from penstock.models.convert.upcycle import Upcycling, starts_equal
 from penstock.optim.tensors import local
@@ -45,12 +46,37 @@ class RunState:
     """Mean training loss of the last logged steps."""
     evaluated_at: int = 0
     evaluation: Evaluation | None = None
+    best: Evaluation | None = None
+    """The best evaluation so far, and the step it is of."""
+    best_step: int = 0
+    worse: int = 0
+    """Evaluations since the best one."""
+    total: int = 0
+    """Steps that the run is planned to take."""
+    began: int = 0
+    """The step at which the schedule of the learning rate began, again where a run is prolonged so."""
     loads: LoadMeter = field(init=False)
 
     def __post_init__(self) -> None:
         self.loads = LoadMeter(
             self.built.model, self.dims, self.built.step.add_up, self.loader.source.label_names
         )
+
+    def judge(
+        self, evaluation: Evaluation, merit: Callable[[Mapping[str, float]], tuple[float, ...]]
+    ) -> bool:
+        """Note the evaluation of this step. Returns whether it is the best so far."""
+        self.evaluation, self.evaluated_at = evaluation, self.step
+        better = self.best is None or merit(evaluation.metrics) > merit(self.best.metrics)
+        if better:
+            self.best, self.best_step = evaluation, self.step
+        self.worse = 0 if better else self.worse + 1
+        return better
+
+    @property
+    def lost_patience(self) -> bool:
+        """Whether so many evaluations were no better than the best that the run ends."""
+        return 0 < self.config.recipe.patience <= self.worse
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, by reference: nothing is copied. All ranks must call it.
@@ -77,6 +103,11 @@ class RunState:
                     "loss": self.loss,
                     "evaluated_at": self.evaluated_at,
                     "evaluation": self.evaluation.record() if self.evaluation else None,
+                    "best": self.best.record() if self.best else None,
+                    "best_step": self.best_step,
+                    "worse": self.worse,
+                    "total": self.total,
+                    "began": self.began,
                 },
             },
             config=to_dict(self.config),
@@ -95,13 +126,7 @@ class RunState:
 
     def _restore(self, stored: Checkpoint, *, rewinding: bool) -> None:
         built, dims = self.built, self.dims
-        # Weights that are tied have several names, and are read under each.
-        parameters = dict(built.model.named_parameters(remove_duplicate=False))
-        names = {*built.model.state_dict(), *parameters} if dims.pp > 1 else None
-        loaded = stored.load(parameters, rank=dims.rank, world=dims.size, held=names)
-        built.model.load_state_dict(loaded.weights["weights"])
-        if built.ema is not None:
-            built.ema.load_state_dict(loaded.weights["ema"])
+        loaded = self.load_weights(stored)
         built.optimizer.load_state_dict(
             checkpoint.by_index(loaded.state["optimizer"], built.optimizer.state_dict())
         )
@@ -114,8 +139,34 @@ class RunState:
         before = loaded.state["progress"]
         self.step, self.loss, self.evaluated_at = stored.step, before["loss"], before["evaluated_at"]
         self.evaluation = Evaluation.of_record(before["evaluation"]) if before["evaluation"] else None
+        self.best = Evaluation.of_record(before["best"]) if before.get("best") else None
+        self.best_step, self.worse = before.get("best_step", 0), before.get("worse", 0)
+        prolonged = before.get("total", self.total) != self.total and self.config.recipe.longer == "restart"
+        self.began = self.step if prolonged else before.get("began", 0)
         # Last: building and loading may have drawn from them.
         restore_random(loaded.state["random"], built.device, dims, seed=self.config.seed, step=self.step)
+
+    def load_weights(self, stored: Checkpoint) -> Snapshot:
+        """Take the weights of a checkpoint, and the averages where there are any. Returns all that it holds for this
+        rank.
+        """
+        built, dims = self.built, self.dims
+        # Weights that are tied have several names, and are read under each.
+        parameters = dict(built.model.named_parameters(remove_duplicate=False))
+        names = {*built.model.state_dict(), *parameters} if dims.pp > 1 else None
+        loaded = stored.load(parameters, rank=dims.rank, world=dims.size, held=names)
+        built.model.load_state_dict(loaded.weights["weights"])
+        if built.ema is not None:
+            built.ema.load_state_dict(loaded.weights["ema"])
+        return loaded
+
+    def require_within(self, total: int) -> None:
+        """Raise ConfigError where a run has done more than `total` steps already."""
+        if self.step > total:
+            raise ConfigError(
+                f"The run has done {self.step} steps already, and recipe.steps or recipe.epochs allow {total}; allow "
+                "more, or choose another --output."
+            )
 
     def start_from(self, path: str) -> None:
         """Take the weights of `path`; parameters that they do not fit are drawn again, and reported."""

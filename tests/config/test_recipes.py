@@ -14,7 +14,8 @@ from penstock.config.convert import EXCLUSIVE
 from penstock.config.jobs import JOBS
 from penstock.config.load import dump_toml
 from penstock.config.model import PRESETS
-from penstock.config.recipes import load_run
+from penstock.config.plan import Plan
+from penstock.config.recipes import load_run, plan_option
 from penstock.config.run import Recipe, RunConfig
 from penstock.config.trainable import task_name
 from penstock.errors import ConfigError
@@ -53,6 +54,24 @@ def test_file_and_command_line_go_over_the_preset(tmp_path: Path) -> None:
     assert run.recipe.augment == preset_run("vit-digits").recipe.augment
     assert run.output == "runs/vit-digits"
     assert load_run(file=file, overrides={"model": "vit-ti16"}).recipe == Recipe(lr=0.5, epochs=3.0)
+
+
+def test_a_plan_line_without_a_batch_keeps_the_one_that_was_set(tmp_path: Path) -> None:
+    assert preset_run("vit-digits").plan.global_batch == 64
+    for line, batch in (("precision=O1", 64), ("baseline", 64), ("micro_batch=4", 4), ("accumulate=2", 16)):
+        plan = load_run(overrides={"model": "vit-digits", "plan": line}).plan
+        assert (plan.global_batch, plan.optimizer) == (batch, "loop"), line
+    file = tmp_path / "run.toml"
+    file.write_text('plan = "micro_batch=12 optimizer=fused"\n')
+    assert load_run(file=file, overrides={"plan": "precision=O1"}).plan == Plan(
+        precision="O1", micro_batch=12
+    )
+
+
+def test_a_command_names_the_batch_that_the_preset_would_change() -> None:
+    assert plan_option(PRESETS["vit-digits"], Plan()) == '--plan "baseline micro_batch=8"'
+    assert plan_option(PRESETS["vit-digits"], Plan(micro_batch=4)) == '--plan "micro_batch=4"'
+    assert plan_option(PRESETS["vit-s16"], Plan(precision="O1")) == '--plan "precision=O1"'
 
 
 def written(folder: Path, text: str) -> Path:

@@ -14,6 +14,7 @@ from penstock.config.graph import PatchInput
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, option_words
 from penstock.config.plan import Plan
+from penstock.config.recipes import plan_option
 from penstock.config.rules import problems
 
 MEGATRON, TORCHTITAN = "Megatron-LM core 0.19", "torchtitan 0.2.2"
@@ -59,7 +60,7 @@ def how_to_run(model: ModelConfig, machine: Machine, plan: Plan) -> list[HowTo]:
 
 def penstock_train(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     """`penstock train`, under its own launcher where the Plan has several ranks."""
-    words = [" ".join(option_words(model)), f'--plan "{plan.line()}"']
+    words = [" ".join(option_words(model)), plan_option(model, plan)]
     if plan.gpus == 1:
         return HowTo("penstock", " ".join(["penstock train", *words]))
     per_node, nodes = _nodes(machine, plan)

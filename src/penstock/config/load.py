@@ -283,12 +283,21 @@ class _Node:
             self.values[short] = value
         elif isinstance(value, str) and hasattr(self.cls, "parse"):
             try:
-                self._become(self.cls.parse(value))
+                self._become(self._parsed(value))
             except ConfigError as error:
                 for problem in error.problems:
                     layer.wrong(problem)
         else:
             layer.wrong(BadValue(value, f"must be {describe(self.cls)}.").sentence(path))
+
+    def _parsed(self, line: str) -> Any:
+        """The dataclass that a line describes; what it names nothing of in `KEPT` stays as it was."""
+        cls: Any = self.cls
+        made, kept = cls.parse(line), getattr(cls, "KEPT", ())
+        if not kept or not cls.named(line).isdisjoint(kept):
+            return made
+        before = {name: self.values.get(name, self._default(name)) for name in kept}
+        return dataclasses.replace(made, **before)
 
     def _become(self, value: Any) -> None:
         self.cls, self.base, self.values, self.children = type(value), value, {}, {}

@@ -91,6 +91,9 @@ class Plan(Checked, where="plan"):
     }
     """By old names of settings, old values, mapped to their present words."""
 
+    KEPT: ClassVar[tuple[str, ...]] = ("micro_batch", "accumulate")
+    """The batch of a step: a line that names neither leaves both as a preset or file has set them."""
+
     precision: Precision = field(default="O0", metadata=_PRECISION | {"O3": "model"})
     """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
     master weights in the optimizer. O3: weights, activations, gradients and optimizer in `dtype`."""

@@ -13,7 +13,7 @@ from penstock.config.convert import NONE_WORDS
 from penstock.config.graph import FeatureHead, Graph, PatchInput, TokenInput
 from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
-from penstock.config.model import PRESETS, ModelConfig, stacks, title
+from penstock.config.model import PRESETS, ModelConfig, option_words, stacks, title
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe, RunConfig
@@ -64,6 +64,16 @@ def load_run(
         given.pop("model", None)
         stored = {key: value for key, value in stored.items() if key != "model"}
     return load(cls, file=file, stored=stored, overrides=given, base=base)
+
+
+def plan_option(model: ModelConfig, plan: Plan) -> str:
+    """The option that trains a model with a Plan, of whose batch the line says as much as the preset's job needs."""
+    line = plan.line()
+    job = JOBS.get(option_words(model)[0], {})
+    unnamed = Plan.named(line).isdisjoint(Plan.KEPT) and not {
+        f"plan.{name}" for name in Plan.KEPT
+    }.isdisjoint(job)
+    return f'--plan "{line}{f" micro_batch={plan.micro_batch}" * unnamed}"'
 
 
 def require_startable(config: RunConfig, *, elastic: bool = False) -> None:

@@ -23,6 +23,7 @@ from penstock.config.kinds import field_types
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, option_words, title, vocabulary_of
 from penstock.config.plan import SWITCHES, Plan
+from penstock.config.recipes import plan_option
 from penstock.config.run import Recipe, TaskName
 from penstock.cpu import this_cpu
 from penstock.data import Loader
@@ -203,7 +204,7 @@ class Configured(Subject):
         assert setting.model is not None
         ranks = setting.plan.gpus
         verb = "penstock train" if ranks == 1 else f"penstock launch --procs {ranks} --"
-        words = [verb, *option_words(setting.model), f'--plan "{setting.plan.line()}"']
+        words = [verb, *option_words(setting.model), plan_option(setting.model, setting.plan)]
         if self._task_name != "auto":
             words.append(f"--task {self._task_name}")
         words += data_words(self._packed if setting.packed else self._data)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from helpers.images import write_folder
-from penstock.cli import main
+from penstock.cli import app, main
+from penstock.cli.train import next_commands
 from penstock.config.load import load
 from penstock.config.machine import Machine, save_machine
 from penstock.config.recipes import load_run
-from penstock.config.run import RunConfig
+from penstock.config.run import RunConfig, TaskName
 from penstock.errors import ConfigError, ExitCode
+from penstock.train.resume import link_latest
 
 SMALL = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.patch_size 4"
 
@@ -164,3 +168,52 @@ def test_a_setting_that_is_typed_under_both_names_is_refused(capsys: pytest.Capt
     for pair in ("--lr 1 --recipe.lr 2", "--steps 3 --epochs 4"):
         assert main(["train", "bert-tiny", *pair.split()]) == ExitCode.CONFIG, pair
     assert "recipe.steps is 3 and recipe.epochs is 4.0" in capsys.readouterr().err
+
+
+def test_each_task_ends_with_three_commands_that_exist() -> None:
+    for task in set(get_args(TaskName)) - {"auto"}:
+        lines = next_commands(task, Path("runs/my run"))
+        assert len(lines) == 3
+        for line in lines:
+            words = shlex.split(line)[1:]
+            assert "runs/my run" in words
+            app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_the_newest_run_is_runs_latest(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = options[: options.index("--output")] + options[options.index("--output") + 2 :]
+    runs = tmp_path / "runs"
+    for name in ("first", "second"):
+        assert main(["train", *options, "--output", str(runs / name)]) == 0
+        assert (runs / "latest").resolve() == runs / name
+    told = capsys.readouterr().out
+    assert told.rstrip().endswith(f"penstock serve {runs / 'second'}")
+    assert main(["evaluate", str(runs / "latest")]) == 0
+
+
+def test_what_is_called_latest_already_stays(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    link_latest(tmp_path / "runs" / "new")
+    assert not (tmp_path / "runs" / "latest").is_symlink()
+    link_latest(tmp_path / "elsewhere" / "new")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_without_weights_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unfinished/checkpoints/step-4").mkdir(parents=True)
+    (tmp_path / "unfinished/checkpoints/step-4/tensors.json").touch()
+    said = {"empty": "has no config.json", "unfinished": "penstock checkpoint export", "no": "There is no"}
+    for name, words in said.items():
+        for model in ([], ["bert-tiny"]):
+            assert (
+                main(["train", *model, "--from", str(tmp_path / name), "--output", str(tmp_path / "run")])
+                != 0
+            )
+            told = capsys.readouterr().err
+            assert words in told
+            assert len(told.splitlines()) < 4

@@ -102,22 +102,29 @@ def test_plain_lines_do_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     display.begin(total=60, step=0, task=classification_loss)
+    display.show({"event": "checkpoint", "step": 0, "path": "x", "seconds": 1.0, "log_every": 25})
     for step in range(1, 61):
         now += 1
         display.show(STEPS | {"step": step})
     display.show(EVALUATION | {"step": 60})
     display.end()
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [
-        "1/60",
-        "11/60",
-        "21/60",
-        "31/60",
-        "41/60",
-        "51/60",
-        "60/60",
-        "60/60",
-    ]
+    assert [line.split()[1].removesuffix("/60") for line in lines[1:]] == [
+        "1", "11", "21", "25", "35", "45", "50", "60", "60",
+    ], "those that log_every promises are never left out"  # fmt: skip
+    assert [line.rpartition("ETA ")[2] for line in lines[1:3]] == ["0:00:59", "0:00:49"]
+    assert "ETA" not in lines[-2]
+
+
+def test_the_header_says_how_many_parameters_train() -> None:
+    start = {
+        "event": "start", "step": 0, "plan": "baseline", "model": "10 classes", "data": "digits", "samples": 9,
+        "unit": "images", "batch": 3, "device": "cpu", "peak": "a CPU", "output": "run", "parameters": 1000,
+    }  # fmt: skip
+    words = describe(start | {"trained": 26}, 40)
+    assert "1,000 parameters, " in words
+    assert "; 26 of them train (2.60%)" in words
+    assert "train (" not in describe(start | {"trained": 1000}, 40)
 
 
 def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:

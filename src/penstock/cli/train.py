@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -13,6 +15,7 @@ from penstock.cli._app import configured
 from penstock.config.model import ModelConfig
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
+from penstock.config.trainable import task_name
 
 _TRACK = "Send the run's figures to tensorboard, wandb or mlflow; separate several by commas."
 _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
@@ -21,6 +24,30 @@ _REPORT = (
     "Keep OUTPUT/train.html, a page of the run that a browser reads again while it trains; none: no page."
 )
 _TRACE = "Draw what a pipeline's ranks did in one step, and the prediction, in OUTPUT/trace/pipeline.html."
+
+
+_USES: dict[str, tuple[str, ...]] = {
+    "images": ("classify {run} PHOTO", "serve {run}"),
+    "denoise": ("sample {run} --grid images.png", "compress {run} --quantise int8"),
+    "next_token": ('generate {run} "The"', "serve {run}"),
+    "chat": ("generate {run} --chat", "serve {run}"),
+    "preferences": ("generate {run} --chat", "serve {run}"),
+    "masked_words": ("train --from {run} --task sentences --data text:FILE", "embed {run} TEXT"),
+    "sentences": ("classify {run} TEXT", "serve {run}"),
+    "pairs": ("compress {run} --quantise int8", "export {run} MODEL.onnx"),
+    "span_corruption": ("train --from {run} --task translation --data pairs:FILE", "generate {run} TEXT"),
+    "translation": ("generate {run} TEXT", "serve {run}"),
+    "embedding": ("embed {run} TEXT", "serve {run}"),
+    "captions": ("retrieve {run} --text TEXT", "generate {run} --image PHOTO"),
+    "universal": ('generate {run} "The"', "train --from {run} --task sentences --data text:FILE"),
+}
+"""Uses of a model, by the task that it was trained for."""
+
+
+def next_commands(task: str, run: Path) -> list[str]:
+    """Three commands that use what a run has trained."""
+    folder = shlex.quote(str(run))
+    return [f"penstock {use.format(run=folder)}" for use in ("evaluate {run}", *_USES[task])]
 
 
 def _model_in(weights: str) -> ModelConfig | None:
@@ -90,3 +117,4 @@ def train(
         print(words)
     page = f", page in {result.output / PAGE}" if report == "page" else ""
     print(f"weights in {result.export}, metrics in {result.metrics}{page}")
+    print("next:", *next_commands(task_name(config.model, config.task), result.output), sep="\n  ")

@@ -397,8 +397,9 @@ class RunConfig(Checked):
     probed if missing."""
     seed: Seed = 0
     """Determines weights, sample order, augmentation and dropout."""
-    output: FilledText = "runs/latest"
-    """Folder for the run's configuration, metrics, checkpoints and exported weights."""
+    output: FilledText = "runs/model"
+    """Folder for the run's configuration, metrics, checkpoints and exported weights; of a preset `runs/` and its name.
+    `runs/latest` is a link to the newest run in `runs`."""
     init_from: FilledText | None = None
     """Weights to start from: a folder, a safetensors file, or a name on the Hugging Face hub such as
     `google/vit-base-patch16-224`. Dense weights start a model with mixtures too: each expert as a copy of the

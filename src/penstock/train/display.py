@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TextIO
 
 from rich.console import Console
@@ -38,21 +39,32 @@ class Display:
 
 
 class LineDisplay(Display):
-    """One line per record, at most one line of steps in `seconds`; the metrics file has the others."""
+    """One line per record: of steps those that `log_every` promises, and others at most every two seconds. Lines of
+    steps end with the time that is left."""
 
     def __init__(self, stream: TextIO, *, seconds: float = 2.0) -> None:
         self._stream = stream
         self._seconds = seconds
+        self._every = 1
         self._last = -float("inf")
+        self._began, self._first = time.monotonic(), 0
+
+    def begin(self, total: int, step: int, task: Task) -> None:
+        super().begin(total, step, task)
+        self._began, self._first = time.monotonic(), step
 
     def show(self, record: Record) -> None:
-        now = time.monotonic()
+        now, step, left = time.monotonic(), record["step"], ""
+        self._every = record.get("log_every", self._every)
         if record["event"] == "steps":
-            if now - self._last < self._seconds and record["step"] < self._total:
+            if step % self._every and now - self._last < self._seconds and step < self._total:
                 return
             self._last = now
+            if self._first < step < self._total:
+                seconds = (now - self._began) / (step - self._first) * (self._total - step)
+                left = f"  ETA {timedelta(seconds=round(seconds))}"
         if line := describe(record, self._total, self._task):
-            self._stream.write(f"{line}\n")
+            self._stream.write(f"{line}{left}\n")
             self._stream.flush()
 
 
@@ -110,7 +122,7 @@ def _header(record: Record) -> str:
         padding = f", packed (one document in each would be {unpacked:.0%} padding)"
     rows = {
         "plan": record["plan"],
-        "model": f"{record['parameters']:,} parameters, {record['model']}",
+        "model": f"{record['parameters']:,} parameters, {record['model']}{_learning(record)}",
         "data": f"{record['data']}, {record['samples']:,} {record['unit']}, {record['batch']} a step{padding}",
         "device": f"{record['device']}; utilisation is of the peak of {record['peak']}",
         "output": record["output"],
@@ -121,6 +133,12 @@ def _header(record: Record) -> str:
     if record["event"] == "resume":
         rows["resumed"] = f"after step {record['step']} of {record['total']}"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
+
+
+def _learning(record: Record) -> str:
+    """The parameters that train, where others do not."""
+    trained, every = record.get("trained", record["parameters"]), record["parameters"]
+    return "" if trained == every else f"; {trained:,} of them train ({trained / every:.2%})"
 
 
 def _numbers(record: Record) -> str:

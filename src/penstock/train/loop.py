@@ -74,6 +74,7 @@ from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import (
     find_checkpoint,
     hold_output,
+    link_latest,
     requests_to_stop,
     require_no_stop,
     restore_newest,
@@ -205,12 +206,14 @@ class _Run:
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
         learns = learning_of(config)
+        self.learns = learns.parameters
         self.prediction = predict(
             full.model, self.machine, config.plan, real=full.real, words=full.words, learns=learns
         )
 
         if dims.main:
             write_text(own_file(self.output, "run.toml"), dump_toml(config))
+            link_latest(self.output)
             tokenizer = getattr(train_source, "tokenizer", None) is not None
             beside = own_file(self.output, folder_beside(self.output, tokenizer).name)
             write_beside(config.model, train_source, beside)
@@ -477,6 +480,7 @@ class _Run:
         self._record(
             "resume" if self.resumed_at else "start", plan=self.config.plan.line(), machine=self.machine.name,
             device=str(self.device), peak=self.speedometer.peak, parameters=self.built.parameters,
+            trained=round(self.learns * self.built.parameters), log_every=self.config.log_every,
             model=self.task.describe_model(self.config.model), unit=self.task.unit, data=self.data,
             samples=self.calendar.samples, padding=self.loader.padding_share,
             unpacked_padding=self.loader.source.unpacked_padding, batch=self.calendar.batch,

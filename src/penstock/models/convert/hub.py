@@ -33,6 +33,11 @@ def local_weights(source: str | Path) -> Path:
             f"{path} is a checkpoint, from which training goes on. Give the run's folder, or write its weights as a "
             f"model: penstock checkpoint export {path} FOLDER."
         )
+    if any(path.glob("checkpoints/step-*/tensors.json")):
+        raise ConfigError(
+            f"{path} is a run that has not ended, and has no export. Train it to its end, or write its newest "
+            f"checkpoint as a model: penstock checkpoint export {path} FOLDER."
+        )
     if path.exists() or not _NAME.fullmatch(str(source)):
         return path
     folder = hub_folder(str(source), _FILES, enough=lambda folder: any(folder.glob("*.safetensors")))

@@ -285,6 +285,8 @@ def model_in(source: str | Path) -> ModelConfig | None:
     Raises ConfigError for a model of another family, and as `local_weights`.
     """
     folder = local_weights(source)
+    if not folder.is_file() and not any(folder.glob("*.safetensors")):
+        return read_config(folder)  # which says what is missing
     if not (folder / "config.json").is_file() or "model_type" not in read_json(folder / "config.json"):
         return None
     return read_config(folder)

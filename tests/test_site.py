@@ -86,6 +86,7 @@ def test_the_planners_page_answers_as_the_planner_does(planner: ModuleType) -> N
         "More devices, less time",
         "More devices, more cost",
     ]
+    assert "device" in json.loads(planner.curves(json.dumps(points), 2.0))[0]["words"]
 
 
 def test_the_planners_page_compares_and_gives_the_terminals_reasons(

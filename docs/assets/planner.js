@@ -127,9 +127,10 @@
 
   // -- the answer
 
-  const figure = ({ title, svg }) => {
+  const figure = ({ title, svg, words }) => {
     const made = make("figure", {}, make("figcaption", { textContent: title }));
     made.insertAdjacentHTML("beforeend", svg); // drawn by planner.py, whose words are escaped
+    if (words) made.append(make("p", { textContent: words }));
     return made;
   };
   let latest = 0;

@@ -26,7 +26,7 @@ from penstock.planner.compare import BestLayout, with_base
 from penstock.planner.compare import answer as answer_to
 from penstock.planner.cost import RunTerms, costs, run_words, step_words
 from penstock.planner.describe import describe_on
-from penstock.planner.explain import why_others_lose
+from penstock.planner.explain import bends, why_others_lose
 from penstock.planner.operators import MATRIX
 from penstock.planner.prediction import room
 from penstock.planner.rates import rates_of
@@ -187,7 +187,7 @@ def point(asked: str, gpus: int) -> str:
     return json.dumps(
         {
             "gpus": gpus, "seconds": best.iteration_seconds, "plan": best.plan.line(), "hours": hours, "days": days,
-            "batch": best.global_batch,
+            "batch": best.global_batch, "parts": best.seconds,
         }
     )  # fmt: skip
 
@@ -211,7 +211,8 @@ def curves(points: str, price: float) -> str:
     figure = lines(
         drawn, title="Time by devices", x_label="devices", y_label=words, log=True, x_marks=marks, width=640.0
     )
-    made = [{"title": "More devices, less time", "svg": figure}]
+    words = " ".join(bends([(one["gpus"], one["batch"], one["parts"]) for one in known]))
+    made = [{"title": "More devices, less time", "svg": figure, "words": words}]
     if whole:
         unit = price or 1.0
         cost = [(one["gpus"], one["hours"] * unit) for one in known]

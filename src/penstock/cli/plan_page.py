@@ -12,7 +12,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.errors import PenstockError
 from penstock.planner.cost import run_words, step_words
-from penstock.planner.explain import Lever, why_others_lose
+from penstock.planner.explain import Lever, bends, why_others_lose
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Base, SearchResult, explore
 from penstock.planner.show import SHOWN, beside, memories, times
@@ -88,7 +88,7 @@ def _devices(
 ) -> Section:
     """Time by number of devices at the same global batch, without numbers that the fixed settings do not
     allow."""
-    points = []
+    points: list[Prediction] = []
     for factor in (0.125, 0.25, 0.5, 1, 2, 4):
         devices = int(best.gpus * factor)
         if devices < 1 or devices != best.gpus * factor:
@@ -101,12 +101,12 @@ def _devices(
         except PenstockError:
             continue
         if result.predictions:
-            first = result.predictions[0]
-            points.append((float(devices), first.iteration_seconds, first.plan.line()))
-    measured = [(devices, seconds) for devices, seconds, _ in points]
+            points.append(result.predictions[0])
+    measured = [(float(point.gpus), point.iteration_seconds) for point in points]
     fewest, slowest = measured[0]
     ideal = [(devices, slowest * fewest / devices) for devices, _ in measured]
-    tips = [f"{devices:,.0f} devices: {duration(seconds, 3)}; {plan}" for devices, seconds, plan in points]
+    tips = [f"{p.gpus:,} devices: {duration(p.iteration_seconds, 3)}; {p.plan.line()}" for p in points]
+    words = " ".join(bends([(point.gpus, point.global_batch, point.seconds) for point in points]))
     figure = partial(
         lines,
         [Line(label="best layout", points=measured, tips=tips, bold=True), Line(label="perfect scaling", points=ideal)],
@@ -115,7 +115,7 @@ def _devices(
     )  # fmt: skip
     return Section(
         title="More devices, or fewer",
-        text="The best layout of each number of devices, at the same global batch.",
+        text=f"The best layout of each number of devices, at the same global batch. {words}",
         figures=[figure],
     )
 

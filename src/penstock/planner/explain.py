@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +50,8 @@ MEMORY_WORDS = {
     "fragmentation": "fragmentation",
     "temporary": "temporaries",
 }
+BEND = 0.03
+"""Growth of the device time of a sample, between two numbers of devices, that is named."""
 AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")
 """Fields of a Plan that can be chosen; dp follows."""
 
@@ -124,6 +127,27 @@ def why_others_lose(
     yield from _too_large(model, machine, best, uneven)
     if result.too_large:
         yield f"{result.too_large:,} of {result.tried:,} layouts do not fit."
+
+
+def bends(points: Sequence[tuple[int, int, Mapping[str, float]]]) -> list[str]:
+    """Sentences on where time by devices leaves perfect scaling, and on what takes the time.
+
+    Each point is a number of devices, the samples of a step, and the step's seconds by part; more and more devices.
+    """
+    sentences = []
+    for (fewer, few_samples, few), (more, more_samples, many) in itertools.pairwise(points):
+        growth = {
+            name: more * many.get(name, 0.0) / more_samples - fewer * few.get(name, 0.0) / few_samples
+            for name in few.keys() | many.keys()
+        }
+        dearer = sum(growth.values()) / (fewer * sum(few.values()) / few_samples)
+        if dearer > BEND:
+            name = max(sorted(growth), key=lambda name: growth[name])
+            sentences.append(
+                f"From {fewer:,} to {more:,} devices a sample takes {dearer:.0%} more device time, most of it for "
+                f"{SECOND_WORDS.get(name, name)}."
+            )
+    return sentences or ["Time falls as devices grow in number: nothing bends the curve here."]
 
 
 def difference(best: Prediction, other: Prediction) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.images import write_folder
+from helpers.small_folders import folder
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -140,3 +141,61 @@ def test_notebooks_run_from_top_to_bottom(
     assert capsys.readouterr().out
     if path.stem != "train_and_generate":
         assert any("<svg" in figure for figure in figures)
+
+
+def _first_hour(script: str, *words: object, cwd: Path, **settings: object) -> str:
+    """The output of a script of examples/first_hour, whose `penstock` is this Python's."""
+    (cwd / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock "$@"\n')
+    (cwd / "penstock").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{cwd}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "first_hour" / script), *map(str, words)], cwd=cwd, capture_output=True, text=True,
+        env=environment | {name: str(value) for name, value in settings.items()}, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_first_hour_with_photographs(tmp_path: Path) -> None:
+    write_folder(tmp_path / "photos", per_class=8)
+    said = _first_hour("photos.sh", "photos", cwd=tmp_path, MODEL="vit-ti16", EPOCHS=1, BATCH=4)
+    assert "precision" in said
+    assert "recall" in said
+    run = tmp_path / "runs" / "photos"
+    rows = (run / "predictions.csv").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 1 + len([path for path in (tmp_path / "photos").rglob("*.*") if path.is_file()])
+    assert (run / "train.html").is_file()
+    assert (run / "onnx" / "model.onnx").is_file()
+
+
+@pytest.mark.slow
+def test_the_first_hour_with_a_chat_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    weights = folder("llama-tiny", tmp_path)
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]}
+        for n in range(40)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    said = _first_hour("chat.sh", weights, "chats.jsonl", "3?", cwd=tmp_path, EPOCHS=1, RANK=2, LENGTH=48)
+    assert "perplexity" in said
+
+
+@pytest.mark.slow
+def test_the_first_hour_before_renting(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "My-Llama").mkdir()
+    (tmp_path / "My-Llama" / "config.json").write_text(json.dumps(config))
+    said = _first_hour("rent.sh", "My-Llama/config.json", cwd=tmp_path, GPUS=8, BATCH=64)
+    for words in ("My-Llama (", "best of all", "tp=8", "a100-80g", "per million", "US$"):
+        assert words in said, words

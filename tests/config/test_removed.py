@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.load import from_dict, load
 from penstock.config.plan import Plan
-from penstock.config.removed import REMOVED, without_removed
+from penstock.config.removed import REMOVED, REMOVED_VALUES, without_removed
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 
@@ -27,6 +27,14 @@ def test_a_removed_setting_is_refused_by_name_in_files_and_options(key: str) -> 
         assert from_dict(RunConfig, stored) == from_dict(RunConfig, {"model": {"family": "vit"}})
         stored[section][field] = "something"
         assert field not in without_removed(stored)[section]
+
+
+@pytest.mark.parametrize("path", ["model.router", "model.decoder.router"])
+@pytest.mark.parametrize("value", REMOVED_VALUES["Stack.router"])
+def test_a_removed_router_is_refused_by_name(path: str, value: str) -> None:
+    family = "encoder" if path == "model.router" else "seq2seq"
+    with pytest.raises(ConfigError, match=rf"{path}={value} was removed; use softmax"):
+        load(RunConfig, overrides={"model.family": family, path: value})
 
 
 def test_a_plan_with_what_was_removed_is_refused_as_a_line_too() -> None:

@@ -92,7 +92,7 @@ def test_flops_of_presets_equal_torchs(name: str) -> None:
     assert totals(config).model_flops * 2 == forward + backward
 
 
-def test_flops_of_experts_that_choose_their_patches_equal_torchs() -> None:
+def test_flops_of_experts_of_patches_equal_torchs() -> None:
     config: Any = PRESETS["vit-moe-tiny"]
     model = Model(config, dtype=torch.float64)  # of grouped products torch counts nothing, and fp64 has none
     model.set_attention("plain")

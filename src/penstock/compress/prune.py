@@ -164,11 +164,10 @@ def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]
 def take_experts(state: State, prefix: str, stack: Stack, kept: Sequence[int]) -> None:
     """Keep some experts of the mixture whose names begin with `prefix`, in place."""
     index = torch.tensor(list(kept))
-    rows = torch.cat([index, index + stack.experts]) if stack.router == "noisy" else index
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if not name.startswith("shared."):
-            state[key] = state[key][(rows if name == "router.weight" else index).to(state[key].device)]
+            state[key] = state[key][index.to(state[key].device)]
 
 
 def _take_rows(state: State, name: str, numbers: Sequence[int], size: int) -> None:

@@ -553,11 +553,6 @@ class Graph:
                     f"{run.setting}.experts_in is block, which only a run over images can have, whose samples are "
                     "equally long and see all their tokens; leave it out."
                 )
-            if run.causal and run.stack.experts and run.stack.router == "expert_choice":
-                yield (
-                    f"{run.setting}.router expert_choice looks at all tokens of a sample, also at those after a token, "
-                    "which a causal model must not see; use router softmax, sigmoid or noisy."
-                )
             known.append(run.name)
         for head in self.heads:
             if head.run not in names:

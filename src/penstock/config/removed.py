@@ -42,6 +42,10 @@ REMOVED_VALUES: dict[str, dict[str, str]] = {
         "int8_forward": "use products=int8, which has gradients of inputs in int8 too",
         "int8_backward": "use products=int8, or int8_all",
     },
+    "Stack.router": {
+        "noisy": "use softmax, with router_jitter where choices are to differ in training",
+        "expert_choice": "use softmax, whose weights have the same shapes, with capacity to bound an expert's visits",
+    },
 }
 """By class and setting: values that are gone, and what to do without them."""
 
@@ -64,7 +68,8 @@ def removed_option(word: str) -> str | None:
 def removal(cls: type, name: str, value: Any, path: str) -> str | None:
     """The problem of a setting or value that is gone, where `path` is what a message calls the setting; empty where
     leaving it out says the same, None where it is not gone."""
-    key, text = f"{cls.__name__}.{name}", str(value)
+    keys, text = [f"{base.__name__}.{name}" for base in cls.__mro__], str(value)
+    key = next((each for each in keys if each in REMOVED or each in REMOVED_VALUES), "")
     if key in REMOVED:
         instead, same = REMOVED[key]
         return (

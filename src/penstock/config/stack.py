@@ -21,7 +21,7 @@ Depth = Annotated[int, Range(1, 1 << 14)]
 Experts = Annotated[int, Range(0, 1 << 16)]
 Positions = Literal["learned", "sinusoidal", "fairseq", "rotary", "alibi", "relative", "none"]
 Scaling = Literal["none", "linear", "llama3", "yarn"]
-Router = Literal["softmax", "sigmoid", "noisy", "expert_choice", "given"]
+Router = Literal["softmax", "sigmoid", "given"]
 ExpertsIn = Literal["mlp", "block"]
 
 
@@ -154,10 +154,7 @@ class Stack:
     router: Router = "softmax"
     """How experts are chosen. `softmax`: those with the highest softmax (Fedus et al., JMLR 2022). `sigmoid`: those
     with the highest sigmoid plus a bias that balances them (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing").
-    `noisy`: softmax over logits with learned noise in training (Shazeer et al., ICLR 2017, equations 3 to 5).
-    `expert_choice`: each expert takes the tokens of a sample that it scores best, so many that a token has
-    `experts_per_token` on average (Zhou et al., NeurIPS 2022). `given`: by a number that comes with each sample, such
-    as that of its language."""
+    `given`: by a number that comes with each sample, such as that of its language."""
     router_groups: Annotated[int, Range(1, 1 << 16)] = 1
     """Equal groups of consecutive experts. A token's experts are among those of the `groups_per_token` groups whose two
     best experts have the highest sum of scores (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2); with router `given`
@@ -173,8 +170,8 @@ class Stack:
     """Share of visits whose outputs are masked in training; at evaluation all outputs are times one minus it (NLLB
     Team, 2022, section 6.2, expert output masking)."""
     balance: NotNegative = 0.01
-    """Coefficient of the balance loss of each mixture whose router takes a softmax and is not `expert_choice` (Fedus et
-    al., JMLR 2022, section 2.2): see `penstock.models.balance_loss`."""
+    """Coefficient of the balance loss of each mixture whose router takes a softmax (Fedus et al., JMLR 2022,
+    section 2.2): see `penstock.models.balance_loss`."""
     z_loss: NotNegative = 0.0
     """Coefficient of the mean square of the routers' log-sum-exp (Zoph et al., 2022, "ST-MoE", equation 5)."""
     bias_rate: NotNegative = 0.001
@@ -235,8 +232,7 @@ class Stack:
     @property
     def normalises(self) -> bool:
         """Whether the weights of a token's experts are divided by their sum."""
-        several = self.experts_per_token > 1 and self.router != "expert_choice"
-        return several if self.router_normalised is None else self.router_normalised
+        return self.experts_per_token > 1 if self.router_normalised is None else self.router_normalised
 
     @property
     def learns_routes(self) -> bool:
@@ -246,23 +242,17 @@ class Stack:
     @property
     def balances(self) -> bool:
         """Whether routers have a balance loss."""
-        return self.balance > 0 and self.learns_routes and self.router not in ("sigmoid", "expert_choice")
-
-    @property
-    def router_rows(self) -> int:
-        """Rows of a router's weight: one for each expert, and one for the noise of each."""
-        return self.experts * (2 if self.router == "noisy" else 1)
+        return self.balance > 0 and self.learns_routes and self.router != "sigmoid"
 
     @property
     def chooses_by_sample(self) -> bool:
         """Whether the choice of a token's experts depends on the other tokens of its sample."""
-        return self.experts > 0 and (self.router == "expert_choice" or self.sample_capacity is not None)
+        return self.experts > 0 and self.sample_capacity is not None
 
     @property
     def chooses_by_chance(self) -> bool:
         """Whether in training experts are chosen or masked by random numbers."""
-        random = self.router == "noisy" or self.router_jitter > 0 or self.expert_dropout > 0
-        return self.experts > 0 and random
+        return self.experts > 0 and (self.router_jitter > 0 or self.expert_dropout > 0)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -405,15 +395,6 @@ class Stack:
                 f"{where}.experts_per_token is {chosen}, but {where}.groups_per_token {taken} has only "
                 f"{taken * (self.experts // groups)} experts; raise it, or lower {where}.router_groups."
             )
-        if self.router == "expert_choice":
-            for name, unset in (
-                ("router_groups", 1), ("capacity", None), ("sample_capacity", None), ("router_normalised", None),
-            ):  # fmt: skip
-                if getattr(self, name) not in (unset, False):
-                    yield (
-                        f"{where}.{name} cannot be combined with {where}.router expert_choice, whose experts all take "
-                        "equally many tokens and weight them by a softmax; leave it out."
-                    )
 
     def _label_problems(self, where: str) -> Iterator[str]:
         """Every reason why these labels have no experts."""

@@ -118,13 +118,13 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
             if getattr(plan, name) > 1:
                 yield (
                     f"{run.setting}.experts are chosen by looking at all tokens of a sample, which are on several "
-                    f"ranks with plan.{name}={getattr(plan, name)}; use {name}=1, or another router without "
+                    f"ranks with plan.{name}={getattr(plan, name)}; use {name}=1, or leave out "
                     "sample_capacity."
                 )
         if plan.tp > 1 and run.stack.chooses_by_chance:
             yield (
                 f"{run.setting}.experts are chosen or masked by chance, in which the ranks of plan.tp={plan.tp} would "
-                "differ; use tp=1, or a router without noise, jitter and expert_dropout."
+                "differ; use tp=1, or leave out router_jitter and expert_dropout."
             )
         if run.stack.capacity is not None and plan.token_order != "batch_first" and plan.compile != "none":
             yield (

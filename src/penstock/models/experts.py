@@ -154,8 +154,6 @@ class MixtureOfExperts(nn.Module):
         training, to count visits by label, if it has labels.
         Raises ConfigError where routes are missing or not wanted."""
         compiled = torch.compiler.is_compiling()  # and never recomputed
-        if self.kind == "expert_choice" and compiled:
-            return _uncompiled(self, x, shares, routes, samples, places)  # type: ignore[no-any-return]
         counts = self.training and torch.is_grad_enabled() and (compiled or not recomputing())
         if routes is None and (self.kind == "given" or (self.labels and counts)):
             raise ConfigError(
@@ -211,10 +209,10 @@ class MixtureOfExperts(nn.Module):
             logits = logits.masked_fill(self._outside(routes), -math.inf)
         if self.training and torch.is_grad_enabled():
             if torch.compiler.is_compiling():  # and never recomputed
-                again, chosen = False, self._best(logits.detach(), shares, samples)
+                again, chosen = False, self._best(logits.detach())
             else:
                 again = recomputing()
-                chosen = repeated(lambda: self._best(logits.detach(), shares, samples))
+                chosen = repeated(lambda: self._best(logits.detach()))
             loads = loads_of(chosen, self.experts, shares)
             if not again:
                 self.loads += loads
@@ -222,12 +220,9 @@ class MixtureOfExperts(nn.Module):
                 gradient = self._balance(logits.detach(), self.last if self.stepped else loads, shares)
                 logits = add_gradient(logits, gradient)
         else:
-            chosen = self._best(logits, shares, samples)
+            chosen = self._best(logits)
         if self.sample_capacity is not None:
             chosen = chosen.masked_fill(self._beyond(chosen, samples), self.experts)
-        if self.kind == "expert_choice":
-            weights = logits.softmax(1).gather(1, chosen.clamp(max=self.experts - 1))
-            return chosen, weights.masked_fill(chosen == self.experts, 0.0)
         numbers = chosen if self.sample_capacity is None else chosen.clamp(max=self.experts - 1)
         if self.kind == "sigmoid":
             weights = logits.gather(1, numbers).sigmoid()
@@ -249,10 +244,8 @@ class MixtureOfExperts(nn.Module):
         inside = torch.zeros(len(groups), self.groups, dtype=torch.bool, device=groups.device)
         return ~inside.scatter_(1, groups, True).repeat_interleave(self.experts // self.groups, dim=1)
 
-    def _best(self, logits: Tensor, shares: Tensor | None, samples: Tensor) -> Tensor:
+    def _best(self, logits: Tensor) -> Tensor:
         """The numbers of the experts that are chosen, (T, k)."""
-        if self.kind == "expert_choice":
-            return self._taken(logits.softmax(1), shares, samples)
         if self.bias is not None:
             logits = logits.sigmoid() + self.bias.to(logits.dtype) * _UNIT
         if self.taken < self.groups and self.kind != "given":
@@ -262,23 +255,6 @@ class MixtureOfExperts(nn.Module):
             outside = self._outside(sums.topk(self.taken, dim=1).indices)
             logits = logits.masked_fill(outside, -math.inf)
         return logits.topk(self.chosen, dim=1).indices
-
-    def _taken(self, scores: Tensor, shares: Tensor | None, samples: Tensor) -> Tensor:
-        """The experts that take each token by its scores (T, E), as many columns as the most that any has: of the n
-        real tokens of a sample, each expert takes the ⌈n · k / E⌉ best."""
-        real = torch.ones_like(samples) if shares is None else (shares != 0).to(samples.dtype)
-        counts = torch.zeros_like(samples).scatter_add_(0, samples, real)
-        room = (counts * self.chosen + self.experts - 1) // self.experts
-        # Padding comes last in every order.
-        scores, order = (
-            scores.masked_fill((real == 0)[:, None], -1.0).t().sort(dim=1, descending=True, stable=True)
-        )
-        keys = samples[order] + len(samples) * torch.arange(self.experts, device=order.device)[:, None]
-        places = torch.empty_like(order).scatter_(1, order, places_of(keys.flatten()).view_as(order)).t()
-        takes = places < room[samples][:, None]
-        most = int(takes.sum(1).max()) if len(takes) else 1  # on a GPU this waits
-        takes, experts = takes.to(torch.int8).sort(dim=1, descending=True, stable=True)
-        return experts.masked_fill(takes == 0, self.experts)[:, :most]
 
     def _beyond(self, chosen: Tensor, samples: Tensor) -> Tensor:
         """Which visits (T, k) find no room in their sample."""
@@ -309,7 +285,7 @@ class MixtureOfExperts(nn.Module):
         `Exchange`."""
         k = chosen.shape[1]
         full = self.capacity is not None and self.training
-        drops = full or self.kind == "expert_choice" or self.sample_capacity is not None
+        drops = full or self.sample_capacity is not None
         compiled = torch.compiler.is_compiling()
         if drops and compiled:
             chosen, weights = self._weightless(chosen, weights, shares if full else None)
@@ -392,9 +368,3 @@ class MixtureOfExperts(nn.Module):
             without = without | (places_of(chosen.flatten()) >= room).view_as(chosen)
         weights = torch.ones_like(chosen, dtype=torch.float32) if weights is None else weights
         return chosen.clamp(max=self.experts - 1), weights.masked_fill(without, 0.0)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(mixture: MixtureOfExperts, *args: Tensor | None) -> Tensor:
-    """The mixture between two compiled parts, because its sizes differ from step to step."""
-    return mixture(*args)  # type: ignore[no-any-return]

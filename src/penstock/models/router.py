@@ -16,30 +16,19 @@ from penstock.dtypes import widened
 
 
 class Router(nn.Linear):
-    """The logits of tokens over experts, in fp32 under every precision (fp64 stays).
-
-    A noisy router has two rows of weights for each expert, those of logits before those of noise. In training its
-    logits are, with n drawn from the standard normal distribution (Shazeer et al., ICLR 2017, equation 4):
-
-        H(x) = x · W_g + n · softplus(x · W_noise)
-    """
+    """The logits of tokens over experts, in fp32 under every precision (fp64 stays)."""
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
-        super().__init__(sizes.width, sizes.router_rows, bias=False, **where)
-        self.experts, self.jitter = sizes.experts, sizes.router_jitter
+        super().__init__(sizes.width, sizes.experts, bias=False, **where)
+        self.jitter = sizes.router_jitter
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) to logits (T, E)."""
-        noisy = self.training and len(self.weight) > self.experts
         x = widened(x)
         if self.training and self.jitter:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         with torch.autocast(x.device.type, enabled=False):
-            made = F.linear(x, widened(self.weight if noisy else self.weight[: self.experts]))
-            if not noisy:
-                return made
-            logits, spread = made.chunk(2, dim=1)
-            return logits + torch.randn_like(logits) * F.softplus(spread)
+            return F.linear(x, widened(self.weight))
 
 
 class _Choices(threading.local):

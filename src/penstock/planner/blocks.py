@@ -456,9 +456,7 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     )
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
-    # Where experts choose, all tokens have as many places as the one that most experts take: four times the mean.
-    places = rows * min(stack.experts, 4 * k) if stack.router == "expert_choice" else chosen
-    weighed = places * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
+    weighed = chosen * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
     moved, arrived = visits * t.uneven * d, c * distinct_places(t.ep * reach, once) / k if once else c
     with to.inside("experts"):
         if not once:
@@ -502,17 +500,15 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
 
 def _route(to: Lister, stack: Stack, rows: float) -> None:
     """The router, which computes in fp32 at every precision, and the choice of experts."""
-    halved = 4.0 * stack.router_rows * stack.width if to.terms.stream != 4.0 else 0.0
+    halved = 4.0 * stack.experts * stack.width if to.terms.stream != 4.0 else 0.0
     with to.inside("router"), to.exact():
         again = stack.parallel and to.terms.stream == 4.0 and not stack.router_jitter
         kept = halved + rows * stack.width * 4.0 * (not again) * (2 if stack.router_jitter else 1)
-        to.gemm("router", rows, stack.router_rows, stack.width, kept=kept)
+        to.gemm("router", rows, stack.experts, stack.width, kept=kept)
         # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
-        few = stack.router == "sigmoid" or (stack.normalises and stack.router != "expert_choice")
+        few = stack.router == "sigmoid" or stack.normalises
         share = stack.experts_per_token if few else stack.experts
         share += stack.experts * bool(stack.balances or stack.z_loss)
-        # The noise, its spread before and after the softplus, and the logits that lie beside that.
-        share += 4 * stack.experts * (stack.router == "noisy")
         share += 2 * stack.experts_per_token * bool(stack.expert_dropout)
         kept = rows * (4.0 * share + _NUMBER * stack.experts_per_token)
         to.move(

@@ -191,10 +191,9 @@ PRESETS |= {
         image_size=8, patch_size=2, channels=1, width=96, depth=6, heads=3, mlp_width=384, classes=10,
         classifier="pooled",
     ),
-    # The experts of every second block choose their patches.
     "vit-moe-tiny": ViTConfig(
         image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_width=256, classes=10, classifier="pooled",
-        experts=4, experts_per_token=2, expert_every=2, router="expert_choice",
+        experts=4, experts_per_token=2, expert_every=2,
     ),
     # Peebles & Xie 2023, Table 1.
     "dit-s2": _dit(384, 12, 6),

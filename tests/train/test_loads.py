@@ -24,7 +24,7 @@ from penstock.models import create
 from penstock.models.experts import MixtureOfExperts
 from penstock.planner.loads import MOST_WINDOWS, LoadRecord, imbalance, read_loads
 from penstock.step import TrainStep
-from penstock.train.loads import LoadMeter
+from penstock.train.meters import LoadMeter
 from penstock.train.metrics import read_metrics
 
 _LABELS = ("sw", "yo", "am")

@@ -15,7 +15,7 @@ from penstock.config.rules import require
 from penstock.config.run import RunConfig
 from penstock.errors import OutOfMemory
 from penstock.tasks import ImageClassification
-from penstock.train.memory import memory_advice
+from penstock.train.advice import memory_advice
 from penstock.train.resume import changes
 
 TASK, MODEL = ImageClassification(), PRESETS["vit-digits"]

@@ -17,7 +17,7 @@ from penstock.config.run import Augment, Recipe, RunConfig
 from penstock.errors import ExitCode, NumericError
 from penstock.precision import LossScaler
 from penstock.train import loop, train
-from penstock.train.overflow import naming_overflow, require_scale
+from penstock.train.advice import naming_overflow, require_scale
 
 MODEL = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10

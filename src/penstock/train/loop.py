@@ -46,17 +46,16 @@ from penstock.planner.ideal import least_of_step
 from penstock.probe import resolve_device
 from penstock.probe.link import measure_link
 from penstock.tasks import Task, task_of
+from penstock.train.advice import memory_advice, naming_overflow, require_scale
 from penstock.train.calendar import Calendar
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
 from penstock.train.display import Display
 from penstock.train.evaluate import Evaluation, evaluate
-from penstock.train.heads import HeadMeter
 from penstock.train.lock import RunLock
 from penstock.train.loss_monitor import LossMonitor
-from penstock.train.memory import memory_advice
+from penstock.train.meters import HeadMeter
 from penstock.train.metrics import Records
-from penstock.train.overflow import naming_overflow, require_scale
 from penstock.train.pending import PendingSteps
 from penstock.train.pictures import PICTURES, write_pictures
 from penstock.train.pipeline_trace import PipelineTrace
@@ -72,6 +71,8 @@ from penstock.train.prepare import (
 from penstock.train.profile import StepProfiler
 from penstock.train.random_state import own_random, seed_random
 from penstock.train.resume import (
+    Saves,
+    export,
     find_checkpoint,
     hold_output,
     link_latest,
@@ -81,7 +82,6 @@ from penstock.train.resume import (
     stopped,
 )
 from penstock.train.run_state import RunState
-from penstock.train.saves import Saves, export
 from penstock.train.speed import MemoryMeter, Speedometer, useful_work
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from penstock.models.convert.upcycle import Upcycling, starts_equal
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims
 from penstock.train.evaluate import Evaluation
-from penstock.train.loads import LoadMeter
 from penstock.train.loss_monitor import LossMonitor
+from penstock.train.meters import LoadMeter
 from penstock.train.pending import REMEDY
 from penstock.train.random_state import random_states, restore_random
 

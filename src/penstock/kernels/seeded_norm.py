@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.dtypes import widened
 from penstock.errors import ConfigError
@@ -81,28 +81,6 @@ def seeded_norm(
     rows = x.reshape(-1, columns), residual.reshape(-1, columns)
     y, total, *_ = _forward(*rows, weight, bias, seed, level, eps, centred, dtype)
     return y.view(x.shape), total.view(x.shape)
-
-
-class SeededNorm(nn.Module):
-    """`seeded_norm` in place of a dropout, an addition and a norm, whose parameters and names it keeps."""
-
-    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, p: float = 0.0) -> None:
-        """Raises ConfigError for a norm over more than the last dimension."""
-        super().__init__()
-        if len(norm.normalized_shape) != 1:
-            raise ConfigError(
-                f"SeededNorm is over the last dimension, but this norm is over {tuple(norm.normalized_shape)}; keep "
-                "it as it is."
-            )
-        self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
-        self.centred = isinstance(norm, nn.LayerNorm)
-        # torch's RMSNorm without eps takes that of the type.
-        self.eps, self.p = norm.eps, p
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        p = self.p if self.training else 0.0
-        return seeded_norm(x, residual, self.weight, self.bias, p=p, eps=eps, centred=self.centred)
 
 
 def kept(seed: Tensor, rows: int, columns: int, level: int) -> Tensor:

@@ -36,12 +36,11 @@ def table(report: Mapping[str, Any]) -> Section:
     first, last = report["rows"][0], report["rows"][-1]
     rows = []
     for row in report["rows"]:
-        speed, expected = _speeds(first, row)
+        expected = row.get("predicted_memory_bytes")
         cells = [
             Cell(row["title"], words=True), Cell(f"{row['parameters']:,}"), Cell(f"{row['bytes'] / MB:.2f}"),
-            Cell(duration(row["seconds"], 3)), Cell(_seconds(row["predicted_seconds"])), Cell(f"{speed:.2f}×"),
-            Cell(_times(expected)), Cell(f"{row['memory_bytes'] / MB:.2f}"),
-            Cell(_megabytes(row.get("predicted_memory_bytes"))), Cell(row["words"], words=True),
+            *_speed_cells(first, row), Cell(f"{row['memory_bytes'] / MB:.2f}"),
+            Cell("" if expected is None else f"{expected / MB:.2f}"), Cell(row["words"], words=True),
         ]  # fmt: skip
         rows.append(("strong" if row is last else "", cells))
     assumed = " ".join(dict.fromkeys(row.get("assumption", "") for row in report["rows"]))
@@ -62,31 +61,13 @@ def worsening(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 def cuts_table(report: Mapping[str, Any]) -> Section | None:
     """The gain of each cut of pruning, predicted beside measured; None without any."""
-    heads = [
-        Cell("cut", words=True),
-        Cell("latency"),
-        Cell("predicted"),
-        Cell("speed"),
-        Cell("predicted speed"),
+    heads = [Cell("cut", words=True), *map(Cell, ("latency", "predicted", "speed", "predicted speed"))]
+    every = [row.get("notes", {}).get("cuts", ()) for row in report["rows"]]
+    rows = [
+        ("", [Cell(cut["words"], words=True), *_speed_cells(cuts[0], cut)]) for cuts in every for cut in cuts
     ]
-    rows = []
-    for row in report["rows"]:
-        every = row.get("notes", {}).get("cuts", ())
-        for cut in every:
-            speed, expected = _speeds(every[0], cut)
-            cells = [
-                Cell(cut["words"], words=True), Cell(duration(cut["seconds"], 3)),
-                Cell(_seconds(cut["predicted_seconds"])), Cell(f"{speed:.2f}×"), Cell(_times(expected)),
-            ]  # fmt: skip
-            rows.append(("", cells))
-    if not rows:
-        return None
-    return Section(
-        title="What each cut gains",
-        columns=heads,
-        rows=rows,
-        text="Speed is that relative to the model before the step.",
-    )
+    text = "Speed is that relative to the model before the step."
+    return Section(title="What each cut gains", columns=heads, rows=rows, text=text) if rows else None
 
 
 def to_html(report: Mapping[str, Any]) -> str:
@@ -151,16 +132,13 @@ def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, fl
     return first["seconds"] / row["seconds"], expected
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else duration(value, 3)
-
-
-def _megabytes(value: float | None) -> str:
-    return "" if value is None else f"{value / MB:.2f}"
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}×"
+def _speed_cells(first: Mapping[str, Any], row: Mapping[str, Any]) -> list[Cell]:
+    """Latency and speed relative to a first row, predicted beside measured; empty where nothing is predicted."""
+    (speed, expected), predicted = _speeds(first, row), row["predicted_seconds"]
+    return [
+        Cell(duration(row["seconds"], 3)), Cell("" if predicted is None else duration(predicted, 3)),
+        Cell(f"{speed:.2f}×"), Cell("" if expected is None else f"{expected:.2f}×"),
+    ]  # fmt: skip
 
 
 def card(config: CompressConfig, name: str, rows: Sequence[Mapping[str, Any]]) -> str:

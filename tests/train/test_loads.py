@@ -163,7 +163,7 @@ def test_a_run_keeps_its_record(
     assert main([*placing, "--json"]) == 0
     Path("placed.json").write_text(capsys.readouterr().out)
     assert set(json.loads(Path("placed.json").read_text())["layers"]) == set(record.layers)
-    assert main([*placing, "--before", "placed.json", "--moves", "1", "--uneven", "--target", "1.05"]) == 0
+    assert main([*placing, "--before", "placed.json", "--moves", "1", "--target", "1.05"]) == 0
     told = capsys.readouterr().out
     assert "slots for 1.05" in told
     assert "next window" in told
@@ -171,6 +171,7 @@ def test_a_run_keeps_its_record(
         ("--place gpu=2", "gpus"),
         ("--place gpus=2 --csv", "--json"),
         ("--moves 1", "--place"),
+        ("--uneven", "--uneven was removed; use more slots"),
     ):
         assert main(["experts", "whole", *words.split()]) != 0
         assert code in capsys.readouterr().err

@@ -80,11 +80,12 @@ def unwrapped(doc: str) -> str:
 def unknown_option_message(error: UnknownOptionError) -> str:
     """The message about an option that a verb does not have: its name, and names that are like it."""
     word = (error.token.keyword or error.token.value).partition("=")[0]
-    if refusal := removed_option(word.lstrip("-").replace("-", "_").lower()):
+    command, option = " ".join(error.command_chain or ()), word.lstrip("-").replace("-", "_").lower()
+    if refusal := removed_option(command, option):
         return refusal
     names = {name for argument in error.argument_collection for name in argument.names if name[:2] == "--"}
-    verb = " ".join(("penstock", *(error.command_chain or ())))
-    near = list(dict.fromkeys(_near(word.lstrip("-").replace("-", "_").lower(), names)))[:_SHOWN]
+    verb = f"penstock {command}".rstrip()
+    near = list(dict.fromkeys(_near(option, names)))[:_SHOWN]
     remedy = f" Did you mean {' or '.join(near)}?" if near else f" `{verb} {ALL}` lists those there are."
     return f"There is no option {shown(word)}.{remedy}"
 

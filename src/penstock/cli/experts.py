@@ -18,7 +18,6 @@ def experts(
     csv: Annotated[bool, Parameter(negative="")] = False,
     html: Path | None = None,
     place: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = (),
-    uneven: Annotated[bool, Parameter(negative="")] = False,
     before: Path | None = None,
     moves: int | None = None,
     target: float | None = None,
@@ -40,12 +39,10 @@ def experts(
     csv
         Print it as CSV: layer, label, expert, visits.
     html
-        Write a page with heat maps to this file.
+        Write a page with the tables of layers and labels to this file.
     place
         Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots are the replicas of experts on all
         devices together, and each group of experts stays on one node. With --json the placement itself is printed.
-    uneven
-        Replicas of an expert may take uneven shares of its tokens.
     before
         An earlier placement, as --json printed it, to change in few slots.
     moves
@@ -63,7 +60,7 @@ def experts(
         raise ConfigError("--json and --csv were both given; leave one out.")
     if place and csv:
         raise ConfigError("--csv is for the record; print a placement with --json.")
-    only_placing = {"--before": before, "--moves": moves, "--target": target, "--uneven": uneven or None}
+    only_placing = {"--before": before, "--moves": moves, "--target": target}
     if useless := [name for name, value in only_placing.items() if value is not None and not place]:
         raise ConfigError(
             f"{' and '.join(useless)} is for placements; say with --place where to, such as gpus=8."
@@ -82,7 +79,7 @@ def experts(
     if place:
         earlier = None if before is None else read_placements(before)
         room = room_of(place)
-        placed = place_layers(record, room, uneven=uneven, before=earlier, moves=moves, target=target)
+        placed = place_layers(record, room, before=earlier, moves=moves, target=target)
         _show(placed, as_json=as_json)
     elif as_json:
         print(record.to_json())

@@ -32,8 +32,8 @@ def room_of(words: Sequence[str]) -> Room:
 
 
 def place_layers(
-    record: LoadRecord, room: Room, *, uneven: bool = False, before: Mapping[str, Placement] | None = None,
-    moves: int | None = None, target: float | None = None,
+    record: LoadRecord, room: Room, *, before: Mapping[str, Placement] | None = None, moves: int | None = None,
+    target: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A placement of each layer, made from all windows but the last, and judged on that one too, as plain values; and
     the fewest slots whose figure is at most `target`.
@@ -49,19 +49,18 @@ def place_layers(
         if before is not None and name not in before:
             raise ConfigError(f"The placement before has no layer {quoted(name)}; leave --before out.")
         then = None if before is None else before[name]
-        placement = place(loads, fitted, uneven=uneven, before=then, moves=moves)
+        placement = place(loads, fitted, before=then, moves=moves)
         layers[name] = {
             "devices": placement.devices,
-            "shares": placement.shares,
             "figure": placement.figure(loads),
             "next": None if later is None else placement.figure(later[number]),
-            "bound": bound(loads, fitted, uneven=uneven),
+            "bound": bound(loads, fitted),
             "unplaced": imbalance(loads),
-            "slots_needed": None if target is None else slots_needed(loads, fitted, target, uneven=uneven),
+            "slots_needed": None if target is None else slots_needed(loads, fitted, target),
             "moved": None if then is None else placement.moved(then),
             "slots": fitted.slots,
         }
-    return {"place": asdict(room), "uneven": uneven, "target": target, "layers": layers}
+    return {"place": asdict(room), "target": target, "layers": layers}
 
 
 def read_placements(path: Path) -> dict[str, Placement]:
@@ -70,10 +69,7 @@ def read_placements(path: Path) -> dict[str, Placement]:
     tree = parse_json(raw, f"The placement {shown(path)}", error=DataError, bounds=_BOUNDS)
     try:
         return {
-            name: Placement(
-                tuple(tuple(map(int, experts)) for experts in layer["devices"]),
-                tuple(tuple(map(float, shares)) for shares in layer["shares"]),
-            )
+            name: Placement(tuple(tuple(map(int, experts)) for experts in layer["devices"]))
             for name, layer in tree["layers"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -101,16 +97,9 @@ def placements_table(placements: Mapping[str, Any]) -> Section:
 
 
 def devices_table(name: str, layer: Mapping[str, Any]) -> Section:
-    """The experts of each device of a layer; with their shares, where these are not even."""
-    counts: dict[int, int] = {}
-    for experts in layer["devices"]:
-        for expert in experts:
-            counts[expert] = counts.get(expert, 0) + 1
-    rows = []
-    for device, (experts, shares) in enumerate(zip(layer["devices"], layer["shares"])):
-        words = [
-            f"{expert}" if abs(share * counts[expert] - 1) < 1e-6 else f"{expert} ({share:.0%})"
-            for expert, share in zip(experts, shares)
-        ]
-        rows.append(("", [Cell(str(device)), Cell(", ".join(words), words=True)]))
+    """The experts of each device of a layer."""
+    rows = [
+        ("", [Cell(str(device)), Cell(", ".join(map(str, experts)), words=True)])
+        for device, experts in enumerate(layer["devices"])
+    ]
     return Section(title=name, columns=[Cell("device"), Cell(name, words=True)], rows=rows)

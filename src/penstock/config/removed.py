@@ -53,10 +53,16 @@ COMMANDS = {
     "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command",
 }
 """Commands that are gone, and what to do without them."""
+OPTIONS = {
+    "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough",
+}
+"""Options of commands that are gone, and what to do without them."""
 
 
-def removed_option(word: str) -> str | None:
-    """The problem of an option of the command line, without its dashes, whose setting is gone; None for others."""
+def removed_option(command: str, word: str) -> str | None:
+    """The problem of a command's option, without its dashes, that is gone or whose setting is; None for others."""
+    if instead := OPTIONS.get(f"{command} {word}"):
+        return f"--{word} was removed; {instead}."
     for key, (instead, _) in REMOVED.items():
         section, _, name = key.partition(".")
         alone = section in ("Decoding", "CompressConfig")

@@ -26,15 +26,6 @@ _SHARE = 20
 """A move changes at most one in this many slots of a mixture, but at least two: an exchange."""
 
 
-def placed(slots: Slots) -> Placement:
-    """A placement whose replicas have even shares."""
-    count: dict[int, int] = {}
-    for experts in slots:
-        for expert in experts:
-            count[expert] = count.get(expert, 0) + 1
-    return Placement(slots, tuple(tuple(1 / count[expert] for expert in experts) for experts in slots))
-
-
 def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int) -> list[Slots]:
     """The experts of each rank, for each mixture, by a record of loads, with `spare` replicas besides one of each
     expert. `experts` are how many each mixture has. Raises ConfigError for a record of another model, and for more
@@ -60,7 +51,7 @@ def unevenness_of(record: LoadRecord, slots: Sequence[Slots]) -> float:
     what `slots_by` places by, where the record has several."""
     made_from, later = record.history()
     loads = made_from if later is None else later
-    return sum(placed(mixture).figure(row) for mixture, row in zip(slots, loads)) / max(1, len(slots))
+    return sum(Placement(mixture).figure(row) for mixture, row in zip(slots, loads)) / max(1, len(slots))
 
 
 def spare_for(record: LoadRecord, ranks: int, target: float = 1.05) -> int:
@@ -139,7 +130,7 @@ class Balance:
 
     def _begin(self, number: int, loads: Sequence[int]) -> list[tuple[Any, ...]]:
         now = self.slots[number]
-        before, count = placed(now), sum(map(len, now))
+        before, count = Placement(now), sum(map(len, now))
         self.figures[number] = before.figure(loads)
         if not self.every:
             return []

@@ -42,7 +42,11 @@ class Changes:
         base: Any = multiprocessing.process.BaseProcess
         self._held.callback(setattr, base, "start", base.start)
         base.start = self._starting(base.start)
-        self._held.enter_context(when_imported("torch", self._install))
+        try:
+            self._held.enter_context(when_imported("torch", self._install))
+        except BaseException:  # where torch is imported already, settings that make no sense are refused here
+            self._held.close()
+            raise
 
     def end(self, ended: BaseException | None) -> bool:
         """Undo `begin`. Returns whether anything was applied, or was to be; if not, the reason has been printed."""

@@ -10,14 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
+from penstock.config.decoding import Decoding
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, DecoderConfig
 from penstock.config.plan import Plan
+from penstock.decode.engine import Engine, Request
 from penstock.errors import ConfigError
 from penstock.planner.describe import describe
-from penstock.planner.serve import Serving, cache_bytes_per_token, predict_inference
+from penstock.planner.serve import (
+    BLOCK_OPERATORS,
+    PASS_OPERATORS,
+    ROTARY_OPERATORS,
+    Serving,
+    cache_bytes_per_token,
+    predict_inference,
+)
 
 H100 = load_machine("h100")
 LLAMA = PRESETS["llama3-8b"]
@@ -172,7 +182,7 @@ def test_generation_is_predicted_by_the_package() -> None:
     assert penstock.Serving is Serving
 
 
-def test_launches_of_a_gpu_are_priced_as_they_were_measured() -> None:
+def test_launches_of_a_gpu_are_fitted_to_one_run() -> None:
     """GPT-2 on an H200: 128 tokens of 8 texts in 584 ms, launched one by one (generate_h200.json)."""
     path = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "generate_h200.json"
     (cell,) = json.loads(path.read_text())["cells"]
@@ -186,3 +196,39 @@ def test_launches_of_a_gpu_are_priced_as_they_were_measured() -> None:
     assert alone.decode_seconds_per_token < launched.decode_seconds_per_token / 5
     large = [predict_inference(LLAMA, H100, Serving(batch=256, launched=each)) for each in (False, True)]
     assert large[0].prefill_seconds == large[1].prefill_seconds, "a busy device hides its launches"
+
+
+VIEWS = (
+    "as_strided", "detach", "expand", "narrow", "permute", "select", "slice", "squeeze", "t", "transpose", "unbind",
+    "unsqueeze", "view",
+)  # fmt: skip
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators that compute, and not only view."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += func.overloadpacket.__name__ not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tiny"])
+def test_operators_of_a_step_are_those_of_our_engine(name: str) -> None:
+    sizes: dict[str, Any] = {"width": 32, "heads": 2, "sequence": 32, "vocabulary": 50}
+    counted = {}
+    for depth in (2, 4):
+        model = replace(PRESETS[name], **sizes, depth=depth)
+        engine = Engine(penstock.create(model), slots=3, cache="paged")
+        for text in range(3):
+            ids = tuple(range(1, 6 + text))
+            engine.admit(Request(ids=ids, decoding=Decoding(max_tokens=9, ignore_end=True)))
+        for _ in range(3):
+            engine.step()
+        with Counting() as counted[depth]:
+            engine.step()
+    each = (counted[4].operators - counted[2].operators) / 2
+    rotary = ROTARY_OPERATORS if name == "llama-tiny" else 0
+    assert each == pytest.approx(BLOCK_OPERATORS + rotary, rel=0.1)
+    assert counted[2].operators - 2 * each == pytest.approx(PASS_OPERATORS, rel=0.1)

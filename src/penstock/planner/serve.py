@@ -28,10 +28,13 @@ PASS_LAUNCHES, BLOCK_LAUNCHES, TEXT_LAUNCHES = 80.0, 190.0, 5.0
 """Python's work on a CPU in a pass, in each of its blocks and for each text, counted in the smallest of operators
 (`Machine.launch_seconds`), besides the listed ones. Fitted to steps of our engine with GPTs of width 16, of 2 and of 8
 blocks."""
-GPU_PASS_LAUNCHES, GPU_BLOCK_LAUNCHES, GPU_TEXT_LAUNCHES = 32.0, 71.0, 4.0
-"""Python's work for a GPU in a pass, in each of its blocks and for each text, counted in launches of one operator
-(`Machine.launch_seconds`), all of them. Fitted to GPT-2 on an H200: 128 tokens of 8 texts took 584 ms, launched one by
-one, where the device alone needs 47 (benchmarks/results/generate_h200.json)."""
+PASS_OPERATORS, BLOCK_OPERATORS, ROTARY_OPERATORS = 37, 16, 22
+"""Operators that compute, and not only view, of a step of our engine for a GPU: in all, in each block, and in each that
+rotates queries and keys; counted. A block that attends to a source or has experts has more, which are not counted."""
+OPERATOR_LAUNCHES = 4.0
+"""Launches (`Machine.launch_seconds`) that one of these operators takes with Python's work around it. Fitted to one
+run, and checked by no other: GPT-2 on an H200, 128 tokens of 8 texts in 584 ms (benchmarks/results/generate_h200.json).
+Launches alone would take a quarter of that."""
 CACHE_PASSES = 3.0
 """How often a step on a CPU passes over keys and values: it gathers them from the blocks of the paged cache, which
 reads and writes, and attends to them."""
@@ -198,12 +201,12 @@ class Passes:
         """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
         work = workload_of(_sized(self.model, tokens), self._terms(samples))
         if not self.model.graph.generates:
-            return max(sum(part.count * self._seconds(part) for part in work.parts), self._launches(samples))
+            return max(sum(part.count * self._seconds(part) for part in work.parts), self._launches())
         # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
         blocks = sum(part.count * self._seconds(part) for part in work.blocks)
         # Only the last token of a prompt needs an output.
         busy = blocks + self._ends(samples) + self._between(samples * tokens) + self._host(samples)
-        return max(busy, self._launches(samples))
+        return max(busy, self._launches())
 
     def decode(self, samples: int, cached: int) -> float:
         """One token of each of `samples` sequences, with `cached` tokens of each in the cache: of all stages, one after
@@ -214,7 +217,7 @@ class Passes:
         blocks = [part for part in work.blocks if part.block and part.block.causal]
         token = sum(part.count * self._seconds(part, again=True) for part in blocks)
         busy = token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
-        return max(busy, self._launches(samples))
+        return max(busy, self._launches())
 
     def parts(self) -> Iterator[tuple[int, Part]]:
         """The parts of all passes of a decoder's batch, each with how often it runs: of the prompts, then of one token
@@ -259,14 +262,15 @@ class Passes:
                     total += op.launches * rates.machine.launch_seconds
         return total
 
-    def _launches(self, samples: int) -> float:
+    def _launches(self) -> float:
         """Seconds that Python takes to launch a pass on a GPU, beside which the device computes."""
         if self.rates.cpu or not self.serving.launched:
             return 0.0
-        graph = self.model.graph
-        depth = sum(run.stack.depth for run in graph.written or graph.runs[-1:])
-        launches = GPU_PASS_LAUNCHES + depth * GPU_BLOCK_LAUNCHES + samples * GPU_TEXT_LAUNCHES
-        return launches * self.rates.machine.launch_seconds
+        graph, operators = self.model.graph, PASS_OPERATORS
+        for run in graph.written or graph.runs[-1:]:
+            rotary = ROTARY_OPERATORS if run.stack.positions == "rotary" else 0
+            operators += run.stack.depth * (BLOCK_OPERATORS + rotary)
+        return operators * OPERATOR_LAUNCHES * self.rates.machine.launch_seconds
 
     def _host(self, samples: int, cached: int = 0) -> float:
         """Additional seconds of our engine on a CPU."""

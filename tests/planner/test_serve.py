@@ -199,8 +199,8 @@ def test_launches_of_a_gpu_are_fitted_to_one_run() -> None:
 
 
 VIEWS = (
-    "as_strided", "detach", "expand", "narrow", "permute", "select", "slice", "squeeze", "t", "transpose", "unbind",
-    "unsqueeze", "view",
+    "as_strided", "detach", "expand", "narrow", "permute", "reshape", "select", "slice", "squeeze", "t", "transpose",
+    "unbind", "unsqueeze", "view",
 )  # fmt: skip
 
 

@@ -94,8 +94,8 @@ class Built:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Inside, `model` is in eval mode, without gradients, computes as the Plan says, and has the averages of its
-        weights where the Recipe keeps them (`ema_decay`), as `penstock train` evaluates and exports it."""
-        with self.step.inference(), self.ema.swapped() if self.ema else nullcontext():
+        weights where the Recipe keeps them (`ema_decay`) and a step was made, as `penstock train` evaluates it."""
+        with self.step.inference(), self.ema.swapped() if self.ema and self.ema.begun else nullcontext():
             yield
 
 

@@ -235,7 +235,7 @@ def test_results_and_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_error_types_carry_their_codes() -> None:
     assert NumericError("x").exit_code == 6
-    assert [int(code) for code in ExitCode] == [0, 2, 3, 4, 5, 6, 7, 8, 75, 130]
+    assert [int(code) for code in ExitCode] == [0, 2, 3, 4, 5, 6, 7, 8, 9, 75, 130]
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

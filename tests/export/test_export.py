@@ -358,7 +358,7 @@ _MIXED = [("mixtral-tiny", "ctranslate2"), ("mixtral-tiny", "onnx-cache"), ("mar
         ("bert-tiny", "onnx-cache", "fp32", "model generates no text"),
         ("multimodal-tiny", "onnx-cache", "fp32", "model generates no text from texts alone"),
         ("multimodal-tiny", "ctranslate2", "fp32", "none like this; choose --to onnx\\."),
-        ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 has weights in int8"),
+        ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 and gguf have weights in int8"),
     ],
 )
 def test_forms_that_a_model_does_not_have_are_refused(

@@ -46,6 +46,8 @@ class EMA:
             self._shadows = {
                 name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()
             }
+        self.begun = False
+        """Whether there was a step: before it the averages are the first weights, whatever was loaded since."""
         self._folded: Averages | None = None
         if every_step and isinstance(optimizer, OnePassAdamW):
             shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}
@@ -54,6 +56,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move every average towards the present weights."""
+        self.begun = True
         averages: list[Tensor] = []
         weights: list[Tensor] = []
         moved = set() if self._folded is None else set(self._folded.moved)
@@ -103,6 +106,7 @@ class EMA:
                 f"The stored averages are not of this model ({'; '.join(problems)}); load them into the model that "
                 f"they were made with."
             )
+        self.begun = True
         for name, shadow in self._shadows.items():
             shadow.copy_(tensors.alike(shadow, state_dict[name]))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from penstock.boundary.files import read_bytes
 from penstock.data.source import Pixels
 from penstock.disk import write_file
 from penstock.infer.pictures import png
@@ -16,6 +17,7 @@ PICTURES = "pictures"
 """Folder in the run's, with `0.png` and so on in the order of an evaluation's `answers`."""
 _LARGEST = 96
 """Pixels of a picture's longer side."""
+_MOST_BYTES = 1 << 20
 
 
 def write_pictures(images: Sequence[Pixels], folder: Path) -> None:
@@ -34,4 +36,4 @@ def write_pictures(images: Sequence[Pixels], folder: Path) -> None:
 def read_pictures(folder: Path) -> list[bytes]:
     """The pictures in a run's folder, in their order; none where there are none."""
     files = sorted((folder / PICTURES).glob("*.png"), key=lambda file: (len(file.name), file.name))
-    return [file.read_bytes() for file in files]
+    return [read_bytes(file, "The picture of a sample", limit=_MOST_BYTES) for file in files]

@@ -149,6 +149,27 @@ def test_a_trainer_that_is_mixed_already_is_told_what_to_type(tmp_path: Path) ->
     assert "--bf16 False" in done.stderr
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_exit_functions_and_threads_run_before_the_end(
+    ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under torchrun, where the process ends at once afterwards, and with the code of --strict."""
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    script = """\
+        import atexit, threading, time
+        from concurrent.futures import ThreadPoolExecutor
+        atexit.register(print, "exit function")
+        pool = ThreadPoolExecutor(1)  # never shut down: its thread waits until the interpreter ends
+        pool.submit(time.sleep, 0.1)
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        print("last line")
+    """
+    for options, code in (((), 0), (("--strict",), 9)):
+        done = _run("run", *options, _written(tmp_path, script), folder=tmp_path)
+        assert (done.returncode, done.stdout.splitlines()) == (code, ["last line", "thread", "exit function"])
+        assert done.stderr.count("penstock: nothing was accelerated: ") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["glue", "nlp_example", "lora", "nanogpt", "workers", "gan"])
 def test_tune_takes_the_same_scripts(kind: str, tmp_path: Path) -> None:

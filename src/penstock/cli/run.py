@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -72,6 +73,8 @@ def run(
     threads = set(threading.enumerate())
     ended: BaseException | None = None
     code = 0
+    late = contextlib.ExitStack()
+    atexit.register(late.close)  # before the script's own functions, so it is called after them
     changes.begin()
     try:
         run_script(script, arguments, module=module)
@@ -88,8 +91,8 @@ def run(
         changes.end(error)
         raise
     if any(not thread.daemon for thread in {*threading.enumerate()} - threads):
-        # They may still train or save; Python waits for them, and calls this after the script's own exit functions.
-        atexit.register(_end_late, changes, ended, code, strict)
+        # They may still train or save; Python waits for them first.
+        late.callback(_end_late, changes, ended, code, strict)
     elif not changes.end(ended) and code == 0 and strict:
         return int(ExitCode.NOTHING_APPLIED)
     if isinstance(ended, SystemExit):

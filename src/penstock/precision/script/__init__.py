@@ -16,7 +16,8 @@ While `Interception` is installed, torch is changed in few places, each of which
 - `torch.compile` tells that compiled code may call a model where `nn.Module.__call__` does not see it.
 - `nn.Module.zero_grad` forgets an overflow together with the gradients.
 - `GradScaler.__init__` tells that the script scales its loss itself.
-- `torch.export.export`, `torch.jit.trace` and `torch.fx.symbolic_trace` get the plain fp32 model, as from plain Python.
+- The functions of `torch.export`, `torch.onnx`, `torch.jit` and `torch.fx` that record a model get its plain fp32
+  form, as from plain Python.
 
 All of it is undone by `remove`; what was accelerated stays so.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.export
 import torch.fx
+import torch.onnx
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,6 +26,10 @@ from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
 
 _installed: Interception | None = None
+_EXPORTERS: Any = (
+    (torch.export, "export"), (torch.export, "draft_export"), (torch.onnx, "export"), (torch.jit, "trace"),
+    (torch.jit, "trace_module"), (torch.jit, "script"), (torch.fx, "symbolic_trace"),
+)  # fmt: skip
 
 
 class Interception:
@@ -83,7 +89,7 @@ class Interception:
         patch(nn.Module, "zero_grad", _after(nn.Module.zero_grad, self._zeroed))
         scaler = torch.amp.grad_scaler.GradScaler
         patch(scaler, "__init__", _after(scaler.__init__, self._pairing.scaler_made))
-        for owner, name in ((torch.export, "export"), (torch.jit, "trace"), (torch.fx, "symbolic_trace")):
+        for owner, name in _EXPORTERS:
             patch(owner, name, _of_plain(vars(owner)[name]))
         return self
 
@@ -233,12 +239,18 @@ def _after(original: Callable[..., Any], hook: Callable[[Any], None]) -> Callabl
 
 def _of_plain(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function that records a model: given an accelerated one, it gets what plain Python would have given it."""
+    deeper = "_frames_up" in inspect.signature(original).parameters  # where torch.jit.script looks up names
+
+    def as_plain(value: Any) -> Any:
+        modules = value.modules() if isinstance(value, nn.Module) else ()
+        marked = any(name.startswith("_penstock") for module in modules for name in module.__dict__)
+        return plain(value) if marked else value
 
     @functools.wraps(original)
-    def recorded(model: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = model.modules() if isinstance(model, nn.Module) else ()
-        marked = any(name.startswith("_penstock") for module in modules for name in module.__dict__)
-        return original(plain(model) if marked else model, *args, **kwargs)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if deeper:
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
+        return original(*map(as_plain, args), **{name: as_plain(value) for name, value in kwargs.items()})
 
     return recorded
 

@@ -101,6 +101,7 @@ KINDS: dict[str, tuple[Path, str, str]] = {
     "spawned workers": (SCRIPTS, "workers.py --workers spawn", "accelerated Net"),
     "imagenet": (TUNED, "imagenet.py --epochs 1", "accelerated "),
     "timm": (TUNED, "timm_train.py 4", "accelerated "),
+    "lightning": (SCRIPTS, "lightning_in_style.py 4", "accelerated Classifier"),
     "gan": (OTHERS, "gan.py", "accelerated Sequential"),
 }
 QUICK = ("workers", "nanogpt")
@@ -171,7 +172,7 @@ def test_exit_functions_and_threads_run_before_the_end(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["glue", "nlp_example", "lora", "nanogpt", "workers", "gan"])
+@pytest.mark.parametrize("kind", ["glue", "nlp_example", "lora", "nanogpt", "lightning", "workers", "gan"])
 def test_tune_takes_the_same_scripts(kind: str, tmp_path: Path) -> None:
     folder, words, _ = KINDS[kind]
     line = [str(tmp_path) if w == "OUT" else "100000" if w in ("3", "4") else w for w in words.split()]

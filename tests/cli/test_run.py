@@ -21,7 +21,7 @@ def _python(*arguments: str, folder: Path, **environment: str) -> subprocess.Com
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, **environment},
     )
 

@@ -16,8 +16,8 @@ SOURCE = ROOT / "src" / "penstock"
 PAGE = ROOT / "docs" / "reference" / "torch-internals.md"
 
 # Private names that are not torch's: of the standard library, and of operators in words that a table compares.
-NOT_TORCHS = {"_replace", "_asdict", "_fields", "_make", "_run_exitfuncs", "_shutdown", "_args_from_interpreter_flags", "_to_copy",
-              "_unsafe_view"}  # fmt: skip
+NOT_TORCHS = {"_replace", "_asdict", "_fields", "_make", "_run_exitfuncs", "_args_from_interpreter_flags", "_to_copy",
+              "_unsafe_view", "_shutdown"}  # fmt: skip
 # Names of torch's that the source also gives to attributes of its own.
 TORCHS = {
     "_parameters",

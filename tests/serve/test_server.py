@@ -506,9 +506,12 @@ def test_a_killed_worker_is_replaced_and_what_it_had_is_made_anew(tmp_path: Path
 
 
 def worker_of(running: Running) -> int:
-    """The process id of the server's one child."""
-    (found,) = children_of(running.process.pid)
-    return found
+    """The process id of the server's one child beside the one that renders chat templates."""
+    (worker,) = (
+        child for child in children_of(running.process.pid)
+        if b"render.py" not in Path(f"/proc/{child}/cmdline").read_bytes()
+    )  # fmt: skip
+    return worker
 
 
 def children_of(process: int) -> list[int]:

@@ -157,7 +157,7 @@ def _options(
             f"--{word}{setting.key.removeprefix(begin)}"
             for begin, words in aliases.items()
             if setting.key.startswith(begin)
-            for word in words.split()
+            for word in words.split(" ")
         ]
         group = groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups)))
         about = Parameter(

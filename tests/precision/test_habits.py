@@ -43,7 +43,7 @@ def test_methods_held_since_before_the_first_step(line: str, dtype: str, tmp_pat
     ("line", "level"),
     [
         ("before", "O1"),
-        ("after v3", "O2"),
+        ("after v3", "O1"),
         ("late", "O2"),
         ("late v3 compile", "O1"),
         ("after compile", "O1"),

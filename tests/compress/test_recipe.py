@@ -326,3 +326,12 @@ def test_a_mixture_whose_experts_are_given_is_compressed(tmp_path: Path) -> None
     first, last = run.compress(load_compression(overrides={**wanted, "machine": machine}))["rows"]
     assert last["bytes"] < 0.7 * first["bytes"]
     assert last["seconds"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [("epochs", "distil.epochs"), ("teacher_weight", "distil.weight"), ("teacher", "the original")],
+)
+def test_a_setting_of_the_recipe_that_is_not_used_is_refused_by_name(setting: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"no use for recipe.{setting}, .*{instead}"):
+        load_compression(overrides={f"recipe.{setting}": "3"})

@@ -24,6 +24,7 @@ from penstock.config.load import from_dict, load, read_file
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig, Recipe, RunConfig, TaskName
+from penstock.errors import ConfigError
 
 Criterion = Literal["taylor", "activation", "magnitude"]
 LayerCriterion = Literal["loss", "activation", "even"]
@@ -170,6 +171,22 @@ class CompressConfig(Checked):
             yield "target is met by pruning, which steps leaves out; add prune."
 
 
+_NOT_OF_RECIPE: dict[str, str] = {
+    **{
+        f"recipe.{name}": f"which is distil.{name} here"
+        for name in ("epochs", "steps", "warmup_share", "temperature")
+    },
+    **{
+        f"recipe.teacher_{name}": f"which is distil.{name} here"
+        for name in ("weight", "hidden", "attention", "scores")
+    },
+    "recipe.warmup_steps": "which is a share here, distil.warmup_share",
+    "recipe.teacher": "for the original teaches; leave it out",
+    "recipe.eval_every_epochs": "for each step is evaluated at its end; leave it out",
+}
+"""Settings of `recipe` that a compression does not take from there, and what is in their place."""
+
+
 def load_compression(
     cls: type[Any] = CompressConfig,
     *,
@@ -181,6 +198,8 @@ def load_compression(
     stored = read_file(file) if file is not None else {}
     model: Any = (overrides or {}).get("model", stored.get("model"))
     base = CompressConfig()
+    if unused := [f"{key}, {_NOT_OF_RECIPE[key]}" for key in overrides or () if key in _NOT_OF_RECIPE]:
+        raise ConfigError(f"compress has no use for {'; nor for '.join(unused)}.")
     run = None if not isinstance(model, str) else Path(model) / "run.toml"
     if run is not None and run.is_file():
         job = from_dict(RunConfig, read_file(run), origin=str(run))

@@ -51,7 +51,7 @@ JOBS: dict[str, Settings] = {
     "vit-digits": {
         "recipe.epochs": 60.0,
         "recipe.lr": 5e-4,
-        "recipe.warmup_steps": 20,
+        "recipe.warmup_share": 0.015,
         "recipe.eval_every_epochs": 10.0,
         "recipe.augment.flip": 0.0,
         "recipe.augment.crop_scale_min": 0.7,

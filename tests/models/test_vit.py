@@ -349,3 +349,9 @@ def test_what_text_models_have_an_image_model_can_have_too(changes: dict[str, An
     torch.testing.assert_close(second, first, rtol=1e-10, atol=1e-10)
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_a_preset_is_created_by_its_name() -> None:
+    assert create("vit-s16", device="meta").config == PRESETS["vit-s16"]
+    with pytest.raises(ConfigError, match="Did you mean 'vit-s16'"):
+        create("vit_small_patch16_224", device="meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import cached_property
@@ -27,6 +28,27 @@ NAMED: dict[str, Any] = {}
 """Presets by name, all of which `penstock.config.model.presets` puts here."""
 
 
+_SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g", "xlarge": "xl"}
+_SAYS_LESS = re.compile(r"^(timm|hf|hf_hub|hf-hub):|^[\w.-]+/(?=.)|\.[a-z]\w{2,}$")
+"""What names elsewhere have around the model's: a library, an owner on the hub, timm's tag of its weights."""
+_TRAINED = re.compile(r"-(un)?cased$|-(224|384)(-in\d+k)?$|-v\d(\.\d)?$|-hf$|-instruct$")
+"""Endings that say how weights were trained."""
+
+
+def called_here(name: str) -> str | None:
+    """The preset that timm, transformers or the hub call `name`, such as vit-s16 for `vit_small_patch16_224`."""
+    while (shorter := _SAYS_LESS.sub("", name)) != name:
+        name = shorter
+    name = name.lower().replace("_", "-").replace("meta-", "")
+    while (shorter := _TRAINED.sub("", name)) != name:
+        name = shorter
+    if patches := re.fullmatch(r"(?:deit|vit)-(\w+)-patch(\d+)", name):
+        name = f"vit-{_SIZES.get(patches[1], patches[1])}{patches[2]}"
+    name = re.sub(r"^(llama|qwen)-(?=\d)", r"\1", name).replace("3.1-", "3-").replace("3.2-", "3-")
+    name = {"gpt2-small": "gpt2", "dit-xl-2": "dit-xl2"}.get(name, name)
+    return name if name in NAMED else None
+
+
 class ModelFamily(Checked, where="model"):
     """The base of the configurations of all families: frozen dataclasses with a field `family` and a `graph`."""
 
@@ -34,8 +56,10 @@ class ModelFamily(Checked, where="model"):
     def parse(cls, name: str) -> Any:
         """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
         if name not in NAMED:
+            ours = called_here(name)
+            near = f" Did you mean {ours!r}?" if ours else nearest(name, NAMED)
             raise ConfigError(
-                f"There is no model preset {quoted(name)}.{nearest(name, NAMED)} Presets are {', '.join(NAMED)}."
+                f"There is no model preset {quoted(name)}.{near} Presets are {', '.join(NAMED)}."
             )
         return NAMED[name]
 

@@ -59,6 +59,10 @@ class DataError(PenstockError):
     exit_code = ExitCode.DATA
 
 
+class NoValidation(DataError):
+    """Data that are too few, or too alike, to hold some back for validation; they can be trained on."""
+
+
 class CheckpointError(PenstockError):
     """No checkpoint can be trusted: it is missing, truncated, or was changed after it was written."""
 

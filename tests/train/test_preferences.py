@@ -28,7 +28,9 @@ def _losses(records: list[dict[str, Any]]) -> list[float]:
     return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
 
 
-def test_a_run_by_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_run_by_preferences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
     peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
     save_machine(
         Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6),
@@ -73,6 +75,20 @@ def test_a_run_by_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert one == other
 
+    # Few prompts, of whose pairs none may be in both splits: all are trained on.
+    same = [{"prompt": f"{n % 4}?", "chosen": f"yes {n}", "rejected": "no"} for n in range(300)]
+    Path("same.jsonl").write_text("\n".join(map(json.dumps, same)))
+    few = ["--from", "base", "--task", "preferences", "--data", "text:same.jsonl", "--recipe.steps", "2"]
+    capsys.readouterr()
+    records = _train("few", *few, "--recipe.warmup_steps", "0")
+    out = capsys.readouterr()
+    assert "too few different prompts" in caplog.text
+    assert "share one stay together" in caplog.text
+    assert "done: 2 steps, without a validation split" in out.out
+    assert "evaluation" not in {record["event"] for record in records}
+    assert "no validation split" in Path("few/export/README.md").read_text()
+    assert main(["report", "few", "--output", "few.html"]) == 0
+
     def refusal(*words: str, output: str = "whole") -> str:
         capsys.readouterr()
         _train(output, *words, code=2)
@@ -81,4 +97,5 @@ def test_a_run_by_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     shutil.copytree("base/export", "other")
     assert "init_from is 'other'" in refusal("--from", "other", *beside)
     assert "will overwrite it" in refusal(*given, output="base")
+    assert "recipe.patience counts evaluations" in refusal(*few, "--recipe.patience", "1", output="waits")
     assert "name them with --from" in refusal("gpt-tiny", *beside, output="new")

@@ -213,6 +213,7 @@ def _train_top1(result: Tuned, output: Path, epochs: float) -> float:
     run = train(
         load_run(overrides={"model": MODEL, **settings}), resume=False, display=display_for(sys.stdout)
     )
+    assert run.evaluation is not None  # digits have a validation split
     return float(run.evaluation.top1)
 
 

@@ -111,10 +111,15 @@ def train(
     best = (
         "" if result.exported == result.steps else f", by step {result.exported}, the best of the evaluations"
     )
-    print(f"done: {task.describe(evaluation.metrics)} of {evaluation.samples:,} validation {task.unit}{best}")
-    share = evaluation.metrics.get("top1", evaluation.metrics.get("accuracy"))
-    if share is not None and (words := chance_words(share, result.classes or 0, evaluation.samples)):
-        print(words)
+    if evaluation is None:
+        print(f"done: {result.steps} steps, without a validation split")
+    else:
+        print(
+            f"done: {task.describe(evaluation.metrics)} of {evaluation.samples:,} validation {task.unit}{best}"
+        )
+        share = evaluation.metrics.get("top1", evaluation.metrics.get("accuracy"))
+        if share is not None and (words := chance_words(share, result.classes or 0, evaluation.samples)):
+            print(words)
     page = f", page in {result.output / PAGE}" if report == "page" else ""
     print(f"weights in {result.export}, metrics in {result.metrics}{page}")
     print("next:", *next_commands(task_name(config.model, config.task), result.output), sep="\n  ")

@@ -26,7 +26,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def card(
-    config: RunConfig, evaluation: Evaluation, *, steps: int, data: str, parameters: int, machine: str
+    config: RunConfig, evaluation: Evaluation | None, *, steps: int, data: str, parameters: int, machine: str
 ) -> str:
     """Markdown with the hub's head: model, data, recipe, Plan and metrics of a run that took `steps` steps.
 
@@ -52,6 +52,9 @@ def card(
         "machine": machine,
     }
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
+    result = "The data had no validation split."
+    if evaluation is not None:
+        result = f"On {evaluation.samples:,} validation {task.unit}: {task.describe(evaluation.metrics)}."
     text = f"""\
 Trained with Penstock {__version__}. `penstock train --config run.toml` repeats it, with the run's run.toml.
 
@@ -59,7 +62,7 @@ Trained with Penstock {__version__}. `penstock train --config run.toml` repeats 
 |---|---|
 {table}
 
-On {evaluation.samples:,} validation {task.unit}: {task.describe(evaluation.metrics)}.
+{result}
 """
     return page(head, title(config.model), text)
 

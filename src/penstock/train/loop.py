@@ -30,7 +30,7 @@ from penstock.config.recipes import require_startable
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader, Source
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ConfigError, NoValidation
 from penstock.launch import ELASTIC
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
@@ -96,8 +96,9 @@ class TrainResult:
     """The step this call went on from; 0 for a new run."""
     loss: float
     """Mean training loss of the last logged steps."""
-    evaluation: Evaluation
-    """Evaluation on the validation split of what is exported, of the EMA weights where there are any."""
+    evaluation: Evaluation | None
+    """Evaluation on the validation split of what is exported, of the EMA weights where there are any; None without such
+    a split."""
     exported: int
     """The step that is exported: with the best evaluation, or the last."""
     output: Path
@@ -184,7 +185,7 @@ class _Run:
             if dims.main and changed and name not in self.task.augments:
                 _log.warning("recipe.augment.%s changes nothing: this task does not augment so.", name)
         train_source = self.task.open(config.data, config.model, "train")
-        self.val_source = self.task.open(config.data, config.model, "val")
+        self.val_source = self._validation(config)
         self.data = train_source.title
         self.config = config = replace(config, model=self.task.fit(config.model, train_source))
         require_teacher(config, train_source)
@@ -348,21 +349,34 @@ class _Run:
         self.records.rewind(self.step, again=self._recorded_again())
         self._record("rewind", spikes=spikes, number=number)
 
+    def _validation(self, config: RunConfig) -> Source | None:
+        """The validation split; None, with a warning, where the data are too alike for one. Raises ConfigError where
+        the run's end depends on it."""
+        try:
+            return self.task.open(config.data, config.model, "val")
+        except NoValidation as problem:
+            if config.recipe.patience:
+                raise ConfigError(f"recipe.patience counts evaluations, but {problem}") from None
+            if self.dims.main:
+                _log.warning("%s The run is not evaluated.", problem)
+            return None
+
     def _evaluate(self) -> bool:
         """Evaluate on the whole validation split: the EMA weights where there are any, else the weights. Returns
         whether it is the best so far.
         """
         started = time.perf_counter()
-        task, model, dims = self.task, self.built.model, self.dims
-        loader = self._loader(self.val_source, endless=False)
-        rounds = math.ceil(len(self.val_source) / (loader.batch * dims.data_world))
+        task, model, dims, source = self.task, self.built.model, self.dims, self.val_source
+        assert source is not None  # else no evaluation is due
+        loader = self._loader(source, endless=False)
+        rounds = math.ceil(len(source) / (loader.batch * dims.data_world))
         blank = task.blank(self.config.model, self.device)
         with loader, self.built.inference():
             batches = beating(loader, self.step)
             evaluation = evaluate(task, model, batches, dims=dims, rounds=rounds, blank=blank)
             with torch.no_grad():
-                shown = task.sample(model, self.val_source, self.device)
-                answers = task.answers(model, self.val_source, self.device)
+                shown = task.sample(model, source, self.device)
+                answers = task.answers(model, source, self.device)
         better = self.state.judge(evaluation, task.merit) and not self.monitor.unsettled()
         self._record(
             "evaluation", epoch=self.calendar.epoch(self.step), **evaluation.record(),
@@ -371,11 +385,12 @@ class _Run:
             **({} if evaluation.counts is None else {"by_class": evaluation.counts.record()}),
         )  # fmt: skip
         if self.dims.main and answers and not (self.output / PICTURES).exists():
-            write_pictures(task.pictures(self.val_source), self.output / PICTURES)
+            write_pictures(task.pictures(source), self.output / PICTURES)
         return better
 
     def _evaluation_is_due(self) -> bool:
-        return self.calendar.evaluates(self.step) and self.state.evaluated_at != self.step
+        due = self.val_source is not None and self.calendar.evaluates(self.step)
+        return due and self.state.evaluated_at != self.step
 
     def _save_in_time(self, better: bool) -> None:
         """Save, unless a checkpoint was written just before: then a step that is `better` waits in host memory."""
@@ -428,7 +443,6 @@ class _Run:
     def _finish(self) -> TrainResult:
         """Export the evaluated weights, and record the prediction beside the measurement."""
         evaluation, step = self.state.evaluation, self.step
-        assert evaluation is not None  # the last step evaluates before it saves
         if self._best_step not in (0, step) and (stored := self._find_best()) is not None:
             self.state.load_weights(stored)
             evaluation, step = self.state.best or evaluation, stored.step

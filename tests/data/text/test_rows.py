@@ -9,7 +9,7 @@ import pytest
 from penstock.config.run import DataConfig
 from penstock.data.text.rows import RowSource, open_rows
 from penstock.data.text.tokenizers import Bytes
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError, DataError, NoValidation
 
 T = Bytes()
 
@@ -174,3 +174,21 @@ def test_classes_may_be_called_none(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": null}\n{"text": "a", "label": NaN}\n')
     with pytest.raises(DataError, match="line 1 cannot be used: the column 'label' holds no label"):
         open_rows(DataConfig(source=typed), Bytes(), "train", form="single", length=30)
+
+
+@pytest.mark.parametrize("rows", [100, 300])
+@pytest.mark.parametrize("texts", [1, 3, 40])
+def test_rows_that_share_their_first_text_are_in_one_split(tmp_path: Path, rows: int, texts: int) -> None:
+    lines = [f"{'abcd'[n % texts % 4]}{n % texts}\t{n}\t{n % 2}" for n in range(rows)]
+    (tmp_path / "few.tsv").write_text("\n".join(["first\tsecond\tlabel", *lines]))
+    train = opened(f"pairs:{tmp_path / 'few.tsv'}", "pair")
+    if len(train) == rows:
+        assert texts < 40
+        with pytest.raises(NoValidation, match="too few different first texts"):
+            opened(f"pairs:{tmp_path / 'few.tsv'}", "pair", "val")
+        return
+    val = opened(f"pairs:{tmp_path / 'few.tsv'}", "pair", "val")
+    assert len(train) + len(val) == rows
+    assert len(val) <= rows / 2
+    first = [{bytes(row["tokens"][1 : row["segment"] - 1]) for row in read(side)} for side in (train, val)]
+    assert not first[0] & first[1]

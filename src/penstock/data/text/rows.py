@@ -15,7 +15,7 @@ from penstock.data.text.mixture import Mixture, TextSource
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Frame, Tokenizer
 from penstock.data.text.tokenpack import FEW, VAL_EVERY, PackedPart, TokenPack
-from penstock.errors import ConfigError, DataError
+from penstock.errors import ConfigError, DataError, NoValidation
 
 RowForm = Literal["single", "pair", "translation", "two"]
 _SMALL_EVERY = 5
@@ -254,8 +254,14 @@ def tables_of(
 ) -> list[tuple[RowTable, float]]:
     """The rows of a split in each pack, and its weight. Raises DataError where one has none; `unit` is their name."""
     tables = [(table_of(pack, split, labelled=labelled), weight) for pack, weight in packs]
-    for (table, _), (source, _) in zip(tables, data.parts()):
+    for (table, _), (pack, _), (source, _) in zip(tables, packs, data.parts()):
         if not len(table):
+            if split == "val" and len(pack.manifest.parts) == 1:
+                raise NoValidation(
+                    f"{source} has too few different {'prompts' if unit == 'conversations' else 'first texts'} for a "
+                    f"validation set: {unit} that share one stay together, and so all are for training. Name files "
+                    "train and val to choose."
+                )
             raise DataError(
                 f"{source} has no {unit} for {split}. Give it more, or files named train and val."
             )
@@ -263,16 +269,18 @@ def tables_of(
 
 
 def table_of(pack: TokenPack, split: Split, *, labelled: bool = False) -> RowTable:
-    """The rows of a split: the pack's own, else one row in twenty is for val, chosen by its first text, so that rows
-    that share it stay together.
+    """The rows of a split: the pack's own, else one row in twenty is for val, chosen by its first text (of few rows
+    every fifth text), so that rows that share it stay together. None is for val where that would be most of the rows.
     """
     classes = len(pack.manifest.classes) if pack.manifest.labels == "classes" else None
     if len(pack.manifest.parts) == 2:
         part = pack.split(int(split == "val"))
         return RowTable(part, np.arange(part.part.rows), labelled, classes)
     part = pack.split(0)
+    is_val = part.index["key"] % VAL_EVERY == VAL_EVERY - 1
     if part.part.rows < FEW:
-        is_val = np.arange(part.part.rows) % _SMALL_EVERY == _SMALL_EVERY - 1
-    else:
-        is_val = part.index["key"] % VAL_EVERY == VAL_EVERY - 1
+        _, first, same = np.unique(part.index["key"], return_index=True, return_inverse=True)
+        is_val = np.argsort(np.argsort(first))[same] % _SMALL_EVERY == _SMALL_EVERY - 1
+    if is_val.mean() > 0.5:
+        is_val[:] = False
     return RowTable(part, np.flatnonzero(is_val == (split == "val")), labelled, classes)

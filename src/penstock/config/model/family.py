@@ -30,7 +30,7 @@ NAMED: dict[str, Any] = {}
 
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g", "xlarge": "xl"}
 _SAYS_LESS = re.compile(r"^(timm|hf|hf_hub|hf-hub):|^[\w.-]+/(?=.)|\.[a-z]\w{2,}$")
-"""What names elsewhere have around the model's: a library, an owner on the hub, timm's tag of its weights."""
+"""Parts of a name elsewhere that are not the model's: a library, an owner on the hub, timm's tag of its weights."""
 _TRAINED = re.compile(r"-(un)?cased$|-(224|384)(-in\d+k)?$|-v\d(\.\d)?$|-hf$|-instruct$")
 """Endings that say how weights were trained."""
 
@@ -56,8 +56,8 @@ class ModelFamily(Checked, where="model"):
     def parse(cls, name: str) -> Any:
         """The preset called `name`, of any family. Raises `ConfigError` naming the nearest."""
         if name not in NAMED:
-            ours = called_here(name)
-            near = f" Did you mean {ours!r}?" if ours else nearest(name, NAMED)
+            same = called_here(name)
+            near = f" Did you mean {same!r}?" if same else nearest(name, NAMED)
             raise ConfigError(
                 f"There is no model preset {quoted(name)}.{near} Presets are {', '.join(NAMED)}."
             )

@@ -144,10 +144,20 @@ def test_processes_that_a_script_starts(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_is_mixed_already_is_told_what_to_type(tmp_path: Path) -> None:
-    done = _run("run", str(SCRIPTS / "glue_trainer.py"), "2", str(tmp_path), "--bf16", folder=tmp_path)
+@pytest.mark.parametrize(
+    "line", ["glue_trainer.py 2 OUT --bf16", "sft_in_style.py --output_dir OUT --use_cpu True"]
+)
+def test_a_trainer_that_is_mixed_already_is_told_what_to_type(line: str, tmp_path: Path) -> None:
+    name, *words = line.replace("OUT", str(tmp_path / "out")).split()
+    done = _run("run", str(SCRIPTS / name), *words, folder=tmp_path)
     assert done.returncode == 2
     assert "--bf16 False" in done.stderr
+    assert f"{name}:" in done.stderr
+    if name.startswith("sft"):
+        words += ["--bf16", "False", "--max_steps", "2", "--report_to", "none"]
+        done = _run("run", "--strict", str(SCRIPTS / name), *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "accelerated LlamaForCausalLM" in done.stderr
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

@@ -118,10 +118,13 @@ def _hidden(option: inspect.Parameter) -> inspect.Parameter:
 
 def load_or_described(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
     """`load`, which in place of a preset's name also takes a folder, a config.json, or a name on the hub, for the model
-    that it describes. Its name and its folder become the settings `name` and `weights`, where there are such."""
+    that it describes, also behind `hf:`. Its name and its folder become the settings `name` and `weights`, where there
+    are such."""
     settings = dict(overrides)
     named = settings.get("model")
-    if isinstance(named, str) and named not in PRESETS and (Path(named).exists() or "/" in named):
+    given = named if isinstance(named, str) else ""
+    named = given.removeprefix("hf:")
+    if named != given or (named not in PRESETS and (Path(named).exists() or "/" in named) and named):
         from penstock.config.theirs.read import named_model
 
         model = named_model(named)

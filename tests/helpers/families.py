@@ -107,7 +107,7 @@ ENROLLED = {
     ),
     # Distilled too, so that a second token and a second head meet every layout.
     "vit moe": Enrolled(
-        replace(_VIT, experts=4, experts_per_token=2, distilled=True), None
+        replace(_VIT, experts=4, distilled=True), None
     ),
     "experts of blocks": Enrolled(replace(_DIFFUSION, experts=2, experts_in="block", expert_every=2), None),
 }  # fmt: skip

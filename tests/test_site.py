@@ -161,6 +161,7 @@ def test_the_planner_in_the_browser_needs_nothing_but_python(tmp_path: Path) -> 
     (tmp_path / "penstock.zip").write_bytes(_tool("site").planner_modules())
     code = f"""
 import sys
+sys.modules["grp"] = None  # which Pyodide lacks
 sys.path.insert(0, {str(tmp_path / "penstock.zip")!r})
 exec(compile(open({str(ROOT / "docs/assets/planner.py")!r}).read(), "planner.py", "exec"), globals())
 config = '{{"model_type": "gpt2", "n_layer": 2}}'

@@ -3,9 +3,7 @@ written them. As ssh does with its own files, only what this user and root alone
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 import stat
 from pathlib import Path
 
@@ -43,6 +41,8 @@ def _others_write(state: os.stat_result) -> bool:
 
 def _is_private(gid: int, user: str) -> bool:
     """Whether a group is a user's own, as many systems give each user one."""
+    import grp  # late: a browser's Python has neither groups nor users
+
     try:
         group = grp.getgrgid(gid)
     except KeyError:
@@ -51,6 +51,8 @@ def _is_private(gid: int, user: str) -> bool:
 
 
 def _name(uid: int) -> str:
+    import pwd  # late: as grp
+
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -391,10 +391,10 @@ def test_a_loss_that_is_no_number_is_never_offered(clock: Clock) -> None:
 
 
 def test_a_budget_is_kept_and_what_it_had_no_time_for_is_said(clock: Clock) -> None:
-    report, rungs, _ = _climb(clock, _seconds, loss_steps=100, budget=200.0, rounds=5)
+    report, rungs, _ = _climb(clock, _seconds, loss_steps=100, budget=170.0, rounds=5)
     assert report.loss_steps < 100
     assert any("shortened" in note for note in report.notes)
-    assert clock.now < 230.0
+    assert clock.now < 200.0
     assert report.speedup > 1.2
     clock.now = 0.0
     short, rungs, _ = _climb(clock, _seconds, loss_steps=0, budget=20.0, rounds=5)
@@ -418,13 +418,15 @@ def test_the_path_has_the_time_of_what_was_left_out(
     assert ends == [pytest.approx(1000.0 * climb.UNTIL[share])]
 
 
-@pytest.mark.parametrize("size", [2.0, 3.0])
-def test_slow_steps_keep_the_budget_and_leave_time_for_a_compiled_look(clock: Clock, size: float) -> None:
+@pytest.mark.parametrize(("size", "budget"), [(2.0, 420.0), (3.0, 600.0)])
+def test_slow_steps_keep_the_budget_and_leave_time_for_a_compiled_look(
+    clock: Clock, size: float, budget: float
+) -> None:
     """Twenty looks fit into the time, and the path takes a third of it."""
     report, _, _ = _climb(
-        clock, lambda s: size * _seconds(s), rungs=(*EAGER, "compile"), budget=345.0, round_seconds=0.3
+        clock, lambda s: size * _seconds(s), rungs=(*EAGER, "compile"), budget=budget, round_seconds=0.3
     )
-    assert clock.now < 360.0
+    assert clock.now < budget
     assert "compile=" in report.plan
     assert report.speedup > 1.4
 

@@ -1,4 +1,4 @@
-"""What `penstock run` changes in a script and in the processes that the script starts. Free of torch until they import
+"""Changes that `penstock run` makes in a script and in the processes that it starts. Free of torch until they import
 it.
 """
 

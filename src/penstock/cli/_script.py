@@ -129,8 +129,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != self._name or self._then is None:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         loader: Any = None if spec is None else spec.loader
         execute: Any = getattr(loader, "exec_module", None)
 

@@ -18,7 +18,7 @@ from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from penstock.infer.predictions import Prediction
+    from penstock.infer.predictions import ClassPrediction
 
 _SECONDS = 10.0
 """Time between two lines of progress where there is no terminal."""
@@ -88,7 +88,9 @@ def classify(
     return int(ExitCode.DATA if failed else ExitCode.DONE)
 
 
-def _with_progress(predictions: Iterator[Prediction], total: int, *, shown: bool) -> Iterator[Prediction]:
+def _with_progress(
+    predictions: Iterator[ClassPrediction], total: int, *, shown: bool
+) -> Iterator[ClassPrediction]:
     """The same predictions, with a bar on a terminal, else a line at times, on stderr."""
     from rich.console import Console
     from rich.progress import track
@@ -96,9 +98,9 @@ def _with_progress(predictions: Iterator[Prediction], total: int, *, shown: bool
     if shown and sys.stderr.isatty():
         yield from track(predictions, "classify", total, console=Console(stderr=True), transient=True)
         return
-    told = time.monotonic()
+    reported = time.monotonic()
     for number, prediction in enumerate(predictions, 1):
         yield prediction
-        if shown and time.monotonic() - told > _SECONDS:
+        if shown and time.monotonic() - reported > _SECONDS:
             print(f"{number:,} of {total:,}", file=sys.stderr, flush=True)
-            told = time.monotonic()
+            reported = time.monotonic()

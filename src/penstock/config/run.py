@@ -345,7 +345,7 @@ class Recipe(Checked, where="recipe"):
     Classes and pairs are compared by how many are right, translations by chrF, searches by recall@1, others by the
     loss."""
     longer: Literal["refuse", "stretch", "restart"] = "refuse"
-    """What becomes of the learning rate where a run goes on with other `steps` or `epochs` than it was planned for: it
+    """Learning rate of a run that goes on with other `steps` or `epochs` than it was planned for: it
     follows the schedule of the whole new length from there on (`stretch`), or a schedule for what is left begins there,
     warm-up included (`restart`). `refuse`: a run does not go on so."""
     augment: Augment = field(default_factory=Augment)

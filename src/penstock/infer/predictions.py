@@ -38,7 +38,7 @@ class ClassifierInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class ClassPrediction:
     """The class of one input; without an answer, `problem` says why."""
 
     input: ClassifierInput
@@ -118,7 +118,7 @@ def _rows_of(table: str, columns: Sequence[str]) -> Iterator[ClassifierInput]:
             yield ClassifierInput(text, f"{row.path}, line {row.line:,}")
 
 
-def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterator[Prediction]:
+def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterator[ClassPrediction]:
     """Predictions in the order of the inputs, a batch at a time. Inputs that cannot be read are among them."""
     for begin in range(0, len(inputs), classifier.batch):
         some = inputs[begin : begin + classifier.batch]
@@ -126,7 +126,11 @@ def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterat
         answers = iter(_answers(classifier, [one.value for one in readable]))
         for one in some:
             answer = one.problem if one.problem else next(answers)
-            yield Prediction(one, None, answer) if isinstance(answer, str) else Prediction(one, answer)
+            yield (
+                ClassPrediction(one, None, answer)
+                if isinstance(answer, str)
+                else ClassPrediction(one, answer)
+            )
 
 
 def _answers(classifier: Classifier, values: list[Any]) -> list[Classified | str]:

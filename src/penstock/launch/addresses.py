@@ -74,9 +74,9 @@ _Entry._fields_ = [
 
 def _addresses() -> list[tuple[str, str]]:
     """Addresses of this host, each with its interface."""
-    libc, first, found = ctypes.CDLL(None), ctypes.POINTER(_Entry)(), list[tuple[str, str]]()
+    libc, first, addresses = ctypes.CDLL(None), ctypes.POINTER(_Entry)(), list[tuple[str, str]]()
     if libc.getifaddrs(ctypes.byref(first)):
-        return found
+        return addresses
     entry = first
     while entry:
         each, entry = entry.contents, entry.contents.next
@@ -86,6 +86,8 @@ def _addresses() -> list[tuple[str, str]]:
         family = each.address[1] or each.address[0]
         for known, begin, end in ((socket.AF_INET, 4, 8), (socket.AF_INET6, 8, 24)):
             if family == known:
-                found.append((socket.inet_ntop(known, bytes(each.address[begin:end])), each.name.decode()))
+                addresses.append(
+                    (socket.inet_ntop(known, bytes(each.address[begin:end])), each.name.decode())
+                )
     libc.freeifaddrs(first)
-    return found
+    return addresses

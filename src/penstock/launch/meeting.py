@@ -135,7 +135,7 @@ class Meeting(Nodes):
         self._node = 0
         self._looked = 0.0
         self._look: Call[tuple[Outcome | None, bool]] | None = None
-        self._asked: dict[int, float] = {}
+        self._begun: dict[int, float] = {}
         """Threads that wait for the store, and since when."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._heard: Outcome | None = None
@@ -322,15 +322,15 @@ class Meeting(Nodes):
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
         """Inside, this thread waits for the store."""
-        self._asked[threading.get_ident()] = time.monotonic()
+        self._begun[threading.get_ident()] = time.monotonic()
         try:
             yield
         finally:
-            del self._asked[threading.get_ident()]
+            del self._begun[threading.get_ident()]
 
     def _silence(self) -> float:
         """Seconds for which the store has not answered."""
-        return time.monotonic() - min(list(self._asked.values()), default=math.inf)
+        return time.monotonic() - min(list(self._begun.values()), default=math.inf)
 
     def _wait(self, call: Call[T], most: float) -> bool:
         """Wait until `call` has ended. Returns False once the store has been silent for `most` seconds."""

@@ -41,7 +41,7 @@ class ModuleStandIns(StandIns):
         def with_copies(cls: type[nn.Module]) -> dict[str, Any]:
             return {
                 **attributes(cls),
-                "__deepcopy__": property(lambda module: self._copier(module, cls, asked=asked_by("copy"))),
+                "__deepcopy__": property(lambda module: self._copier(module, cls, by_name=asked_by("copy"))),
                 "__copy__": lambda module: self._copied(module, lambda: copy.copy(module)),
                 "__reduce_ex__": lambda module, protocol: plain(module).__reduce_ex__(protocol),
             }
@@ -49,11 +49,11 @@ class ModuleStandIns(StandIns):
         super().__init__(with_copies)
         _KINDS.append(self)
 
-    def _copier(self, module: nn.Module, cls: type[nn.Module], *, asked: bool) -> Any:
+    def _copier(self, module: nn.Module, cls: type[nn.Module], *, by_name: bool) -> Any:
         """The module's `__deepcopy__` where copy.deepcopy asks for it. A wrapper that forwards what it lacks to this
         module, as PEFT's do, must not take it for its own.
         """
-        if asked:
+        if by_name:
             return functools.partial(self._deep, module)
         own: Any = getattr(cls, "__deepcopy__", None)
         if own is None:

@@ -58,7 +58,7 @@ class Session:
         self.scalers = [_scaler(precision, device, scaler) for _ in range(losses)] if precision.scales else []
         self._noted: dict[int, tuple[Tensor, bool]] = {}
         self._polls = [_Poll() for _ in self.scalers]
-        self._search: _Search | None = None
+        self._search: _TorchLookup | None = None
         self.gradients: list[Own] = []
         """Gradients of each optimizer."""
 
@@ -95,13 +95,13 @@ class Session:
             lost = self._polls[self.scalers.index(scaler)].look(scaler.stuck)
             if lost is not None and lost >= PATIENCE:
                 # The run is lost. The next whole step shows where; of the present one the forward pass is over.
-                self._search = _Search(scaler, OverflowTrace(self.models).attach())
+                self._search = _TorchLookup(scaler, OverflowTrace(self.models).attach())
         elif self._search.scaler is scaler:
             self._search.turns += 1
             if self._search.turns == 2:
                 self._end(self._search)
 
-    def _end(self, search: _Search) -> None:
+    def _end(self, search: _TorchLookup) -> None:
         self._search = None
         search.trace.detach()
         scaler = search.scaler
@@ -128,7 +128,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class _Search:
+class _TorchLookup:
     """A lost run's look for the layer where gradients overflow."""
 
     scaler: LossScaler

@@ -217,9 +217,9 @@ def _replicas(
     if not counts:
         return
     # A script of our own server is written where there are weights, and no stages.
-    ours = config.weights is not None and pp == 1
+    launched = config.weights is not None and pp == 1
     serving = _serving(model, machine, kind, tp, pp)
-    serving = replace(serving, spare=way.spare, uneven=way.uneven, launched=ours)
+    serving = replace(serving, spare=way.spare, uneven=way.uneven, launched=launched)
     each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
     capacity = int(min(1 << 30, room / each if each else 1 << 30)) if room > 0 else 0
     plain = Layout(

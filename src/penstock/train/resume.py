@@ -247,7 +247,7 @@ class Saves:
         self.best = 0
         """The step whose checkpoint is kept however old it becomes."""
         self._dims = dims
-        self._asked = bool(config.checkpoint_every)
+        self._every_set = bool(config.checkpoint_every)
         self._time = time.monotonic()
         self._held: Parts | None = None
         self._keep = config.keep
@@ -275,7 +275,7 @@ class Saves:
 
     def too_soon(self) -> bool:
         """Whether the last checkpoint is so new that another would cost time and save none."""
-        if self._asked:
+        if self._every_set:
             return False
         return bool(slowest(float(time.monotonic() - self._time < _SECONDS), self._dims))
 

@@ -52,7 +52,7 @@ class Seen:
         return bool(everything) and everything.isdisjoint(HALVES)
 
     def words(self) -> str:
-        """What was seen, such as "12 of 13 matrix products in bf16"; nothing where nothing was."""
+        """Counts in words, such as "12 of 13 matrix products in bf16"; empty where nothing was seen."""
         parts = []
         for counts, noun in ((self.products, "matrix product"), (self.compiled, "compiled graph")):
             total = counts.total()

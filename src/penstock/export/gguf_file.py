@@ -233,7 +233,8 @@ def _tied(values: Mapping[str, Any]) -> bool:
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
     """Rows of queries or keys whose rotary pairs lie side by side, where transformers has them in two halves."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+    pairs = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def _factors(values: Mapping[str, Any]) -> Tensor:
@@ -241,10 +242,13 @@ def _factors(values: Mapping[str, Any]) -> Tensor:
     rope = values["rope"]
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    lengths = 2 * math.pi * float(rope["rope_theta"]) ** (torch.arange(0, head, 2).double() / head)
+    lengths: Tensor = (
+        2 * math.pi * torch.pow(float(rope["rope_theta"]), torch.arange(0, head, 2).double() / head)
+    )
     turns = rope["original_max_position_embeddings"] / lengths
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).float()
+    divisors: Tensor = 1 / ((1 - smooth) / factor + smooth)
+    return divisors.float()
 
 
 def _checked(gguf: Any, path: Path, weights: Mapping[str, Tensor], kind: ExportType) -> float:

@@ -89,7 +89,7 @@ async def _serve(
     logging.getLogger("uvicorn.error").setLevel(
         logging.ERROR
     )  # what clients send wrong is told them, and no log
-    connection = functools.partial(Connection, unread_seconds=config.unread_seconds)
+    connection: Any = functools.partial(Connection, unread_seconds=config.unread_seconds)
     server = Server(
         uvicorn.Config(
             service.app(), http=connection, ws="none", lifespan="off", log_config=None, access_log=False,

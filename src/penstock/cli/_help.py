@@ -97,7 +97,8 @@ def _near(word: str, names: Collection[str]) -> Iterator[str]:
         yield elsewhere
         return
     plain = {
-        name: name[2:].replace("-", "_").lower() for name in sorted(names, key=lambda name: name.count("."))
+        name: name[2:].replace("-", "_").lower()
+        for name in sorted(names, key=lambda name: (name.count("."), name))
     }
     last = word.rpartition(".")[2]
     same = [name for name, full in plain.items() if full == word or full.rpartition(".")[2] in (word, last)]

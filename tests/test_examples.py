@@ -164,7 +164,8 @@ def _first_hour(script: str, *words: object, cwd: Path, **settings: object) -> s
 @pytest.mark.slow
 def test_the_first_hour_with_photographs(tmp_path: Path) -> None:
     write_folder(tmp_path / "photos", per_class=8)
-    said = _first_hour("photos.sh", "photos", cwd=tmp_path, MODEL="vit-ti16", EPOCHS=1, BATCH=4)
+    small = "--model.image_size 32 --model.patch_size 8 --model.depth 2"
+    said = _first_hour("photos.sh", "photos", cwd=tmp_path, MODEL="vit-ti16", EPOCHS=1, BATCH=4, MORE=small)
     assert "precision" in said
     assert "recall" in said
     run = tmp_path / "runs" / "photos"
@@ -183,7 +184,9 @@ def test_the_first_hour_with_a_chat_model(tmp_path: Path) -> None:
         for n in range(40)
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    said = _first_hour("chat.sh", weights, "chats.jsonl", "3?", cwd=tmp_path, EPOCHS=1, RANK=2, LENGTH=48)
+    said = _first_hour(
+        "chat.sh", weights, "chats.jsonl", "3?", cwd=tmp_path, EPOCHS=1, RANK=2, LENGTH=48, TOKENS=8
+    )
     assert "perplexity" in said
 
 

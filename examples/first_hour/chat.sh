@@ -10,5 +10,5 @@ weights=$1 chats=$2 question=$3 output=${OUTPUT:-runs/chat}
 penstock train --from "$weights" --task chat --data "text:$chats" --recipe.lora.rank "${RANK:-16}" \
     --epochs "${EPOCHS:-3}" --batch-size "${BATCH:-4}" --model.sequence "${LENGTH:-2048}" --output "$output"
 penstock evaluate "$output" --data "text:$chats"
-penstock generate "$output" "$question" --chat --max_tokens 32
+penstock generate "$output" "$question" --chat --max_tokens "${TOKENS:-32}"
 # penstock serve "$output" answers OpenAI's clients on port 8000, until Ctrl-C.

@@ -209,7 +209,7 @@ def test_packed_conversations_do_not_see_each_other(tmp_path: Path) -> None:
 def test_a_long_conversation_is_cut_and_left_out_without_an_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{"prompt": "a" * (10 + 50 * (n % 2)), "completion": "b" * 30} for n in range(20)]
+    rows = [{"prompt": f"{n:02}" + "a" * (8 + 50 * (n % 2)), "completion": "b" * 30} for n in range(20)]
     source = open_conversations(DataConfig(source=_file(tmp_path, rows)), _tokenizer(), "train", length=60)
     assert "cut at their end, and 8 that then have no answer are left out" in caplog.text
     assert len(source) == 8

@@ -89,7 +89,7 @@ def to_html(report: Mapping[str, Any]) -> str:
     name = next(iter(first["metrics"]))
     points = [(row["seconds"] * 1e3, row["metrics"][name]) for row in rows]
     tips = [f"{row['title']}: {row['words']}, {duration(row['seconds'], 3)}" for row in rows]
-    samples = report["settings"]["batch"]
+    samples = report["settings"].get("batch", 1)  # absent in records of earlier versions
     label = f"latency in ms of {samples} sample{'s' * (samples > 1)}"
     best = front(points, lower=name in LOWER)
     drawn = [

@@ -203,16 +203,16 @@ class Loader:
         host = self._reading.next()
         if host is not None:
             if self.endless and self._read_none and self.rank == 0 and isinstance(self.source, ImageSource):
-                self._report_levels(host.samples[..., : self.source.channels])
+                self._report_levels(host.samples[..., : self.source.channels].numpy())
             self._read_none = False
             for path, why in host.bad:
                 log.warning("Skipped the bad sample %s: %s.", path, why)
             self.tally.add(len(host.ids), len(host.bad), host.bad[-1][0] if host.bad else "")
         return host
 
-    def _report_levels(self, images: torch.Tensor) -> None:
+    def _report_levels(self, images: NDArray[np.uint8]) -> None:
         """Log how bright images (B, S, S, C) of 8 bits are, so that a set that is read as black is seen."""
-        mean, deviation = images.float().mean().item() / 255, images.float().std().item() / 255
+        mean, deviation = images.mean() / 255, images.std() / 255
         words = (
             "%s: the first batch has a mean of %.3f and a deviation of %.3f, where black is 0 and white 1."
         )

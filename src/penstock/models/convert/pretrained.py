@@ -284,6 +284,8 @@ def model_in(source: str | Path) -> ModelConfig | None:
 
     Raises ConfigError for a model of another family, and as `local_weights`.
     """
+    if not str(source):
+        return None  # no name at all, which the configuration refuses
     folder = local_weights(source)
     if not folder.is_file() and not any(folder.glob("*.safetensors")):
         return read_config(folder)  # which says what is missing

@@ -6,7 +6,6 @@ python tools/planner_accuracy.py [--quick]
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -21,8 +20,6 @@ if __name__ == "__main__":
         help="keep the stored errors, in place of fitting again without each model",
     )
     quick = parser.parse_args().quick
-    # The tables are beside the tests, which compare the page with them.
-    sys.path.insert(0, str(ROOT / "tests"))
     from calibration.report import write
 
     write(ROOT, refit=not quick)

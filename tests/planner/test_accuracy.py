@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-
 from calibration.fit import FITTED, HOPPER, WEIGHTS, fitted_rows, loss, stored_leave_one_out
 from calibration.report import agreement, intervals, own_runs, page, rankings, spearman, split_runs, summary
 from calibration.rows import TABLES, mosaicml_plans, rows
 from calibration.table import Row, source, with_fused_loss
+
 from penstock.config.machine import load_machine
 from penstock.config.model import preset
 from penstock.config.plan import Plan

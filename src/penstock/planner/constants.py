@@ -1,7 +1,7 @@
 """Every fitted number of the planner, in one place, each with what it was fitted to.
 
 There are no constants per model, per table or per row. What a datasheet or a probe says is in `Machine`; what follows
-from the algorithms is counted; what is left over is here. `tests/calibration` refits them and shows what errors
+from the algorithms is counted; what is left over is here. `tools/calibration` refits them and shows what errors
 remain, with each model left out in turn.
 """
 

@@ -106,6 +106,7 @@ test-slow: $(VENV)/.test
 
 test-sweeps: $(VENV)/.test
 	$(call run_tests,sweep and not gpu)
+	$(PY) -m pytest -m 'not gpu' tools/op_claims.py
 
 test-faults: $(VENV)/.test
 	$(PY) -m pytest -m 'faults and not gpu' $(PYTEST)

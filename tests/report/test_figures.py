@@ -18,13 +18,13 @@ import pytest
 from rich.console import Console
 
 import penstock.report.page
+from penstock.precision.histogram import HIGH, LOW, Histogram
 from penstock.report.chart import (
     CURVE_COLORS,
     NARROW,
     SMALL,
     WIDE,
     Chart,
-    Entry,
     Label,
     Scale,
     number,
@@ -45,7 +45,11 @@ from penstock.report.figures import (
     waterfall,
 )
 from penstock.report.page import Cell, Section, Tile, page, terminal_table
+from penstock.report.precision_figures import gradient_figure
+from penstock.report.schedule_figure import schedule_figure
+from penstock.schedules import Costs, generate, simulate
 
+GOLDEN = Path(__file__).parent / "golden"
 BARS = [
     Bar(label="baseline", state="baseline", value=1.0),
     Bar(label="half & half", state="kept", value=2.0, low=1.9, high=2.1, floor=1.0, predicted=2.5),
@@ -58,103 +62,15 @@ def _elements(svg: str, tag: str) -> list[ElementTree.Element]:
     return [element for element in ElementTree.fromstring(svg).iter() if element.tag.endswith(tag)]
 
 
-def _bar(svg: str, tip: str) -> list[ElementTree.Element]:
-    """Rectangles that tell a pointer `tip`."""
-    return [rect for rect in _elements(svg, "rect") if any((child.text or "") == tip for child in rect)]
-
-
-def test_bars_stand_on_one_line_and_their_heights_are_their_values() -> None:
-    svg = waterfall(BARS, title="t", x_label="y")
-    (base,) = _bar(svg, "baseline: 1.00×")
-    start, gain = _bar(svg, "half & half: 2.00× (1.90× to 2.10×), predicted 2.50×")
-    (left,) = _bar(svg, "slower one: 1.50×")
-    unit = float(base.get("width") or 0)
-    assert float(start.get("width") or 0) == pytest.approx(unit, abs=0.2)
-    assert float(gain.get("width") or 0) == pytest.approx(unit, abs=0.2)  # from 1 to 2
-    assert float(left.get("width") or 0) == pytest.approx(1.5 * unit, abs=0.3)
-    assert len({r.get("x") for r in (base, start, left)}) == 1
-
-
-def test_words_are_escaped_and_predictions_marked() -> None:
-    svg = waterfall(BARS, title="t", x_label="y", notes=["in <words>"])
-    assert "<one>" not in svg
-    assert "<words>" not in svg
-    assert len(_elements(svg, "polygon")) == 2
-    assert "1.80× more" in {text.text for text in _elements(svg, "text")}
-
-
 def test_a_figure_without_any_measurement_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one measured bar"):
         waterfall([], title="t", x_label="y")
-
-
-def test_memory_bars_label_their_values() -> None:
-    svg = memory_bars([Bar(label="a", state="baseline", value=812.0)], title="t", x_label="MiB")
-    assert ">812<" in svg
-
-
-def test_curves_fall_where_losses_fall() -> None:
-    one = Line(label="one", points=[(1, 3.0), (2, 2.0), (3, 1.0)], bold=True)
-    band = ([(1, 2.9), (3, 0.9)], [(1, 3.1), (3, 1.1)])
-    svg = lines(
-        [one, Line(label="none", points=[])],
-        band=band,
-        band_label="seeds",
-        title="t",
-        x_label="x",
-        y_label="y",
-    )
-    (line,) = _elements(svg, "polyline")
-    heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
-    assert heights == sorted(heights)  # y grows downwards
-    assert ">none<" not in svg
-
-
-def test_lines_mark_the_points_that_have_tips_and_name_every_line() -> None:
-    first = Line(label="first <law>", points=[(10, 1e22), (20, 3e22)], tips=["one", "two"])
-    svg = lines(
-        [first, Line(label="other", points=[(15, 2e22)])],
-        title="cost",
-        x_label="size",
-        y_label="FLOPs",
-        log=True,
-    )
-    assert len(_elements(svg, "circle")) == 2
-    assert [line.get("data-tips") for line in _elements(svg, "polyline")] == [
-        "one|two",
-        "other, size 15: 2e+22",
-    ]
-    words = [element.text for element in _elements(svg, "text")]
-    assert {"size", "FLOPs", "first <law>", "other", "10", "20", "1e+22", "2e+22"} <= set(words)
-
-
-def test_differences_beyond_noise_are_coloured_and_grow_from_zero() -> None:
-    bars = [
-        Bar(label="a", state="higher", value=0.5), Bar(label="b", state="lower", value=-0.1),
-    ]  # fmt: skip
-    svg = difference_bars(bars, noise=0.02, title="t", x_label="loss")
-    (up,), (down,) = _bar(svg, "a: +0.500"), _bar(svg, "b: -0.100")
-    assert "--bad" in (up.get("style") or "")
-    assert "--c1" in (down.get("style") or "")
-    assert float(down.get("x") or 0) + float(down.get("width") or 0) == pytest.approx(
-        float(up.get("x") or 0), abs=0.2
-    )
 
 
 def test_all_differences_zero_is_no_division_by_zero() -> None:
     assert "svg" in difference_bars(
         [Bar(label="a", state="kept", value=0.0)], noise=0.0, title="t", x_label="l"
     )
-
-
-def test_stacked_bars_are_as_long_as_their_parts() -> None:
-    svg = stacked_bars(
-        [Stack(label="a", parts={"x": 3.0, "y": 1.0}), Stack(label="b", parts={"x": 1.0})],
-        title="t",
-        unit="s",
-    )
-    (long,), (short,) = _bar(svg, "x: 3 s"), _bar(svg, "x: 1 s")
-    assert float(long.get("width") or 0) == pytest.approx(3 * float(short.get("width") or 0), abs=0.3)
 
 
 def test_figures_without_data_are_refused() -> None:
@@ -211,17 +127,6 @@ def test_labels_break_between_words_and_say_when_they_are_cut() -> None:
     assert wrap("larger image (FLOP/s)", text_width("larger image")) == ["larger image", "(FLOP/s)"]
     assert wrap("one two three four", text_width("three"), most=2) == ["one", "two …"]
     assert wrap("", 10) == [""]
-
-
-def test_a_legend_breaks_into_rows_of_its_width() -> None:
-    chart = Chart()
-    entries = [Entry(words, "--accent", "dot") for words in ("first entry", "second entry", "third entry")]
-    below = chart.legend(entries, 0, 16, 280)
-    texts = [text for text in _elements(chart.svg("t"), "text") if text.text != "●"]
-    places = [(float(t.get("x") or 0), float(t.get("y") or 0)) for t in texts]
-    assert [y for _, y in places] == [16, 16, 35]
-    assert below == 54
-    assert max(x + text_width("second entry") for x, _ in places) <= 280
 
 
 def test_a_scale_maps_its_ends_and_marks_round_numbers() -> None:
@@ -316,6 +221,38 @@ FIGURES: dict[str, Callable[..., str]] = {
 }  # fmt: skip
 
 
+GRADIENTS = Histogram(
+    counts=tuple({-60: 1, -45: 9, -30: 1090, -25: 1000, -20: 2000, -14: 2500, 0: 300, 15: 50, 16: 50}.get(exponent, 0)
+                 for exponent in range(LOW, HIGH + 1)),
+    zeros=2500, wrong=500, largest=1.0,
+)  # fmt: skip
+PICTURES: dict[str, Callable[[], str]] = {
+    **FIGURES,
+    "escaped": partial(waterfall, BARS, title="t", x_label="y", notes=["in <words>"]),
+    "schedule": lambda: schedule_figure(
+        simulate(generate("zb-h1", 3, 6), Costs(forward=10, backward_input=11, backward_weight=7, activation=1.5)),
+        title="ZB-H1 & friends", unit="ms", memory_unit="GiB", alone=True,
+    ),
+    "interleaved": lambda: schedule_figure(simulate(generate("interleaved", 2, 4, 3)), title="Interleaved", alone=True),
+    "gradients": partial(gradient_figure, GRADIENTS, scale=2.0**10, title="Gradients", alone=True),
+    "gradients unscaled": partial(gradient_figure, GRADIENTS, scale=None, title="Gradients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_those_that_somebody_has_looked_at(name: str) -> None:
+    """After a change that is meant: delete the file, run this, look at what it stored, and commit it."""
+    golden, drawn = GOLDEN / f"{name.replace(' ', '_')}.svg", PICTURES[name]().replace("><", ">\n<") + "\n"
+    if not golden.exists():
+        golden.write_text(drawn, encoding="utf-8")
+        pytest.fail(f"{golden.name} was not there; look at what is stored now")
+    assert drawn == golden.read_text(encoding="utf-8")
+    plain = drawn.split("</style>")[-1]
+    assert not re.search(r"(fill|stroke):#", plain), "each colour follows the scheme"
+    light, dark = style("svg").split("@media (prefers-color-scheme:dark)")
+    assert all(f"{used}:" in light and f"{used}:" in dark for used in re.findall(r"var\((--\w+)\)", plain))
+
+
 def _labels(svg: str) -> list[Label]:
     """Where text stands, by the widths that figures reckon with."""
     found = []
@@ -366,13 +303,6 @@ def test_an_axis_reaches_as_far_as_what_was_measured() -> None:
     marks = [float(t.text or "") for t in _elements(svg, "text") if re.fullmatch(r"[\d.]+", t.text or "")]
     assert max(marks) < 10
     assert "1e+09" in svg  # a pointer is told
-
-
-def test_legends_name_what_they_switch() -> None:
-    svg = FIGURES["lines"](width=WIDE)
-    named = {group.get("data-series") for group in _elements(svg, "g")} - {None}
-    keys = {group.get("data-key") for group in _elements(svg, "g")} - {None}
-    assert named == keys == {LONG, "other"}
 
 
 # Machado, Oliveira and Fernandes 2009, at full severity, on linear RGB: normal sight, and eyes without red or green.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.report.chart import style
 from penstock.report.schedule_figure import schedule_figure
 from penstock.schedules import SCHEDULE_NAMES, Costs, generate, simulate
 
@@ -43,40 +41,6 @@ def test_every_action_has_a_cell_in_proportion_to_its_time(name: Any) -> None:
         assert float(rect.attrib["width"]) == pytest.approx(float(span.end - span.start) * scale, rel=0.02)
     rows = {float(found[f"{stage}F0"].attrib["y"]) for stage in range(3)}
     assert len(rows) == 3
-
-
-def test_kinds_and_chunks_differ_in_colour_and_all_colours_follow_the_scheme() -> None:
-    result = simulate(generate("interleaved", 2, 4, 3))
-    figure = schedule_figure(result, title="Interleaved", alone=True)
-    found = cells(figure)
-    fills = [
-        re.search(r"fill:([^;]+)", found[word].attrib["style"])[1] for word in ("0F0", "2F0", "4F0", "0B0")
-    ]  # type: ignore[index]
-    assert len(set(fills)) == 4
-    used = set(re.findall(r"var\((--\w+)\)", figure))
-    light, dark = style("svg").split("@media (prefers-color-scheme:dark)")
-    assert used
-    assert all(f"{variable}:" in light and f"{variable}:" in dark for variable in used)
-    assert not re.search(r"(fill|stroke):#", figure.split("</style>")[1])
-
-
-def test_it_says_in_words_what_it_shows() -> None:
-    result = simulate(
-        generate("zb-h1", 4, 8), Costs(forward=2, backward_input=2, backward_weight=2, activation=1.5)
-    )
-    figure = schedule_figure(result, title="ZB-H1 & friends", unit="ms", memory_unit="GiB")
-    assert "<title>ZB-H1 &amp; friends</title>" in figure
-    assert "8 micro-batches through 4 stages on 4 ranks: 54.0 ms, of which 11.1 % are idle." in figure
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", figure)
-    for expected in (
-        "bubble 11.1 % of the ranks' time",
-        "W: weight gradient",
-        "time [ms]",
-        "holds GiB",
-        "6",
-        "rank 3",
-    ):
-        assert expected in [word.replace("&#x27;", "'") for word in words]
 
 
 def test_too_much_for_a_page_is_refused_with_the_remedy() -> None:

@@ -1,6 +1,6 @@
 """The op lists themselves, and what torch.autocast does by itself: plain data, printed as docs/reference/op-lists.md.
 
-Each group says why, and tests/precision/lists/test_claims.py measures that reason, for each operation and type, against
+Each group says why, and tools/op_claims.py measures that reason, for each operation and type, against
 fp64.
 """
 

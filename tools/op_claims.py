@@ -1,5 +1,7 @@
 """Each reason in the op lists is measured: an operation in a half type against fp64 on the same inputs.
 
+    python -m pytest tools/op_claims.py        after each update of torch: they are facts about torch, not about ours
+
 Errors are in units of the type's rounding, u = 2^-8 for bf16 and 2^-11 for fp16: a result that is exact but for the
 final rounding is at most 1 away.
 """

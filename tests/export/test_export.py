@@ -26,7 +26,7 @@ from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericE
 from penstock.export import ExportForm, ExportType, onnx_cache
 from penstock.export import export as module
 from penstock.export.export import SomeHeads, export, export_program, inputs_of, load_package
-from penstock.export.onnx_file import image_facts, processor_of
+from penstock.export.onnx_file import image_facts, open_session, processor_of
 from penstock.models.anatomy import set_switch
 from penstock.models.convert.files import described
 from penstock.models.convert.pretrained import rounded_weights
@@ -393,7 +393,7 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
 ) -> None:
     """All digits that there are, by a model that learned them."""
     onnx = pytest.importorskip("onnx")
-    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     options = QuantiseOptions(format="int8", inputs=inputs)
     quantise_folder(digits, tmp_path / "few bits", options, task_data(digits, DataConfig()))
@@ -406,7 +406,7 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
     assert kinds.count("DequantizeLinear") == 16
     images, classes = every_digit()
     assert len(images) == 1797
-    found = onnxruntime.InferenceSession(str(path)).run(None, {"images": images.numpy()})[0]
+    found = open_session(path).run(None, {"images": images.numpy()})[0]
     theirs = torch.from_numpy(found).argmax(1)
     with torch.inference_mode():
         ours = penstock.Classifier(tmp_path / "few bits").model(images).argmax(1)
@@ -418,7 +418,7 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "t5-tiny"])
 def test_onnx_runtime_reads_texts_as_a_quantised_model_does(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     where = quantised(name, tmp_path, inputs="static")
     with warnings.catch_warnings():
@@ -431,7 +431,7 @@ def test_onnx_runtime_reads_texts_as_a_quantised_model_does(name: str, tmp_path:
     model = penstock.from_pretrained(where).eval()
     store_rounded(model, rounded)
     given = inputs_of(model, 32, 40, 30)
-    session = onnxruntime.InferenceSession(str(path))
+    session = open_session(path)
     found = torch.from_numpy(session.run(None, {key: value.numpy() for key, value in given.items()})[0])
     with torch.inference_mode():
         ours = model(*given.values())

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from helpers.pace import pace
 from penstock.config import rules
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
@@ -285,10 +286,10 @@ def test_one_prediction_and_a_whole_search_are_fast(schedule: str) -> None:
         for one in plans:
             predict(model, A100, one)
         rounds.append((time.process_time() - begin) / 10)
-    assert min(rounds) < 0.2e-3
+    assert min(rounds) < 0.2e-3 * pace()
     begin = time.process_time()
     assert search(model, A100, 3072, global_batch=3072, base=base)
-    assert time.process_time() - begin < 2.0
+    assert time.process_time() - begin < 2.0 * pace()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,10 @@ def _trees() -> dict[str, Any]:
     from penstock.launch.report import Report
     from penstock.launch.verdict import Failure, Outcome
 
-    member = Member(place=None, procs=8, address="10.0.0.1", port=29400, round=0, restarts=1, host="node-1")
+    member = Member(
+        place=None, procs=8, address="10.0.0.1", port=29400, round=0, restarts=1, host="node-1",
+        rendezvous="10.0.0.1",
+    )  # fmt: skip
     failures = (Failure(3, 1, "Traceback: it failed", False, 12.5), Failure(4, -9, consequence=True))
     return {
         "report": asdict(Report(1.7e9, "RuntimeError: it failed\n", False)),

@@ -148,7 +148,13 @@ def lay_out(folder: Path) -> None:
     for digit in range(10):
         (digits / f"{digit}.json").write_text(json.dumps({"data": [digit / 9] * (5 * 28 * 28)}))
     write_folder(folder / "photos", per_class=12)
-    write_folder(folder / "data" / "flowers", per_class=12)
+    for name in ("flowers", "other"):
+        write_folder(folder / "data" / name, per_class=12)
+    (folder / "sources.txt").write_text("a river\na turbine\n", encoding="utf-8")
+    (folder / "taught.tsv").write_text(
+        (folder / "sentences.tsv").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (folder / "reviews.csv").write_text("text\ngood\nbad\n", encoding="utf-8")
 
 
 def _of_text(preset: ModelConfig) -> dict[str, str]:

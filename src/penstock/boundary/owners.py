@@ -19,7 +19,7 @@ def distrust(path: AnyPath) -> str:
         for part in (way, *way.parents):
             try:
                 states = os.lstat(part), os.stat(part)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             for state in states:
                 if state.st_uid not in (0, os.geteuid()):

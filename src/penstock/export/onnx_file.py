@@ -55,8 +55,8 @@ def image_facts(processor: Mapping[str, Any], source: PatchInput, names: Any) ->
 
 
 def open_session(path: Path) -> Any:
-    """The file in ONNX Runtime on the CPU, with int8 products that are exact on every CPU: without VNNI it adds pairs of
-    products in 16 bits by default, where they saturate (its documentation, "Quantize ONNX models")."""
+    """The file in ONNX Runtime on the CPU, with int8 products that are exact on every CPU: without VNNI it adds pairs
+    of products in 16 bits by default, where they saturate (its documentation, "Quantize ONNX models")."""
     _, onnxruntime = packages()
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")

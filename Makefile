@@ -84,8 +84,8 @@ endef
 test: $(VENV)/.test
 	$(call run_tests,not gpu and not slow and not faults and not sweep)
 
-# Tests of what depends on the CPU, as on one with AVX2 only and on one with AVX-512 but no units for bf16. What this
-# machine has itself is tested by `make test`. Scripts and the loops of Hugging Face at each level are left out: they
+# Tests of what depends on the CPU, as on smaller ones: with AVX2 only, and with AVX-512 but no units for bf16. What this
+# machine is itself, `make test` tries. Scripts and the loops of Hugging Face at each level are left out: they
 # compute by the same operators. So are Triton's kernels and what plans without torch: both compute the same everywhere.
 ISA_TESTS = tests/kernels tests/precision tests/products tests/infer/test_encode.py tests/tasks/test_plans.py \
   tests/parallel/test_recompute.py tests/test_cpu.py $$(grep -lE '^(import|from) torch' tests/planner/*.py)
@@ -94,12 +94,12 @@ ISA_RUN = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist w
   --ignore tests/precision/test_script.py --ignore tests/precision/test_hugging_face.py -k 'not triton' $(PYTEST)
 
 test-isa: $(VENV)/.test
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-	  TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor/avx2 $(ISA_RUN)
-	@if $(PY) -c 'import torch; raise SystemExit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then \
+	@if $(PY) -c 'import torch; raise SystemExit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then set -e; \
+	  ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	  TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor/avx2 $(ISA_RUN); \
 	  ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512 \
 	  TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor/avx512 $(ISA_RUN); \
-	else echo "this CPU has no AVX-512 to be tested with"; fi
+	else echo "this CPU has no AVX-512, so there is no smaller one that it could stand in for"; fi
 
 test-slow: $(VENV)/.test
 	$(call run_tests,slow and not gpu and not faults and not sweep)

@@ -13,6 +13,7 @@ import torch
 
 import penstock
 from helpers.small_folders import every_digit, folder, learn_digits, quantised
+from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.compress.data import task_data
 from penstock.compress.pad import write_transformers
@@ -37,7 +38,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny", "marian-tiny", "t5-tiny", "vit-s16"])
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        ["llama-tiny", "bert-tiny", "marian-tiny", "t5-tiny", "vit-s16"],
+        ["llama-tiny", "t5-tiny", "vit-s16"],
+        slow=(),
+    ),
+)
 def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -147,8 +155,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     [
         ("llama-tiny", {"kv_heads": 1}, 1),
         ("llama-tiny", {"heads": 4, "kv_heads": 2}, 1),
-        ("bloom-176b", {}, 1),
-        ("universal-tiny", {}, 1),
+        pytest.param("bloom-176b", {}, 1, marks=pytest.mark.sweep),
+        pytest.param("universal-tiny", {}, 1, marks=pytest.mark.sweep),
         ("t5-tiny", {}, 2),
     ],
 )
@@ -415,7 +423,7 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "t5-tiny"])
+@pytest.mark.parametrize("name", sweep(["bert-tiny", "gpt-tiny", "t5-tiny"], ["t5-tiny"], slow=()))
 def test_onnx_runtime_reads_texts_as_a_quantised_model_does(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")

@@ -181,7 +181,7 @@ def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
     return [(p.line(), trained(CONFIG, p, **options), trained(CONFIG, alone(p), **options)) for p in plans]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
     """The first rank and the last, which have the first and the last stage."""
     found = spawn(_ranks, world, LAYOUTS[world], timeout=280)

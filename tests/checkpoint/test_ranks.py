@@ -59,15 +59,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tup
         (("single", 1), ("fsdp", 2)),
         (("fsdp", 2), ("single", 1)),
         (("fsdp", 2), ("fsdp", 2)),
-        pytest.param(("fsdp", 2), ("ddp", 2), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 2), ("ddp", 2), marks=pytest.mark.sweep),
         (("fsdp", 2), ("fsdp", 3)),
-        pytest.param(("hsdp", 4), ("fsdp", 2), marks=pytest.mark.slow),
+        pytest.param(("hsdp", 4), ("fsdp", 2), marks=pytest.mark.sweep),
         (("hsdp", 4), ("single", 1)),
-        pytest.param(("fsdp", 2), ("fsdp", 4), marks=pytest.mark.slow),
-        pytest.param(("fsdp", 2), ("hsdp", 4), marks=pytest.mark.slow),
-        pytest.param(("hsdp", 4), ("hsdp", 4), marks=pytest.mark.slow),
-        pytest.param(("hsdp", 4), ("fsdp", 4), marks=pytest.mark.slow),
-        pytest.param(("single", 1), ("ddp", 3), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 2), ("fsdp", 4), marks=pytest.mark.sweep),
+        pytest.param(("fsdp", 2), ("hsdp", 4), marks=pytest.mark.sweep),
+        pytest.param(("hsdp", 4), ("hsdp", 4), marks=pytest.mark.sweep),
+        pytest.param(("hsdp", 4), ("fsdp", 4), marks=pytest.mark.sweep),
+        pytest.param(("single", 1), ("ddp", 3), marks=pytest.mark.sweep),
     ],
 )
 def test_any_layout_goes_on_where_any_other_stopped(
@@ -158,8 +158,8 @@ def fail_on_one_rank(folder: Path, rank: int, how: str) -> tuple[str, str]:
     [
         (0, "tensors"),
         (1, "documents"),
-        pytest.param(1, "tensors", marks=pytest.mark.slow),
-        pytest.param(0, "documents", marks=pytest.mark.slow),
+        pytest.param(1, "tensors", marks=pytest.mark.sweep),
+        pytest.param(0, "documents", marks=pytest.mark.sweep),
     ],
 )
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(tmp_path: Path, rank: int, how: str) -> None:

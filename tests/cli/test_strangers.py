@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.sweeps import sweep
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TUNED = Path(__file__).parents[1] / "tune" / "scripts"
 OTHERS = Path(__file__).parents[1] / "precision" / "scripts"
@@ -55,7 +57,14 @@ ORDERS = {
 
 
 @pytest.mark.parametrize(
-    "order", [next(iter(ORDERS)), *(pytest.param(o, marks=pytest.mark.slow) for o in [*ORDERS][1:])]
+    "order",
+    [
+        next(iter(ORDERS)),
+        *(
+            pytest.param(o, marks=pytest.mark.sweep if "part" in o or "often" in o else pytest.mark.slow)
+            for o in [*ORDERS][1:]
+        ),
+    ],
 )
 def test_torch_may_be_looked_up_before_it_is_imported(order: str, tmp_path: Path) -> None:
     done = _run(
@@ -104,12 +113,22 @@ KINDS: dict[str, tuple[Path, str, str]] = {
     "lightning": (SCRIPTS, "lightning_in_style.py 4", "accelerated Classifier"),
     "gan": (OTHERS, "gan.py", "accelerated Sequential"),
 }
-QUICK = ("workers", "nanogpt")
+QUICK = ("workers",)
+SLOW = ("glue", "lora", "nanogpt", "timm")
+"""Tried under a level in `make test-all`, and the others under a Plan."""
 
 
-@pytest.mark.parametrize("plan", [False, True], ids=["O1", "plan"])
 @pytest.mark.parametrize(
-    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+    ("kind", "plan"),
+    [
+        pytest.param(
+            k,
+            plan,
+            marks=() if k in QUICK else pytest.mark.slow if (k in SLOW) != plan else pytest.mark.sweep,
+        )
+        for k in KINDS
+        for plan in (False, True)
+    ],
 )
 def test_kinds_of_scripts(kind: str, plan: bool, tmp_path: Path) -> None:
     folder, words, said = KINDS[kind]
@@ -133,7 +152,7 @@ def test_kinds_of_scripts(kind: str, plan: bool, tmp_path: Path) -> None:
     [
         "spawn",
         pytest.param("fork", marks=pytest.mark.slow),
-        pytest.param("forkserver", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=pytest.mark.sweep),
     ],
 )
 def test_processes_that_a_script_starts(method: str, tmp_path: Path) -> None:
@@ -181,8 +200,14 @@ def test_exit_functions_and_threads_run_before_the_end(
         assert done.stderr.count("penstock: nothing was accelerated: ") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["glue", "nlp_example", "lora", "nanogpt", "lightning", "workers", "gan"])
+@pytest.mark.parametrize(
+    "kind",
+    sweep(
+        ["glue", "nlp_example", "lora", "nanogpt", "lightning", "workers", "gan"],
+        (),
+        slow=["lightning", "gan"],
+    ),
+)
 def test_tune_takes_the_same_scripts(kind: str, tmp_path: Path) -> None:
     folder, words, _ = KINDS[kind]
     line = [str(tmp_path) if w == "OUT" else "100000" if w in ("3", "4") else w for w in words.split()]

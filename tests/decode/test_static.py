@@ -55,7 +55,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
-@pytest.mark.parametrize("name", sweep([*DECODERS, *BOTH], ["gpt"], slow=["marian-tiny", "t5-tiny"]))
+@pytest.mark.parametrize("name", sweep([*DECODERS, *BOTH], ["gpt"], slow=["t5-tiny"]))
 def test_compiled_steps_make_the_same_texts(name: str, traced: list[Any]) -> None:
     model = tiny(name)
     eager = Generator(model, start=0, ends=(7,))
@@ -102,7 +102,7 @@ def recorded(name: str, **given: Any) -> tuple[Generator, Recorder]:
 
 
 @pytest.mark.parametrize(
-    "name", sweep(["gpt", "qwen", "pruned", "marian-tiny", "t5-tiny"], (), slow=["gpt", "t5-tiny"])
+    "name", sweep(["gpt", "qwen", "pruned", "marian-tiny", "t5-tiny"], (), slow=["t5-tiny"])
 )
 def test_recorded_steps_make_the_same_texts(name: str) -> None:
     generator, recorder = recorded(name, ends=(7,))

@@ -71,7 +71,7 @@ def save_until_killed(folder: Path, doomed: int, first: int, after: float, backg
 @pytest.mark.parametrize(
     ("world", "kills"),
     [
-        pytest.param(1, 3, marks=pytest.mark.slow),
+        pytest.param(1, 3, marks=pytest.mark.sweep),
         (2, 3),
         pytest.param(1, 50, marks=whole),
         pytest.param(2, 50, marks=whole),

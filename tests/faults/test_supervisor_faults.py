@@ -43,7 +43,7 @@ def note(row: str, **figures: Any) -> None:
     record(RESULTS, row, figures, command=command)
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.sweep)])
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     config = config_in(tmp_path_factory.mktemp(request.param), PLANS[request.param])
     finished(config)

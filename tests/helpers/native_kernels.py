@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,32 +20,49 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+def by_turns(changes: Sequence[Any]) -> Any:
+    """The changes of a test in thirds: one of them in `make test-all`, the others in `make test-sweeps`."""
+    thirds = [pytest.param(changes[turn::3], id=f"third {turn}") for turn in range(3)]
+    marks = pytest.mark.slow, pytest.mark.sweep, pytest.mark.sweep
+    return pytest.mark.parametrize(
+        "changes", [pytest.param(*one.values, id=one.id, marks=mark) for one, mark in zip(thirds, marks)]
+    )
+
+
 def assert_changes_are_seen(
     kernels: native.Kernels,
-    changes: Iterable[tuple[str, str, str]],
-    use: Callable[[ctypes.CDLL], None],
+    changes: Iterable[tuple[str, str]],
+    users: Iterable[ModuleType],
     hold: Callable[[], None],
     folder: Path,
 ) -> None:
-    """Compile a source without optimisation, as it is and with each change: a file, a text that it has once, and what
-    takes its place. After `use` of the library, `hold` passes the first and fails all others."""
-    own = Path(native.__file__).parent
-    texts = {path.name: path.read_text() for pattern in ("*.cpp", "*.h") for path in own.glob(pattern)}
+    """Compile a source without optimisation, as it is and with each change: a text that it or a header has once, and
+    what takes its place. With that in place of the library of the modules `users`, `hold` passes the first and fails
+    all others."""
+    own, source = Path(native.__file__).parent, f"{kernels}.cpp"
+    texts = {path.name: path.read_text() for path in (own / source, *own.glob("*.h"))}
     flags = [flag for flag in native._FLAGS if flag != "-O3"]
     flags += (*native._ISA_FLAGS.get(this_cpu().isa, ()), *native._OWN_FLAGS.get(kernels, ()))
-    source = f"{kernels}.cpp"
-    for number, (file, term, other) in enumerate(((source, "", ""), *changes)):
-        assert not term or texts[file].count(term) == 1, term
+    for number, (term, other) in enumerate((("", ""), *changes)):
+        files = [name for name, text in texts.items() if term and term in text]
+        assert not term or [texts[name].count(term) for name in files] == [1], term
         for name, text in texts.items():
-            (folder / name).write_text(text.replace(term, other) if term and name == file else text)
+            (folder / name).write_text(text.replace(term, other) if name in files else text)
         made = folder / f"{number}.so"
         subprocess.run([native._compiler(), *flags, str(folder / source), "-o", str(made)], check=True)
-        use(ctypes.CDLL(str(made)))
-        if not term:
-            hold()
-            continue
-        try:
-            hold()
-        except AssertionError:
-            continue
+        changed = ctypes.CDLL(str(made))
+        with pytest.MonkeyPatch.context() as patch:
+
+            def take(name: native.Kernels = kernels, changed: ctypes.CDLL = changed) -> ctypes.CDLL | None:
+                return changed if name == kernels else native.library(name)
+
+            for user in users:
+                patch.setattr(user, "library", take)
+            if not term:
+                hold()
+                continue
+            try:
+                hold()
+            except AssertionError:
+                continue
         pytest.fail(f"{other!r} in place of {term!r} is not seen")

@@ -1,6 +1,6 @@
 """Triton kernels without a GPU: run in the interpreter, with mutants that must fail, and compiled for some GPUs.
 
-A test file that calls `interpret` has `check(device)`, which compares kernels with their references, and MUTANTS: which
+A test file that `interpret` takes has `check(device)`, which compares kernels with their references, and MUTANTS: which
 module of penstock.kernels.triton, a text that its source has once, and what takes its place.
 """
 
@@ -30,10 +30,11 @@ REGISTERS = 65_536
 """Registers of 32 bits that a program may have."""
 
 
-def interpret(file: str) -> None:
-    """Run the `check` of a test file in Triton's interpreter, in a process of its own, and see its mutants fail."""
+def interpret(file: Path, third: int) -> None:
+    """Run the `check` of a test file in Triton's interpreter, in a process of its own, and see a third of its mutants
+    fail."""
     done = subprocess.run(
-        [sys.executable, __file__, file],
+        [sys.executable, __file__, str(file), str(third)],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -42,7 +43,8 @@ def interpret(file: str) -> None:
     assert done.stdout.splitlines()[-1] == "all equal"
 
 
-def _loaded(name: str, path: Path) -> ModuleType:
+def loaded(name: str, path: Path) -> ModuleType:
+    """A module from a file."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -62,7 +64,7 @@ def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path
     path = folder / f"{name}.py"
     path.write_text(source.replace(text, change), encoding="utf-8")
     try:
-        setattr(room, name, _loaded(whole, path))
+        setattr(room, name, loaded(whole, path))
         case.check("cpu")
     except AssertionError:
         return True
@@ -72,11 +74,11 @@ def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path
     return False
 
 
-def _main(file: str) -> None:
+def _main(file: str, third: str) -> None:
     torch.set_num_threads(1)
-    case = _loaded("case", Path(file))
+    case = loaded("case", Path(file))
     case.check("cpu")
-    for mutant in getattr(case, "MUTANTS", ()):
+    for mutant in case.MUTANTS[int(third) :: 3]:
         with tempfile.TemporaryDirectory() as folder:
             assert _mutant_is_seen(case, mutant, Path(folder)), f"{mutant} passes the check"
     print("all equal")
@@ -152,4 +154,4 @@ def after_steps(loss: Callable[..., Tensor], weights: Sequence[Tensor]) -> list[
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen
-from helpers.triton_kernels import compile_for, interpret, needs_triton
+from helpers.native_kernels import assert_changes_are_seen, by_turns
 from penstock.errors import ConfigError
 from penstock.kernels import adamw
 from penstock.kernels.adamw import Batch, Form, Hyper, adamw_, form_on
@@ -266,73 +264,10 @@ NATIVE_MUTANTS = (
 )
 
 
-@pytest.mark.slow
-def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@by_turns(NATIVE_MUTANTS)
+def test_a_changed_term_of_the_native_kernel_is_seen(
+    changes: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
     if not adamw.has_adamw():
         pytest.skip("there is no C++ compiler")
-
-    def use(mutant: ctypes.CDLL) -> None:
-        monkeypatch.setattr(adamw, "library", lambda _: mutant)
-
-    changes = [("adamw.cpp", *change) for change in NATIVE_MUTANTS]
-    assert_changes_are_seen("adamw", changes, use, lambda: check("cpu", "native"), tmp_path)
-
-
-@pytest.mark.slow
-@needs_triton
-def test_triton_equals_the_reference_bit_by_bit_in_the_interpreter_and_mutants_do_not() -> None:
-    interpret(__file__)
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize(
-    "architecture",
-    [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
-)
-def test_triton_compiles_without_spilling_and_reads_in_vectors(
-    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from penstock.kernels.triton import adamw as module
-
-    kernel = module.adamw_kernel
-    types = dict.fromkeys(kernel.arg_names, "fp32") | {"table": "*i64", "gradients": "*i64", "blocks": "*i32"}
-    types |= {"grad_scale": "*fp32", "found_inf": "*fp32"}
-    flags = {"HAS_SCALE": True, "HAS_FOUND": True, "MAXIMIZE": False, "BLOCK": module.BLOCK}
-    # Loads and stores of 16 bytes in each thread, of 16 elements.
-    cases = [
-        ("bf16", "none", False, True, 14, 12),
-        ("bf16", "none", True, True, 18, 16),
-        ("fp32", "bf16", True, True, 20, 18),
-        ("fp16", "none", False, False, 0, 0),
-    ]
-    for gradient, copy, averages, aligned, loads, stores in cases:
-        constants = flags | {
-            "GRADIENT": gradient,
-            "COPY": copy,
-            "AVERAGES": averages,
-        }
-        count = compile_for(
-            architecture,
-            kernel,
-            types,
-            constants | {"ALIGNED": aligned},
-            num_warps=module.WARPS,
-            single=0 if aligned else None,
-            enable_fp_fusion=False,
-        )
-        contracted = count(r"fma[.]rn[.]f32|div[.]full|approx[.]f")
-        assert contracted == 0, f"{gradient}: an operation is not rounded by itself"
-        if aligned:
-            # What an architecture reads 32 bytes at a time counts as two.
-            wide = [count(rf"{how}[.]global\S*[.]v4[.]b32") for how in ("ld", "st")]
-            wider = [count(rf"{how}[.]global\S*[.](v8[.]b32|v4[.]b64)") for how in ("ld", "st")]
-            assert [one + 2 * two for one, two in zip(wide, wider)] == [loads, stores]
-            assert count(r"st[.]global\S*[.]b16") == 0
-
-
-@pytest.mark.gpu
-@needs_triton
-def test_triton_equals_the_reference_bit_by_bit_on_a_gpu() -> None:
-    check("cuda")
+    assert_changes_are_seen("adamw", changes, [adamw], lambda: check("cpu", "native"), tmp_path)

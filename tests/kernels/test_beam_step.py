@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.triton_kernels import compile_for, interpret, needs_triton
 from penstock.kernels.beam_step import beam_step, plain_step, texts_of
 from penstock.kernels.beams import NOTHING, Beams, Step, Terms
 from penstock.kernels.top import likeliest
@@ -116,49 +114,3 @@ def test_the_likeliest_are_those_of_a_softmax(
     torch.testing.assert_close(values, expected.topk(6).values)
     torch.testing.assert_close(expected.gather(1, places), values)
     assert torch.equal(likeliest(x[3:4], 6)[0], values[3:4]), "whatever is beside it"
-
-
-@pytest.mark.slow
-@needs_triton
-def test_triton_equals_the_plain_form_in_the_interpreter_and_mutants_do_not() -> None:
-    interpret(__file__)
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_triton_compiles_without_spilling(
-    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from penstock.kernels.triton import beam_step as module
-    from penstock.kernels.triton.common import power_above
-
-    types = dict.fromkeys(("logits", "largest", "sums", "values", "scores", "done_scores"), "*fp32")
-    types |= {"tokens": "*i32"} | dict.fromkeys(("done", "parents", "chosen", "stops", "new_done"), "*i64")
-    types |= dict.fromkeys(("finished", "hopeful", "new_finished", "new_hopeful"), "*i8")
-    types |= dict.fromkeys(("new_scores", "new_done_scores"), "*fp32")
-    types |= dict.fromkeys(("size", "step", "last", "parts", "each"), "i32") | {
-        "divisor": "fp32",
-        "ahead": "fp32",
-    }
-    for beams, kept, words in ((4, 8, 58_101), (16, 32, 151_936)):
-        parts = -(-words // module.SPAN)
-        wide = {
-            "BEAMS_WIDE": power_above(beams),
-            "PARTS_WIDE": power_above(parts),
-            "KEPT_WIDE": power_above(kept),
-        }
-        terms = {"BEAMS": beams, "KEPT": kept, "ENDS": 1, "NORMED": False, "FULL": True}
-        for kernel, constants in (
-            (module.candidates_kernel, {"SPAN": module.SPAN, "KEPT": kept}),
-            (module.merge_kernel, terms | wide | {"EACH_WIDE": power_above(parts * kept)}),
-        ):
-            # Rows of logits start anywhere.
-            compile_for(architecture, kernel, types, constants, single=None, num_warps=8)
-
-
-@pytest.mark.gpu
-@needs_triton
-def test_triton_equals_the_plain_form_on_a_gpu() -> None:
-    check("cuda")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from helpers.native_kernels import assert_changes_are_seen, needs_compiler
 from penstock.kernels import dropout as module_of_dropout
 from penstock.kernels.dropout import Dropout, dropout, mask_of
-from penstock.kernels.native import address, library
+from penstock.kernels.native import address
 
 COUNT = 1 << 20
 BLOCK = 512
@@ -51,7 +51,9 @@ def masked_by(kernels: CDLL, key: int, count: int, least: int, threads: int) -> 
     return kept[:-1]
 
 
-def assert_masks(kernels: CDLL) -> None:
+def assert_masks() -> None:
+    kernels = module_of_dropout.library("dropout")
+    assert kernels is not None
     for key in (0, 0x0123_4567_89AB_CDEF, (1 << 64) - 1):
         bits = torch.tensor(bits_of(key, 3 * BLOCK - 5))
         for count in (0, 1, BLOCK, len(bits)):
@@ -87,9 +89,7 @@ def test_the_reference_is_philox() -> None:
 
 @needs_compiler
 def test_the_kernel_draws_the_bits_of_philox_whatever_the_threads() -> None:
-    kernels = library("dropout")
-    assert kernels is not None
-    assert_masks(kernels)
+    assert_masks()
 
 
 @needs_compiler
@@ -115,14 +115,7 @@ def test_changes_of_the_kernel_are_seen(tmp_path: Path) -> None:
         ("bits[i] >= least", "bits[i] > least"),
         ("std::min<i64>(ELEMENTS,", "std::min<i64>(ELEMENTS - 1,"),
     ]
-    libraries: list[CDLL] = []
-    assert_changes_are_seen(
-        "dropout",
-        [("dropout.cpp", *change) for change in changes],
-        libraries.append,
-        lambda: assert_masks(libraries[-1]),
-        tmp_path,
-    )
+    assert_changes_are_seen("dropout", changes, [module_of_dropout], assert_masks, tmp_path)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 0.5, 0.9])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen, needs_compiler
-from helpers.triton_kernels import after_steps, assert_close_to_exact, compile_for, interpret, needs_triton
+from helpers.native_kernels import assert_changes_are_seen, by_turns, needs_compiler
+from helpers.triton_kernels import after_steps, assert_close_to_exact
 from penstock.errors import ConfigError
 from penstock.kernels import native_losses
 from penstock.kernels.distil import Taught, divergences
@@ -181,26 +180,12 @@ NATIVE_MUTANTS = (
 """Changes of one term of the kernels in C++, each of which `check` sees."""
 
 
-@pytest.mark.slow
+@by_turns(NATIVE_MUTANTS)
 @needs_compiler
-def test_a_changed_term_of_the_native_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def use(mutant: ctypes.CDLL) -> None:
-        monkeypatch.setattr(native_losses, "library", lambda _: mutant)
-
-    changes = [("losses.cpp", *change) for change in NATIVE_MUTANTS]
-    assert_changes_are_seen("losses", changes, use, _hold_native, tmp_path)
-
-
-@pytest.mark.slow
-@needs_triton
-def test_the_kernel_is_as_exact_as_eager_and_mutants_are_not() -> None:
-    interpret(__file__)
-
-
-@pytest.mark.gpu
-@needs_triton
-def test_the_kernel_is_as_exact_as_eager_on_a_gpu() -> None:
-    check("cuda")
+def test_a_changed_term_of_the_native_kernel_is_seen(
+    changes: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    assert_changes_are_seen("losses", changes, [native_losses], _hold_native, tmp_path)
 
 
 def test_the_operator_is_one_to_torch() -> None:
@@ -210,41 +195,3 @@ def test_the_operator_is_one_to_torch() -> None:
     for wrong in (logits.T, logits[0], logits[:2]):
         with pytest.raises(ConfigError, match="whose rows lie in one piece"):
             logit_rows_(wrong, targets)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "architecture",
-    [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
-)
-def test_the_kernel_compiles_without_spilling_and_reads_in_vectors(
-    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from penstock.kernels.triton import logit_rows as kernels
-
-    types = {
-        "logits": "*bf16",
-        "taught": "*bf16",
-        "targets": "*i64",
-        "row_weights": "*fp32",
-        "losses": "*fp32",
-    }
-    types |= {"sums": "*fp32"} | dict.fromkeys(("stride", "taught_stride", "columns"), "i32")
-    types |= dict.fromkeys(("smoothing", "z_loss", "share", "temperature", "scale"), "fp32")
-    for taught in (False, True):
-        compile_for(
-            architecture,
-            kernels.logit_rows_kernel,
-            types,
-            {
-                "SMOOTHS": True,
-                "TAUGHT": taught,
-                "WEIGHED": True,
-                "WRITES": True,
-                "BLOCK": kernels.BLOCK // (2 if taught else 1),
-            },
-            aligned=["stride", "taught_stride", "columns"],
-            single=2,  # the logit of the target
-            num_warps=kernels.WARPS,
-        )

@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.native_kernels import assert_changes_are_seen
+from helpers.native_kernels import assert_changes_are_seen, by_turns
 from penstock.config.stack import Stack
 from penstock.kernels import native_blocks
 from penstock.kernels.attention import Scores, plain_attention
 from penstock.kernels.bias_activation import ACTIVATION_CODES, Activation, apply_activation
 from penstock.kernels.documents import Documents
-from penstock.kernels.native import library
 from penstock.kernels.native_blocks import attend_samples, computes_blocks
 from penstock.models.block import Block, Context
 from penstock.models.rounded import RoundedWeight, round_rows
@@ -179,38 +178,33 @@ def test_a_sample_depends_neither_on_others_nor_on_threads(name: str) -> None:
 
 
 MUTANTS = (
-    ("blocks.cpp", "_mm512_fmsub_ps(_mm512_loadu_ps(of + j), factor, top)", "_mm512_loadu_ps(of + j)"),
-    ("blocks.cpp", "_mm512_maskz_mov_ps(first_lanes(n - j), power)", "power"),
-    ("blocks.cpp", "begin = sample ? ends[sample - 1] : 0", "begin = sample ? ends[0] : 0"),
-    ("blocks.cpp", "std::memset(out + last * heads * width, 0,", "std::memset(out + last * heads * width, 1,"),
-    ("blocks.cpp", "_mm512_set1_ps(inverse[r])", "_mm512_set1_ps(inverse[0])"),
-    ("blocks.cpp", "terms[0][INTERVALS - 1] = 1.0f", "terms[0][INTERVALS - 1] = 0.9999f"),
-    ("blocks.cpp", "sums[0] = slopes[k] - at[k] * sums[0]", "sums[0] = slopes[k]"),
-    ("blocks.cpp", "values[i] *= share", "values[i] = share"),
-    ("blocks.cpp", "values[i] += more[i]", "values[i] = more[i]"),
-    ("blocks.cpp", "first = b.norm_first ? b.first : none", "first = b.first"),
-    ("blocks.cpp", "second = b.norm_first ? b.second : none", "second = b.second"),
-    ("blocks.cpp", "norm_in_place(b.first, u, rows, n, threads)", "norm_in_place(b.second, u, rows, n, threads)"),
-    ("blocks.cpp", "last[i] * factors[i]", "last[i]"),
-    ("blocks.cpp", "norm.weight ? out : from", "from"),
-    ("blocks.cpp", "here, y + begin * n, adding(from, n)", "here, y + begin * n, adding(x, n)"),
-    ("rows.h", "square / n + eps", "square / n"),
-    ("products.h", "_mm512_set1_ps(2.12194440e-4f)", "_mm512_set1_ps(0.0f)"),
+    ("_mm512_fmsub_ps(_mm512_loadu_ps(of + j), factor, top)", "_mm512_loadu_ps(of + j)"),
+    ("_mm512_maskz_mov_ps(first_lanes(n - j), power)", "power"),
+    ("begin = sample ? ends[sample - 1] : 0", "begin = sample ? ends[0] : 0"),
+    ("std::memset(out + last * heads * width, 0,", "std::memset(out + last * heads * width, 1,"),
+    ("_mm512_set1_ps(inverse[r])", "_mm512_set1_ps(inverse[0])"),
+    ("terms[0][INTERVALS - 1] = 1.0f", "terms[0][INTERVALS - 1] = 0.9999f"),
+    ("sums[0] = slopes[k] - at[k] * sums[0]", "sums[0] = slopes[k]"),
+    ("values[i] *= share", "values[i] = share"),
+    ("values[i] += more[i]", "values[i] = more[i]"),
+    ("first = b.norm_first ? b.first : none", "first = b.first"),
+    ("second = b.norm_first ? b.second : none", "second = b.second"),
+    ("norm_in_place(b.first, u, rows, n, threads)", "norm_in_place(b.second, u, rows, n, threads)"),
+    ("last[i] * factors[i]", "last[i]"),
+    ("norm.weight ? out : from", "from"),
+    ("here, y + begin * n, adding(from, n)", "here, y + begin * n, adding(x, n)"),
+    ("square / n + eps", "square / n"),
+    ("_mm512_set1_ps(2.12194440e-4f)", "_mm512_set1_ps(0.0f)"),
 )  # fmt: skip
 """Changes of one term of the kernel, each of which the tests above see."""
 
 
-@pytest.mark.slow
+@by_turns(MUTANTS)
 @needs_blocks
-def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def use(kernels: ctypes.CDLL) -> None:
-        monkeypatch.setattr(
-            native_blocks, "library", lambda name: kernels if name == "blocks" else library(name)
-        )
-
+def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     def hold() -> None:
         _hold_attention()
         _hold_activations()
         _hold_blocks()
 
-    assert_changes_are_seen("blocks", MUTANTS, use, hold, tmp_path)
+    assert_changes_are_seen("blocks", changes, [native_blocks], hold, tmp_path)

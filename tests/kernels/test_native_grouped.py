@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen
+from helpers.native_kernels import assert_changes_are_seen, by_turns
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import native_grouped
@@ -165,30 +164,27 @@ def test_other_types_and_cpus_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 
 MUTANTS = (
-    ("products.h", "left.data += 6 * left.row;", "left.data += 5 * left.row;"),
-    ("products.h", "_mm512_loadu_ps(base + r * base_row", "_mm512_loadu_ps(base"),
-    ("products.h", "w == W - 1 ? lanes", "w < W ? lanes"),
-    ("products.h", "n <= 0 ? 0 : __mmask16((1 << n)", "n <= 0 ? 0 : __mmask16((1 << (n - 1))"),
-    ("products.h", "if (i < here) std::memcpy", "if (i + 1 < here) std::memcpy"),
-    ("products.h", "_mm512_shuffle_i32x4(odd, odd2, 0x88)", "_mm512_shuffle_i32x4(odd, odd2, 0xdd)"),
-    ("grouped.cpp", "row > first[expert] ? sums + column : nullptr", "nullptr"),
-    ("grouped.cpp", "].expert * strides[0]", "].expert * 0"),
-    ("grouped.cpp", "memset(to, 0, here", "memset(to, 63, here"),
-    ("grouped.cpp", "(out) + done, 0, rows", "(out) + done, 63, rows"),
-    ("grouped.cpp", "x + rows.first * x_row", "x"),
-    ("grouped.cpp", "task % spans * span * strides[1]", "0"),
+    ("left.data += 6 * left.row;", "left.data += 5 * left.row;"),
+    ("_mm512_loadu_ps(base + r * base_row", "_mm512_loadu_ps(base"),
+    ("w == W - 1 ? lanes", "w < W ? lanes"),
+    ("n <= 0 ? 0 : __mmask16((1 << n)", "n <= 0 ? 0 : __mmask16((1 << (n - 1))"),
+    ("if (i < here) std::memcpy", "if (i + 1 < here) std::memcpy"),
+    ("_mm512_shuffle_i32x4(odd, odd2, 0x88)", "_mm512_shuffle_i32x4(odd, odd2, 0xdd)"),
+    ("row > first[expert] ? sums + column : nullptr", "nullptr"),
+    ("].expert * strides[0]", "].expert * 0"),
+    ("memset(to, 0, here", "memset(to, 63, here"),
+    ("(out) + done, 0, rows", "(out) + done, 63, rows"),
+    ("x + rows.first * x_row", "x"),
+    ("task % spans * span * strides[1]", "0"),
 )
 """Changes of one term of the kernels, each of which `_hold` sees."""
 
 
-@pytest.mark.slow
+@by_turns(MUTANTS)
 @needs_kernels
-def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def use(kernels: ctypes.CDLL) -> None:
-        monkeypatch.setattr(native_grouped, "library", lambda name: kernels)
-
+def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     def hold() -> None:
         for dtype in TYPES:
             _hold(dtype)
 
-    assert_changes_are_seen("grouped", MUTANTS, use, hold, tmp_path)
+    assert_changes_are_seen("grouped", changes, [native_grouped], hold, tmp_path)

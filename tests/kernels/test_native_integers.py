@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen
+from helpers.native_kernels import assert_changes_are_seen, by_turns
 from penstock.cpu import this_cpu
 from penstock.kernels import native_integers
 from penstock.kernels.native_integers import (
@@ -215,33 +214,29 @@ def test_other_cpus_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS = (
-    ("rounded.h", "value < low ? value : low", "value < low ? low : value"),
-    ("rounded.h", "(low + high) / 2, scale", "low, scale"),
-    ("rounded.h", "1.0f / size * MOST", "MOST / size * 0.99f"),
-    ("rounded.h", "float size = given ? given :", "float size ="),
+    ("value < low ? value : low", "value < low ? low : value"),
+    ("(low + high) / 2, scale", "low, scale"),
+    ("1.0f / size * MOST", "MOST / size * 0.99f"),
+    ("float size = given ? given :", "float size ="),
     (
-        "rounded.h",
         "_mm512_sub_epi32(_mm512_load_si512(totals + i), zeros)",
         "_mm512_load_si512(totals + i)",
     ),
-    ("rounded.h", "scaled[r + i], part", "scaled[r], part"),
-    ("rounded.h", "of.zeros + column, of.scales + column", "of.zeros + column, of.scales"),
-    ("integers.cpp", "word ? totals : nullptr", "nullptr"),
-    ("integers.cpp", "Left<u32>{left + word, words, 1}", "Left<u32>{left, words, 1}"),
-    ("integers.cpp", "if (inputs % 2) to[inputs] = 0;", "if (inputs % 2) to[inputs] = 0x7fc0;"),
-    ("integers.cpp", "scales + column, more, out", "scales, more, out"),
+    ("scaled[r + i], part", "scaled[r], part"),
+    ("of.zeros + column, of.scales + column", "of.zeros + column, of.scales"),
+    ("word ? totals : nullptr", "nullptr"),
+    ("Left<u32>{left + word, words, 1}", "Left<u32>{left, words, 1}"),
+    ("if (inputs % 2) to[inputs] = 0;", "if (inputs % 2) to[inputs] = 0x7fc0;"),
+    ("scales + column, more, out", "scales, more, out"),
 )
 """Changes of one term of the kernels, each of which `_hold` or `_hold_widened` sees."""
 
 
-@pytest.mark.slow
+@by_turns(MUTANTS)
 @needs_bf16
-def test_a_changed_term_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def use(kernels: ctypes.CDLL) -> None:
-        monkeypatch.setattr(native_integers, "library", lambda name: kernels)
-
+def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     def hold() -> None:
         _hold()
         _hold_widened()
 
-    assert_changes_are_seen("integers", MUTANTS, use, hold, tmp_path)
+    assert_changes_are_seen("integers", changes, [native_integers], hold, tmp_path)

@@ -480,7 +480,7 @@ def test_biases_of_experts_are_not_decayed() -> None:
         ("mixtral", "compile=blocks precision=O1 dtype=fp16 optimizer=fused accumulate=2", {"balance": 1.0}),
         pytest.param(
             *("switch", "compile=whole", {"sample_capacity": 2, "capacity": 0.75, "balance": 0.1}),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.sweep,
         ),
     ],
 )

@@ -157,7 +157,7 @@ def test_what_has_no_padding_or_hides_more_is_computed_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "bart"])
-@pytest.mark.parametrize("compiled", ["none", pytest.param("blocks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", ["none", pytest.param("blocks", marks=pytest.mark.sweep)])
 def test_a_plan_with_both_learns_the_same(name: str, compiled: str) -> None:
     batch = _batch(name)
 

@@ -11,6 +11,7 @@ import torch
 
 from helpers.equality import TINY, Trained, alone, trained
 from helpers.spawn import spawn
+from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -147,13 +148,23 @@ def _matrix(world: int) -> Iterator[str]:
 
 @pytest.mark.slow
 # Each level on some numbers of ranks; fp64 is held on all of them.
-@pytest.mark.parametrize(("precision", "world"), [("O0", 1), ("O1", 1), ("O2", 2), ("O1", 4)])
+@pytest.mark.parametrize(
+    ("precision", "world"),
+    [
+        pytest.param("O0", 1, marks=pytest.mark.sweep),
+        pytest.param("O1", 1, marks=pytest.mark.sweep),
+        ("O2", 2),
+        pytest.param("O1", 4, marks=pytest.mark.sweep),
+    ],
+)
 def test_every_layout_equals_one_process(world: int, precision: str) -> None:
     _check(world, [line for line in _matrix(world) if precision in line], timeout=280)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.sweep), 4]
+)
 def test_every_layout_equals_one_process_in_fp64(world: int) -> None:
     lines = [line for line in _matrix(world) if "O0" in line]
     _check(world, [line.replace(" precision=O0", "") for line in lines], double=True, timeout=280)
@@ -167,9 +178,8 @@ def test_compiled_blocks_equal_one_eager_process(precision: str) -> None:
     _check(2, lines, timeout=280)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sharding", ["ddp", "zero1", "zero2", "fsdp", pytest.param("hsdp shard=1", marks=pytest.mark.sweep)]
+    "sharding", sweep(["ddp", "zero1", "zero2", "fsdp", "hsdp shard=1"], (), slow=["zero2", "fsdp"])
 )
 def test_every_optimizer_form_steps_over_shards(sharding: str) -> None:
     lines = [f"dp=2 micro_batch=2 sharding={sharding} optimizer={form} accumulate=2" for form in

@@ -137,7 +137,7 @@ STAGES = [
     pytest.param(
         "qwen moe biased",
         "micro_batch=1 accumulate=2 pp=2 dp=2 sharding=fsdp algorithm=sgd",
-        marks=pytest.mark.slow,
+        marks=pytest.mark.sweep,
     ),
 ]
 
@@ -198,7 +198,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("kind", sweep(SPLIT, ["replicas, 2 ranks", "tokens, 2 ranks"], slow=SPLIT))
+@pytest.mark.parametrize("kind", sweep(SPLIT, ["replicas, 2 ranks", "tokens, 2 ranks"], slow=[*SPLIT][-1:]))
 def test_mixtures_learn_the_same_however_ranks_split_them(kind: str) -> None:
     for name, line in SPLIT[kind]:
         _compare(_config(name), f"{line} algorithm=sgd")
@@ -215,9 +215,9 @@ def test_all_that_splits_a_mixture_goes_together(line: str) -> None:
     [
         "precision=O1 products=int8_all",
         "precision=O2 dtype=fp16 optimizer=fused accumulate=2",
-        pytest.param("precision=O3 optimizer=contiguous", marks=pytest.mark.slow),
+        pytest.param("precision=O3 optimizer=contiguous", marks=pytest.mark.sweep),
         "precision=O2 sharding=fsdp optimizer=contiguous offload=optimizer recompute=budget budget=0.00006",
-        pytest.param("precision=O2 tp=2 sp=true", marks=pytest.mark.slow),
+        pytest.param("precision=O2 tp=2 sp=true", marks=pytest.mark.sweep),
     ],
 )
 def test_every_level_trains_split_experts(line: str) -> None:
@@ -404,13 +404,13 @@ def _went_on(config: ModelConfig, line: str, folder: str, save: bool) -> list[tu
     [
         ("dp=2 ep=2 micro_batch=2 sharding=fsdp", "dp=2 ep=2 micro_batch=2 sharding=fsdp"),
         ("dp=2 ep=2 micro_batch=2 optimizer=contiguous", "micro_batch=4"),
-        pytest.param("micro_batch=4", "dp=4 ep=4 micro_batch=1", marks=pytest.mark.slow),
+        pytest.param("micro_batch=4", "dp=4 ep=4 micro_batch=1", marks=pytest.mark.sweep),
         pytest.param(
             "dp=4 ep=2 micro_batch=1 sharding=fsdp",
             "dp=2 tp=2 ep=4 micro_batch=2 sharding=zero1",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.sweep,
         ),
-        pytest.param("tp=2 micro_batch=4", "tp=2 ep=2 pp=2 micro_batch=4", marks=pytest.mark.slow),
+        pytest.param("tp=2 micro_batch=4", "tp=2 ep=2 pp=2 micro_batch=4", marks=pytest.mark.sweep),
     ],
 )
 def test_a_checkpoint_goes_on_with_experts_on_any_other_ranks(

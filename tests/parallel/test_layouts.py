@@ -139,9 +139,7 @@ def test_a_sample_of_shardings_learns_the_same_beside_split_layers() -> None:
     _hold(4, [("llama", SHARED[0]), ("vit pooled", SHARED[1]), ("transformers' gpt2", SHARED[3])], steps=3)
 
 
-@pytest.mark.parametrize(
-    "name", sweep(LAYOUT_CASES, (), slow=["vit of tokens", "llama", "t5", "transformers' bert"])
-)
+@pytest.mark.parametrize("name", sweep(LAYOUT_CASES, (), slow=["llama", "transformers' bert"]))
 def test_every_family_under_every_layout(name: str) -> None:
     """Each with split layers and split tokens, and with one of the other settings and two of the levels; one of each
     kind on four ranks, too, where two kinds share the shardings.
@@ -214,7 +212,7 @@ def restore(built: Built, stored: checkpoint.Checkpoint) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("vit of tokens", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("vit of tokens", marks=pytest.mark.sweep)])
 def test_checkpoints_go_on_under_another_layout_and_export_from_any(name: str, tmp_path: Path) -> None:
     moved = pool(2).run(_moved, name, str(tmp_path), MOVES)[0]
     for (first, second), (straight, stopped) in zip(MOVES, moved):

@@ -45,9 +45,9 @@ RECIPE = Recipe(lr=1e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
 STEPS = 3
 
 
-def _slow(*values: str) -> Any:
-    """A case beside those that stand for it in `make test`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+def _rest(*values: str) -> Any:
+    """A case beside those that stand for it, in `make test-sweeps`."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 def _config(name: str) -> ModelConfig:
@@ -152,19 +152,19 @@ def test_every_family_trains_in_two_stages(name: str) -> None:
     [
         ("gpt", "micro_batch=1 accumulate=4 pp=2 schedule=gpipe"),
         ("vit", "micro_batch=2 accumulate=4 pp=2 schedule=interleaved virtual=2"),
-        _slow("t5", "micro_batch=2 accumulate=4 pp=2 schedule=interleaved virtual=2"),
+        _rest("t5", "micro_batch=2 accumulate=4 pp=2 schedule=interleaved virtual=2"),
         ("marian", "micro_batch=2 accumulate=2 pp=4 token_order=batch_second"),
         ("bert", "micro_batch=2 accumulate=2 pp=2 padding=remove recompute=full"),
         ("gpt", "micro_batch=2 accumulate=3 pp=2 schedule=zero_bubble"),
-        _slow("t5", "micro_batch=2 accumulate=2 pp=2 schedule=zero_bubble recompute=full"),
-        _slow("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 optimizer=contiguous"),
+        _rest("t5", "micro_batch=2 accumulate=2 pp=2 schedule=zero_bubble recompute=full"),
+        _rest("gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 optimizer=contiguous"),
         ("gpt", "micro_batch=1 accumulate=3 pp=2 dp=2 sharding=fsdp"),
-        _slow("t5", "micro_batch=1 accumulate=2 pp=2 dp=2 sharding=zero1"),
+        _rest("t5", "micro_batch=1 accumulate=2 pp=2 dp=2 sharding=zero1"),
         ("t5", "micro_batch=2 accumulate=3 pp=2 offload=activations"),
-        _slow(
+        _rest(
             "gpt", "micro_batch=1 accumulate=2 pp=2 dp=2 sharding=fsdp offload=optimizer optimizer=contiguous"
         ),
-        _slow("vit", "micro_batch=1 accumulate=4 pp=2 dp=2 sharding=zero2 schedule=interleaved virtual=2"),
+        _rest("vit", "micro_batch=1 accumulate=4 pp=2 dp=2 sharding=zero2 schedule=interleaved virtual=2"),
     ],
 )
 def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
@@ -175,27 +175,27 @@ def test_schedules_and_layouts_train_alike(name: str, line: str) -> None:
     ("name", "line"),
     [
         ("gpt", "micro_batch=2 accumulate=3 pp=2 tp=2"),
-        _slow("pruned", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true"),
+        _rest("pruned", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true"),
         ("t5", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=full"),
-        _slow("marian", "micro_batch=2 accumulate=2 pp=2 tp=2 token_order=batch_second"),
-        _slow("bert", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true padding=remove"),
+        _rest("marian", "micro_batch=2 accumulate=2 pp=2 tp=2 token_order=batch_second"),
+        _rest("bert", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true padding=remove"),
         ("vit", "micro_batch=2 accumulate=4 pp=2 tp=2 sp=true schedule=interleaved virtual=2"),
-        _slow("gpt", "micro_batch=1 accumulate=2 pp=2 tp=2 dp=2 sharding=fsdp"),
-        _slow("bart", "micro_batch=1 accumulate=2 pp=2 tp=2 sp=true dp=2"),
-        _slow("gpt", "micro_batch=1 accumulate=2 pp=2 dp=4 sharding=hsdp shard=2"),
-        _slow("gpt", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=selective"),
+        _rest("gpt", "micro_batch=1 accumulate=2 pp=2 tp=2 dp=2 sharding=fsdp"),
+        _rest("bart", "micro_batch=1 accumulate=2 pp=2 tp=2 sp=true dp=2"),
+        _rest("gpt", "micro_batch=1 accumulate=2 pp=2 dp=4 sharding=hsdp shard=2"),
+        _rest("gpt", "micro_batch=2 accumulate=2 pp=2 tp=2 sp=true recompute=selective"),
         ("bert", "micro_batch=2 accumulate=2 cp=2 pp=2"),
-        _slow("vit", "micro_batch=2 accumulate=2 cp=2 pp=2"),
-        _slow("marian", "micro_batch=2 accumulate=2 cp=2 pp=2"),
-        _slow("bart", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true"),
+        _rest("vit", "micro_batch=2 accumulate=2 cp=2 pp=2"),
+        _rest("marian", "micro_batch=2 accumulate=2 cp=2 pp=2"),
+        _rest("bart", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true"),
         ("t5", "micro_batch=2 accumulate=2 cp=2 tp=2 padding=remove"),
-        _slow("t5", "micro_batch=2 accumulate=2 cp=2 pp=2"),
-        _slow("vit", "micro_batch=2 accumulate=2 cp=2 tp=2"),
-        _slow("gpt", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true sharding=fsdp"),
+        _rest("t5", "micro_batch=2 accumulate=2 cp=2 pp=2"),
+        _rest("vit", "micro_batch=2 accumulate=2 cp=2 tp=2"),
+        _rest("gpt", "micro_batch=2 accumulate=2 cp=2 tp=2 sp=true sharding=fsdp"),
         ("gpt", "micro_batch=1 accumulate=2 cp=2 tp=2 pp=2"),
         *(
             made(name, "micro_batch=2 accumulate=2 tp=2 sp=true padding=remove")
-            for name, made in (("bert", pytest.param), ("modernbert", _slow), ("t5", _slow))
+            for name, made in (("bert", pytest.param), ("modernbert", _rest), ("t5", _rest))
         ),
     ],
 )
@@ -220,11 +220,11 @@ def test_what_is_split_can_be_traced(line: str) -> None:
     "line",
     [
         "precision=O1",
-        _slow("precision=O2 optimizer=fused dtype=fp16"),
+        _rest("precision=O2 optimizer=fused dtype=fp16"),
         "precision=O2 optimizer=fused",
-        _slow("precision=O3 optimizer=contiguous"),
-        _slow("precision=O2 optimizer=fused schedule=zero_bubble"),
-        _slow("precision=O1 tp=2 sp=true"),
+        _rest("precision=O3 optimizer=contiguous"),
+        _rest("precision=O2 optimizer=fused schedule=zero_bubble"),
+        _rest("precision=O1 tp=2 sp=true"),
         "precision=O1 products=int8",
         "precision=O2 optimizer=fused dtype=fp16 tp=2",
         "precision=O3 optimizer=contiguous tp=2 schedule=zero_bubble",
@@ -242,12 +242,12 @@ def test_what_is_frozen_stays_on_every_stage() -> None:
     ("name", "line"),
     [
         ("gpt", "pp=2"),
-        _slow("t5", "pp=2 dp=2 sharding=fsdp"),
-        _slow("vit", "pp=2 recompute=full"),
-        _slow("gpt", "tp=2"),
+        _rest("t5", "pp=2 dp=2 sharding=fsdp"),
+        _rest("vit", "pp=2 recompute=full"),
+        _rest("gpt", "tp=2"),
         ("modernbert", "tp=2 sp=true"),
-        _slow("t5", "tp=2 sp=true dp=2 sharding=fsdp"),
-        _slow("marian", "tp=2 pp=2 sp=true"),
+        _rest("t5", "tp=2 sp=true dp=2 sharding=fsdp"),
+        _rest("marian", "tp=2 pp=2 sp=true"),
     ],
 )
 def test_adapters_learn_where_a_model_is_split(name: str, line: str) -> None:
@@ -310,7 +310,7 @@ def _of_theirs(name: str, line: str) -> tuple[list[tuple[float, float]], Tensor]
     return told, outputs.logits
 
 
-@pytest.mark.parametrize("name", ["gpt2", *map(_slow, ("llama", "bert"))])
+@pytest.mark.parametrize("name", ["gpt2", *map(_rest, ("llama", "bert"))])
 def test_models_of_transformers_train_in_stages(name: str) -> None:
     pytest.importorskip("transformers")
     line = "micro_batch=2 accumulate=3 pp=2"
@@ -357,12 +357,12 @@ def _went_on(name: str, line: str, folder: str, save: bool) -> list[tuple[float,
     ("before", "after"),
     [
         ("pp=2 accumulate=2", "pp=2 accumulate=2"),
-        _slow("pp=2 accumulate=2", "accumulate=2"),
+        _rest("pp=2 accumulate=2", "accumulate=2"),
         ("accumulate=2", "pp=2 accumulate=2 schedule=interleaved virtual=2"),
-        _slow("pp=2 accumulate=2", "pp=4 accumulate=2"),
-        _slow("pp=2 tp=2 accumulate=2", "accumulate=2"),
+        _rest("pp=2 accumulate=2", "pp=4 accumulate=2"),
+        _rest("pp=2 tp=2 accumulate=2", "accumulate=2"),
         ("accumulate=2", "pp=2 tp=2 sp=true accumulate=2"),
-        _slow("pp=2 tp=2 accumulate=2", "tp=2 dp=2 sharding=fsdp"),
+        _rest("pp=2 tp=2 accumulate=2", "tp=2 dp=2 sharding=fsdp"),
     ],
 )
 def test_a_checkpoint_of_stages_goes_on_in_any_other_layout(before: str, after: str, tmp_path: Path) -> None:

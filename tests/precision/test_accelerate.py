@@ -569,7 +569,12 @@ def test_schedulers_made_before_or_after(level: str, when: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 @pytest.mark.parametrize(
-    ("level", "when"), [("O1", "before"), ("O2", "after"), ("O3", "in place"), ("O2", "in place")]
+    ("level", "when"),
+    [
+        ("O1", "before"),
+        *(pytest.param(*one, marks=pytest.mark.sweep) for one in (("O2", "after"), ("O3", "in place"))),
+        ("O2", "in place"),
+    ],
 )
 def test_compiled_models(level: str, when: str) -> None:
     eager = train(*made(level), 4)

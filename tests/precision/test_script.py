@@ -272,7 +272,7 @@ def test_compile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.filterwarnings("ignore")  # of transformers and accelerate, about their own arguments
 @pytest.mark.parametrize(
-    ("level", "dtype"), [("O1", "bf16"), pytest.param("O2", "bf16", marks=pytest.mark.slow)]
+    ("level", "dtype"), [("O1", "bf16"), pytest.param("O2", "bf16", marks=pytest.mark.sweep)]
 )
 def test_transformers_trainer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, level: str, dtype: str
@@ -325,13 +325,13 @@ def test_o0_is_plain_python_to_the_bit() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "key", "most"),
     [
-        pytest.param(("bare.py",), 0, "loss", 0.06, marks=pytest.mark.slow),
-        pytest.param(("closure.py", "LBFGS"), 3, "loss", 1e-3, marks=pytest.mark.slow),
-        pytest.param(("gan.py",), 0, "distance", 0.3, marks=pytest.mark.slow),
-        pytest.param(("accumulate.py",), 0, "loss", 1.2, marks=pytest.mark.slow),
-        pytest.param(("compiled.py", "after"), 0, "loss", 0.14, marks=pytest.mark.slow),
+        pytest.param(("bare.py",), 0, "loss", 0.06, marks=pytest.mark.sweep),
+        pytest.param(("closure.py", "LBFGS"), 3, "loss", 1e-3, marks=pytest.mark.sweep),
+        pytest.param(("gan.py",), 0, "distance", 0.3, marks=pytest.mark.sweep),
+        pytest.param(("accumulate.py",), 0, "loss", 1.2, marks=pytest.mark.sweep),
+        pytest.param(("compiled.py", "after"), 0, "loss", 0.14, marks=pytest.mark.sweep),
         pytest.param(("trainer.py", "OUTPUT"), 0, "loss", 0.2, marks=pytest.mark.slow),
-        pytest.param(("timm_style.py",), 0, "updates", 60, marks=pytest.mark.slow),
+        pytest.param(("timm_style.py",), 0, "updates", 60, marks=pytest.mark.sweep),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )

@@ -1,4 +1,7 @@
-"""The loss over a vocabulary in chunks: held to the plain form, forward and backward, and to its budget of memory."""
+"""Losses that hold some of their logits at a time: the loss over a vocabulary, of samples, of a student, and contrast.
+
+Each is held to its plain form, forward and backward, and to its budget of memory.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 from helpers.rank_pool import pool
 from penstock.cpu import this_cpu
 from penstock.kernels import linear_cross_entropy as module
+from penstock.kernels.contrast import contrast, plain_contrast
+from penstock.kernels.distil import Taught
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy, rows_at_once
+from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.vocabulary import Share
 
-ROWS, WIDTH, WORDS = 37, 24, 60
+ROWS, WIDTH, WORDS, SAMPLES = 36, 24, 60, 4
 BUDGET = 8 * WORDS * 8
 """Eight rows of fp32."""
+WEIGHTS = torch.tensor([1.0, -0.5, 0.0, 3.0])
 
 
 def _case(dtype: torch.dtype, *, bias: bool = True, seed: int = 0) -> tuple[list[Tensor], Tensor]:
@@ -32,49 +39,64 @@ def _case(dtype: torch.dtype, *, bias: bool = True, seed: int = 0) -> tuple[list
 
 
 def _run(inputs: list[Tensor], targets: Tensor, scale: float = 1.0, **options: Any) -> list[Tensor]:
-    for tensor in inputs:
-        tensor.grad = None
+    """The loss and the gradients of what learns, by `scale` times it."""
     x, weight, *bias = inputs
     loss = linear_cross_entropy(x, weight, bias[0] if bias else None, targets, **options)
-    (loss * scale).backward()
-    return [loss.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+    return [
+        loss.detach(),
+        *torch.autograd.grad(loss * scale, [each for each in inputs if each.requires_grad]),
+    ]
 
 
-@pytest.mark.parametrize("budget", [None, 1, BUDGET, 1 << 30])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_padding_of_logits_changes_nothing(
-    dtype: torch.dtype, bias: bool, smoothing: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
+def _samples(inputs: list[Tensor], targets: Tensor, scale: float = 1.0, **options: Any) -> list[Tensor]:
+    """Losses of samples, the second without targets, and the gradients of their squares with weights, so that these
+    are not known before the backward pass."""
+    x, weight, *bias = inputs
+    targets = targets.view(SAMPLES, -1).clone()
+    targets[1] = -100
+    losses = sample_losses(x.view(SAMPLES, -1, WIDTH), weight, bias[0] if bias else None, targets, **options)
+    total = (losses.square() * WEIGHTS).sum() * scale
+    gradients = torch.autograd.grad(total, [each for each in inputs if each.requires_grad])
+    return [losses.detach(), *(each / scale for each in gradients)]
+
+
+def _taught(inputs: list[Tensor], targets: Tensor, scale: float = 1.0, **options: Any) -> list[Tensor]:
+    """Of a student, whose teacher is wider."""
+    generator, dtype = torch.Generator().manual_seed(1), inputs[0].dtype
+    x, weight, bias = (
+        torch.randn(sizes, generator=generator).to(dtype) for sizes in ((ROWS, 30), (WORDS, 30), (WORDS,))
+    )
+    taught = Taught(x, weight, bias if len(inputs) > 2 else None, 0.3, 2.5)
+    return _run(inputs, targets, 0.7 * scale, taught=taught, **options)
+
+
+LOSSES = {"whole": _run, "of samples": _samples, "taught": _taught}
+CHUNKS = [
+    (torch.float64, True, 0.1, 1), (torch.float32, False, 0.0, BUDGET), (torch.float64, False, 0.1, BUDGET),
+    (torch.float32, True, 0.1, BUDGET), (torch.float32, True, 0.0, 1 << 30),
+]  # fmt: skip
+"""A type, whether there is a bias, the smoothing, and bytes: for a row at a time, some rows, and all of them."""
+
+
+@pytest.mark.parametrize(("dtype", "bias", "smoothing", "budget"), CHUNKS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_chunks_are_exact_padded_or_not(
+    loss: str, dtype: torch.dtype, bias: bool, smoothing: float, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where products want rows of whole pieces."""
+    """Padded as on a GPU, where products want rows of whole pieces."""
     inputs, targets = _case(dtype, bias=bias)
-    shapes, expected = [], list[Tensor]()
+    expected = LOSSES[loss](inputs, targets, smoothing=smoothing)
+    assert len(expected) == len(inputs) + 1
     for padded in (set[str](), {"cpu"}):
         monkeypatch.setattr(module, "_PADDED_ON", padded)
-        shapes.append(tuple(module.padded_entries(inputs[1]).shape))
-        found = _run(inputs, targets, smoothing=smoothing, budget=budget)
-        expected = expected if padded else found
-    assert shapes == [(60, WIDTH), (64, WIDTH)]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        assert len(module.padded_entries(inputs[1])) == (64 if padded else 60)
+        found = LOSSES[loss](inputs, targets, smoothing=smoothing, budget=budget)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float64 else 1e-5, atol=1e-5)
+            assert (one - other).norm() <= 1e-6 * other.norm()
 
 
-@pytest.mark.parametrize("budget", [1, BUDGET, 1 << 30])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_chunks_are_exact(dtype: torch.dtype, bias: bool, smoothing: float, budget: int) -> None:
-    inputs, targets = _case(dtype, bias=bias)
-    expected = _run(inputs, targets, smoothing=smoothing, budget=None)
-    found = _run(inputs, targets, smoothing=smoothing, budget=budget)
-    assert len(found) == len(inputs) + 1
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("dtype", "smoothing"), [(torch.bfloat16, 0.1), (torch.float16, 0.0)])
 def test_half_precision_is_as_near_to_fp32_as_the_plain_form(dtype: torch.dtype, smoothing: float) -> None:
     inputs, targets = _case(dtype)
     wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
@@ -86,6 +108,91 @@ def test_half_precision_is_as_near_to_fp32_as_the_plain_form(dtype: torch.dtype,
         # Sums over chunks round once more than one product does.
         allowed = 2 * (other.float() - right).abs().max() + torch.finfo(dtype).eps * right.abs().max()
         assert (one.float() - right).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", ["of samples", "taught"])
+def test_half_products_keep_their_range_whatever_the_loss_scale_is(loss: str, dtype: torch.dtype) -> None:
+    inputs, targets = _case(torch.float32)
+    expected = LOSSES[loss](inputs, targets)
+    with torch.autocast("cpu", dtype):
+        found = LOSSES[loss](inputs, targets, 2.0**20 if loss == "of samples" else 1.0, budget=BUDGET)
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all()
+        # The rounding of bf16's logits: measured 0.012, and 0.002 of fp16.
+        assert (one - other).norm() <= 0.03 * other.norm()
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_only_what_learns_gets_a_gradient(frozen: int) -> None:
+    inputs, targets = _case(torch.float64)
+    inputs[frozen].requires_grad_(False)
+    for one, other in zip(_samples(inputs, targets, budget=BUDGET), _samples(inputs, targets), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_plain_form_of_a_taught_loss_is_the_formula() -> None:
+    (x, weight, bias), targets = _case(torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(ROWS, WORDS, generator=generator, dtype=torch.float64)
+    p = x @ weight.T + bias
+    logs, smooth, counted = p.log_softmax(1), 0.1, targets != -100
+    hard = -(1 - smooth) * logs[counted, targets[counted]] - smooth / WORDS * logs[counted].sum(1)
+    meant = (q / 2.5).softmax(1)
+    apart = (meant * (meant.log() - (p / 2.5).log_softmax(1))).sum(1)[counted]
+    loss = 0.7 * hard.sum() + 0.3 * 2.5**2 * apart.sum()
+    expected = [loss.detach(), *torch.autograd.grad(loss * 0.7, [x, weight, bias])]
+    taught = Taught(q, torch.eye(WORDS, dtype=torch.float64), None, 0.3, 2.5)
+    for one, other in zip(
+        _run([x, weight, bias], targets, 0.7, smoothing=0.1, taught=taught), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_no_chunk_holds_more_rows_of_student_and_teacher_than_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[tuple[int, int]] = []
+    made = module.divergences_and_gradients
+
+    def note(logits: Tensor, taught: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        rows.append((len(logits), len(taught)))
+        return made(logits, taught, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "divergences_and_gradients", note)
+    _taught(*_case(torch.float32), budget=4 * BUDGET)
+    assert rows == [(8, 8)] * 4 + [(4, 4)]
+
+
+def test_a_student_that_equals_its_teacher_learns_nothing_from_it() -> None:
+    inputs, targets = _case(torch.float64)
+    same = Taught(*(each.detach() for each in inputs), 1.0, 3.0)
+    for found in _run(inputs, targets, budget=BUDGET, taught=same):
+        assert float(found.detach().abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("form", ["softmax", "sigmoid"])
+def test_contrast_in_chunks_is_that_of_all_logits_and_of_groups_of_one(form: Any, chunk: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, others = (
+        (3 * torch.randn(n, 4, dtype=torch.float64, generator=generator)).requires_grad_() for n in (5, 9)
+    )
+    groups = torch.tensor([0, 1, 2, 0, 7]), torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
+    weights = torch.arange(5, dtype=torch.float64) - 1.5
+    found, expected = (
+        contrast(rows, others, *groups, form=form, chunk=chunk),
+        plain_contrast(rows, others, *groups, form),
+    )
+    torch.testing.assert_close(found, expected)
+    got = torch.autograd.grad(found @ weights, (rows, others))
+    torch.testing.assert_close(got, torch.autograd.grad(expected @ weights, (rows, others)))
+    targets, logits = torch.tensor([4, 2, 0, 8, 1]), rows @ others.T
+    alone = contrast(rows, others, targets, torch.arange(9), form=form, chunk=chunk)
+    one_hot = F.one_hot(targets, 9).double()
+    binary = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none").sum(1)
+    whole = F.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(alone, whole if form == "softmax" else binary)
 
 
 def test_small_gradients_of_fp16_survive() -> None:
@@ -164,8 +271,9 @@ def test_no_rows_and_no_targets() -> None:
     inputs, targets = _case(torch.float32)
     x, weight, bias = inputs
     assert not linear_cross_entropy(x[:0], weight, bias, targets[:0], budget=BUDGET).any()
-    found = _run(inputs, torch.full_like(targets, -100), budget=BUDGET)
-    assert all(not tensor.any() for tensor in found)
+    for loss in LOSSES.values():
+        found = loss(inputs, torch.full_like(targets, -100), budget=BUDGET)
+        assert all(not tensor.any() for tensor in found)
 
 
 def _shared(budgets: tuple[int | None, ...]) -> list[list[Tensor]]:
@@ -234,8 +342,6 @@ def test_compiled_code_keeps_the_budget_and_the_results() -> None:
     inputs, targets = _case(torch.float32)
     expected = _run(inputs, targets, smoothing=0.1, budget=None)
     x, weight, bias = inputs
-    for tensor in inputs:
-        tensor.grad = None
 
     @torch.compile(fullgraph=True, dynamic=False)
     def loss(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.boundary.packages import package
 from penstock.config.graph import PatchInput
 from penstock.config.theirs.read import read_json
+from penstock.cpu import this_cpu
 
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 """A function from inputs by name to outputs in their order."""
@@ -55,11 +56,12 @@ def image_facts(processor: Mapping[str, Any], source: PatchInput, names: Any) ->
 
 
 def open_session(path: Path) -> Any:
-    """The file in ONNX Runtime on the CPU, with int8 products that are exact on every CPU: without VNNI it adds pairs
-    of products in 16 bits by default, where they saturate (its documentation, "Quantize ONNX models")."""
+    """The file in ONNX Runtime on the CPU. Without VNNI its int8 kernels add pairs of products in 16 bits, where they
+    saturate (its documentation, "Quantize ONNX models"), so that there the same numbers are multiplied in fp32."""
     _, onnxruntime = packages()
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    if not this_cpu().vnni:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 

@@ -34,6 +34,7 @@ EMOJI_SIZE = 32
 _DRAWN = 109
 """Pixels at which a font of bitmaps, such as Noto's, draws."""
 _WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _CODES_EVERY = 20, 5, 3, 10
+_UNASSIGNED = "\U0010ffff"
 _LOOKS = 4
 """Samples of each image for validation."""
 _MOST_FONT = 64 << 20
@@ -52,7 +53,7 @@ class Pictures(NamedTuple):
     held: NDArray[np.bool_]
     """(I,), images for validation."""
     words: bool = True
-    """Whether names are held out, and not concepts as a whole."""
+    """Whether names are held out beside images."""
 
 
 class NameTable(NamedTuple):
@@ -92,8 +93,8 @@ class Captions(ImageSource):
 
 
 def open_captions(data: DataConfig, split: Split, *, channels: int) -> Captions:
-    """Open `captions`, `captions:LANGUAGES` (digits and their names) or `emoji:FONT,NAMES`: a colour font, and a folder
-    with `LANGUAGE/annotations.json` of Unicode CLDR.
+    """Open `captions`, `captions:LANGUAGES` (digits and their names) or `emoji:FONT,NAMES`: a font or several joined by
+    `+`, and a folder with `LANGUAGE/annotations.json` of Unicode CLDR.
 
     Raises ConfigError, DataError, and EnvironmentProblem without num2words.
     """
@@ -107,7 +108,9 @@ def open_captions(data: DataConfig, split: Split, *, channels: int) -> Captions:
             f"data.source is {quoted(data.source)}, but this task takes images with captions: captions, "
             "captions:LANGUAGES or emoji:FONT,NAMES."
         )
-    return Captions(data.source, emoji(Path(font), Path(names), channels), split)
+    return Captions(
+        data.source, emoji([Path(each) for each in font.split("+")], Path(names), channels), split
+    )
 
 
 def digits(languages: Sequence[str], channels: int) -> Pictures:
@@ -131,13 +134,14 @@ def digits(languages: Sequence[str], channels: int) -> Pictures:
     )
 
 
-def emoji(font: Path, folder: Path, channels: int) -> Pictures:
-    """Emoji drawn by a font, and their short names in the languages of a folder of CLDR's annotations."""
-    from PIL import Image, ImageDraw, ImageFont
-
+def emoji(fonts: Sequence[Path], folder: Path, channels: int) -> Pictures:
+    """Emoji that all fonts draw, and their short names in the languages of a folder of CLDR's annotations. A tenth is
+    held out: of one font, emoji with their names; of several, drawings, whose emoji another font may show in training.
+    """
     files = {file.parent.name: file for file in sorted(folder.glob("*/annotations.json"))}
-    if not font.is_file() or len(files) < 2:
-        problem = f"there is no font {shown(font)}" if not font.is_file() else (
+    absent = [font for font in fonts if not font.is_file()]
+    if absent or len(files) < 2:
+        problem = f"there is no font {shown(absent[0])}" if absent else (
             f"the folder {shown(folder)} has no two languages with an annotations.json"
         )  # fmt: skip
         raise ConfigError(
@@ -145,28 +149,46 @@ def emoji(font: Path, folder: Path, channels: int) -> Pictures:
             "annotations of Unicode CLDR (npm: cldr-annotations-full), and name both."
         )
     texts = {language: names for language, file in files.items() if (names := _annotations(file))}
+    codes = sorted({code for names in texts.values() for code in names if len(code) == 1})
+    drawn = {font: _drawn(font, codes, channels) for font in fonts}
+    common = [code for code in codes if all(code in images for images in drawn.values())]
+    keys = [code if len(fonts) == 1 else f"{font.name}:{code}" for font in fonts for code in common]
+    return Pictures(
+        images=np.stack([images[code] for images in drawn.values() for code in common]),
+        concepts=np.tile(np.arange(len(common)), len(fonts)),
+        names={language: [names.get(code, "") for code in common] for language, names in texts.items()},
+        held=np.array([is_held_out(key, _CODES_EVERY) for key in keys]),
+        words=False,
+    )
+
+
+def _drawn(font: Path, codes: Sequence[str], channels: int) -> dict[str, Pixels]:
+    """The characters that a font draws, other than as blanks or as it draws those that it lacks."""
+    from PIL import Image, ImageDraw, ImageFont
+
     read_bytes(font, "The font", limit=_MOST_FONT)
     try:
         typeface = ImageFont.truetype(str(font), _DRAWN)
     except OSError as error:
         raise DataError(f"The font {shown(font)} cannot be read: {error}") from error
     drawn = dict[str, Pixels]()
-    for code in sorted({code for names in texts.values() for code in names if len(code) == 1}):
+    for code in (_UNASSIGNED, *codes):
         left, top, right, bottom = typeface.getbbox(code)
         side = max(1, round(right - left), round(bottom - top))
         canvas = Image.new("RGB", (side, side), "white")
         corner = ((side - right - left) / 2, (side - bottom - top) / 2)
         ImageDraw.Draw(canvas).text(corner, code, font=typeface, fill="black", embedded_color=True)
-        if canvas.getextrema() != ((255, 255),) * 3:
-            small = canvas.resize((EMOJI_SIZE,) * 2).convert("L" if channels == 1 else "RGB")
-            drawn[code] = np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels)
+        small = canvas.resize((EMOJI_SIZE,) * 2).convert("L" if channels == 1 else "RGB")
+        image = np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels)
+        blank = canvas.getextrema() == ((255, 255),) * 3
+        if code == _UNASSIGNED or not (blank or (image == drawn[_UNASSIGNED]).all()):
+            drawn[code] = image
+    del drawn[_UNASSIGNED]
     if len(drawn) < _CODES_EVERY:
         raise DataError(
             f"The font {shown(font)} draws {len(drawn)} of the named emoji; name a font of emoji."
         )
-    held_out = np.array([is_held_out(code, _CODES_EVERY) for code in drawn])
-    named = {language: [names.get(code, "") for code in drawn] for language, names in texts.items()}
-    return Pictures(np.stack([*drawn.values()]), np.arange(len(drawn)), named, held_out, words=False)
+    return drawn
 
 
 def _annotations(file: Path) -> dict[str, str]:

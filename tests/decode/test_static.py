@@ -13,9 +13,10 @@ from torch import Tensor
 
 from helpers.generation import BOTH, DECODERS, Letters, tiny
 from helpers.sweeps import sweep
+from penstock.config.decoding import bucket
 from penstock.config.plan import Plan
 from penstock.decode.engine import Engine
-from penstock.decode.static import Compiled, bucket
+from penstock.decode.static import Compiled
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generated, Generator
 from penstock.models.convert import save_pretrained

@@ -54,8 +54,11 @@ def penstock(config: DeployConfig, model: str, machine: Machine, layout: Layout)
     options: dict[str, object] = {
         "device": machine.device, "dtype": _computed(layout),
         "slots": layout.slots, "context": layout.context,
-        "tokens": min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
     }  # fmt: skip
+    if layout.steps == "recorded":
+        options |= {"compile": "whole", "cache": "slots"}
+    else:
+        options["tokens"] = min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context))
     if layout.tp > 1:
         options["tp"] = layout.tp
         experts = experts_of(config.model) if config.model is not None else []

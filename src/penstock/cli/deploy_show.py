@@ -20,11 +20,11 @@ LEGEND = (
     "results: --types int8,fp8,int4 allows them."
 )
 
-LAUNCHED = (
-    "Steps are those of penstock.sh, whose operators Python launches one by one; vLLM records them, and is quicker "
-    "where a step is short."
-)
-RECORDED = "Steps are those of a server that records its steps, as vLLM does."
+STEPS = {
+    "device": "Steps are those of a server that records its steps, as vLLM does: the device's work alone.",
+    "launched": "Steps of the choice are those of penstock.sh, whose operators Python launches one by one.",
+    "recorded": "Steps of the choice are those of penstock.sh, which records them (--compile whole --cache slots).",
+}
 
 
 def show(
@@ -39,7 +39,7 @@ def show(
     console.print(terminal_table(table(config, result), console.width))
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
     if machine.device != "cpu":
-        console.print(RECORDED if config.weights is None else LAUNCHED, style="dim", soft_wrap=True)
+        console.print(STEPS[result.layouts[0].steps], style="dim", soft_wrap=True)
     for words in dict.fromkeys(layout.assumption for layout in result.layouts[: config.top]):
         if words:
             console.print(f"note: {words}", soft_wrap=True)

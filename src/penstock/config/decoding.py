@@ -27,6 +27,18 @@ Bias = Annotated[str, Text(r"\d{1,9}=[+-]?\d{1,9}(\.\d{1,9})?", "a token's numbe
 
 USUAL_TOKENS = 128
 """Default of `max_tokens`, if the model has positions for them."""
+RECORDED = 16
+"""Steps, one for each bucket of widths and number of texts, whose recording on a GPU is kept; each has a cache of its
+own."""
+_LEAST = 64
+"""Columns of the smallest bucket."""
+
+
+def bucket(count: int) -> int:
+    """The least size of a bucket that holds `count`: 64, 128, 192, 256, and then four for each doubling, of which at
+    most a fifth is empty."""
+    step = max(_LEAST, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config.decoding import Decoding
+from penstock.config.decoding import Decoding, bucket
 from penstock.decode.choose import NOTHING, adjust_logits
-from penstock.decode.static import Compiled, bucket
+from penstock.decode.static import Compiled
 from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sharded
 from penstock.dtypes import sums_type
 from penstock.kernels.beam_step import beam_step, texts_of

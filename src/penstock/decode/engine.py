@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config.decoding import Decoding
+from penstock.config.decoding import Decoding, bucket
 from penstock.decode.blocks import Blocks, BlockTable
 from penstock.decode.choose import history_of, next_tokens
 from penstock.decode.past import Columns, Pages, Past, run_pass
-from penstock.decode.static import Compiled, bucket
+from penstock.decode.static import Compiled
 from penstock.decode.texts import eagerly
 from penstock.errors import ConfigError
 from penstock.models.model import Model

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.config.decoding import RECORDED, bucket
 from penstock.containers import replaced
 from penstock.containers import tensors as all_tensors
 from penstock.decode.looks import Continuing, grouped_attention
@@ -32,20 +33,9 @@ from penstock.models.model import Model
 
 BACKEND = "inductor"
 """Backend of torch.compile."""
-_LEAST = 64
-"""Columns of the smallest bucket."""
-_RECORDED = 16
-"""CUDA graphs that are kept; each has a cache of its own."""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """A function that records another: it returns one that repeats it, and the tensor that its result will be in."""
-
-
-def bucket(count: int) -> int:
-    """The least size of a bucket that holds `count`: 64, 128, 192, 256, and then four for each doubling, of which at
-    most a fifth is empty."""
-    step = max(_LEAST, 1 << max(0, (count - 1).bit_length() - 3))
-    return -(-count // step) * step
 
 
 class StepTensors(NamedTuple):
@@ -174,7 +164,7 @@ class Compiled:
         play = self._plays.get(key)
         if play is None:
             play = self._plays[key] = _Play(self._run, tensors, self._record)
-            if len(self._plays) > _RECORDED:
+            if len(self._plays) > RECORDED:
                 self._plays.popitem(last=False)
         self._plays.move_to_end(key)
         return play(past, tensors)

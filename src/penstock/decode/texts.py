@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.decoding import bucket
 from penstock.decode.choose import history_of
 from penstock.decode.past import NEVER, Columns, Past, run_pass, run_pass_with
-from penstock.decode.static import Compiled, bucket
+from penstock.decode.static import Compiled
 from penstock.models.model import Model
 from penstock.shards import TENSOR
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from penstock.config import rules
 from penstock.config.convert import Count, Natural, Positive, check_fields
+from penstock.config.decoding import RECORDED, bucket
 from penstock.config.formats import Products
+from penstock.config.graph import Graph, Run
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
@@ -25,19 +28,20 @@ from penstock.planner.stored import assumption, joined, storing
 WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""
 PASS_LAUNCHES, BLOCK_LAUNCHES, TEXT_LAUNCHES = 80.0, 190.0, 5.0
-"""Python's work on a CPU in a pass, in each of its blocks and for each text, counted in the smallest of operators
-(`Machine.launch_seconds`), besides the listed ones. Fitted to steps of our engine with GPTs of width 16, of 2 and of 8
+"""Python's work in a pass of our engine, in each of its blocks and for each text, counted in the smallest of a CPU's
+operators, besides launching what computes. Fitted to steps of our engine on CPUs with GPTs of width 16, of 2 and of 8
 blocks."""
-PASS_OPERATORS, BLOCK_OPERATORS, ROTARY_OPERATORS = 37, 16, 22
-"""Operators that compute, and not only view, of a step of our engine for a GPU: in all, in each block, and in each that
-rotates queries and keys; counted. A block that attends to a source or has experts has more, which are not counted."""
-OPERATOR_LAUNCHES = 4.0
-"""Launches (`Machine.launch_seconds`) that one of these operators takes with Python's work around it. Fitted to one
-run, and checked by no other: GPT-2 on an H200, 128 tokens of 8 texts in 584 ms (benchmarks/results/generate_h200.json).
-Launches alone would take a quarter of that."""
+HOST_OPERATOR_SECONDS = 1.66e-6
+"""The smallest operator of a GPU's host, of which datasheets say nothing: what `penstock probe` measured on an EPYC."""
+PASS_OPERATORS = 37
+BLOCK_OPERATORS = {"block": 16, "rotary": 24, "qk_norm": 4, "mixture": 28, "memory": 10}
+"""Operators that compute, and not only view, of a step of our engine for a GPU: counted in all besides blocks, in each
+block, and in one that also rotates queries and keys, normalises them, has experts, or attends to a source. Each takes
+a launch (`Machine.launch_seconds`)."""
 CACHE_PASSES = 3.0
-"""How often a step on a CPU passes over keys and values: it gathers them from the blocks of the paged cache, which
-reads and writes, and attends to them."""
+"""How often a step passes over keys and values: it gathers them from the blocks of the paged cache, which reads and
+writes, and attends to them."""
+Steps = Literal["device", "launched", "recorded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +71,10 @@ class Serving:
     """Per number of the key–value cache."""
     half: bool = True
     """Whether the device computes in half precision where it can; else in fp32."""
-    launched: bool = False
-    """Whether Python launches the operators of a GPU one by one, as our server does; else the device's work alone is
-    counted, as where steps are recorded."""
+    steps: Steps = "device"
+    """How a GPU comes to its work. `device`: that work alone is counted. `launched`: our server, whose operators Python
+    launches one by one. `recorded`: our server with compile=whole, whose steps are played back as a whole, for all
+    slots (`batch`), and between which Python chooses tokens."""
     weights: Products = "packed"
     """How linear layers store their weights and multiply, as `weights=` of generation says; `packed` is what `auto`
     means on a CPU, and a GPU multiplies plain ones. With `fp8` those inside blocks do, all else is in half precision,
@@ -161,6 +166,31 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
     return 2 * heads * serving.cache_bytes / serving.pp
 
 
+def continued(graph: Graph) -> Sequence[Run]:
+    """The runs that a token goes through as a text is continued; of an encoder, its last."""
+    return graph.written or graph.runs[-1:]
+
+
+def operators_of(graph: Graph) -> int:
+    """Operators of a step of our engine that compute, and not only view."""
+    operators = PASS_OPERATORS
+    for stack, remembers in ((run.stack, bool(run.memories)) for run in continued(graph)):
+        every = {
+            "block": 1, "rotary": stack.positions == "rotary", "qk_norm": stack.qk_norm, "memory": remembers,
+        }  # fmt: skip
+        operators += stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items())
+        operators += BLOCK_OPERATORS["mixture"] * sum(layer.mixture for layer in stack.layers)
+    return operators
+
+
+def recorded_bytes(model: ModelConfig, serving: Serving, context: int) -> float:
+    """Bytes of one text, of `context` tokens at most, in a server that records its steps, on one device: a cache and
+    logits of each of the widest `RECORDED` buckets, and the widest cache twice more while one is made."""
+    widths = sorted({bucket(tokens) for tokens in range(1, context + 1)})[-RECORDED:]
+    logits = 4.0 * len(widths) * model.graph.words.vocabulary if model.graph.words else 0.0
+    return cache_bytes_per_token(model, serving) * (sum(widths) + 2 * widths[-1]) + logits
+
+
 def stored_on(machine: Machine, weights: Products) -> Products:
     """Weights as layers on a device of `machine` store them for inference: GPUs multiply plain ones, but for fp8."""
     return weights if machine.device == "cpu" else "plain"
@@ -201,23 +231,31 @@ class Passes:
         """Seconds from prompts of `tokens` tokens to the first token of each; of an encoder, to its outputs."""
         work = workload_of(_sized(self.model, tokens), self._terms(samples))
         if not self.model.graph.generates:
-            return max(sum(part.count * self._seconds(part) for part in work.parts), self._launches())
+            busy = sum(part.count * self._seconds(part) for part in work.parts)
+            return busy if self.rates.cpu else self._with_host(busy, samples)
         # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
         blocks = sum(part.count * self._seconds(part) for part in work.blocks)
         # Only the last token of a prompt needs an output.
-        busy = blocks + self._ends(samples) + self._between(samples * tokens) + self._host(samples)
-        return max(busy, self._launches())
+        busy = blocks + self._ends(samples) + self._between(samples * tokens)
+        return self._with_host(busy, samples)
 
     def decode(self, samples: int, cached: int) -> float:
         """One token of each of `samples` sequences, with `cached` tokens of each in the cache: of all stages, one after
         the other. An encoder–decoder's cache has the source among them, here as many tokens as its own.
         """
+        recorded, cpu = self.serving.steps == "recorded", self.rates.cpu
+        rows = self.serving.batch if recorded and not cpu else samples
         sources = max(1, cached // 2) if self.model.graph.remembered else 1
-        work = workload_of(_sized(self.model, sources), self._terms(samples, cached - sources + 1))
+        work = workload_of(_sized(self.model, sources), self._terms(rows, cached - sources + 1))
         blocks = [part for part in work.blocks if part.block and part.block.causal]
         token = sum(part.count * self._seconds(part, again=True) for part in blocks)
-        busy = token + self._ends(samples) + self._between(samples) + self._host(samples, cached)
-        return max(busy, self._launches())
+        busy = token + self._ends(rows) + self._between(rows)
+        if recorded and not cpu:
+            return busy + self._host(samples, blocks=False)
+        if cpu or self.serving.steps == "launched":  # a GPU's attention has its own pass counted
+            moved = samples * cached * cache_bytes_per_token(self.model, self.serving)
+            busy += (CACHE_PASSES - (not cpu)) * moved / self.rates.memory
+        return self._with_host(busy, samples)
 
     def parts(self) -> Iterator[tuple[int, Part]]:
         """The parts of all passes of a decoder's batch, each with how often it runs: of the prompts, then of one token
@@ -262,25 +300,22 @@ class Passes:
                     total += op.launches * rates.machine.launch_seconds
         return total
 
-    def _launches(self) -> float:
-        """Seconds that Python takes to launch a pass on a GPU, beside which the device computes."""
-        if self.rates.cpu or not self.serving.launched:
-            return 0.0
-        graph, operators = self.model.graph, PASS_OPERATORS
-        for run in graph.written or graph.runs[-1:]:
-            rotary = ROTARY_OPERATORS if run.stack.positions == "rotary" else 0
-            operators += run.stack.depth * (BLOCK_OPERATORS + rotary)
-        return operators * OPERATOR_LAUNCHES * self.rates.machine.launch_seconds
+    def _with_host(self, busy: float, samples: int) -> float:
+        """Seconds of a pass that keeps the device busy for some, and whose operators Python launches: ahead of a GPU,
+        in turn with a CPU."""
+        if self.rates.cpu:
+            return busy + self._host(samples)
+        return busy if self.serving.steps == "device" else max(busy, self._host(samples))
 
-    def _host(self, samples: int, cached: int = 0) -> float:
-        """Additional seconds of our engine on a CPU."""
-        if not self.rates.cpu:
-            return 0.0
-        graph = self.model.graph
-        depth = sum(run.stack.depth for run in graph.written or graph.runs[-1:])
+    def _host(self, samples: int, *, blocks: bool = True) -> float:
+        """Seconds of Python's work for a pass, in blocks and around them, and of a GPU's launches."""
+        graph, machine = self.model.graph, self.rates.machine
+        depth = sum(run.stack.depth for run in continued(graph)) if blocks else 0
         launches = PASS_LAUNCHES + depth * BLOCK_LAUNCHES + samples * TEXT_LAUNCHES
-        moved = CACHE_PASSES * samples * cached * cache_bytes_per_token(self.model, self.serving)
-        return launches * self.rates.machine.launch_seconds + moved / self.rates.memory
+        if self.rates.cpu:
+            return launches * machine.launch_seconds
+        operators = operators_of(graph) if blocks else PASS_OPERATORS
+        return launches * HOST_OPERATOR_SECONDS + operators * machine.launch_seconds
 
     def _between(self, rows: int) -> float:
         """Seconds of the transfers from stage to stage."""
@@ -352,7 +387,7 @@ def predicted_costs(
     model: ModelConfig, machine: Machine, serving: Serving, *, slots: int, longest: int
 ) -> StepCosts:
     """The steps of `model` on `serving.gpus` devices, with up to `slots` sequences of up to `longest` tokens."""
-    passes = Passes(model, machine, serving)
+    passes = Passes(model, machine, replace(serving, batch=slots))
     sizes = [size for size in LENGTHS if size < longest] + [max(2, longest)]
     if model.graph.vision:
         sizes = [1, max(2, counted_tokens(model))]

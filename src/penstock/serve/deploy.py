@@ -15,14 +15,18 @@ from typing import NamedTuple
 from penstock.config.formats import BYTES, HALVES, Dtype, Products
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
+from penstock.config.plan import Plan
+from penstock.config.rules import inference_problems
 from penstock.errors import ConfigError
 from penstock.planner.loads import LoadRecord, read_loads
 from penstock.planner.serve import (
     WORKSPACE_BYTES,
     Serving,
     StepCosts,
+    Steps,
     cache_bytes_per_token,
     predicted_costs,
+    recorded_bytes,
     stored_on,
     weights_bytes,
 )
@@ -63,6 +67,8 @@ class Layout:
     served: Served | None = None
     """None where the model does not fit."""
     costs: StepCosts | None = None
+    steps: Steps = "device"
+    """The steps that are forecast, of which `recorded` ones need compile=whole and cache=slots."""
     spare: int = 0
     """Replicas of experts in each mixture, besides one of each."""
     uneven: float = 1.0
@@ -148,7 +154,16 @@ def explore(
             if tp not in ways:
                 ways[tp] = _hostings(model, record, _serving(model, machine, kind, tp, pp).ep)
             for way in ways[tp]:
-                tried += _replicas(model, machine, arrivals, config, (kind, tp, pp), context, way)
+                serving = replace(_serving(model, machine, kind, tp, pp), spare=way.spare, uneven=way.uneven)
+                forms = [
+                    [
+                        *_replicas(
+                            model, machine, arrivals, config, kind, replace(serving, steps=steps), context
+                        )
+                    ]
+                    for steps in _steps(model, machine, config, kind, serving)
+                ]
+                tried += min(forms, key=lambda layouts: min(map(_rank, layouts), default=(True, 0, 0.0)))
     return _judged(tried, chosen, config)
 
 
@@ -202,59 +217,78 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
     )  # fmt: skip
 
 
+def _steps(
+    model: ModelConfig, machine: Machine, config: DeployConfig, kind: Dtype, serving: Serving
+) -> Iterator[Steps]:
+    """The steps of the servers whose scripts can be written: our own where there are weights and no stages, which
+    records its steps where a compiled step is legal and was recorded on a GPU before; else vLLM's."""
+    if config.weights is None or serving.pp > 1 or machine.device == "other":
+        yield "device"
+        return
+    yield "launched"
+    plan = Plan(tp=serving.tp, ep=serving.ep, compile="whole")
+    tried = model.graph.generates and not experts_of(model) and kind not in WEIGHTS
+    if machine.device == "cuda" and tried and not inference_problems(plan, model):
+        yield "recorded"
+
+
 def _room(model: ModelConfig, machine: Machine, serving: Serving) -> float:
     """Bytes for the cache on a device."""
     return (machine.memory_bytes or 1e18) - weights_bytes(model, serving) - WORKSPACE_BYTES
 
 
 def _replicas(
-    model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], config: DeployConfig,
-    how: tuple[Dtype, int, int], context: int, way: _Hosting,
+    model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], config: DeployConfig, kind: Dtype,
+    serving: Serving, context: int,
 ) -> Iterator[Layout]:  # fmt: skip
     """One layout with more and more replicas, until it is in time."""
-    kind, tp, pp = how
+    tp, pp = serving.tp, serving.pp
     counts = sorted({gpus // (tp * pp) for gpus in config.devices if gpus % (tp * pp) == 0})
     if not counts:
         return
-    # A script of our own server is written where there are weights, and no stages.
-    launched = config.weights is not None and pp == 1
-    serving = _serving(model, machine, kind, tp, pp)
-    serving = replace(serving, spare=way.spare, uneven=way.uneven, launched=launched)
+    mean = sum(arrival.prompt + arrival.made for arrival in arrivals) / len(arrivals)
     each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
-    capacity = int(min(1 << 30, room / each if each else 1 << 30)) if room > 0 else 0
+    longest, recorded = Limits(context=context).blocks(context), serving.steps == "recorded"
+    text = recorded_bytes(model, serving, context) if recorded else each * mean
+    slots = min(SLOTS[0], max(1, int(room / text))) if text else SLOTS[0]
+    capacity = slots * longest if recorded else int(min(1 << 30, max(0.0, room) / each if each else 1 << 30))
     plain = Layout(
-        type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=max(0, capacity), context=context,
-        memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=way.spare, uneven=way.uneven,
-        assumption=assumption(machine, stored_on(machine, serving.weights)),
+        type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=capacity, context=context,
+        memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=serving.spare, uneven=serving.uneven,
+        assumption=assumption(machine, stored_on(machine, serving.weights)), steps=serving.steps,
     )  # fmt: skip
-    if capacity < Limits(context=context).blocks(context):
+    if room < (text if recorded else each * longest):
         needs = plain.memory_bytes + each * context
         yield replace(
             plain, why=f"needs {needs / 2**30:.1f} GiB a device, which has {machine.memory_bytes / 2**30:.1f}"
         )
         return
-    mean = sum(arrival.prompt + arrival.made for arrival in arrivals) / len(arrivals)
-    slots = min(SLOTS[0], max(1, int(capacity // mean)))
-    costs = predicted_costs(model, machine, serving, slots=slots, longest=context)
-    alone = max(_alone(arrival, costs) for arrival in arrivals)
+
+    def costs_of(steps: Steps, slots: int) -> StepCosts:
+        return predicted_costs(model, machine, replace(serving, steps=steps), slots=slots, longest=context)
+
+    # Recorded steps get as long as launched ones, of which an idle server takes more.
+    idle = costs = costs_of("launched" if recorded else serving.steps, slots)
+    alone = max(_alone(arrival, idle) for arrival in arrivals)
     limit = config.seconds or PATIENCE * alone
     for count in counts:
         best = None
         for number in sorted({min(size, slots) for size in SLOTS}, reverse=True):
             limits = Limits(slots=number, waiting=ENDLESS, context=context, cache=capacity)
+            costs = costs_of(serving.steps, number) if recorded else idle
             served = simulate(arrivals, limits, costs, replicas=count)
             if best is None or served.latency.p95 < best[1].latency.p95:
-                best = number, served
+                best = number, served, costs
             if served.latency.p95 <= limit:
                 break
         assert best is not None
-        number, served = best
-        memory = plain.memory_bytes + each * min(capacity, number * mean)
+        number, served, costs = best
         late = ""
         if served.latency.p95 > limit:
             late = f"95 % of requests take up to {served.latency.p95:.3g} s, more than {limit:.3g} s"
             if alone > limit:
                 late = f"even alone, a request takes up to {alone:.3g} s, more than {limit:.3g} s"
+        memory = plain.memory_bytes + min(room, number * text)
         yield replace(
             plain, replicas=count, slots=number, memory_bytes=memory, served=served, costs=costs, why=late
         )
@@ -269,21 +303,23 @@ def _alone(request: Arrival, costs: StepCosts) -> float:
     return costs.request + costs.prefill(request.prompt) + decoded
 
 
+def _rank(layout: Layout) -> tuple[bool, int, float]:
+    """How layouts are ordered: those in time, on the fewest devices, the fastest."""
+    late = layout.served is None or bool(layout.why)
+    return late, layout.gpus, layout.served.latency.p95 if layout.served else layout.memory_bytes
+
+
 def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig) -> Ranking:
     """The layout on the fewest devices that is in time, and why each other is not the choice."""
 
-    def rank(layout: Layout) -> tuple[bool, int, float]:
-        late = layout.served is None or bool(layout.why)
-        return late, layout.gpus, layout.served.latency.p95 if layout.served else layout.memory_bytes
-
-    allowed = sorted((layout for layout in tried if layout.type in chosen), key=rank)
+    allowed = sorted((layout for layout in tried if layout.type in chosen), key=_rank)
     if not allowed:
         raise ConfigError(
             f"gpus is {config.gpus}, which no layout of this model takes; allow fewer devices too."
         )
     best = allowed[0] if not allowed[0].why else None
     layouts = []
-    for layout in sorted(tried, key=rank):
+    for layout in sorted(tried, key=_rank):
         if layout is best:
             continue
         if not layout.why and best is not None and best.served is not None and layout.served is not None:

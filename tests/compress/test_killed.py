@@ -39,7 +39,7 @@ def look(event, given):
     print(change, file=changes, flush=True)
 
 def by_size(bench, models):
-    return [float(sum(parameter.numel() for parameter in model.parameters())) for model in models]
+    return [[float(sum(weight.numel() for weight in model.parameters()))] * 3 for model in models]
 
 measure.Workbench.latencies = by_size
 config = load_compression(overrides=settings)

@@ -80,8 +80,13 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
         assert row["predicted_memory_bytes"] == pytest.approx(row["memory_bytes"], rel=0.05)
         assert 0 <= row["metrics"]["top1"] <= 1
     cuts = report["rows"][1]["notes"]["cuts"]
-    assert [cut["words"].partition(": ")[2].split()[0] for cut in cuts[1:]] == ["layers", "heads", "hidden"]
-    assert cuts[0]["predicted_seconds"] > cuts[1]["predicted_seconds"] > cuts[3]["predicted_seconds"]
+    assert [cut["words"].partition(": ")[2].split()[0] for cut in cuts] == ["layers", "heads", "hidden"]
+    assert cuts[0]["predicted_seconds"] > cuts[1]["predicted_seconds"] > cuts[2]["predicted_seconds"]
+    assert cuts[-1]["speed"] == report["rows"][1]["speed"], "one model has one speed, over the original"
+    assert report["rows"][0]["speed"] == [1.0, 1.0, 1.0]
+    for entry in (*report["rows"], *cuts):
+        speed, low, high = entry["speed"]
+        assert low <= speed <= high
     assert (
         "by these steps: prune, distil, prune, distil."
         in (tmp_path / "out" / "export" / "README.md").read_text()
@@ -176,8 +181,8 @@ def test_a_target_is_forecast_and_then_measured(
 ) -> None:
     """With latencies that are proportional to parameters, so that the test knows what is fast enough."""
 
-    def by_size(self: Any, models: Any) -> list[float]:
-        return [float(sum(parameter.numel() for parameter in model.parameters())) for model in models]
+    def by_size(self: Any, models: Any) -> list[list[float]]:
+        return [[float(sum(weight.numel() for weight in model.parameters()))] * 3 for model in models]
 
     monkeypatch.setattr(measure.Workbench, "latencies", by_size)
     config = _config(
@@ -190,6 +195,9 @@ def test_a_target_is_forecast_and_then_measured(
     assert shares["layers"] == pytest.approx(2 * shares["hidden"])
     rows = report["rows"]
     assert rows[0]["seconds"] / rows[1]["seconds"] == pytest.approx(tried[-1]["measured"], rel=0.25)
+    sizes = [rows[0]["seconds"] / cut["seconds"] for cut in rows[1]["notes"]["cuts"]]
+    assert sizes == sorted(sizes)
+    assert [cut["speed"][0] for cut in rows[1]["notes"]["cuts"]] == pytest.approx(sizes)
     with pytest.raises(ConfigError, match="choose a lower target"):
         run.compress(replace(config, target="5000x", output=str(tmp_path / "other")))
 

@@ -161,10 +161,10 @@ class Workbench:
         attention: AttentionBackend = "auto" if self.device.type == "cpu" else "sdpa"
         return Plan(micro_batch=self.config.batch, attention=attention)
 
-    def latencies(self, models: Sequence[Model]) -> list[float]:
-        """Measured seconds of a pass of each model: the fastest tenth of all passes, because other processes can only
-        lengthen them. Models take turns in rounds. What a quantised model leaves in fp32 is laid out for the processor,
-        as inference does; other models multiply as torch does."""
+    def latencies(self, models: Sequence[Model]) -> list[list[float]]:
+        """Measured seconds of a pass of each model, by round: the fastest tenth of its passes in that round, because
+        other processes can only lengthen them. Models take turns. What a quantised model leaves in fp32 is laid out for
+        the processor, as inference does; other models multiply as torch does."""
         for model in models:
             if stored_tensors(model):
                 store_linears(model, suited(model, "auto", own=True))
@@ -174,14 +174,15 @@ class Workbench:
             for model, inputs in passes:
                 model(**inputs)
             for _ in range(ROUNDS):
-                for (model, inputs), times in zip(passes, seconds, strict=True):
-                    begun = time.perf_counter()
+                for (model, inputs), rounds in zip(passes, seconds, strict=True):
+                    begun, times = time.perf_counter(), list[float]()
                     while (started := time.perf_counter()) - begun < ROUND_SECONDS:
                         model(**inputs)
                         if self.device.type == "cuda":
                             torch.cuda.synchronize()
                         times.append(time.perf_counter() - started)
-        return [sorted(times)[len(times) // 10] for times in seconds]
+                    rounds.append(sorted(times)[len(times) // 10])
+        return seconds
 
     def drawn(self, model: ModelConfig) -> Model:
         """A model of these sizes with drawn weights, whose latency is that of any weights."""

@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 def table(report: Mapping[str, Any]) -> Section:
-    """Size, latency, metrics and memory after each step, predicted beside measured."""
+    """Size, latency, metrics and memory after each step, predicted beside measured. Speeds are over the original's."""
     heads = [
         Cell("step", words=True), Cell("parameters"), Cell("MB"), Cell("latency"), Cell("predicted", rank=2),
         Cell("speed"), Cell("predicted speed", rank=1), Cell("memory, MB", rank=3),
@@ -60,29 +60,31 @@ def worsening(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def cuts_table(report: Mapping[str, Any]) -> Section | None:
-    """The gain of each cut of pruning, predicted beside measured; None without any."""
+    """The speed after each cut of pruning, predicted beside measured; None without any."""
     heads = [Cell("cut", words=True), *map(Cell, ("latency", "predicted", "speed", "predicted speed"))]
-    every = [row.get("notes", {}).get("cuts", ()) for row in report["rows"]]
-    rows = [
-        ("", [Cell(cut["words"], words=True), *_speed_cells(cuts[0], cut)]) for cuts in every for cut in cuts
-    ]
-    text = "Speed is that relative to the model before the step."
-    return Section(title="What each cut gains", columns=heads, rows=rows, text=text) if rows else None
+    cuts = [cut for row in report["rows"] for cut in row.get("notes", {}).get("cuts", ()) if "speed" in cut]
+    first = report["rows"][0]
+    rows = [("", [Cell(cut["words"], words=True), *_speed_cells(first, cut)]) for cut in cuts]
+    return Section(title="After each cut", columns=heads, rows=rows) if rows else None
 
 
 def to_html(report: Mapping[str, Any]) -> str:
     """The report as one page, without any outside request."""
     rows, first, last = report["rows"], report["rows"][0], report["rows"][-1]
-    speed, expected = _speeds(first, last)
+    speed, low, high, expected = _speeds(first, last)
     forecast = "" if expected is None else f", {expected:.2f}× predicted"
     tiles = [
-        Tile(value=f"{speed:.2f}×", words=f"the speed of the original{forecast}", lead=True),
+        Tile(
+            value=f"{speed:.2f}×",
+            words=f"the speed of the original ({low:.2f} to {high:.2f}){forecast}",
+            lead=True,
+        ),
         Tile(value=f"{last['bytes'] / first['bytes']:.0%}", words="of its bytes of weights"),
         Tile(value=last["words"], words=f"validation, from {first['words']}"),
     ]
     bars, level = [], 0.0
     for row in rows:
-        relative, wanted = _speeds(first, row)
+        relative, _, _, wanted = _speeds(first, row)
         state: Any = "baseline" if row is first else "kept"
         bars.append(Bar(label=row["title"], state=state, value=relative, floor=level, predicted=wanted))
         level = relative
@@ -125,19 +127,20 @@ def front(points: Sequence[tuple[float, float]], *, lower: bool) -> list[tuple[f
     return best
 
 
-def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Measured and predicted speed relative to a first row; none where nothing is predicted."""
+def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float, float, float | None]:
+    """Measured speed over the original's with its interval, and predicted speed; none where nothing is predicted."""
     predicted = row["predicted_seconds"]
-    expected = first["predicted_seconds"] / predicted if predicted else None
-    return first["seconds"] / row["seconds"], expected
+    value, low, high = row["speed"]
+    return value, low, high, first["predicted_seconds"] / predicted if predicted else None
 
 
 def _speed_cells(first: Mapping[str, Any], row: Mapping[str, Any]) -> list[Cell]:
-    """Latency and speed relative to a first row, predicted beside measured; empty where nothing is predicted."""
-    (speed, expected), predicted = _speeds(first, row), row["predicted_seconds"]
+    """Latency and speed over the original's, predicted beside measured; empty where nothing is predicted."""
+    (speed, low, high, expected), predicted = _speeds(first, row), row["predicted_seconds"]
+    measured = f"{speed:.2f}×" + (f" ({low:.2f} to {high:.2f})" if row is not first else "")
     return [
         Cell(duration(row["seconds"], 3)), Cell("" if predicted is None else duration(predicted, 3)),
-        Cell(f"{speed:.2f}×"), Cell("" if expected is None else f"{expected:.2f}×"),
+        Cell(measured), Cell("" if expected is None else f"{expected:.2f}×"),
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -22,9 +23,10 @@ from penstock.compress.search import SHARES, reach
 from penstock.compress.steps import STEPS, StepCall, distil_run, learning_run
 from penstock.config.compress import CompressConfig, Prune, StepName
 from penstock.config.load import dump_toml, from_dict, to_dict
-from penstock.config.model import title
+from penstock.config.model import ModelConfig, title
 from penstock.config.recipes import require_startable
 from penstock.errors import CheckpointError, ConfigError
+from penstock.ladder.statistics import Journal
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.report.record import environment
@@ -113,14 +115,30 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
         say(f"{target.name}: {rows[-1]['words']}, {rows[-1]['parameters']:,} parameters, in {spent:.0f} s")
         if worse := worsening(rows[-2], rows[-1]):
             say(worse)
-    if "seconds" not in rows[-1]:
-        measured = bench.latencies([bench.open(Path(row["folder"])) for row in rows])
-        for row, seconds in zip(rows, measured, strict=True):
-            row["seconds"] = seconds
+    if "speed" not in rows[-1]:
+        _time(bench, rows)
         keep()
     _export(config, Path(rows[-1]["folder"]), output, card(config, title(bench.model), rows))
     write_text(own_file(output, PAGE), to_html(report))
     return report
+
+
+def _time(bench: Workbench, rows: list[dict[str, Any]]) -> None:
+    """Add to each row, and to each cut of its step, the latency and the speed over the original with its interval: all
+    measured in turns, so that every speed has the same base. A step's last cut is its row's model."""
+    cuts = [cut for row in rows for cut in row.get("notes", {}).get("cuts", ())[:-1] if "model" in cut]
+    models = [bench.open(Path(row["folder"])) for row in rows]
+    models += [bench.drawn(from_dict(ModelConfig, cut["model"])) for cut in cuts]
+    seconds, journal = bench.latencies(models), Journal[int]()
+    for turn in zip(*seconds, strict=True):
+        journal.add(dict(enumerate(turn)))
+    for number, (entry, rounds) in enumerate(zip([*rows, *cuts], seconds, strict=True)):
+        speed = journal.joint().ratio(number, 0)
+        assert speed is not None
+        entry |= {"seconds": statistics.median(rounds), "speed": [speed.value, speed.low, speed.high]}
+    for row in rows:
+        for cut in row.get("notes", {}).get("cuts", ())[-1:]:
+            cut |= {"seconds": row["seconds"], "speed": row["speed"]}
 
 
 def _calls(config: CompressConfig, prune: Prune) -> Iterator[tuple[StepName, Prune]]:

@@ -3,6 +3,7 @@ weights need not be trained for that."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,7 @@ def reach(
             break
         choice = hopeful[0]
         small = bench.drawn(sized(bench.model, choice, multiple=multiple))
-        slow, fast = bench.latencies([original, small])
+        slow, fast = map(statistics.median, bench.latencies([original, small]))
         tried.append(TriedShares(shares=_shares(choice), forecast=reached[choice], measured=slow / fast))
         say(
             f"shares {', '.join(f'{name} {share:.2f}' for name, share in tried[-1].shares.items())}: forecast "

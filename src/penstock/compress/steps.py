@@ -13,6 +13,7 @@ from penstock.compress.data import task_data
 from penstock.compress.measure import Workbench
 from penstock.compress.quantise import quantise_folder
 from penstock.config.compress import CompressConfig, Prune, StepName
+from penstock.config.load import to_dict
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
@@ -39,22 +40,19 @@ class StepCall:
 
 
 def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
-    """Remove the parts that matter least; returns each cut with its latency, predicted and measured."""
+    """Remove the parts that matter least; returns each cut with the sizes that it left."""
     model = from_pretrained(call.source).to(bench.device)
     batches = bench.batches(call.prune.samples)
-    models, words = [model], ["before"]
-    for cut in cuts(model, call.prune, batches, bench.task, multiple=multiple_of(call.prune, bench.device)):
-        models.append(cut.model)
-        words.append(cut.words)
-    if len(models) == 1:
+    made = list(cuts(model, call.prune, batches, bench.task, multiple=multiple_of(call.prune, bench.device)))
+    if not made:
         raise ConfigError("The shares of prune are so small that nothing is removed; raise them.")
     shutil.rmtree(call.target, ignore_errors=True)
-    save_values(models[-1], call.target, source=call.source)
-    seconds = bench.latencies([bench.ready(each) for each in models])
+    save_values(made[-1].model, call.target, source=call.source)
+    sizes = [(cut.words, cut.model.config) for cut in made]
     return {
         "cuts": [
-            {"words": cut_words, "seconds": measured, "predicted_seconds": bench.predicted(each.config)}
-            for cut_words, measured, each in zip(words, seconds, models, strict=True)
+            {"words": words, "model": to_dict(left), "predicted_seconds": bench.predicted(left)}
+            for words, left in sizes
         ]
     }
 

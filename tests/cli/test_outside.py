@@ -18,44 +18,20 @@ from penstock.cli import _VERBS, main
 from penstock.errors import EnvironmentProblem, ExitCode
 
 KINDS: dict[str, Callable[[Path], object]] = {
-    "fifo": os.mkfifo,
-    "dangling": lambda path: path.symlink_to("nowhere"),
-    "zero": lambda path: path.symlink_to("/dev/zero"),
-    "circle": lambda path: path.symlink_to(path.name),
-}
+    "fifo": os.mkfifo, "dangling": lambda path: path.symlink_to("nowhere"),
+    "zero": lambda path: path.symlink_to("/dev/zero"), "circle": lambda path: path.symlink_to(path.name),
+}  # fmt: skip
 INPUTS = [
-    "train vit-digits --data.source imagefolder:it",
-    "train vit-digits --data.source pack:it",
-    "train vit-digits --init_from it.safetensors",
-    "scale vit-digits --init_from it.safetensors",
-    "pack it.tar made",
-    "pack it made",
-    "pack it --verify",
-    "checkpoint verify it",
-    "checkpoint list it",
-    "checkpoint export it made",
-    "launch -- it.py",
-    "train --config it.toml",
-    "ladder --config it.yaml",
-    "scale --config it.json",
-    "plan --config it.json",
-    "plan gpt2 --gpus 8 --machine it.toml",
-    "plan mixtral-8x7b --gpus 8 --machine h100 --loads it.json",
-    "experts it.json",
-    "deploy gpt2 --machine it.toml",
-    "deploy gpt2 --requests it.jsonl",
-    "serve it --port 0",
-    "generate it once",
-    "embed it once",
-    "classify it once",
-    "evaluate it --data digits",
-    "report it",
-    "sample it --grid made",
-    "retrieve it --text once --images it",
-    "export it made",
-    "compress it --prune.layers 0.5",
-    "compress vit-digits --recipe it.toml",
-]
+    "train vit-digits --data.source imagefolder:it", "train vit-digits --data.source pack:it",
+    "train vit-digits --init_from it.safetensors", "scale vit-digits --init_from it.safetensors", "pack it.tar made",
+    "pack it made", "pack it --verify", "checkpoint verify it", "checkpoint list it", "checkpoint export it made",
+    "launch -- it.py", "train --config it.toml", "ladder --config it.yaml", "scale --config it.json",
+    "plan --config it.json", "plan gpt2 --gpus 8 --machine it.toml",
+    "plan mixtral-8x7b --gpus 8 --machine h100 --loads it.json", "experts it.json", "deploy gpt2 --machine it.toml",
+    "deploy gpt2 --requests it.jsonl", "serve it --port 0", "generate it once", "embed it once", "classify it once",
+    "evaluate it --data digits", "report it", "sample it --grid made", "retrieve it --text once --images it",
+    "export it made", "compress it --prune.layers 0.5", "compress vit-digits --recipe it.toml",
+]  # fmt: skip
 NO_INPUT = {"completion", "run", "tune", "tune-kernels", "probe", "doctor", "demo"}
 """Verbs that read no file that a user names; `run` and `tune` read a script as Python does, which may be a pipe."""
 
@@ -84,16 +60,11 @@ def test_every_verb_is_tried() -> None:
 
 
 OUTPUTS = [
-    "train vit-digits --output {out}",
-    "ladder vit-digits --quick --output {out}",
-    "demo --output {out}",
-    "scale vit-digits --output {out}",
-    "plan vit-s16 --gpus 8 --machine h100 --toml {out}.toml",
-    "plan vit-s16 --gpus 8 --machine h100 --html {out}",
-    "probe --output {out}.toml",
-    "pack {set} {out}",
+    "train vit-digits --output {out}", "ladder vit-digits --quick --output {out}", "demo --output {out}",
+    "scale vit-digits --output {out}", "plan vit-s16 --gpus 8 --machine h100 --toml {out}.toml",
+    "plan vit-s16 --gpus 8 --machine h100 --html {out}", "probe --output {out}.toml", "pack {set} {out}",
     "checkpoint export {run} {out} --names plain",
-]
+]  # fmt: skip
 PROGRAM = """
 import contextlib, io, json, os, sys
 import penstock, penstock.probe

@@ -25,12 +25,8 @@ SMALL = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 -
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
     machine = Machine(
-        name="desk",
-        device="cpu",
-        source="measured",
-        peak_flops={"fp32": 1e11, "bf16": 1e11},
-        launch_seconds=1e-6,
-    )
+        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11, "bf16": 1e11}, launch_seconds=1e-6,
+    )  # fmt: skip
     path = save_machine(machine, tmp_path / "machine.json")
     rest = f"--recipe.steps 4 --log_every 2 --machine {path} --output {tmp_path / 'run'}"
     return [*SMALL.split(), *rest.split(), "--recipe.warmup_steps", "1"]
@@ -127,14 +123,8 @@ def test_classes_keep_the_names_of_their_folders(
     """Also where transformers writes the configuration, whose own names are LABEL_0 and so on."""
     images, run, small = write_folder(tmp_path / "pets", per_class=12), tmp_path / "run", tmp_path / "small"
     sizes = {
-        "image_size": 32,
-        "channels": 3,
-        "width": 16,
-        "depth": 1,
-        "heads": 2,
-        "mlp_width": 32,
-        "classes": 2,
-    }
+        "image_size": 32, "channels": 3, "width": 16, "depth": 1, "heads": 2, "mlp_width": 32, "classes": 2,
+    }  # fmt: skip
     model = [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
     words = ["--model.classifier", classifier, "--data", f"imagefolder:{images}", "--output", str(run)]
     few = ["--recipe.steps", "1", "--recipe.warmup_steps", "0", "--plan.micro_batch", "4"]

@@ -150,11 +150,8 @@ def test_a_killed_compression_goes_on_and_ends_as_if_it_had_not_been(teacher: Pa
     words = ["compress", str(teacher), "--prune.layers", "0.5", "--prune.samples", "64", "--distil.steps", "80",
              "--prune.layers_by", "even", "--device", "cpu", "--output", str(tmp_path / "killed")]  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, "-m", "penstock", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("2-distil"):
@@ -249,12 +246,8 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(
-        teacher,
-        tmp_path / "out",
-        rounds="2",
-        quantise="int8",
-        **{"quantise.drop": "100", "quantise.samples": "64"},
-    )
+        teacher, tmp_path / "out", rounds="2", quantise="int8", **{"quantise.drop": "100", "quantise.samples": "64"},
+    )  # fmt: skip
     assert config.order == ("prune", "distil", "quantise")
     report = run.compress(config)
     rows = report["rows"]
@@ -319,18 +312,12 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(
 def test_a_mixture_whose_experts_are_given_is_compressed(tmp_path: Path) -> None:
     machine = toy_machine(tmp_path)
     options = {
-        "model": "ddigits-moe-tiny",
-        "recipe.steps": "2",
-        "output": str(tmp_path / "run"),
-        "machine": machine,
-    }
+        "model": "ddigits-moe-tiny", "recipe.steps": "2", "output": str(tmp_path / "run"), "machine": machine,
+    }  # fmt: skip
     train(load_run(overrides={**SMALL, **options, "model.depth": "2"}))
     wanted = {
-        "model": str(tmp_path / "run"),
-        "quantise": "int8",
-        "output": str(tmp_path / "out"),
-        "device": "cpu",
-    }
+        "model": str(tmp_path / "run"), "quantise": "int8", "output": str(tmp_path / "out"), "device": "cpu",
+    }  # fmt: skip
     first, last = run.compress(load_compression(overrides={**wanted, "machine": machine}))["rows"]
     assert last["bytes"] < 0.7 * first["bytes"]
     assert last["seconds"] > 0.0

@@ -20,12 +20,8 @@ SHAPES = [(1, 12, 9), (3, 32, 32), (3, 37, 53)]
 def _moved(image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
     fill = (128,) * len(image.getbands())
     return image.transform(
-        image.size,
-        Image.Transform.AFFINE,
-        matrix,
-        Image.Resampling.NEAREST,
-        fillcolor=fill if len(fill) > 1 else 128,
-    )
+        image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST, fillcolor=fill if len(fill) > 1 else 128,
+    )  # fmt: skip
 
 
 def _rotated(image: Image.Image, degrees: float) -> Image.Image:
@@ -50,16 +46,8 @@ PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "shift_y": lambda image, amount: _moved(image, (1, 0, 0, 0, 1, SHIFT * image.height * amount)),
 }
 EXACT = (
-    "identity",
-    "equalize",
-    "rotate",
-    "solarize",
-    "posterize",
-    "shear_x",
-    "shear_y",
-    "shift_x",
-    "shift_y",
-)
+    "identity", "equalize", "rotate", "solarize", "posterize", "shear_x", "shear_y", "shift_x", "shift_y",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

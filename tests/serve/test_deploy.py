@@ -81,10 +81,8 @@ def test_steps_are_launched_one_by_one_where_none_can_be_recorded() -> None:
     traffic, machine = requests_of("rate=2 in=64 out=16", 20), load_machine("h100")
     mixture = replace(PRESETS["mixtral-tiny"], sequence=128)
     cases: list[tuple[ModelConfig, str, Any]] = [
-        (PRESETS["gpt2"], "2", ("auto",)),
-        (mixture, "1", ("auto",)),
-        (PRESETS["gpt2"], "1", ("fp8",)),
-    ]
+        (PRESETS["gpt2"], "2", ("auto",)), (mixture, "1", ("auto",)), (PRESETS["gpt2"], "1", ("fp8",)),
+    ]  # fmt: skip
     for model, gpus, types in cases:
         config = DeployConfig(model=model, weights="folder", gpus=gpus, types=types)
         layouts = explore(model, machine, traffic, config).layouts
@@ -200,15 +198,8 @@ def test_the_answer_as_json_and_the_files_of_other_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
-        "deploy",
-        "llama3-8b",
-        "--machine",
-        "h100",
-        "--requests",
-        "rate=4 in=512 out=128",
-        "--p95-latency",
-        "1s",
-    ]
+        "deploy", "llama3-8b", "--machine", "h100", "--requests", "rate=4 in=512 out=128", "--p95-latency", "1s",
+    ]  # fmt: skip
     assert main([*words, "--price", "3", "--count", "200", "--json", "--output", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
     best = told["layouts"][0]
@@ -224,17 +215,8 @@ def test_the_answer_as_json_and_the_files_of_other_servers(
 
 def test_a_pipe_gets_every_column_in_one_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        "deploy",
-        "gpt2",
-        "--gpus",
-        "1",
-        "--requests",
-        "rate=9 in=20 out=5",
-        "--count",
-        "20",
-        "--price",
-        "2",
-    ]
+        "deploy", "gpt2", "--gpus", "1", "--requests", "rate=9 in=20 out=5", "--count", "20", "--price", "2",
+    ]  # fmt: skip
     assert main(words) == 0
     heads, first, second = capsys.readouterr().out.splitlines()[1:4]
     assert heads.split()[-6:] == ["tokens/s", "GiB", "per", "million", "why", "not"]

@@ -14,30 +14,15 @@ from penstock.boundary.files import shown
 from penstock.config.removed import removed_option
 
 ELSEWHERE = {
-    "amp": "--plan.precision",
-    "batch_size": "--plan.micro_batch",
-    "bf16": "--plan.precision",
-    "bs": "--plan.micro_batch",
-    "checkpoint": "--init_from",
-    "finetune": "--init_from",
-    "fp16": "--plan.precision",
-    "grad_accum": "--plan.accumulate",
-    "gradient_accumulation_steps": "--plan.accumulate",
-    "learning_rate": "--recipe.lr",
-    "max_steps": "--recipe.steps",
-    "mixed_precision": "--plan.precision",
-    "mlflow": "--track mlflow",
-    "n_gpus": "--gpus",
-    "nproc": "penstock launch --procs",
-    "nproc_per_node": "penstock launch --procs",
-    "num_epochs": "--recipe.epochs",
-    "num_gpus": "--gpus",
-    "num_workers": "--data.workers",
-    "output_dir": "--output",
-    "pretrained": "--init_from",
-    "tensorboard": "--track tensorboard",
-    "wandb": "--track wandb",
-}
+    "amp": "--plan.precision", "batch_size": "--plan.micro_batch", "bf16": "--plan.precision",
+    "bs": "--plan.micro_batch", "checkpoint": "--init_from", "finetune": "--init_from", "fp16": "--plan.precision",
+    "grad_accum": "--plan.accumulate", "gradient_accumulation_steps": "--plan.accumulate",
+    "learning_rate": "--recipe.lr", "max_steps": "--recipe.steps", "mixed_precision": "--plan.precision",
+    "mlflow": "--track mlflow", "n_gpus": "--gpus", "nproc": "penstock launch --procs",
+    "nproc_per_node": "penstock launch --procs", "num_epochs": "--recipe.epochs", "num_gpus": "--gpus",
+    "num_workers": "--data.workers", "output_dir": "--output", "pretrained": "--init_from",
+    "tensorboard": "--track tensorboard", "wandb": "--track wandb",
+}  # fmt: skip
 """Options of other training programs, with their names here."""
 _ALIKE = 0.7
 _SHOWN = 3

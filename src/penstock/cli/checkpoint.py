@@ -81,16 +81,10 @@ def _row(path: Path, thorough: bool) -> dict[str, str | int | None]:
     except CheckpointError as problem:
         return {"path": str(path), "problem": str(problem)}
     return {
-        "path": str(path),
-        "problem": None,
-        "step": manifest.step,
-        "bytes": manifest.bytes,
-        "ranks": manifest.world,
-        "format": manifest.format,
-        "plan": manifest.plan,
-        "penstock": manifest.versions.get("penstock"),
+        "path": str(path), "problem": None, "step": manifest.step, "bytes": manifest.bytes, "ranks": manifest.world,
+        "format": manifest.format, "plan": manifest.plan, "penstock": manifest.versions.get("penstock"),
         "torch": manifest.versions.get("torch"),
-    }
+    }  # fmt: skip
 
 
 def _show(rows: list[dict[str, str | int | None]], thorough: bool) -> None:

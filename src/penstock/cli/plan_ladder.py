@@ -46,12 +46,8 @@ def show_climb(config: PlanConfig, machine: Machine) -> None:
 
 def _table(rungs: list[PredictedRung]) -> Section:
     heads = [
-        Cell("rung", words=True),
-        Cell("a step"),
-        Cell("samples/s", rank=2),
-        Cell("× before"),
-        Cell("× baseline"),
-    ]
+        Cell("rung", words=True), Cell("a step"), Cell("samples/s", rank=2), Cell("× before"), Cell("× baseline"),
+    ]  # fmt: skip
     heads += [Cell("share"), Cell("MFU", rank=1), Cell("GiB"), Cell("changes", words=True, rank=3)]
     rows = [
         (

@@ -133,15 +133,11 @@ def _against(config: PlanConfig, machine: Machine) -> Sides:
 
 def _question(config: PlanConfig, machine: Machine, gpus: int, choice: BestLayout) -> dict[str, Any]:
     return {
-        "model": config.called,
-        "machine": machine.name,
-        "gpus": gpus,
-        "samples": config.samples(),
-        "price": config.price,
-        "grams_per_kwh": config.grams_per_kwh,
+        "model": config.called, "machine": machine.name, "gpus": gpus, "samples": config.samples(),
+        "price": config.price, "grams_per_kwh": config.grams_per_kwh,
         "expert_load": {str(ep): factor for ep, factor in config.uneven().items()} or "even",
         "assumed": choice.assumed,
-    }
+    }  # fmt: skip
 
 
 def _lengths_line(config: PlanConfig) -> str:

@@ -47,21 +47,16 @@ def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
     heads = [*map(Cell, ("", "tp", "pp", "dp", "micro")), Cell("virtual", rank=5), Cell("sharding", rank=1)]
     heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("HFU", rank=3)]
     heads += [
-        Cell("GiB"),
-        Cell("bubble", rank=6),
-        Cell(f"{rate_of(model, result.predictions[0])[1]}/s/GPU", rank=4),
-    ]
+        Cell("GiB"), Cell("bubble", rank=6), Cell(f"{rate_of(model, result.predictions[0])[1]}/s/GPU", rank=4),
+    ]  # fmt: skip
     rows = [
         ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(model, one))])
         for rank, one in enumerate(result.predictions[:top], 1)
     ]
     return Section(
-        title="The fastest layouts",
-        text=f"{LEGEND}\n\n{_error_words(result)}".strip(),
-        code=result.predictions[0].plan.line(),
-        columns=heads,
-        rows=rows,
-    )
+        title="The fastest layouts", text=f"{LEGEND}\n\n{_error_words(result)}".strip(),
+        code=result.predictions[0].plan.line(), columns=heads, rows=rows,
+    )  # fmt: skip
 
 
 def _row(model: ModelConfig, one: Prediction) -> list[str]:

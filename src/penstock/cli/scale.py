@@ -94,19 +94,14 @@ def scale(config: ScaleConfig) -> int:
         built.step([batch])
 
     gradients = gradient_histogram(
-        built.model,
-        itertools.islice(subject.batches(subject.first, config.seed), config.batches),
-        loss=partial(mean_loss, built.loss),
-        between=train if config.lr else None,
-    )
+        built.model, itertools.islice(subject.batches(subject.first, config.seed), config.batches),
+        loss=partial(mean_loss, built.loss), between=train if config.lr else None,
+    )  # fmt: skip
     measured = ScaleMeasurement(
-        title=subject.title,
-        data=subject.data,
-        samples=subject.first.plan.global_batch if subject.splittable else None,
-        lr=config.lr,
-        gradients=gradients,
+        title=subject.title, data=subject.data,
+        samples=subject.first.plan.global_batch if subject.splittable else None, lr=config.lr, gradients=gradients,
         advice=recommend(gradients, headroom=config.headroom),
-    )
+    )  # fmt: skip
     stored = measured.to_dict() | {"environment": environment()}
     html, svg = scale_page(measured, stored["environment"])
     folder = Path(config.output)

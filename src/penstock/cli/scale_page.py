@@ -74,14 +74,10 @@ class ScaleMeasurement:
     def to_dict(self) -> dict[str, Any]:
         """The content of scale.json."""
         return {
-            "model": self.title,
-            "data": self.data,
-            "samples": self.samples,
-            "lr": self.lr,
-            "recommendation": asdict(self.advice) | {"saved": self.advice.saved},
-            "line": self.line,
+            "model": self.title, "data": self.data, "samples": self.samples, "lr": self.lr,
+            "recommendation": asdict(self.advice) | {"saved": self.advice.saved}, "line": self.line,
             "gradients": self.gradients.to_dict(),
-        }
+        }  # fmt: skip
 
 
 def scale_page(measured: ScaleMeasurement, environment: Mapping[str, Any]) -> tuple[str, str]:

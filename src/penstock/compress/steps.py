@@ -67,32 +67,16 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
     """The run of a distil step."""
     distil = config.distil
     recipe = replace(
-        config.recipe,
-        steps=distil.steps,
-        epochs=distil.epochs,
-        lr=distil.lr or config.recipe.lr,
-        warmup_steps=None,
-        warmup_share=distil.warmup_share,
-        teacher=str(call.original),
-        teacher_weight=distil.weight,
-        teacher_hidden=distil.hidden,
-        teacher_attention=distil.attention,
-        teacher_scores=distil.scores,
-        temperature=distil.temperature,
-        eval_every_epochs=NEVER,
-    )
+        config.recipe, steps=distil.steps, epochs=distil.epochs, lr=distil.lr or config.recipe.lr, warmup_steps=None,
+        warmup_share=distil.warmup_share, teacher=str(call.original), teacher_weight=distil.weight,
+        teacher_hidden=distil.hidden, teacher_attention=distil.attention, teacher_scores=distil.scores,
+        temperature=distil.temperature, eval_every_epochs=NEVER,
+    )  # fmt: skip
     return RunConfig(
-        model=read_config(call.source),
-        task=config.task,
-        data=config.data,
-        recipe=recipe,
-        plan=config.plan,
-        device=config.device,
-        machine=config.machine,
-        seed=config.seed,
-        output=str(call.target),
+        model=read_config(call.source), task=config.task, data=config.data, recipe=recipe, plan=config.plan,
+        device=config.device, machine=config.machine, seed=config.seed, output=str(call.target),
         init_from=str(call.source),
-    )
+    )  # fmt: skip
 
 
 def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
@@ -125,19 +109,13 @@ def learning_run(config: CompressConfig, call: StepCall) -> RunConfig:
     """The run in which the scales of a quantised model learn, which `call.source` holds."""
     run, options = distil_run(config, call), config.quantise
     recipe = replace(
-        run.recipe,
-        steps=options.learn,
-        lr=options.learn_lr,
-        teacher_hidden=0.0,
-        teacher_attention=0.0,
+        run.recipe, steps=options.learn, lr=options.learn_lr, teacher_hidden=0.0, teacher_attention=0.0,
         teacher_scores=0.0,
-    )
+    )  # fmt: skip
     return replace(run, recipe=recipe, plan=replace(run.plan, products="int8_pact"))
 
 
 STEPS: dict[StepName, Callable[[Workbench, StepCall], dict[str, Any]]] = {
-    "prune": prune_step,
-    "distil": distil_step,
-    "quantise": quantise_step,
-}
+    "prune": prune_step, "distil": distil_step, "quantise": quantise_step,
+}  # fmt: skip
 """The steps by name. A new one is a row here, a name in `penstock.config.compress`, and a field of its settings."""

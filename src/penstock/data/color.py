@@ -68,13 +68,8 @@ def posterize(images: Tensor, factor: Tensor) -> Tensor:
 
 
 OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    brightness,
-    contrast,
-    sharpness,
-    solarize,
-    posterize,
-    saturation,
-)
+    brightness, contrast, sharpness, solarize, posterize, saturation,
+)  # fmt: skip
 """Saturation is last, because grey images draw from the others only."""
 
 

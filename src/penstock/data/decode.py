@@ -35,27 +35,14 @@ Pixels = NDArray[np.uint8]
 
 # The plugins are called by name: `Image.open` would try dozens of formats, and applies a process-wide limit.
 _PLUGINS: dict[str, Any] = {
-    "JPEG": JpegImagePlugin.JpegImageFile,
-    "PNG": PngImagePlugin.PngImageFile,
-    "WEBP": WebPImagePlugin.WebPImageFile,
-    "BMP": BmpImagePlugin.BmpImageFile,
-    "GIF": GifImagePlugin.GifImageFile,
-    "TIFF": TiffImagePlugin.TiffImageFile,
-}
+    "JPEG": JpegImagePlugin.JpegImageFile, "PNG": PngImagePlugin.PngImageFile, "WEBP": WebPImagePlugin.WebPImageFile,
+    "BMP": BmpImagePlugin.BmpImageFile, "GIF": GifImagePlugin.GifImageFile, "TIFF": TiffImagePlugin.TiffImageFile,
+}  # fmt: skip
 
 _DECODER_FAILURES = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    OverflowError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    struct.error,
-    zlib.error,
-    Warning,
-)
+    OSError, SyntaxError, ValueError, OverflowError, EOFError, IndexError, KeyError, TypeError, struct.error,
+    zlib.error, Warning,
+)  # fmt: skip
 """Exceptions that Pillow's plugins and simplejpeg raise on broken files, with Pillow's warnings where they are errors.
 MemoryError is not among them."""
 
@@ -122,11 +109,9 @@ def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: H
         halvings //= 2
     try:
         image = simplejpeg.decode_jpeg(
-            data,
-            colorspace="RGB" if channels == 3 else "GRAY",
-            min_height=-(-header.height // halvings),
+            data, colorspace="RGB" if channels == 3 else "GRAY", min_height=-(-header.height // halvings),
             min_width=-(-header.width // halvings),
-        )
+        )  # fmt: skip
     except _DECODER_FAILURES:
         return False
     height, width = image.shape[:2]

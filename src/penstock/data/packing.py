@@ -192,15 +192,10 @@ class _Writer:
         settings = {name: getattr(self._packing, name) for name in ("quality", "bad_images", "max_pixels")}
         settings |= {} if self._packing.range is None else {"range": f"{self._packing.range:g}"}
         manifest = ImageManifest(
-            records=self._packing.format,
-            size=self._packing.size,
-            count=len(self._rows),
-            classes=classes,
-            index=write_part(self._root, INDEX_FILE, [encoded.getbuffer()]),
-            shards=tuple(self._shards),
-            skipped=self._skipped,
-            made_by={"penstock": __version__, "decoder": backend(), **settings},
-        )
+            records=self._packing.format, size=self._packing.size, count=len(self._rows), classes=classes,
+            index=write_part(self._root, INDEX_FILE, [encoded.getbuffer()]), shards=tuple(self._shards),
+            skipped=self._skipped, made_by={"penstock": __version__, "decoder": backend(), **settings},
+        )  # fmt: skip
         write_part(self._root, MANIFEST, [manifest.to_json()])
         sync_folder(self._root)
         return manifest

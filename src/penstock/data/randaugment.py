@@ -104,19 +104,11 @@ def _by_factor(
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "identity": _identity,
-    "autocontrast": _autocontrast,
-    "equalize": _equalize,
-    "rotate": _rotate,
-    "solarize": _by_factor(color.solarize, 1.0),
-    "saturation": _by_factor(color.saturation),
-    "posterize": _by_factor(color.posterize, 1.0),
-    "contrast": _by_factor(color.contrast),
-    "brightness": _by_factor(color.brightness),
-    "sharpness": _by_factor(color.sharpness),
-    "shear_x": _moving(shear_x=SHEAR),
-    "shear_y": _moving(shear_y=SHEAR),
-    "shift_x": _moving(shift_x=SHIFT),
+    "identity": _identity, "autocontrast": _autocontrast, "equalize": _equalize, "rotate": _rotate,
+    "solarize": _by_factor(color.solarize, 1.0), "saturation": _by_factor(color.saturation),
+    "posterize": _by_factor(color.posterize, 1.0), "contrast": _by_factor(color.contrast),
+    "brightness": _by_factor(color.brightness), "sharpness": _by_factor(color.sharpness),
+    "shear_x": _moving(shear_x=SHEAR), "shear_y": _moving(shear_y=SHEAR), "shift_x": _moving(shift_x=SHIFT),
     "shift_y": _moving(shift_y=SHIFT),
-}
+}  # fmt: skip
 """All are drawn equally often. Saturation leaves a grey image as it is."""

@@ -18,38 +18,23 @@ from penstock.planner.search import SearchResult, default_batch, explore, needed
 from penstock.report.units import GIB, duration
 
 SECOND_WORDS = {
-    "gemm": "matrix products",
-    "attention": "attention",
+    "gemm": "matrix products", "attention": "attention",
     "pointwise": "norms, activations and other memory-bound operators",
-    "recompute": "recomputing activations in the backward pass",
-    "output": "output and loss",
-    "tensor": "tensor parallel collectives, exposed",
-    "expert": "expert parallel exchanges",
-    "context": "context parallel exchanges, exposed",
-    "pipeline": "transfers between stages, exposed",
-    "bubble": "pipeline bubble",
-    "data": "data parallel collectives, exposed",
-    "optimizer": "optimizer, and adding up gradients",
-    "offload": "copies to the host's memory and back, exposed",
-    "host_wait": "host work between steps",
-    "straggling": "waiting for the slowest replica",
-    "launch": "waiting for the host",
-    "pages": "pages of freed memory mapped again",
-}
+    "recompute": "recomputing activations in the backward pass", "output": "output and loss",
+    "tensor": "tensor parallel collectives, exposed", "expert": "expert parallel exchanges",
+    "context": "context parallel exchanges, exposed", "pipeline": "transfers between stages, exposed",
+    "bubble": "pipeline bubble", "data": "data parallel collectives, exposed",
+    "optimizer": "optimizer, and adding up gradients", "offload": "copies to the host's memory and back, exposed",
+    "host_wait": "host work between steps", "straggling": "waiting for the slowest replica",
+    "launch": "waiting for the host", "pages": "pages of freed memory mapped again",
+}  # fmt: skip
 MEMORY_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "master_weights": "master weights",
-    "activations": "activations",
-    "output": "output and loss",
-    "working": "a block's backward pass",
-    "gathered_weights": "gathered weights",
-    "whole_gradients": "gradients before reduction",
-    "communication": "communication buffers",
-    "fragmentation": "fragmentation",
-    "temporary": "temporaries",
-}
+    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
+    "master_weights": "master weights", "activations": "activations", "output": "output and loss",
+    "working": "a block's backward pass", "gathered_weights": "gathered weights",
+    "whole_gradients": "gradients before reduction", "communication": "communication buffers",
+    "fragmentation": "fragmentation", "temporary": "temporaries",
+}  # fmt: skip
 BEND = 0.03
 """Growth of the device time of a sample, between two numbers of devices, that is named."""
 AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")

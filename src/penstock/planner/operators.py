@@ -16,19 +16,9 @@ OpKind = Literal[
     "copy", "reduce", "quantize", "gather", "scatter", "allreduce", "exchange", "ring",
 ]  # fmt: skip
 Module = Literal[
-    "",
-    "attention",
-    "cross",
-    "perceptron",
-    "router",
-    "experts",
-    "norm",
-    "table",
-    "condition",
-    "shared_table",
-    "head",
+    "", "attention", "cross", "perceptron", "router", "experts", "norm", "table", "condition", "shared_table", "head",
     "loss",
-]
+]  # fmt: skip
 Axis = Literal["", "tensor", "expert", "context"]
 Place = Literal["entrance", "block", "exit", "model"]
 """Where a part is: before the blocks, one of them, behind them, or all of a model that is not divided."""

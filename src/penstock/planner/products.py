@@ -34,11 +34,8 @@ VECTOR = 8
 VOCABULARY = 1 << 14
 """Outputs of a linear layer from which a CPU multiplies it at other rates."""
 SPECIAL: dict[ProductForm, ProductForm] = {
-    "ragged": "forward",
-    "vocabulary": "forward",
-    "vocabulary_input": "input",
-    "vocabulary_weight": "weight",
-}
+    "ragged": "forward", "vocabulary": "forward", "vocabulary_input": "input", "vocabulary_weight": "weight",
+}  # fmt: skip
 """Forms that are priced as a share of another form's rate, and that other form."""
 
 

@@ -136,12 +136,8 @@ def _modules(operators: tuple[Op, ...]) -> tuple[_Module, ...]:
 
 
 _WRAPPED = {
-    "attention": "attention",
-    "cross": "attention.cross",
-    "router": "mlp",
-    "experts": "mlp",
-    "perceptron": "mlp",
-}
+    "attention": "attention", "cross": "attention.cross", "router": "mlp", "experts": "mlp", "perceptron": "mlp",
+}  # fmt: skip
 """The module of a block that recomputes an operator of a module, as `Plan.recompute` calls it."""
 
 

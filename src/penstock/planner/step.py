@@ -227,15 +227,13 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
     forward, backward = n * block.forward.total, n * block.back
     both = KindSeconds(*[m * n * one for one in block.forward.plus(block.backward)])._asdict()
     by_part = both | {
-        "recompute": m * n * block.again,
-        "output": m * stage.ends,
+        "recompute": m * n * block.again, "output": m * stage.ends,
         "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward, software),
         "optimizer": traffic.update_seconds(work, rates, plan, share, software),
         "offload": traffic.offload_seconds(work, rates, plan, share, forward, backward),
         "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
-        "pipeline": 0.0,
-        "bubble": 0.0,
-    }
+        "pipeline": 0.0, "bubble": 0.0,
+    }  # fmt: skip
     result = StepTime(by_part, 0.0, forward, backward, n * block.weights)
     if plan.pp > 1:
         by_part["bubble"] = _bubble(work, plan, times, stage)

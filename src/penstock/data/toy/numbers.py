@@ -20,15 +20,8 @@ from penstock.data.toy.names import prompt_of
 from penstock.errors import ConfigError, DataError
 
 _LEFT_OUT = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib2to3",
-    "idlelib",
-}
+    "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "idlelib",
+}  # fmt: skip
 _FILE_EVERY = 20
 _NUMBERS = 10_000
 _ALL_SEEN = 100

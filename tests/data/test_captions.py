@@ -144,7 +144,7 @@ def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
     font, folder = tmp_path / "font.ttf", tmp_path / "names"
     font.write_bytes(_coloured(loaded.path.getvalue(), 255, 128, 0))
     letters = [chr(n) for n in (*range(48, 58), *range(65, 91), *range(97, 123))]
-    _annotations(folder, "en", {code: f"letter {code}" for code in letters})
+    _annotations(folder, "en", {code: f"letter {code}" for code in [*letters, "中"]})  # which the font lacks
     _annotations(folder, "de", {code: f"Buchstabe {code}" for code in letters[:-1]})
     opened = {
         split: open_captions(DataConfig(source=f"emoji:{font},{folder}"), split, channels=3)  # type: ignore[arg-type]
@@ -160,6 +160,17 @@ def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
     assert not seen & unseen
     assert len(unseen) >= 2
     assert len(train.words.texts) == 62 + 61
+    blue = tmp_path / "blue.ttf"
+    blue.write_bytes(_coloured(loaded.path.getvalue(), 0, 0, 255))
+    both = DataConfig(source=f"emoji:{font}+{blue},{folder}")
+    train, val = (open_captions(both, split, channels=3) for split in ("train", "val"))  # type: ignore[arg-type]
+    assert train.pictures.images.shape[0] == 2 * 62
+    assert (train.pictures.images[62:, ..., 2] >= 254).all(), "those of the second font are blue"
+    seen, unseen = (set(one.rows["image"]) for one in (train, val))
+    assert not seen & unseen
+    assert len(unseen) >= 4
+    known = set(train.pictures.concepts[train.rows["image"]])
+    assert sum(concept in known for concept in val.pictures.concepts[val.rows["image"]]) > 0.8 * len(val.rows)
     broken = tmp_path / "broken.ttf"
     broken.write_bytes(b"no font")
     with pytest.raises(DataError, match="cannot be read"):

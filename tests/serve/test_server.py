@@ -613,6 +613,36 @@ def test_one_model_of_two_branches_writes_and_tells_classes(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_images_are_classified_as_the_classifier_does(tmp_path: Path) -> None:
+    import base64
+
+    import penstock
+    from helpers.images import encoded, photo
+    from penstock.infer.encode import Classifier
+
+    sizes = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 32, "image_size": 32, "classes": 3}
+    penstock.save_pretrained(penstock.create(penstock.ViTConfig(**sizes)), tmp_path / "vit")
+    files = [encoded(photo(400, 300, seed), "JPEG") for seed in (1, 2)]
+    expected = Classifier(tmp_path / "vit").classify(files)
+    inline = [f"data:image/jpeg;base64,{base64.b64encode(file).decode()}" for file in files]
+    with served(tmp_path / "vit", opener=REAL) as running:
+        both = running.ask("/v1/classify", {"input": inline})[1]
+        alone = running.ask("/v1/classify", files[0])[1]
+        for body, problem in (
+            ({"input": "a river"}, "in base64"),
+            (b"no image", "Image 1 cannot be read: it is no"),
+        ):
+            status, answer, _ = running.ask("/v1/classify", body)
+            assert (status, problem in answer["error"]["message"]) == (400, True), answer
+        for route in ("completions", "embeddings"):
+            assert running.ask(f"/v1/{route}", {("prompt", "input")[route == "embeddings"]: "x"})[0] == 400
+    assert alone["data"] == both["data"][:1]
+    for one, wanted in zip(both["data"], expected, strict=True):
+        assert one["label"] == both["classes"][one["probs"].index(max(one["probs"]))] == wanted.label
+        assert one["probs"] == pytest.approx(wanted.probabilities, abs=1e-5)
+
+
+@pytest.mark.slow
 def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

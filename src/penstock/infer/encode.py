@@ -261,7 +261,7 @@ class Classifier:
         return self._texts is None
 
     def classify(self, inputs: Sequence[Any]) -> list[Classified]:
-        """Texts, pairs of texts, or token numbers for an encoder; paths of images for a ViT."""
+        """Texts, pairs of texts, or token numbers for an encoder; images for a ViT, as paths or the bytes of files."""
         if self._texts is not None:
             logits = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
         else:
@@ -278,7 +278,11 @@ class Classifier:
 
 
 def _over_images(
-    model: Model, paths: Sequence[str | Path], batch: int, compute: Callable[[Tensor], Tensor], **how: Any
+    model: Model,
+    paths: Sequence[str | Path | bytes],
+    batch: int,
+    compute: Callable[[Tensor], Tensor],
+    **how: Any,
 ) -> Tensor:
     """`compute` of all images in files, a batch at a time; `how` is as of `read_images`. Raises ConfigError without
     any."""
@@ -293,10 +297,10 @@ def _over_images(
 
 
 def read_images(
-    model: Model, paths: Sequence[str | Path], *, crop_share: float = 1.0, white: float | None = None
+    model: Model, paths: Sequence[str | Path | bytes], *, crop_share: float = 1.0, white: float | None = None
 ) -> Tensor:
-    """The centres of images in files, as a model takes them: (B, C, S, S) in its type and on its device. Raises
-    DataError for a file that cannot be read."""
+    """The centres of images in files, or of their bytes, as a model takes them: (B, C, S, S) in its type and on its
+    device. Raises DataError for one that cannot be read."""
     from penstock.data.augment import center_batch
     from penstock.data.decode import decode
 
@@ -304,10 +308,11 @@ def read_images(
     size, first = round(one.image_size / crop_share), next(model.parameters())
     pixels = np.empty((len(paths), size, size, one.channels), np.uint8)
     for place, path in enumerate(paths):
-        raw = read_bytes(path, "The image", limit=_MOST_BYTES)
+        raw = path if isinstance(path, bytes) else read_bytes(path, "The image", limit=_MOST_BYTES)
         try:
             decode(raw, pixels[place], max_pixels=_MOST_PIXELS, white=white)
         except Unreadable as error:
-            raise DataError(f"The image {shown(path)} cannot be read: {error}") from error
+            name = f"Image {place + 1}" if isinstance(path, bytes) else f"The image {shown(path)}"
+            raise DataError(f"{name} cannot be read: {error}") from error
     images = torch.from_numpy(pixels).to(first.device)
     return center_batch(images, image_size=one.image_size, crop_share=crop_share).to(first.dtype)

@@ -6,6 +6,7 @@ accepted and not used.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -216,6 +217,23 @@ def texts_of(body: Mapping[str, Any], key: str) -> list[str | tuple[int, ...]]:
             f"{key} has {len(items):,} texts, and at most {MOST_PROMPTS} are taken; send several requests."
         )
     return [item if isinstance(item, str) else tuple(item) for item in items]
+
+
+def images_of(body: Mapping[str, Any]) -> list[str]:
+    """One image or several in base64, as data URLs or alone. Raises ConfigError for anything else, and for too many."""
+    images = [
+        item.partition(",")[2] if isinstance(item, str) and item.startswith("data:") else item
+        for item in texts_of(body, "input")
+    ]
+    for image in images:
+        try:
+            base64.b64decode(image if isinstance(image, str) else "?", validate=True)
+        except ValueError:
+            raise ConfigError(
+                "This model reads images: input must be an image in base64, such as data:image/jpeg;base64,…, or a "
+                "list of them; or send a file as the body (curl --data-binary @photo.jpg)."
+            ) from None
+    return [str(image) for image in images]
 
 
 def _numbers(value: Any) -> bool:

@@ -7,6 +7,7 @@ is told at once, with 429. A client that leaves ends its request.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import hmac
@@ -40,6 +41,8 @@ from penstock.serve.settings import ServeConfig
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1
+TEXT_BYTES, IMAGE_BYTES = 1 << 20, 1 << 25
+"""Bytes of a body at most, unless the settings say how many."""
 LONG_TEXT = 20_000
 """Characters above which a text is turned into tokens beside the loop that serves the others."""
 
@@ -145,9 +148,14 @@ class Service:
         if scheme.lower() != "bearer" or not right:
             raise Fault(401, "Send the server's key: Authorization: Bearer KEY.", "authentication_error")
 
+    @property
+    def images(self) -> bool:
+        """Whether the model reads images."""
+        return bool(self.backend.about.get("images"))
+
     async def _table(self, request: Request, route: str) -> dict[str, Any]:
-        """The table in the body, which must come whole in time and not be too long."""
-        most, raw = self.config.body_bytes, bytearray()
+        """The table in the body, which must come whole in time and not be too long. An image alone is its `input`."""
+        most, raw = self.config.body_bytes or (IMAGE_BYTES if self.images else TEXT_BYTES), bytearray()
         large = Fault(413, f"The body has more than {most:,} bytes, which is the most that is read.")
         length = request.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length[:20]) > most:
@@ -161,6 +169,8 @@ class Service:
         except TimeoutError:
             seconds = f"{self.config.body_seconds:g} s"
             raise Fault(408, f"The body did not come within {seconds}.") from None
+        if route == "classify" and self.images and raw.lstrip()[:1] != b"{":
+            return {"input": base64.b64encode(raw).decode()}
         body = parse.body_of(bytes(raw), route, most=most)
         self._require_name(body.get("model", self.name))
         return body
@@ -209,7 +219,7 @@ class Service:
         })  # fmt: skip
 
     async def classify(self, request: Request) -> Response:
-        """The likeliest class of each text, and the probabilities of all."""
+        """The likeliest class of each text or image, and the probabilities of all."""
         body = await self._table(request, "classify")
         if self.backend.about and not self.backend.about.get("classes"):
             raise Fault(400, "This model has no head for classes; use another route.")
@@ -217,7 +227,7 @@ class Service:
         names = self.backend.about["classes"]
         return JSONResponse({
             "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
-            "data": [
+            "classes": names, "data": [
                 {"index": i, "label": names[row.index(max(row))], "probs": row, "num_classes": len(row)}
                 for i, row in enumerate(shares)
             ],
@@ -226,17 +236,18 @@ class Service:
     async def _vectors(
         self, request: Request, body: dict[str, Any], wanted: str
     ) -> tuple[list[list[float]], int]:
-        """The worker's vector of each text of a request, and how many tokens these have."""
-        texts = parse.texts_of(body, "input")
-        rows = [self._sentence(text) for text in texts]
+        """The worker's vector of each text of a request, or of each image, and how many tokens these have."""
+        rows: list[Any] = (
+            parse.images_of(body) if self.images else [*map(self._sentence, parse.texts_of(body, "input"))]
+        )
         longest = self.backend.about.get("context", 0)
-        if longest and max(map(len, rows)) > longest:
+        if not self.images and longest and max(map(len, rows)) > longest:
             raise Fault(400, f"A text has {max(map(len, rows)):,} tokens, but the model reads {longest:,}.")
         self.backend.require_room(1)
         ticket, begun = self._send({wanted: rows}), time.monotonic()
         vectors: list[list[float]] = await self._while_there(request, ticket.answer())
         self.metrics.latency.add(time.monotonic() - begun)
-        count = sum(map(len, rows))
+        count = 0 if self.images else sum(map(len, rows))
         self.metrics.prompt_tokens += count
         return vectors, count
 
@@ -293,7 +304,8 @@ class Service:
 
     async def _generate(self, request: Request, wanted: TextRequest, kind: str) -> Response:
         if self.backend.about and not self.backend.about["writes"]:
-            raise Fault(400, "This model is an encoder, which makes no text; use /v1/embeddings.")
+            other = "classify" if self.images else "embeddings"
+            raise Fault(400, f"This model is an encoder, which makes no text; use /v1/{other}.")
         prompts = await self._numbers(wanted)
         if not all(prompts):
             raise Fault(400, "A prompt is empty.")

@@ -159,8 +159,8 @@ class ServeConfig(Checked):
     """Seconds after which an unfinished request is ended."""
     body_seconds: Positive = 20.0
     """Seconds after which a request whose body has not come is refused."""
-    body_bytes: Annotated[int, Range(1024, 1 << 28)] = 1 << 20
-    """Bytes of a request's body at most."""
+    body_bytes: Annotated[int, Range(1024, 1 << 28)] | None = None
+    """Bytes of a request's body at most; none is 1 MiB, and 32 MiB where the model reads images."""
     unread_seconds: Positive = 60.0
     """Seconds without reading after which a client that has an answer to read is cut off; it may read slowly."""
     cors: tuple[str, ...] = ()

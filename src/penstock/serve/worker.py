@@ -6,6 +6,7 @@ another. Between two steps of the engine it looks whether messages have come, an
 
 from __future__ import annotations
 
+import base64
 import importlib
 import os
 import signal
@@ -50,8 +51,9 @@ class Opened(NamedTuple):
     request: Callable[..., Any]
     """Makes an engine's request from `ids`, `decoding` and `route`."""
     about: dict[str, Any]
-    """Facts for the server: `family`, `context` (tokens of a text), `source` (of an encoder–decoder's source), `labels`
-    (which choose experts), `labels_in_prompts`, and `mixtures` (names of those whose experts several ranks host)."""
+    """Facts for the server: `images` (whether it reads those), `context` (tokens of a text), `source` (of an
+    encoder–decoder's source), `labels` (which choose experts), `labels_in_prompts`, and `mixtures` (names of
+    those whose experts several ranks host)."""
     scores: Any = None
     """Function of a text's token numbers, and how many of the likeliest are wanted in each place, to what
     `penstock.infer.score.Scorer` gives; None of a model that is no decoder, or on several devices."""
@@ -60,12 +62,12 @@ class Opened(NamedTuple):
     experts: Callable[[], dict[str, Any] | None] | None = None
     """News of hosted experts since the last call, as of `Balance.state`; None where there are none."""
     classes: Any = None
-    """Function of lists of token numbers to the probabilities of their classes, whose names are in `about`; None of a
-    model without a head for classes, or on several devices."""
+    """Function of lists of token numbers, or of images, to the probabilities of their classes, whose names are in
+    `about`; None of a model without a head for classes, or on several devices."""
 
 
 _ANSWERS = {
-    "texts": ("vectors", "This model makes text; only encoders make embeddings."),
+    "texts": ("vectors", "Only encoders of texts make embeddings."),
     "classify": ("classes", "Classes come from models with a head for them, on one device."),
     "score": ("scores", "Log-probabilities are given by decoders on one device; leave logprobs out."),
 }
@@ -154,7 +156,6 @@ class Worker:
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
-    from penstock.config.graph import TokenInput
     from penstock.config.model import vocabulary_of
     from penstock.decode.engine import Engine, Request
     from penstock.decode.static import Compiled
@@ -177,11 +178,6 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         "vocabulary": 0 if config is None else vocabulary_of(config),
         "source": 0,
     }
-    if config is not None and config.graph.writer is None and not config.graph.inputs_of(TokenInput):
-        raise ConfigError(
-            f"{where} reads images, and penstock serve answers texts; classify images with `penstock classify {where} "
-            "FOLDER --output predictions.csv`, or make them with `penstock sample`."
-        )
     classes = None
     if config is not None and config.graph.classes is not None and plan.gpus == 1:
         classes = _Classes(settings, plan)
@@ -189,35 +185,30 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     if config is not None and config.graph.writer is None:
         if settings["compile"] != "none":
             raise ConfigError(
-                f"compile={settings['compile']} is for steps that make tokens, and this model makes vectors; leave it "
-                "out."
+                f"compile={settings['compile']} is for steps that make tokens, which this model does not; leave it out."
             )
+        if config.graph.vision:
+            if classes is None:
+                raise ConfigError(
+                    f"{where} reads images, of which penstock serve tells classes, on one device: give a classifier of "
+                    "images, and leave --tp out. `penstock sample` makes images."
+                )
+            return Opened(None, None, Request, about | {"images": True, "context": 1}, classes=classes)
         if plan.gpus > 1 and plan.gpus == plan.dp:  # else the embedder refuses
             device = join(settings)[1]
         embedder = Embedder(where, plan, weights=settings["weights"], device=device)
         vectors = LedVectors(embedder)
-        return Opened(
-            None,
-            vectors,
-            Request,
-            about | {"context": config.graph.runs[0].most, "never": []},
-            ranks=None if embedder.dims.alone else vectors,
-            classes=classes,
-        )
+        about |= {"context": config.graph.runs[0].most, "never": []}
+        ranks = None if embedder.dims.alone else vectors
+        return Opened(None, vectors, Request, about, ranks=ranks, classes=classes)
     dims = ALONE
     if plan.gpus > 1:
         dims, device = join(settings)
     hosted = _hosted(settings, config) if plan.ep > 1 else ()
     start = loaded(
-        where,
-        plan,
-        weights=settings["weights"],
-        tokenizer=None,
-        device=device,
-        dims=dims,
-        slots=hosted,
+        where, plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims, slots=hosted,
         only=settings["labels"],
-    )
+    )  # fmt: skip
     own, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
     if dims.data_world > 1:  # any texts that get slots of one device find room in its cache
         most = start.model.graph.written[-1].most + 1
@@ -254,8 +245,8 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
 
 
 class _Classes:
-    """The classes of texts. The head, with the layers under it, is opened with the first that are asked for: a server
-    that is asked for none keeps no second copy of what a branch that writes shares with it."""
+    """The classes of texts, or of images in base64. The head, with the layers under it, is opened with the first that
+    are asked for: a server that is asked for none keeps no second copy of what a branch that writes shares with it."""
 
     def __init__(self, settings: dict[str, Any], plan: Any) -> None:
         from penstock.models.convert.files import settings_in
@@ -270,12 +261,14 @@ class _Classes:
         known = names if isinstance(names, dict) else {}
         self.names = [str(known.get(str(number), number)) for number in range(head.classes)]
 
-    def __call__(self, rows: list[list[int]]) -> list[list[float]]:
+    def __call__(self, rows: list[Any]) -> list[list[float]]:
         from penstock.infer.encode import Classifier
 
         if self._opened is None:
             named = {name: self._settings[name] for name in ("weights", "device")}
             self._opened = Classifier(self._settings["model"], self._plan, **named)
+        if self._opened.reads_images:
+            rows = [base64.b64decode(row) for row in rows]
         return [list(one.probabilities) for one in self._opened.classify(rows)]
 
 

@@ -118,18 +118,20 @@ def _hidden(option: inspect.Parameter) -> inspect.Parameter:
 
 def load_or_described(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
     """`load`, which in place of a preset's name also takes a folder, a config.json, or a name on the hub, for the model
-    that it describes, also behind `hf:`. Its name and its folder become the settings `name` and `weights`, where there
-    are such."""
-    settings = dict(overrides)
+    that it describes, also behind `hf:`, and timm's name behind `timm:`. Its name and its folder become the settings
+    `name` and `weights`, and `package.module:function` the setting `factory`, where there are such."""
+    settings, known = dict(overrides), {field.name for field in fields(cls)}
     named = settings.get("model")
     given = named if isinstance(named, str) else ""
     named = given.removeprefix("hf:")
-    if named != given or (named not in PRESETS and (Path(named).exists() or "/" in named) and named):
+    library = named != given or named.startswith("timm:")
+    if ":" in named and not library and "factory" in known:
+        settings["factory"] = settings.pop("model")
+    elif library or (named not in PRESETS and (Path(named).exists() or "/" in named) and named):
         from penstock.config.theirs.read import named_model
 
         model = named_model(named)
         described = {"model": model.config, "name": model.name, "weights": model.folder}
-        known = {field.name for field in fields(cls)}
         settings = {key: value for key, value in described.items() if key in known} | settings
         settings["model"] = model.config
     return load(cls, file=file, overrides=settings)

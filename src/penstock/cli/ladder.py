@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from penstock.boundary.files import require_folder
-from penstock.cli._app import configured
-from penstock.config.load import load
+from penstock.cli._app import configured, load_or_described
 from penstock.errors import ExitCode
 from penstock.ladder.settings import LadderConfig
 
 
-def load_or_factory(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
-    """`load`, for which `--model package.module:factory` means that factory. A preset's name has no colon."""
-    settings = dict(overrides)
-    if ":" in str(settings.get("model")):
-        settings["factory"] = settings.pop("model")
-    return load(cls, file=file, overrides=settings)
-
-
-@configured(LadderConfig, positional="model", flags=("quick",), loader=load_or_factory)
+@configured(LadderConfig, positional="model", flags=("quick",), loader=load_or_described)
 def ladder(
     config: LadderConfig, *, all_: Annotated[bool, Parameter(name="--all", negative="")] = False
 ) -> int:  # fmt: skip
     """Measure what each optimisation gains on this machine.
 
     Searches for the fastest Plan that gives the same results, and measures what each of its optimisations gains in
-    speed and memory. MODEL is a preset such as vit-s16, or package.module:factory, a function that returns your model,
-    an example batch, and a function loss(model, batch).
+    speed and memory. MODEL is a preset such as vit-s16, hf:FOLDER with a config.json of transformers, timm:NAME, or
+    package.module:factory, a function that returns your model, an example batch, and a function loss(model, batch).
 
         penstock ladder vit-s16
 

@@ -14,7 +14,8 @@ from penstock.errors import ExitCode
 def plan(config: PlanConfig) -> int:
     """Find the fastest parallel layout of a model on a cluster.
 
-    MODEL is a preset, or a config.json of transformers or Penstock, its folder, or its name on the Hugging Face hub.
+    MODEL is a preset, a config.json of transformers or Penstock, its folder, its name on the Hugging Face hub, or
+    timm:NAME, such as timm:vit_small_patch16_224.
     Shows the memory and the time of each layout that fits, and why the others are slower. Nothing is run, so no GPU is
     needed. With --compute or --budget-gpu-hours and no MODEL, shows what model size and how many tokens scaling laws
     advise.

@@ -26,9 +26,9 @@ class PlanConfig(Checked):
     """Settings of `penstock plan`: a model on a cluster, or how large a model to train for some compute."""
 
     model: ModelConfig | None = None
-    """Preset of any family, such as gpt-175b or vit-l16, or a config.json, its folder, or its name on the Hugging Face
-    hub. `--model.NAME` changes a field of it, such as
-    `--model.sequence 8192`; docs/reference/settings.md lists them."""
+    """Preset of any family, such as gpt-175b or vit-l16, or a config.json, its folder, its name on the Hugging Face
+    hub, or `timm:NAME`. `--model.NAME` changes a field of it, such as `--model.sequence 8192`;
+    docs/reference/settings.md lists them."""
     name: FilledText | None = None
     """Name of the model in what is printed; that of its folder or preset if omitted."""
     machine: FilledText = "h100"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import own_file, require_folder, write_text
-from penstock.cli._app import configured
-from penstock.cli.ladder import load_or_factory
+from penstock.cli._app import configured, load_or_described
 from penstock.config.convert import (
     Checked,
     Count,
@@ -61,7 +60,7 @@ class ScaleConfig(Checked):
             yield "init_from is for presets; let the factory load its weights."
 
 
-@configured(ScaleConfig, positional="model", loader=load_or_factory)
+@configured(ScaleConfig, positional="model", loader=load_or_described)
 def scale(config: ScaleConfig) -> int:
     """Measure a model's gradients and choose a loss scale for fp16.
 

@@ -31,7 +31,8 @@ class LadderConfig(Checked):
     """One search and climb of the ladder."""
 
     model: ModelConfig = PRESETS["vit-s16"]
-    """Name of a preset (`vit-s16`), or `package.module:factory`: a function that returns (model, batch, loss)."""
+    """Name of a preset (`vit-s16`), `hf:FOLDER`, `timm:NAME`, or `package.module:factory`: a function that returns
+    (model, batch, loss)."""
     factory: FunctionPath | None = None
     """`package.module:function` that returns a model, an example batch, and loss(model, batch); replaces `model`."""
     batch: Count | None = None

@@ -12,7 +12,7 @@ from penstock.config.formats import FORMATS
 from penstock.config.load import from_dict
 from penstock.config.model import FAMILIES, ModelConfig
 from penstock.config.theirs.text import read_text_config
-from penstock.config.theirs.vit import config_from_hf
+from penstock.config.theirs.vit import config_from_hf, timm_config
 from penstock.errors import CheckpointError, ConfigError
 
 OWN = "penstock_"
@@ -40,11 +40,14 @@ class NamedModel(NamedTuple):
 
 
 def named_model(source: str) -> NamedModel:
-    """The model that a folder, a config.json, or a name on the Hugging Face hub describes. Of the hub only config.json
-    is fetched.
+    """The model that a folder, a config.json, a name on the Hugging Face hub, or timm's name behind `timm:` describes.
+    Of the hub only config.json is fetched.
 
     Raises ConfigError for a folder without one and for a model of another family, and as `hub_folder`.
     """
+    if source.startswith("timm:"):
+        name = source.removeprefix("timm:")
+        return NamedModel(timm_config(name), name, source)
     path = Path(source)
     if path.is_dir():
         inside = [path, path / "export"]

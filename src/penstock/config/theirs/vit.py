@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ from penstock.boundary.files import quoted
 from penstock.config.convert import Count, Positive, Probability
 from penstock.config.kinds import field_types
 from penstock.config.load import from_dict
-from penstock.config.model import Pixels, ViTConfig
+from penstock.config.model import PRESETS, Pixels, ViTConfig
 from penstock.config.stack import Mlp
 from penstock.errors import ConfigError
 
@@ -37,8 +38,15 @@ _ACTIVATIONS: dict[str, Mlp] = {
     "gelu_new": "gelu_tanh",
 }
 """Functions by transformers' names, of which the first is written."""
-
-
+_TIMM_SIZES = {
+    "tiny": "vit-ti16", "small": "vit-s16", "base": "vit-b16", "large": "vit-l16", "huge": "vit-h14",
+    "giant": "vit-g14",
+}  # fmt: skip
+"""Presets of the same width and depth, by timm's names of sizes."""
+_TIMM = re.compile(
+    rf"(?:vit|deit)_(?P<size>{'|'.join(_TIMM_SIZES)})(?P<distilled>_distilled)?"
+    r"_patch(?P<patch>[1-9]\d?)_(?P<pixels>[1-9]\d{1,3})(?:\.(?P<tag>\w+))?"
+)
 _PLAIN = (
     "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
 )  # fmt: skip
@@ -139,6 +147,31 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
     settings["classes"] = options.num_labels if options.id2label is None else len(options.id2label)
     settings |= {"mlp": _ACTIVATIONS[options.hidden_act], "drop_path": options.penstock.get("drop_path", 0.0)}
     return from_dict(ViTConfig, settings, origin="config.json")
+
+
+def timm_config(name: str) -> ViTConfig:
+    """The model that timm calls `name`, such as `vit_small_patch16_224.augreg_in1k`. Raises ConfigError for other
+    models than its plain ViTs, and for a tag that does not say how many classes the head has."""
+    parts = _TIMM.fullmatch(name)
+    if parts is None:
+        raise ConfigError(
+            f"timm:{quoted(name)[1:-1]} is none of timm's models whose shape is known: vit_SIZE_patchP_PIXELS and "
+            f"deit_SIZE_patchP_PIXELS, with SIZE {', '.join(_TIMM_SIZES)}. Change one by --model.NAME VALUE, or "
+            "measure timm's own module: penstock ladder --model my_module:factory."
+        )
+    tag, classes = parts["tag"] or "in1k", {"in1k": 1000, "augreg_in21k": 21843}
+    if tag.rpartition("_")[2] == "in1k":
+        tag = "in1k"
+    if tag not in classes:
+        raise ConfigError(
+            f"timm:{name} has weights without a head for ImageNet's classes; leave .{tag} out, and set --model.classes."
+        )
+    base = PRESETS[_TIMM_SIZES[parts["size"]]]
+    assert isinstance(base, ViTConfig)
+    return replace(
+        base, patch_size=int(parts["patch"]), image_size=int(parts["pixels"]), classes=classes[tag],
+        distilled=parts["distilled"] is not None,
+    )  # fmt: skip
 
 
 def _side(options: _ViTOptions, key: str) -> int:

@@ -31,6 +31,7 @@ import pytest
 
 import penstock.ladder
 from helpers import forked
+from helpers.served import served
 from helpers.small_forms import lay_out, small_form
 from helpers.spawn import spawn
 from penstock.cli import app, main
@@ -42,6 +43,7 @@ from penstock.config.recipes import load_run, require_startable
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, ExitCode
 from penstock.launch import ELASTIC
+from penstock.serve.serve import OPENER
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
@@ -175,7 +177,7 @@ def _once() -> dict[Path, list[tuple[str, int]]]:
     """The commands to run of each page. Those that are the same in their small form are run for the first page."""
     known: set[tuple[str, ...]] = set()
     shown: dict[Path, list[tuple[str, int]]] = {}
-    for page in PAGES:
+    for page in PAGES[1:]:  # the README's follow each other, in a test of their own
         for command, line in _shown(page):
             words = small_form(shlex.split(command)[1:], Path("/"))
             if "--output" in words and words[0] != "probe":
@@ -249,6 +251,43 @@ def test_commands_that_are_only_shown_run_in_a_small_form(
             words += ["--output", f"runs/{number}"]
         code, output = _end(words)
         assert code == 0, f"{page}:{line}: {shlex.join(words)}\n{output}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("known_machine", "hurried")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_the_readme_from_top_to_bottom(
+    laid_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a reader types it, in one folder: runs/latest is what the last command has trained, and what a command that
+    is shown with its output prints."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shutil.copytree(laid_out, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("penstock.tune.process", "penstock.ladder.team"):
+        monkeypatch.setattr(f"{module}.subprocess", forked.instead())
+    [(command, printed)] = re.findall(r"^ {4}\$ penstock (.*)\n((?: {4}.*\n)+)", text, re.MULTILINE)
+    assert main(shlex.split(command)) == 0
+    out = capsys.readouterr().out
+    for line in printed.splitlines():
+        assert line[4:] in out
+    verbs = []
+    for block in blocks(text):
+        if block.kind == "python":
+            exec(compile(block.body, "README.md", "exec"), {})
+        for command, _, line in commands(block, "") if block.kind == "bash" else ():
+            words = small_form(shlex.split(command)[1:], tmp_path)
+            verbs.append(words[0])
+            if words[0] == "serve":
+                with served(Path("runs/latest").resolve(), opener=OPENER) as running:
+                    status, answer, _ = running.ask("/v1/completions", {"prompt": "import", "max_tokens": 4})
+                assert status == 200, answer
+                continue
+            code, output = _end(words)
+            assert code == 0, f"README.md:{line}: {shlex.join(words)}\n{output}"
+    assert len(verbs) >= 12
 
 
 def test_the_readme_is_short() -> None:

@@ -184,7 +184,7 @@ _SAID = ("--recipe.warmup_share", "--recipe.epochs", "--epochs", "--steps", "--b
 
 
 def small_form(words: list[str], folder: Path) -> list[str]:
-    """`words` after `penstock`, shortened. `/data` is a folder of `folder`."""
+    """`words` after `penstock`, shortened. `/data` is a folder of `folder`; runs/latest stays what it is."""
     verb = words[0]
     end = words.index("--") if "--" in words else len(words)
     instead = dict(_INSTEAD.get(verb, {}))
@@ -201,7 +201,7 @@ def small_form(words: list[str], folder: Path) -> list[str]:
                 del instead["--plan.micro_batch"]  # --batch says it
     kept = []
     passed = iter(words[1:end])
-    if verb in _TRAINED or (verb == "deploy" and "/" in words[1]):
+    if words[1:2] != ["runs/latest"] and (verb in _TRAINED or (verb == "deploy" and "/" in words[1])):
         text = not {"ctranslate2", "transformers", "gguf"}.isdisjoint(words)
         name = "gpt-tiny" if text else _TRAINED.get(verb, "gpt-tiny")
         name = _FEW_BITS if "compressed-tensors" in words else name

@@ -134,7 +134,14 @@ def test_the_planners_page_takes_a_config_of_transformers(planner: ModuleType) -
     found = json.loads(planner.answer(json.dumps(asked)))
     assert found["title"].startswith("Mine-1B on 2 h100"), found
     assert "--model.depth 6" in found["command"]
-    assert json.loads(planner.sizes("gpt2", text))["sizes"]["kv_heads"] == 4
+    described = json.loads(planner.sizes("gpt2", text))
+    assert (described["sizes"]["kv_heads"], described["called"]) == (4, "your qwen2 model")
+    del asked["name"]
+    assert json.loads(planner.answer(json.dumps(asked), 340.0))["title"].startswith("your qwen2 model on 2 h100")
+    named = json.dumps({**QWEN, "_name_or_path": "owner/Mine-2B"})
+    answered = json.loads(planner.answer(json.dumps(asked | {"config": named}), 340.0))
+    assert answered["title"].startswith("Mine-2B on 2 h100")
+    assert all('viewBox="0 0 340 ' in figure["svg"] for figure in answered["figures"])
     for wrong, reason in (("{}", "model_type"), ("{", "JSON"), ('{"model_type": "mamba"}', "mamba")):
         assert reason in json.loads(planner.answer(json.dumps({"config": wrong})))["refused"]
         assert reason in json.loads(planner.sizes("gpt2", wrong))["refused"]

@@ -76,13 +76,19 @@
       group("Fixed settings", false, field("base", "Plan", make("input", { size: 50, placeholder: "precision=O1 tp=2 recompute=full" }))),
       group("Compare", false, field("beside", "Plans, with | between them", make("input", { size: 50, placeholder: "tp=4 | pp=2" }))),
     );
-    pick.value = asked.get("model") ?? "llama3-8b";
+    const mine = make("option", { value: "", hidden: true });  // the pasted model, which question() says as config
+    pick.prepend(mine);
+    pasted.value = asked.get("config") ?? "";
+    pick.value = asked.get("model") || "llama3-8b";
     chip.value = asked.get("machine") ?? "h100";
     if (!pick.value) pick.value = "llama3-8b";
     if (!chip.value) chip.value = "h100";
 
     const resize = async () => {
-      const { sizes, images } = await ask("sizes", pick.value, pasted.value);
+      const described = pasted.value.trim();
+      if (!described && !pick.value) pick.value = "llama3-8b";
+      const { sizes, images, called } = await ask("sizes", pick.value, pasted.value);
+      if (described) { mine.textContent = called ?? "your config.json"; pick.value = ""; }
       own.replaceChildren(...Object.entries(sizes).map(([name, value]) => number(`model.${name}`, name.replaceAll("_", " "), String(value))));
       form.elements.tokens.parentNode.hidden = images;
       form.elements.images.parentNode.hidden = !images;
@@ -108,7 +114,7 @@
       pasted.closest("details").open = true;
       pasted.dispatchEvent(new Event("change"));
     });
-    pick.addEventListener("change", async () => { await resize(); show(); });
+    pick.addEventListener("change", async () => { pasted.value = named.value = ""; await resize(); show(); });
     chip.addEventListener("change", () => { rebuild(); show(); });
     let later;
     form.addEventListener("input", (event) => {
@@ -133,13 +139,14 @@
     if (words) made.append(make("p", { textContent: words }));
     return made;
   };
+  const width = () => Math.max(280, Math.min(760, root.clientWidth));  // text of figures keeps its size
   let latest = 0;
   const show = async () => {
     const mine = ++latest, given = question(), words = JSON.stringify(given);
     history.replaceState(null, "", `#${new URLSearchParams(given)}`);
     state.textContent = "searching …";
     let found;
-    try { found = await ask("answer", words); } catch (error) { found = { refused: String(error.message) }; }
+    try { found = await ask("answer", words, width()); } catch (error) { found = { refused: String(error.message) }; }
     if (mine !== latest) return;
     state.textContent = "";
     more.replaceChildren();
@@ -175,7 +182,7 @@
       const point = await ask("point", words, gpus).catch(() => null);
       if (mine !== latest) return;
       if (point) points.push(point);
-      const drawn = await ask("curves", JSON.stringify(points), Number(given.price || 0)).catch(() => []);
+      const drawn = await ask("curves", JSON.stringify(points), Number(given.price || 0), width()).catch(() => []);
       if (mine !== latest) return;
       more.replaceChildren(...drawn.map(figure));
     }
@@ -193,6 +200,7 @@
     #penstock-planner .wide { overflow-x: auto; }
     #penstock-planner pre { white-space: pre-wrap; }
     #penstock-planner figure { width: 100%; margin: 1.2rem 0; }
+    #penstock-planner figure p { text-align: left; }
     #penstock-planner figcaption { font-style: normal; font-weight: 700; max-width: none; }` }));
   start().catch((error) => failed(error.message));
 })();

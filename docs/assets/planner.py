@@ -89,8 +89,8 @@ def figures(machine: Machine) -> dict[str, float]:
 
 
 def sizes(name: str, described: str = "") -> str:
-    """The whole numbers that make up the size of a preset, or of the model of a config.json, by their dotted names; or
-    `refused` with the reason."""
+    """The whole numbers that make up the size of a preset, or of the model of a config.json, by their dotted names, and
+    what that is `called`; or `refused` with the reason."""
 
     def every(part: object, prefix: str) -> Iterator[tuple[str, int]]:
         for field in fields(part):  # type: ignore[arg-type]
@@ -101,19 +101,23 @@ def sizes(name: str, described: str = "") -> str:
                 yield prefix + field.name, value
 
     try:
-        config = _described(described) if described.strip() else PRESETS[name]
+        config, called = _described(described) if described.strip() else (PRESETS[name], name)
     except PenstockError as error:
         return json.dumps({"refused": str(error), "sizes": {}, "images": False})
-    return json.dumps({"sizes": dict(every(config, "")), "images": config.graph.vision})
+    return json.dumps({"sizes": dict(every(config, "")), "images": config.graph.vision, "called": called})
 
 
-def _described(text: str) -> ModelConfig:
-    """The model of a config.json."""
-    return model_of(parse_json(text, "The config.json"))
+def _described(text: str) -> tuple[ModelConfig, str]:
+    """The model of a config.json, and its name there, or its type."""
+    values = parse_json(text, "The config.json")
+    model = model_of(values)
+    own = str(values.get("_name_or_path", "")).rstrip("/").rpartition("/")[2]
+    return model, own or f"your {values.get('model_type', model.family)} model"
 
 
-def answer(asked: str) -> str:
-    """The fastest layouts, and what they take; or `refused` with the reason and the remedy."""
+def answer(asked: str, width: float = 640.0) -> str:
+    """The fastest layouts, and what they take, with figures of a width in pixels; or `refused` with the reason and the
+    remedy."""
     try:
         question, machine = _read(asked)
         found = _answer(question, machine, question.gpus)
@@ -164,11 +168,16 @@ def answer(asked: str) -> str:
                 f"{line}: {one.best.plan.line()}. {one.against(best)}" for line, one in others.items()
             ],
             "figures": [
-                {"title": section.title, "svg": draw(width=640.0)}
+                {"title": section.title, "svg": draw(width=width)}
                 for section in sections
                 for draw in section.figures
             ]
-            + [{"title": "Where its products and kernels stand", "svg": roofline(model, machine, best.plan)}],
+            + [
+                {
+                    "title": "Where its products and kernels stand",
+                    "svg": roofline(model, machine, best.plan, width),
+                }
+            ],
             "tried": found.result.tried,
         }
     )
@@ -192,8 +201,8 @@ def point(asked: str, gpus: int) -> str:
     )  # fmt: skip
 
 
-def curves(points: str, price: float) -> str:
-    """The figures of those points: time over devices, and device hours, or cost with a price."""
+def curves(points: str, price: float, width: float = 640.0) -> str:
+    """The figures of those points, of a width in pixels: time over devices, and device hours, or cost with a price."""
     known = sorted(json.loads(points), key=lambda one: one["gpus"])
     if len(known) < 2:
         return "[]"
@@ -209,7 +218,7 @@ def curves(points: str, price: float) -> str:
         Line(label="perfect scaling", points=ideal),
     ]
     figure = lines(
-        drawn, title="Time by devices", x_label="devices", y_label=words, log=True, x_marks=marks, width=640.0
+        drawn, title="Time by devices", x_label="devices", y_label=words, log=True, x_marks=marks, width=width
     )
     words = " ".join(bends([(one["gpus"], one["batch"], one["parts"]) for one in known]))
     made = [{"title": "More devices, less time", "svg": figure, "words": words}]
@@ -219,13 +228,13 @@ def curves(points: str, price: float) -> str:
         words = "cost of the whole run" if price else "device hours of the whole run"
         figure = lines(
             [Line(label=words, points=cost, tips=[f"{n:,} devices: {value:,.0f}" for n, value in cost], bold=True)],
-            title="Cost by devices", x_label="devices", y_label=words, log=True, x_marks=marks, width=640.0,
+            title="Cost by devices", x_label="devices", y_label=words, log=True, x_marks=marks, width=width,
         )  # fmt: skip
         made.append({"title": "More devices, more cost", "svg": figure})
     return json.dumps(made)
 
 
-def roofline(model: ModelConfig, machine: Machine, plan: Plan) -> str:
+def roofline(model: ModelConfig, machine: Machine, plan: Plan, width: float) -> str:
     """Operators by FLOPs per byte, under the roof of the machine (Williams, Waterman and Patterson, CACM 2009)."""
     rates = rates_of(machine, plan)
     work = describe_on(machine, model, plan)
@@ -246,14 +255,15 @@ def roofline(model: ModelConfig, machine: Machine, plan: Plan) -> str:
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         tip = f"{', '.join(names)}: {x:,.0f} FLOPs a byte, {y:,.0f} TFLOP/s"
         drawn.append(Line(label=label, points=[(x, y)], tips=[tip]))
-    return lines(drawn, title="Roofline", x_label="FLOPs per byte", y_label="TFLOP/s", log=True, width=640.0)
+    return lines(drawn, title="Roofline", x_label="FLOPs per byte", y_label="TFLOP/s", log=True, width=width)
 
 
 def _read(asked: str) -> tuple[Question, Machine]:
     """The question, and its machine with the figures that were changed."""
     given = {name: value for name, value in json.loads(asked).items() if str(value).strip()}
     if "config" in given:
-        given["model"] = _described(given.pop("config"))
+        given["model"], called = _described(given.pop("config"))
+        given.setdefault("name", called)
     machine = load_machine(given.pop("machine", "h100"))
     changed = {
         name: load(Figure, overrides={"value": given.pop(f"machine.{name}")}, origin=f"machine.{name}").value

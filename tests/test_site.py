@@ -137,7 +137,9 @@ def test_the_planners_page_takes_a_config_of_transformers(planner: ModuleType) -
     described = json.loads(planner.sizes("gpt2", text))
     assert (described["sizes"]["kv_heads"], described["called"]) == (4, "your qwen2 model")
     del asked["name"]
-    assert json.loads(planner.answer(json.dumps(asked), 340.0))["title"].startswith("your qwen2 model on 2 h100")
+    assert json.loads(planner.answer(json.dumps(asked), 340.0))["title"].startswith(
+        "your qwen2 model on 2 h100"
+    )
     named = json.dumps({**QWEN, "_name_or_path": "owner/Mine-2B"})
     answered = json.loads(planner.answer(json.dumps(asked | {"config": named}), 340.0))
     assert answered["title"].startswith("Mine-2B on 2 h100")

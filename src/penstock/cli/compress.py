@@ -11,12 +11,7 @@ from penstock.config.compress import CompressConfig, load_compression
 from penstock.errors import ExitCode
 
 
-@configured(
-    CompressConfig,
-    positional="model",
-    file=("--config", "--recipe"),
-    loader=load_compression,
-)
+@configured(CompressConfig, positional="model", file=("--config", "--recipe"), loader=load_compression)
 def compress(config: CompressConfig) -> int:
     """Make a trained model smaller: prune, distil and quantise it.
 

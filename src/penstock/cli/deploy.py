@@ -45,11 +45,7 @@ def deploy(config: DeployConfig) -> int:
     if result.choice is not None and config.measure:
         measured = measure(config, machine, result.choice, arrivals)
     if config.json:
-        data: dict[str, Any] = {
-            "model": config.called,
-            "machine": machine.name,
-            "requests": config.requests,
-        }
+        data: dict[str, Any] = {"model": config.called, "machine": machine.name, "requests": config.requests}
         layouts = [
             plain(one) | {"gpus": one.gpus, "device_hours": one.device_hours} for one in result.layouts
         ]

@@ -36,8 +36,7 @@ def generate(
         Parameter(help="Write a caption of this image, in the language of --label.", negative=""),
     ] = (),
     chat: Annotated[
-        bool,
-        Parameter(negative="", help="Use the model's chat template; without prompts, converse here."),
+        bool, Parameter(negative="", help="Use the model's chat template; without prompts, converse here.")
     ] = False,
     system: Annotated[str | None, Parameter(help="System message at the beginning of a chat.")] = None,
 ) -> None:

@@ -14,9 +14,7 @@ from penstock.errors import ConfigError
 
 
 def tune_kernels(
-    *,
-    rounds: int = 15,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    *, rounds: int = 15, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False
 ) -> None:
     """Measure which fused operators pay on this machine.
 

@@ -64,15 +64,7 @@ def level_of(word: str) -> str:
 
 
 Products = Literal[
-    "plain",
-    "packed",
-    "fp8",
-    "fp8_tensorwise",
-    "int8",
-    "int8_all",
-    "int8_pact",
-    "int8_weights",
-    "int4",
+    "plain", "packed", "fp8", "fp8_tensorwise", "int8", "int8_all", "int8_pact", "int8_weights", "int4"
 ]
 ProductPass = Literal["forward", "input", "weight"]
 """The products of a linear layer in training: outputs, gradients of inputs, gradients of weights."""

@@ -307,8 +307,5 @@ that cannot."""
 def effect_of(name: str, *values: Any) -> Effect:
     """The effect on results of a change of the Plan's field `name`, where it becomes or was one of `values`."""
     metadata = Plan.__dataclass_fields__[name].metadata
-    effects: list[Effect] = [
-        metadata["effect"],
-        *(metadata.get(str(value), "nothing") for value in values),
-    ]
+    effects: list[Effect] = [metadata["effect"], *(metadata.get(str(value), "nothing") for value in values)]
     return max(effects, key=list(EFFECTS).index)

@@ -50,11 +50,11 @@ REMOVED_VALUES: dict[str, dict[str, str]] = {
 """By class and setting: values that are gone, and what to do without them."""
 
 COMMANDS = {
-    "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command",
+    "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command"
 }
 """Commands that are gone, and what to do without them."""
 OPTIONS = {
-    "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough",
+    "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough"
 }
 """Options of commands that are gone, and what to do without them."""
 

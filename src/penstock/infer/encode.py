@@ -142,13 +142,7 @@ class Embedder:
                 device = local_device(torch.device(device))
                 self.dims = joining.enter_context(together(plan, device, weights=weights))
             opened = loaded(
-                model,
-                plan,
-                weights=weights,
-                tokenizer=tokenizer,
-                device=device,
-                dims=self.dims,
-                careful=True,
+                model, plan, weights=weights, tokenizer=tokenizer, device=device, dims=self.dims, careful=True
             )
             graph, self.batch = opened.model.graph, batch
             head = _vectors(opened.model, TokenInput)

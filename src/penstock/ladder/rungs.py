@@ -37,11 +37,7 @@ def _autocast(dtype: HalfDtype, place: int) -> Rung:
 
 def _optimizer(form: str, place: int, why: str) -> Rung:
     return Rung(
-        name=f"optimizer-{form}",
-        place=place,
-        title=f"{form} optimizer",
-        why=why,
-        apply=plan(optimizer=form),
+        name=f"optimizer-{form}", place=place, title=f"{form} optimizer", why=why, apply=plan(optimizer=form)
     )
 
 

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.boundary.files import own_file, write_text
 from penstock.ladder.page import picture, to_html
 from penstock.ladder.result import LadderReport
-from penstock.ladder.tables import (
-    equality_words,
-    figures,
-    heading,
-    in_plans,
-    noise_words,
-    plan_words,
-    times,
-)
+from penstock.ladder.tables import equality_words, figures, heading, in_plans, noise_words, plan_words, times
 from penstock.report.page import PLAIN_WIDTH, terminal_table
 
 if TYPE_CHECKING:

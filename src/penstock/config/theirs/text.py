@@ -118,11 +118,7 @@ _LABELS: dict[str, tuple[Any, Any]] = {
 def _record(model_type: str) -> type:
     """The dataclass of a library's config.json: each option with the type and the range of our field that it is."""
     library = library_of(model_type)
-    entries = {
-        **_LABELS,
-        library.activation[0]: (str, library.default),
-        **options_of(library),
-    }
+    entries = {**_LABELS, library.activation[0]: (str, library.default), **options_of(library)}
     for option, (default, paths) in library.options.items():
         follows = isinstance(default, str) and default.startswith("=")
         kind: Any = type(library.base)

@@ -44,12 +44,7 @@ _LEFT = re.compile(rf"({_STEP.pattern}(\.refused)?|{LATEST})\.tmp")
 
 
 def save(
-    folder: Path,
-    snapshot: Snapshot,
-    *,
-    keep: int = 2,
-    best: int = 0,
-    group: dist.ProcessGroup | None = None,
+    folder: Path, snapshot: Snapshot, *, keep: int = 2, best: int = 0, group: dist.ProcessGroup | None = None
 ) -> Path:
     """Commit `snapshot` as `folder/step-N` and prune what is older than the newest `keep` (at least 2), but for that of
     step `best`.

@@ -94,13 +94,7 @@ class Texts:
     """Texts of a batch. Each call of `following` puts in new tokens of each, side by side: beams."""
 
     def __init__(
-        self,
-        model: Any,
-        prompts: Prompts,
-        *,
-        steps: int,
-        side_by_side: int,
-        compiled: Compiled | None = None,
+        self, model: Any, prompts: Prompts, *, steps: int, side_by_side: int, compiled: Compiled | None = None
     ) -> None:
         """There is room for `steps` calls of `following` with `side_by_side` tokens each, which runs `compiled`, if it
         is given."""

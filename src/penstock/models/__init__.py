@@ -12,10 +12,7 @@ __all__ = ["Model", "create"]
 
 
 def create(
-    config: ModelConfig | str,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    config: ModelConfig | str, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Model:
     """The module that a configuration or a preset's name describes, initialised from torch's global generator.
 

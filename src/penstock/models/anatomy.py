@@ -243,10 +243,7 @@ def _recompute_scores(model: nn.Module, block: str) -> None:
     set_sdpa(model.get_submodule(block), switch)
 
 
-_ANY_MODEL: Switches = {
-    "attention": _set_attention,
-    "recompute": _recompute_scores,
-}
+_ANY_MODEL: Switches = {"attention": _set_attention, "recompute": _recompute_scores}
 _DEFAULTS = Plan()
 
 
@@ -368,9 +365,7 @@ def stack(
 ) -> Stack:
     """A stack whose blocks have the same parts, named relative to each block."""
     return Stack(
-        before=before,
-        blocks=tuple(Block(block, placed(parts, f"{block}.")) for block in blocks),
-        after=after,
+        before=before, blocks=tuple(Block(block, placed(parts, f"{block}.")) for block in blocks), after=after
     )
 
 

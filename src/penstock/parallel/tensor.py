@@ -136,10 +136,7 @@ def _require_roles(anatomy: Anatomy, model: nn.Module) -> None:
 def _require_even(anatomy: Anatomy, model: nn.Module, degree: int) -> None:
     sizes: dict[str, int] = {}
     for part in anatomy.parts(Attention):
-        sizes |= {
-            f"{part.heads} attention heads": part.heads,
-            f"{part.kv_heads} KV heads": part.kv_heads,
-        }
+        sizes |= {f"{part.heads} attention heads": part.heads, f"{part.kv_heads} KV heads": part.kv_heads}
     for perceptron in anatomy.parts(Perceptron):
         weight = model.get_submodule(perceptron.down.name).get_parameter("weight")
         hidden = int(weight.shape[0 if perceptron.down.transposed else 1])

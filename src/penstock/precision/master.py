@@ -317,11 +317,7 @@ def _to_halve(
 
 
 def cast_in_place(
-    models: Sequence[nn.Module],
-    dtype: torch.dtype,
-    *,
-    norms: str = "half",
-    lists: OpLists | None = None,
+    models: Sequence[nn.Module], dtype: torch.dtype, *, norms: str = "half", lists: OpLists | None = None
 ) -> None:
     """Half weights without masters. Parameters keep their identity and whoever holds them, with gradients cast too.
     The state dict holds the values in fp32.

@@ -83,12 +83,10 @@ def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
         collective_bytes_per_second=rate(reduced(LARGE), 2.0 * share * bytes_),
         collective_seconds=max(call, _meeting(device, group)) if device.type == "cpu" else call,
         gather_bytes_per_second=rate(
-            _seconds(lambda: _all_gather(whole, part, group=group), device),
-            share * bytes_,
+            _seconds(lambda: _all_gather(whole, part, group=group), device), share * bytes_
         ),
         scatter_bytes_per_second=rate(
-            _seconds(lambda: _reduce_scatter(part, whole, group=group), device),
-            share * bytes_,
+            _seconds(lambda: _reduce_scatter(part, whole, group=group), device), share * bytes_
         ),
         send_bytes_per_second=rate(_seconds(sent, device), bytes_),
     )

@@ -109,6 +109,15 @@ class Backend:
         """Requests under way or waiting."""
         return len(self._tickets)
 
+    def gauges(self) -> dict[str, float]:
+        """Figures of now, by name."""
+        one = {"expert_load": "load", "expert_moves": "moves", "expert_moves_given_up": "given_up"}
+        return {
+            "open_requests": float(self.open), "worker_restarts": float(max(0, self.restarts)),
+            "worker_ready": float(self.ready.is_set()), "room_requests": float(self.room),
+            **{name: float(self.experts[key]) for name, key in one.items() if self.experts},
+        }  # fmt: skip
+
     async def start(self) -> None:
         """Start the worker, and wait until it is ready. Raises what it cannot open the model for."""
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -291,16 +291,8 @@ class Service:
 
     async def report(self, request: Request) -> Response:
         """The counters, for Prometheus."""
-        gauges = {
-            "open_requests": float(self.backend.open), "worker_restarts": float(max(0, self.backend.restarts)),
-            "worker_ready": float(self.backend.ready.is_set()), "room_requests": float(self.backend.room),
-        }  # fmt: skip
-        if experts := self.backend.experts:
-            gauges |= {
-                "expert_load": experts["load"], "expert_moves": float(experts["moves"]),
-                "expert_moves_given_up": float(experts["given_up"]),
-            }  # fmt: skip
-        return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
+        text = self.metrics.text(self.backend.gauges())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _generate(self, request: Request, wanted: TextRequest, kind: str) -> Response:
         if self.backend.about and not self.backend.about["writes"]:
@@ -414,13 +406,8 @@ class Service:
                     await waited
 
     async def _parts(
-        self,
-        texts: Sequence[Text],
-        wanted: TextRequest,
-        prompts: Sequence[list[int]],
-        head: dict[str, Any],
-        kind: str,
-    ) -> AsyncIterator[str]:
+        self, texts: Sequence[Text], wanted: TextRequest, prompts: Sequence[list[int]], head: dict[str, Any], kind: str,
+    ) -> AsyncIterator[str]:  # fmt: skip
         """A stream's lines: pieces of text as they come, of all choices."""
         chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
 

@@ -120,10 +120,7 @@ def _without_clips(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _fitting(
-    model: nn.Module,
-    source: str | Path | Mapping[str, Tensor],
-    new_head: bool,
-    upcycling: Upcycling | None,
+    model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head: bool, upcycling: Upcycling | None
 ) -> tuple[dict[str, Tensor], Loaded, dict[str, Tensor]]:
     """The state that a model is to have, and the scale of the inputs of linears where one is stored."""
     # A stage of a pipeline has the names of the whole model, and some of its weights.

@@ -30,13 +30,7 @@ from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.text import text_pending
 from penstock.models.convert.vit import to_hf
 from penstock.models.model import Model
-from penstock.models.rounded import (
-    RoundedWeight,
-    plain_state,
-    rounded_by_clips,
-    rounded_in,
-    without_clips,
-)
+from penstock.models.rounded import RoundedWeight, plain_state, rounded_by_clips, rounded_in, without_clips
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
 GIVE = (

@@ -78,10 +78,7 @@ def _input(one: Input) -> tuple[Role, ...]:
         names = ("class_token", "distil_token")[: one.learned_tokens]
         tokens = (Embedding(name, "class") for name in names)
         return (Stem("stem.proj" if one.stem == "patchify" else "stem"), *tokens)
-    return (
-        Embedding(one.table, "token"),
-        *((Embedding("types", "segment"),) if one.segments else ()),
-    )
+    return (Embedding(one.table, "token"), *((Embedding("types", "segment"),) if one.segments else ()))
 
 
 def _bridge(graph: Graph, run: Run) -> tuple[Role, ...]:

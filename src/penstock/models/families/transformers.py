@@ -111,10 +111,7 @@ def _gpt2(names: Collection[str], config: Any) -> Stacks:
         )
         return (role, Dropout(f"{name}.attn_dropout"), Dropout(f"{name}.resid_dropout"))
 
-    cross = (
-        linear("crossattention.q_attn", "column"),
-        linear("crossattention.c_attn", "column", (1, 1)),
-    )
+    cross = (linear("crossattention.q_attn", "column"), linear("crossattention.c_attn", "column", (1, 1)))
     parts = (
         Norm("ln_1"),
         *attention("attn", linear("attn.c_attn", "column", (1, 1, 1))),
@@ -334,10 +331,7 @@ def _set_padding(model: nn.Module, padding: Padding) -> None:
 
 
 _BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
-    "vit.modeling_vit.ViT": (
-        "hf_vit",
-        lambda names, config: vit_stacks(names, config.num_attention_heads),
-    ),
+    "vit.modeling_vit.ViT": ("hf_vit", lambda names, config: vit_stacks(names, config.num_attention_heads)),
     "gpt2.modeling_gpt2.GPT2": ("hf_gpt2", _gpt2),
     "llama.modeling_llama.Llama": ("hf_llama", _llama),
     "mistral.modeling_mistral.Mistral": ("hf_mistral", _llama),

@@ -19,14 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend, LossForm, Padding
 from penstock.errors import ConfigError
-from penstock.kernels.attention import (
-    BACKENDS,
-    Scores,
-    Sight,
-    attention,
-    composes,
-    keeps_scores,
-)
+from penstock.kernels.attention import BACKENDS, Scores, Sight, attention, composes, keeps_scores
 from penstock.kernels.deferred import make_at_once, put_off
 from penstock.kernels.documents import Documents
 from penstock.kernels.padding import Padded, Real, Unpadded

@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from helpers.op_dtypes import ProductDtypes
 from penstock.errors import ConfigError
 from penstock.optim import contiguous
 from penstock.precision import master_parameters, plain, restore, scalers_of, unscale_
@@ -735,9 +737,40 @@ def test_what_cannot_be_accelerated_says_why() -> None:
     with pytest.raises(ConfigError, match="trains no weight of the model"):
         penstock.accelerate(Net(), torch.optim.SGD(Net().parameters(), lr=0.1))
     hidden = Net()
+    hidden._original_forward = hidden.forward  # as Accelerate marks mixed precision
+    hidden.forward = MethodType(type(hidden).forward, hidden)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="replaced on the instance"):
+        penstock.accelerate(hidden)
+    hidden = Net()
     hidden.forward = functools.partial(hidden.forward)  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="replaced on the instance"):
         penstock.accelerate(hidden)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_method_bound_to_the_model_computes_in_half(level: str) -> None:
+    """As TRL puts the head of its loss on a model; a second optimizer enters it once."""
+
+    def summed(self: nn.Module, x: Tensor, *, total: bool = False) -> Tensor:
+        out = before(x)
+        return out.sum() if total else out
+
+    model = Net()
+    before = model.forward
+    model.forward = MethodType(summed, model)  # type: ignore[method-assign]
+    halves = [p.clone() for p in model.parameters()]
+    sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = penstock.accelerate(model, sgd, precision=level, dtype="bf16")  # type: ignore[arg-type]
+    with ProductDtypes() as products:
+        loss = model(torch.ones(2, 8), total=True)
+        with penstock.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    assert set(products.counts) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    optimizer.step()
+    copied = copy.deepcopy(model)
+    assert copied.forward.__self__ is copied  # type: ignore[attr-defined]
+    assert any(not torch.equal(a, b.float()) for a, b in zip(halves, model.parameters()))
 
 
 def test_optimizers_of_two_calls_do_not_mix() -> None:

@@ -22,6 +22,7 @@ _OPTIONAL = (
     ("uvicorn", "serve", "penstock serve"),
     ("onnxruntime", "export", "checked export to ONNX"),
     ("ctranslate2", "export", "export to CTranslate2"),
+    ("gguf", "export", "export to GGUF"),
     ("peft", "lora", "LoRA adapters in peft's format"),
     ("sacrebleu", "text", "BLEU of translations"),
     ("num2words", "text", "the translator of numbers"),

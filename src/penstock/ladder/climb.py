@@ -90,10 +90,13 @@ def ladder(
     rungs = choose(settled.rungs, settled.skip)
     device = resolve_device(settled.device)
     _require_devices(settled.procs, device)
+    began = time.perf_counter()
     machine = load_machine(settled.machine) if settled.machine else machine_for(device)
     with measure.side_by_side():
         subject = subject_of(settled, factory, device)
-        return _Climb(subject, machine, settled, on_progress or (lambda progress: None)).run(rungs)
+        climb = _Climb(subject, machine, settled, on_progress or (lambda progress: None))
+        climb.start = max(began, climb.start - climb.budget / 3)  # probing counts, up to a third
+        return climb.run(rungs)
 
 
 def _require_devices(procs: int, device: torch.device) -> None:
@@ -122,11 +125,8 @@ def _notes(subject: Subject) -> list[str]:
 class _Climb:
     """One climb. `run` and `_climbed` are its phases from top to bottom."""
 
-    def __init__(
-        self, subject: Subject, machine: Machine, config: LadderConfig, on_progress: OnProgress
-    ) -> None:
-        self.subject, self.machine, self.config = subject, machine, config
-        self.on_progress = on_progress
+    def __init__(self, subject: Subject, machine: Machine, config: LadderConfig, tell: OnProgress) -> None:
+        self.subject, self.machine, self.config, self.on_progress = subject, machine, config, tell
         self.situation: Situation = subject.situation(machine)
         self.start, self.budget = time.perf_counter(), config.seconds
         team = Team(subject, config)
@@ -140,7 +140,7 @@ class _Climb:
 
     def run(self, rungs: Sequence[Rung]) -> LadderReport:
         """The report of all rungs, with a note where others used the machine meanwhile."""
-        busy, own = busy_seconds(), time.process_time()
+        busy, own, began = busy_seconds(), time.process_time(), time.perf_counter()
         try:
             report = self._climbed(rungs)
         finally:
@@ -148,7 +148,7 @@ class _Climb:
         after, own = busy_seconds(), time.process_time() - own
         if busy is None or after is None or self.subject.procs > 1:
             return report
-        others = max(0.0, (after - busy - own) / max(report.wall_seconds, 1e-9))
+        others = max(0.0, (after - busy - own) / max(time.perf_counter() - began, 1e-9))
         if others > BUSY * (os.cpu_count() or 1):
             note = f"Other programs kept {others:.1f} of {os.cpu_count()} cores busy while this measured: "
             note += "settings took turns, so ratios stand, but a quiet machine tells small gains better."

@@ -108,7 +108,8 @@ def why_others_lose(
             at = f" (at best with {', '.join(besides)})" if besides else ""
             equal = best.interval is not None and slower <= best.interval.spread
             words = "slower, which is equal within the error: " if equal else "slower, "
-            yield f"{axis}={value} instead of {chosen}{at}: {slower:.1%} {words}{difference(best, other)}."
+            cost = f"{slower:.1%} {words}{difference(best, other)}" if slower >= 5e-4 else "as fast"
+            yield f"{axis}={value} instead of {chosen}{at}: {cost}."
     yield from _too_large(model, machine, best, uneven)
     if result.too_large:
         yield f"{result.too_large:,} of {result.tried:,} layouts do not fit."

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,8 @@ from penstock.precision.settings import Precision
 M = TypeVar("M", bound=nn.Module)
 _KEY = "_penstock_precision"
 _INSIDE = "_penstock_inside"
+_ORIGINAL = "_penstock_original"
+"""On a method of an instance that computes in the model's precision: the one that was bound to it before."""
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _FRAMEWORKS = ("torch", *_LIGHTNING)
 _OF_TYPES = re.compile(r"same dtype|expected .*(type|dtype)|should be the same", re.IGNORECASE)
@@ -76,9 +78,13 @@ def living(kind: type[M]) -> Iterator[M]:
 
 
 def replaced_forward(model: nn.Module) -> Callable[..., Any] | None:
-    """The function that replaces a model's forward on the instance; None where the class's own is called."""
+    """The function that replaces a model's forward on the instance, and hides what precision it computes in; None where
+    the class's own is called, or a method that somebody bound to the model, as TRL does for its loss."""
     forward = model.__dict__.get("forward")
-    return None if getattr(forward, "__func__", None) is type(model).forward else forward
+    bound = isinstance(forward, MethodType) and forward.__self__ is model
+    return (
+        None if bound and "_original_forward" not in model.__dict__ else forward
+    )  # which is Accelerate's mark
 
 
 def redirected(model: nn.Module) -> bool:
@@ -97,7 +103,13 @@ def wrap_forward(model: nn.Module, precision: Precision) -> None:
             f"The forward of this {type(model).__name__} was replaced on the instance, which hides the class's; "
             "accelerate the model before whatever replaces it."
         )
-    model.__dict__.pop("forward", None)  # the class's own, which would hide that of its stand-in
+    # A method of the instance would hide that of the stand-in: the class's own is left out, another one is entered.
+    bound = model.__dict__.pop("forward", None)
+    if bound is not None and bound.__func__ is not type(model).forward:
+        original = getattr(bound, _ORIGINAL, bound.__func__)
+        entered = _entered(original, always=True)
+        setattr(entered, _ORIGINAL, original)
+        model.__dict__["forward"] = MethodType(entered, model)
     _STAND_INS.take_off(model)  # of an earlier optimizer, or made by `type(accelerated)(…)`
     model.__dict__[_KEY] = precision
     model.__dict__[_INSIDE] = _Inside()
@@ -118,6 +130,8 @@ def unwrap_forward(model: nn.Module) -> None:
     if _KEY in model.__dict__:
         _STAND_INS.take_off(model)
         del model.__dict__[_KEY], model.__dict__[_INSIDE]
+        if (original := getattr(model.__dict__.get("forward"), _ORIGINAL, None)) is not None:
+            model.__dict__["forward"] = MethodType(original, model)
 
 
 class _Inside:

@@ -117,7 +117,7 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
             sheet = match_datasheet(torch.cuda.get_device_name(where), memory)
             if sheet is not None:
                 return replace(sheet, kind=kind_of(where.type))
-        log.info("measuring this machine (%s), once; `penstock probe` measures it more closely", name)
+        log.warning("measuring this machine (%s), once; `penstock probe` measures it more closely", name)
         kept = None
     machine = probe(where, quick=True, alone=True)
     machine = machine if kept is None else _best_of(kept, machine)

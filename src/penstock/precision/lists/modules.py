@@ -79,6 +79,8 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
         treatment = chosen.get(name) or _implied(module, lists)
         # The outermost module follows the lists by itself, but for a kernel that lacks the half type.
         inner = module is not model or name in chosen
+        if treatment is not None and treatment.kind == "enter" and "forward" in module.__dict__:
+            continue  # one bound to the instance hides the class's; what it calls enters by itself
         if treatment is not None and (inner or treatment.kind == "recurrent"):
             _treat(module, treatment)
 

@@ -254,7 +254,7 @@ def test_commands_that_are_only_shown_run_in_a_small_form(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("known_machine", "hurried")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_the_readme_from_top_to_bottom(

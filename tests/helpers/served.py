@@ -83,7 +83,7 @@ def served(folder: Path, *settings: str, opener: str = "helpers.fake_engine:open
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)  # on a busy machine
         finally:
             process.kill()
             if process.stdout is not None:

@@ -176,7 +176,7 @@ class Workbench:
             for _ in range(ROUNDS):
                 for (model, inputs), rounds in zip(passes, seconds, strict=True):
                     begun, times = time.perf_counter(), list[float]()
-                    while (started := time.perf_counter()) - begun < ROUND_SECONDS:
+                    while (started := time.perf_counter()) - begun < ROUND_SECONDS or not times:
                         model(**inputs)
                         if self.device.type == "cuda":
                             torch.cuda.synchronize()

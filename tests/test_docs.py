@@ -243,7 +243,7 @@ def test_commands_that_are_only_shown_run_in_a_small_form(
     shutil.copytree(laid_out, folder)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    for module in ("penstock.tune.process", "penstock.ladder.team"):
+    for module in ("penstock.tune.process", "penstock.launch.local"):
         monkeypatch.setattr(f"{module}.subprocess", forked.instead())
     for number, (command, line) in enumerate(SHOWN[page]):
         words = small_form(shlex.split(command)[1:], folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -25,6 +24,7 @@ from penstock.errors import ConfigError, EnvironmentProblem, PenstockError, ran_
 from penstock.ladder.own import Own
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Subject
+from penstock.launch.local import LocalRanks
 from penstock.leftovers import temporary
 
 ANSWER_SECONDS = 1200.0
@@ -77,7 +77,6 @@ class Team:
         self._members: list[_Member] = []
         self._scratch = contextlib.ExitStack()
         """The folder of the ranks' logs."""
-        self._store: Any = None
         self._link: Link | None = None
         self.life = 0
 
@@ -100,20 +99,16 @@ class Team:
         if self._members:
             self.life += 1
         self._members = []
-        self._store = None
         self._scratch.close()
 
     def _start(self) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         if isinstance(self._subject, Own) and self._subject.path is None:
             raise ConfigError(
                 f"The factory {self._subject.title} cannot be found by other processes; put it into a module and give "
                 "it as package.module:function."
             )
         procs = self._config.procs
-        # The store is the climb's: ranks that end never take it along, and no port has to be guessed.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = LocalRanks(procs)
         scratch = self._scratch.enter_context(temporary(None, "penstock-ladder-"))
         hello = Hello(
             config=replace(self._config, factory=self._subject.path),
@@ -121,9 +116,12 @@ class Team:
             threads=threads_of(procs),
             path=[entry or os.getcwd() for entry in sys.path],
         )
-        for rank in range(procs):
-            log = scratch / f"{rank}.log"
-            self._members.append(_Member(rank, procs, self._store.port, hello.threads, log))
+        defaults = {
+            "OMP_NUM_THREADS": str(hello.threads),
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        self._members = [_Member(ranks, rank, scratch / f"{rank}.log", defaults) for rank in range(procs)]
         self._exchange([hello] * procs)
 
     def _exchange(self, messages: list[Any]) -> list[Any]:
@@ -165,33 +163,11 @@ class Team:
 class _Member:
     """The climb's side of one rank."""
 
-    def __init__(self, rank: int, procs: int, port: int, threads: int, log: Path) -> None:
+    def __init__(self, ranks: LocalRanks, rank: int, log: Path, defaults: dict[str, str]) -> None:
         self.rank = rank
-        self._log = log
-        environment = {
-            "OMP_NUM_THREADS": str(threads),
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(procs),
-            "LOCAL_WORLD_SIZE": str(procs),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody else hosts a store
-        }
-        self.connection, rank_end = connection.Pipe()
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.ladder.rank", str(rank_end.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=[rank_end.fileno()],
-            )
-        rank_end.close()
+        self._ranks, self._log = ranks, log
+        self._process, own_end = ranks.start("penstock.ladder.rank", rank, log=log, defaults=defaults)
+        self.connection: connection.Connection[Any, Any] = connection.Connection(own_end.detach())
 
     def answer(self) -> Answer:
         """The rank's message; a failure for a rank that is gone."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from penstock.boundary.files import printable
 from penstock.errors import ExitCode
 from penstock.launch import ELASTIC, LAUNCH, heartbeat, report, worker
 from penstock.launch.heartbeat import Heartbeat
+from penstock.launch.local import STORE_ELSEWHERE, rank_environment
 from penstock.launch.verdict import Failure
 
 _TAIL = 4000
@@ -184,17 +185,11 @@ def _flags() -> list[str]:
 
 
 def _environment(assignment: Assignment, local: int, procs: int) -> dict[str, str]:
-    """The variables that torch.distributed's `env://` reads, under torchrun's names."""
-    host, port = assignment.master
-    environment: Mapping[str, str] = {
-        "RANK": str(assignment.first_rank + local),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(assignment.world),
-        "LOCAL_WORLD_SIZE": str(procs),
+    """The variables of a rank, torchrun's and our own."""
+    rank = assignment.first_rank + local
+    environment = rank_environment(rank, assignment.world, local, procs, *assignment.master) | {
         "GROUP_RANK": str(assignment.node),
         "GROUP_WORLD_SIZE": str(assignment.nodes),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(assignment.round),
         LAUNCH: assignment.launch,
     }
@@ -206,8 +201,8 @@ def _environment(assignment: Assignment, local: int, procs: int) -> dict[str, st
             "NCCL_SOCKET_IFNAME": f"={assignment.interface}",
         }
     # Rank 0 serves a new store in each life: one that outlives them would hold the last life's answers.
-    inherited = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"}
-    return chosen | inherited | dict(environment)
+    inherited = {key: value for key, value in os.environ.items() if key != STORE_ELSEWHERE}
+    return chosen | inherited | environment
 
 
 def _signal_main_thread(pid: int, number: signal.Signals) -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.config.plan import Plan
 from penstock.decode.engine import Engine, Finished, Request, SlotResult
@@ -31,6 +28,7 @@ from penstock.errors import EnvironmentProblem, ExitCode
 from penstock.infer.encode import Embedder
 from penstock.infer.ranks import from_rank_zero, together
 from penstock.launch.link import JsonLink
+from penstock.launch.local import LocalRanks
 from penstock.parallel import ParallelDims, local_device
 from penstock.parallel.dims import DATA
 from penstock.parallel.hosts import attend, rounds_of
@@ -230,25 +228,14 @@ def plan_of(settings: dict[str, Any]) -> Plan:
 
 def _start(settings: dict[str, Any], count: int) -> None:
     """Start the other ranks; this process is the first of them from now on."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _HELD.callback(lambda: store)
-    shared = {
-        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, and rank 0 need not serve another
-    }  # fmt: skip
+    ranks = LocalRanks(count)
+    _HELD.callback(lambda: ranks)
     for rank in range(1, count):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _FOLLOWS: "1"}
-        leader_end, worker_end = socket.socketpair()
-        with worker_end:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.serve.worker", str(worker_end.fileno())],
-                pass_fds=(worker_end.fileno(),),
-                env={**os.environ, **shared, **own},
-            )
-        link = JsonLink(leader_end)
+        process, own_end = ranks.start("penstock.serve.worker", rank, defaults={_FOLLOWS: "1"})
+        link = JsonLink(own_end)
         link.send(opener=_OPENER, settings=settings)
         threading.Thread(target=_end_with, args=(process, link), daemon=True).start()
-    os.environ.update({**shared, "RANK": "0", "LOCAL_RANK": "0"})
+    os.environ.update(ranks.environment(0))
 
 
 def _end_with(process: subprocess.Popen[bytes], link: JsonLink) -> None:

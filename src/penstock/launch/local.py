@@ -1,0 +1,61 @@
+"""How ranks are started: their environment, and those of one host that a program starts for itself.
+
+These meet at a store that the program keeps, so that ranks that end never take it along, and no port has to be guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+HERE = "127.0.0.1"
+STORE_ELSEWHERE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Environment variable that is set where rank 0 need not serve a store, because whoever started it does."""
+
+
+def rank_environment(
+    rank: int, world: int, local: int, local_world: int, host: str, port: int
+) -> dict[str, str]:
+    """The variables that torch.distributed's `env://` reads, under torchrun's names."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local_world),
+        "MASTER_ADDR": host, "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+class LocalRanks:
+    """The ranks of one group of `world`, each a process on this host."""
+
+    def __init__(self, world: int) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.world = world
+        self._store: Any = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """The variables of a rank."""
+        place = rank_environment(rank, self.world, rank, self.world, HERE, self._store.port)
+        return place | {STORE_ELSEWHERE: "True"}
+
+    def start(
+        self, module: str, rank: int, *, log: Path | None = None, defaults: Mapping[str, str] = {}
+    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Start `python -m MODULE FD` as a rank; returns it with this side of the connection that FD is its side of.
+
+        What it writes goes to `log`, or where this process writes. `defaults` are variables that the user may overrule.
+        """
+        own_end, rank_end = socket.socketpair()
+        out: IO[bytes] | None
+        with rank_end, contextlib.nullcontext() if log is None else log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(rank_end.fileno())],
+                env={**defaults, **os.environ, **self.environment(rank)},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[rank_end.fileno()],
+            )  # fmt: skip
+        return process, own_end

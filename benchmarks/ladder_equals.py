@@ -21,11 +21,11 @@ import torch
 
 from penstock.config.model import PRESETS
 from penstock.ladder.arena import Arena
-from penstock.ladder.search import MOST_ROUNDS
+from penstock.ladder.models import Models
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.statistics import Journal
 from penstock.ladder.subject import Configured
-from penstock.ladder.team import Team
+from penstock.probe import machine_for
 from penstock.report.record import environment
 
 ROUNDS = 7
@@ -44,7 +44,9 @@ def main() -> None:
 
     config = LadderConfig(model=MODEL, batch=16, device="cpu")
     subject = Configured(config, torch.device("cpu"))
-    arena = Arena(subject, 0, given.round_seconds, Team(subject, config), lambda *said: None)
+    arena = Arena(
+        Models(subject, machine_for(subject.device), config), ROUNDS, given.round_seconds, lambda *said: None
+    )
     start, copies = time.perf_counter(), 0
     races: list[dict[str, Any]] = []
 
@@ -55,10 +57,10 @@ def main() -> None:
         arena.play([control, twin], 10)
         arena.floor = floor = arena.wall.joint().noise_floor(control, twin)
         rounds, said = 0, "open"
-        while said == "open" and rounds < MOST_ROUNDS:
+        while said == "open" and rounds < Models.most_rounds:
             arena.play([one, other], 1)
             rounds += 1
-            said = arena.verdict_of(other, one, ROUNDS)
+            said = arena.verdict_of(other, one)
         ratio = arena.ratio(other, one)
         assert ratio is not None
         races.append({"said": said, "rounds": rounds, "ratio": ratio.value, "low": ratio.low, "high": ratio.high,

@@ -32,13 +32,13 @@ from penstock.config.plan import Plan
 from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.climb import ladder
+from penstock.ladder.models import Models
 from penstock.ladder.own import subject_of
 from penstock.ladder.rung import Setting
 from penstock.ladder.rungs import all_rungs
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.space import Space
 from penstock.ladder.subject import Subject
-from penstock.ladder.team import Team
 from penstock.probe import machine_for, resolve_device
 from penstock.report.record import environment
 
@@ -93,7 +93,7 @@ class Sweep:
             name, {"rounds": [], "failed": {}, "build_seconds": {}}
         )
         self.record |= {"batch": subject.first.plan.micro_batch, "environment": environment()}
-        self.arena = Arena(subject, 0, SECONDS, Team(subject, config), lambda *said: None)
+        self.arena = Arena(Models(subject, machine, config), config.rounds, SECONDS, lambda *said: None)
         space = Space(all_rungs(), subject.first, subject.situation(machine))
         every = map(space.at, itertools.product(*space.answers))
         self.settings = {c.setting.plan.line(): c.setting for c in every if c is not None}

@@ -303,7 +303,7 @@ def measured(name: str, given: argparse.Namespace, folder: Path) -> dict[str, An
     subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
     tuning = time.perf_counter() - begin
     chosen = json.loads((folder / "tune" / "tune.json").read_text(encoding="utf-8"))
-    line = chosen["line"]
+    line = chosen["plan"] if chosen["same"]["rungs"] else ""
     print(f"{name}: it chose {line or 'the script as it is'}; the race", flush=True)
     words = ["run", "--plan", line, str(script), *arguments] if line else [str(script), *arguments]
     starts = {AS_IT_IS: partial(start, ()), TUNED: partial(Version, words, {}, folder / "tuned.log")}

@@ -118,8 +118,8 @@ def run_page(page: Path, text: str) -> None:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ladders and tuned scripts end their races undecided."""
-    for module in ("ladder.search", "ladder.climb", "tune.search"):
-        monkeypatch.setattr(f"penstock.{module}.MOST_ROUNDS", 2)
+    for contenders in ("ladder.models.Models", "tune.script.Script"):
+        monkeypatch.setattr(f"penstock.{contenders}.most_rounds", 2)
 
 
 @pytest.mark.timeout(600)

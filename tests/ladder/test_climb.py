@@ -17,7 +17,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.ladder import arena, climb, measure, offer, search
+from penstock.ladder import arena, climb, course, greedy, measure, models, search
 from penstock.ladder.climb import _Climb
 from penstock.ladder.result import LadderReport, Progress, RungResult
 from penstock.ladder.rung import PlanChange, Rung, Setting, Situation
@@ -26,7 +26,6 @@ from penstock.ladder.settings import LadderConfig, command_of
 from penstock.ladder.space import Space
 from penstock.ladder.statistics import FLOOR
 from penstock.ladder.subject import Subject
-from penstock.ladder.team import Team
 from penstock.parallel import ALONE
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
@@ -107,7 +106,7 @@ def _loss(setting: Setting, seed: int) -> float:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (measure, arena, search, offer, climb):
+    for module in (measure, arena, search, greedy, course):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -200,7 +199,7 @@ def test_forecasts_grow_with_the_sum_of_answers_and_not_with_their_product(switc
     first = Setting(model=MODEL, plan=Plan(micro_batch=8))
     space = Space(rungs, first, Situation(machine=MACHINE, micro_batch=8))
     still: Any = SimpleNamespace(speed=lambda setting: None)
-    found = search.Search(still, space, predicted, rounds=4)._likely(3)
+    found = search.Search(still, space, predicted)._likely(3)
     assert space.size == 2**switches
     best = sum(1 << i for i in range(switches) if i % 2 == 0) + (1 << 1) - (1 << 4)
     assert found[0].setting.copy == best
@@ -251,7 +250,7 @@ def test_a_rung_that_does_not_pay_by_itself_stays_where_the_plan_is_slower_witho
         floor = property(lambda self: 0.04, lambda self, value: None)  # type: ignore[assignment]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(climb, "Arena", Coarse)
+        patch.setattr(course, "Arena", Coarse)
         report, rungs, _ = _climb(
             clock, cost, rungs=("matmul", "memory", "token-order"), loss_steps=0, budget=60.0
         )
@@ -278,7 +277,6 @@ def test_what_no_race_decides_is_taken_where_measurement_and_forecast_agree(
     other = search.Candidate(("memory",), replace(first, plan=replace(first.plan, host_memory="keep")))
     known = SimpleNamespace(
         arena=SimpleNamespace(verdict_of=lambda *settings: said),
-        rounds=7,
         measured={best.key: best, other.key: other},
         allowed=lambda candidate: True,
         speed=lambda candidate: measured if candidate is other else 1.0,
@@ -434,7 +432,7 @@ def test_slow_steps_keep_the_budget_and_leave_time_for_a_compiled_look(
 def test_a_change_of_host_memory_costs_a_step_and_is_planned_for(clock: Clock) -> None:
     subject = Scripted(clock, lambda setting: 2.0, _loss)
     config = LadderConfig(round_seconds=0.01)
-    races = arena.Arena(subject, 0, 0.01, Team(subject, config), lambda *said: None)
+    races = arena.Arena(models.Models(subject, MACHINE, config), 7, 0.01, lambda *said: None)
     keeps = replace(subject.first, plan=replace(subject.first.plan, host_memory="keep"))
     settings = [subject.first, keeps, replace(subject.first, copy=1), replace(keeps, copy=1)]
     races.play(settings, 1)
@@ -446,7 +444,7 @@ def test_a_change_of_host_memory_costs_a_step_and_is_planned_for(clock: Clock) -
 def test_where_memory_holds_few_settings_they_race_in_groups(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena.Arena, "_room", lambda self, setting: 2)
+    monkeypatch.setattr(models.Models, "room", lambda self, setting: 2)
     report, rungs, _ = _climb(clock, _seconds, rungs=("optimizer", "token-order", "compile"))
     assert report.plan == "optimizer=fused token_order=batch_second compile=whole"
     assert report.speedup == pytest.approx(1 / (0.8 * 0.97 * 0.7), rel=1e-3)

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
-from penstock.ladder import arena as arena_module
+from penstock.ladder import models
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.deadline import OutOfTime, stopped_at
+from penstock.ladder.models import Models
 from penstock.ladder.own import subject_of
 from penstock.ladder.settings import LadderConfig
-from penstock.ladder.team import Team
 
 
 def _swallows_failures() -> None:
@@ -53,8 +54,8 @@ def test_a_compilation_that_outlasts_its_time_is_not_run(monkeypatch: pytest.Mon
 
     config = LadderConfig(model=PRESETS["vit-digits"], device="cpu", batch=2)
     subject = subject_of(config, None, torch.device("cpu"))
-    races = Arena(subject, 0, 0.01, Team(subject, config), lambda *said: None)
-    monkeypatch.setattr(arena_module, "Contender", Slow)
+    races = Arena(Models(subject, load_machine("h100"), config), 7, 0.01, lambda *said: None)
+    monkeypatch.setattr(models, "ModelContender", Slow)
     races.compile_until = lambda: time.perf_counter() + 0.05
     compiled = replace(subject.first, plan=replace(subject.first.plan, compile="whole"))
     with pytest.raises(OutOfTime) as stopped:

@@ -115,7 +115,7 @@ def test_a_pooled_model_starts_from_the_weights_it_shares(subject: Configured) -
 def test_contenders_take_turns_without_leaking_switches(subject: Configured) -> None:
     before = torch.get_float32_matmul_precision()
     bench = measure.Bench(subject)
-    pair = [measure.Contender(bench, _with(subject, line), 0) for line in ("matmul=medium", "")]
+    pair = [measure.ModelContender(bench, _with(subject, line), 0) for line in ("matmul=medium", "")]
     seen: list[tuple[int, str]] = []
     for index, contender in enumerate(pair):
         model = bench._warm[contender.setting].built.model

@@ -372,7 +372,7 @@ def test_packed_samples_are_worth_the_text_that_they_hold(tmp_path: Path, preset
     assert re.search(r"packed already; with one in each sample \d\d% would be padding", said)
     assert usual.unpacked_padding == pytest.approx(share, abs=0.05)
     images = Configured(LadderConfig(model=PRESETS["vit-digits"]), DEVICE)
-    assert "no running text" in str(rung.refusal(images.first, images.situation(CPU)))
+    assert "not continuous text" in str(rung.refusal(images.first, images.situation(CPU)))
 
 
 @pytest.mark.slow

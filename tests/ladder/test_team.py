@@ -19,7 +19,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, EnvironmentProblem, OutOfMemory
 from penstock.ladder import LadderReport, RungResult, ladder
 from penstock.ladder.factory import drawn_anew, path_of
-from penstock.ladder.measure import Contender
+from penstock.ladder.measure import ModelContender
 from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
@@ -165,7 +165,7 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
     team = Team(subject, config)
     setting = Setting(model=model, plan=Plan(micro_batch=2, dp=2))
     try:
-        first = Contender(team, setting, 0)
+        first = ModelContender(team, setting, 0)
         assert first.timed(1e-6).wall > 0
         pids = [member._process.pid for member in team._members]
         os.kill(pids[1], signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-        assert Contender(team, setting, 0).timed(1e-6).wall > 0
+        assert ModelContender(team, setting, 0).timed(1e-6).wall > 0
     finally:
         team.end()
     assert team._members == []

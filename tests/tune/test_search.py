@@ -14,13 +14,13 @@ import pytest
 from penstock.config.load import to_dict
 from penstock.config.machine import Machine, load_machine
 from penstock.errors import ConfigError, OutOfMemory
+from penstock.ladder.result import LadderReport
+from penstock.ladder.show import ending, remarks, table, write
 from penstock.report.page import plain_console
-from penstock.tune import search, turns
+from penstock.tune import script, search
 from penstock.tune.facts import Facts
 from penstock.tune.process import ScriptCommand, ScriptEnded
-from penstock.tune.result import TuneReport
 from penstock.tune.settings import TuneConfig
-from penstock.tune.show import ending, remarks, table, write
 
 ENDLESS = 10**9
 FACTS = Facts(
@@ -116,158 +116,166 @@ class Fake:
 
 
 @pytest.fixture
-def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., TuneReport]:
-    monkeypatch.setattr(turns, "ScriptProcess", Fake)
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LadderReport]:
+    monkeypatch.setattr(script, "ScriptProcess", Fake)
 
-    def run(world: World, **options: Any) -> TuneReport:
+    def run(world: World, **options: Any) -> LadderReport:
         monkeypatch.setattr(Fake, "world", world, raising=False)
         command = ScriptCommand("train.py", ("--lr", "1e-3"), procs=options.pop("procs", 1))
         try:
             report = search.tune(command, TuneConfig(output=str(tmp_path), **options))
         finally:
             assert world.alive == 0
-        for step in report.steps:
-            if step.status in ("kept", "offered"):
-                assert step.ratio is not None
-                assert step.ratio.low > 1.0, step
+        for rung in report.rungs:
+            if rung.status in ("kept", "offered"):
+                assert rung.to_previous is not None
+                assert rung.to_previous.low > 1.0, rung
         return report
 
     return run
 
 
-def _statuses(report: TuneReport) -> dict[str, str]:
-    return {step.name: step.status for step in report.steps}
+def _statuses(report: LadderReport) -> dict[str, str]:
+    return {rung.name: rung.status for rung in report.rungs}
 
 
 GAINS = {"optimizer=fused": 1.3, "precision=O1": 0.8, "compile=blocks": 1.5, "compile=whole": 0.9}
 
 
-def test_what_pays_is_kept_and_nothing_else(tuned: Callable[..., TuneReport], tmp_path: Path) -> None:
+def test_what_pays_is_kept_and_nothing_else(tuned: Callable[..., LadderReport], tmp_path: Path) -> None:
     report = tuned(World(gains=GAINS))
-    assert report.line == "optimizer=fused compile=blocks"
-    assert report.speedup.value == pytest.approx(1.95, rel=0.01)
-    assert report.command == 'penstock run --plan "optimizer=fused compile=blocks" train.py --lr 1e-3'
+    assert report.plan == "optimizer=fused compile=blocks"
+    assert report.speedup == pytest.approx(1.95, rel=0.01)
+    assert report.train_command == 'penstock run --plan "optimizer=fused compile=blocks" train.py --lr 1e-3'
     statuses = _statuses(report)
     assert statuses["optimizer-fused"] == statuses["compile-blocks"] == "kept"
     assert statuses["half-bf16"] == statuses["matmul"] == statuses["compile-whole"] == "not kept"
     assert statuses["padding"] == statuses["half-fp16"] == statuses["fp8"] == "unsupported"
     assert statuses["attention-flash"] == "unsupported"
-    predicted = {step.name: step.predicted for step in report.steps if step.ratio is not None}
-    assert predicted == dict.fromkeys(predicted, 1.25) | dict.fromkeys(
-        ("attention-plain", "fuse-residual_norm", "fuse-bias_activation", "fuse-all")
-    )
-    assert report.losses == pytest.approx([report.losses[0] + 0.01 * seed for seed in range(3)])
-    assert write(report, tmp_path).read_text().count('"kept"') == 2
+    forecasts = {rung.name: rung.forecast for rung in report.rungs[1:] if rung.measured}
+    predicted = {name: forecast and forecast.to_previous for name, forecast in forecasts.items()}
+    unpredicted = dict.fromkeys(("attention-plain", "fuse-residual_norm", "fuse-bias_activation", "fuse-all"))
+    assert predicted == dict.fromkeys(predicted, 1.25) | unpredicted | {"compile-whole": 1.0}
+    assert report.same.predicted == pytest.approx(1.25**2)
+    assert report.noise is not None
+    losses = report.noise.losses
+    assert losses == pytest.approx([losses[0] + 0.01 * seed for seed in range(3)])
+    page, data = write(report, tmp_path)
+    assert (page.name, data.read_text().count('"kept"')) == ("tune.html", 2)
+    assert "Tuning train.py --lr 1e-3" in page.read_text()
     console = plain_console()
     with console.capture() as shown:
-        console.print(table(report, 160), *remarks(report, every=True))
+        console.print(table(report, 160, every=True), *remarks(report, every=True))
     assert "fused optimizer" in shown.get()
     assert "no token of its batches is padding" in " ".join(shown.get().split())
+    same = report.same.speedup
     assert ending(report)[-1] == (
-        f"Same results: 1.95× ({report.speedup.low:.2f} to {report.speedup.high:.2f}) as fast as the script as it is",
-        report.command,
+        f"Same results: 1.95× the speed of the script as it is ({same.low:.2f} to {same.high:.2f}), predicted 1.56×. "
+        "Its Plan is optimizer=fused compile=blocks. "
+        "Its loss differs by 0.0000, within what seeds and rounding explain.",
+        report.train_command,
     )
 
 
-def test_where_nothing_is_beyond_the_noise_the_script_stays(tuned: Callable[..., TuneReport]) -> None:
+def test_where_nothing_is_beyond_the_noise_the_script_stays(tuned: Callable[..., LadderReport]) -> None:
     report = tuned(World(noise=0.2, gains={"matmul=medium": 1.02}))
-    assert report.line == ""
-    assert report.speedup.value == 1.0
-    assert report.command == "python train.py --lr 1e-3"
+    assert report.plan == "the script as it is"
+    assert report.speedup == 1.0
+    assert report.train_command == "python train.py --lr 1e-3"
     assert not {"kept", "unproven"} & {*_statuses(report).values()}
     words, command = ending(report)[-1]
-    assert words.lower().startswith("nothing beyond ±")
+    assert words.startswith("Same results: Nothing beyond ±")
     assert "may be chance" in words
-    assert command == report.command
+    assert command == report.train_command
 
 
-def test_a_gain_that_does_not_last_is_not_called_kept(tuned: Callable[..., TuneReport]) -> None:
+def test_a_gain_that_does_not_last_is_not_called_kept(tuned: Callable[..., LadderReport]) -> None:
     """It is faster while it is tried, and slower in the last race: all rounds together decide."""
     report = tuned(World(gains={"optimizer=fused": 1.04}, late=0.6, noise=0.001), rounds=9)
-    assert report.line == ""
+    assert report.plan == "the script as it is"
     assert _statuses(report)["optimizer-fused"] != "kept"
 
 
-def test_a_loss_beyond_seeds_and_rounding_is_not_kept(tuned: Callable[..., TuneReport]) -> None:
+def test_a_loss_beyond_seeds_and_rounding_is_not_kept(tuned: Callable[..., LadderReport]) -> None:
     def worse(line: str, seed: int, step: int) -> float:
         return 3.0 - 0.01 * step + 0.001 * seed + (0.2 if "precision=O1" in line else 0.0)
 
     gains = {"precision=O1": 2.0, "optimizer=fused": 1.1}
     report = tuned(World(gains=gains, loss=worse))
-    assert report.line == "optimizer=fused"
-    half = next(step for step in report.steps if step.name == "half-bf16")
+    assert report.plan == "optimizer=fused"
+    half = next(step for step in report.rungs if step.name == "half-bf16")
     assert (half.status, half.reason) == (
         "not kept",
         "its loss differs by more than seeds and rounding explain",
     )
     assert half.loss_difference == pytest.approx(0.2)
     report = tuned(World(gains=gains))
-    assert "precision=O1" in report.line
+    assert "precision=O1" in report.plan
 
     def broken(line: str, seed: int, step: int) -> float:
         return float("nan") if "fused" in line else 1.0
 
-    assert "fused" not in tuned(World(gains=gains, loss=broken)).line
+    assert "fused" not in tuned(World(gains=gains, loss=broken)).plan
 
 
-def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[..., TuneReport]) -> None:
+def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[..., LadderReport]) -> None:
     gains = {
         "fuse=residual_norm": 1.2,
         "fuse=bias_activation": 1.1,
         "fuse=residual_norm,bias_activation": 1.3,
     }
     report = tuned(World(gains=gains), rungs=("fuse",))
-    assert report.line == "fuse=residual_norm,bias_activation"
-    steps = {step.name: step for step in report.steps}
+    assert report.plan == "fuse=residual_norm,bias_activation"
+    steps = {step.name: step for step in report.rungs}
     assert (steps["fuse-all"].status, steps["fuse-bias_activation"].status) == ("kept", "not kept")
-    assert steps["fuse-all"].before == "fuse=residual_norm"
+    assert list(report.same.rungs) == ["fuse-residual_norm", "fuse-all"]
     one = World(gains=gains, facts=replace(FACTS, fused={"residual_norm": 0, "bias_activation": 2}))
     report = tuned(one, rungs=("fuse",))
-    assert report.line == "fuse=bias_activation"
-    reasons = {step.name: step.reason for step in report.steps}
+    assert report.plan == "fuse=bias_activation"
+    reasons = {step.name: step.reason for step in report.rungs}
     assert reasons["fuse-residual_norm"] == "no place of the model is known for residual + norm"
     assert reasons["fuse-all"] == "one alone fits the model, and has a rung of its own"
     report = tuned(
         World(facts=replace(FACTS, fused={}, no_blocks="No repeated blocks. Enrol it.")), rungs=("fuse",)
     )
-    assert {step.reason for step in report.steps} == {"No repeated blocks"}
+    assert {step.reason for step in report.rungs[1:]} == {"No repeated blocks"}
 
 
-def test_casts_that_pay_once_compiled_are_tried_again(tuned: Callable[..., TuneReport]) -> None:
+def test_casts_that_pay_once_compiled_are_tried_again(tuned: Callable[..., LadderReport]) -> None:
     both = frozenset({"precision=O1", "compile=blocks"})
     gains = {"precision=O1": 0.92, "compile=blocks": 1.2}
     report = tuned(World(gains=gains, together={both: 1.4}), rungs=("half", "compile-blocks"))
-    assert {*report.line.split()} >= both
+    assert {*report.plan.split()} >= both
     for slow in (0.92, 0.6):
         gains = {"precision=O1": slow, "compile=blocks": 0.95}
         report = tuned(World(gains=gains, together={both: 1.4 / slow}), rungs=("half", "compile-blocks"))
-        assert {*report.line.split()} >= both
+        assert {*report.plan.split()} >= both
     assert _statuses(report)["half-bf16+compile-blocks"] == "kept"
 
 
-def test_what_saves_more_of_a_shorter_step_is_tried_again(tuned: Callable[..., TuneReport]) -> None:
+def test_what_saves_more_of_a_shorter_step_is_tried_again(tuned: Callable[..., LadderReport]) -> None:
     """Nothing beyond the noise on the script as it is, but a tenth once products are half as long."""
     both = frozenset({"optimizer=fused", "precision=O1"})
     world = World(gains={"precision=O1": 2.0, "matmul=medium": 0.9}, together={both: 1.1})
     report = tuned(world, rungs=("optimizer", "matmul", "half-bf16"))
-    assert {*report.line.split()} >= both
+    assert {*report.plan.split()} >= both
     assert _statuses(report)["optimizer-fused"] == "kept"
     # What was slower is not: fast products were started once, on top of the script as it is.
     assert sum("matmul=medium" in line for line in world.started) == 1
 
 
-def test_what_changes_results_is_offered_apart(tuned: Callable[..., TuneReport]) -> None:
+def test_what_changes_results_is_offered_apart(tuned: Callable[..., LadderReport]) -> None:
     report = tuned(World(gains={"precision=O1": 1.5, "products=int8_all": 1.4}))
-    assert report.line == "precision=O1 dtype=bf16"
-    assert report.fastest is not None, [s.reason for s in report.steps if s.name == "int8"]
-    assert report.fastest[0] == "precision=O1 dtype=bf16 products=int8_all"
-    assert [command for _, command in ending(report)] == [report.fastest[2], report.command]
+    assert report.plan == "precision=O1 dtype=bf16"
+    assert report.fastest is not None, [s.reason for s in report.rungs if s.name == "int8"]
+    assert report.fastest.plan == "precision=O1 dtype=bf16 products=int8_all"
+    assert [command for _, command in ending(report)] == [report.fastest.train_command, report.train_command]
 
 
-def test_a_script_that_ends_begins_again(tuned: Callable[..., TuneReport]) -> None:
+def test_a_script_that_ends_begins_again(tuned: Callable[..., LadderReport]) -> None:
     world = World(gains={"optimizer=fused": 1.5}, length=60)
     report = tuned(world, rungs=("optimizer",))
-    assert report.line == "optimizer=fused"
+    assert report.plan == "optimizer=fused"
     assert world.started.count("") > 3
     with pytest.raises(ConfigError, match="it ended after 9 optimizer steps"):
         tuned(World(length=9))
@@ -285,52 +293,52 @@ def test_a_script_that_ends_begins_again(tuned: Callable[..., TuneReport]) -> No
     ],
 )
 def test_what_cannot_be_timed_is_refused(
-    tuned: Callable[..., TuneReport], status: str, why: str, said: str
+    tuned: Callable[..., LadderReport], status: str, why: str, said: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         tuned(World(fails={"baseline": (status, why)}))
     assert said in str(raised.value)
 
 
-def test_where_memory_runs_out_it_is_recomputed(tuned: Callable[..., TuneReport]) -> None:
+def test_where_memory_runs_out_it_is_recomputed(tuned: Callable[..., LadderReport]) -> None:
     fails = {"baseline": ("out of memory", "CUDA out of memory")}
     report = tuned(World(fails=fails, gains={"optimizer=fused": 1.2}), rungs=("optimizer",))
-    assert report.line == "recompute=early optimizer=fused"
+    assert report.plan == "recompute=early optimizer=fused"
     assert "runs out of memory as it is" in " ".join(report.notes)
     report = tuned(World(fails=fails), rungs=("optimizer",))
-    assert report.command == 'penstock run --plan "recompute=early" train.py --lr 1e-3'
+    assert report.train_command == 'penstock run --plan "recompute=early" train.py --lr 1e-3'
     with pytest.raises(OutOfMemory, match="smaller batch"):
         tuned(World(fails={**fails, "recompute=early": ("out of memory", "CUDA out of memory")}))
 
 
-def test_on_a_gpu_activations_may_wait_on_the_host_instead(tuned: Callable[..., TuneReport]) -> None:
+def test_on_a_gpu_activations_may_wait_on_the_host_instead(tuned: Callable[..., LadderReport]) -> None:
     """What compiles gives up the host for recomputation, against which it races then."""
     gpu = {"machine": load_machine("a100-80g"), "facts": replace(FACTS, device="cuda")}
     fails = {"baseline": ("out of memory", "CUDA out of memory")}
     gains = {"recompute=none": 1.3, "optimizer=fused": 1.2}
     report = tuned(World(fails=fails, gains=gains, **gpu), rungs=("optimizer-fused",))
-    assert report.line == "recompute=none offload=activations optimizer=fused"
+    assert report.plan == "recompute=none offload=activations optimizer=fused"
     assert _statuses(report)["offload"] == "kept"
     gains["compile=blocks"] = 2.0
     report = tuned(World(fails=fails, gains=gains, **gpu), rungs=("compile-blocks",))
-    assert report.line == "recompute=early compile=blocks"
+    assert report.plan == "recompute=early compile=blocks"
     on_a_cpu = tuned(World(fails=fails, gains=gains), rungs=("optimizer",))
-    assert next(step for step in on_a_cpu.steps if step.name == "offload").reason == (
+    assert next(step for step in on_a_cpu.rungs if step.name == "offload").reason == (
         "on a CPU activations are in host memory already"
     )
     assert "offload" not in _statuses(tuned(World(), rungs=("optimizer",)))
 
 
-def test_a_rung_that_fails_is_reported(tuned: Callable[..., TuneReport]) -> None:
+def test_a_rung_that_fails_is_reported(tuned: Callable[..., LadderReport]) -> None:
     fails = {"compile=blocks": ("failed", "RuntimeError: graph"), "compile=whole": ("unsupported", "no")}
     report = tuned(World(fails=fails, gains={"optimizer=fused": 1.5}))
-    steps = {step.name: step for step in report.steps}
+    steps = {step.name: step for step in report.rungs}
     assert (steps["compile-blocks"].status, steps["compile-blocks"].reason) == (
         "failed",
         "RuntimeError: graph",
     )
     assert steps["compile-whole"].status == "unsupported"
-    assert report.line == "optimizer=fused"
+    assert report.plan == "optimizer=fused"
 
 
 @pytest.mark.parametrize(
@@ -355,34 +363,34 @@ def test_a_rung_that_fails_is_reported(tuned: Callable[..., TuneReport]) -> None
     ],
 )
 def test_what_does_not_apply_is_not_started(
-    tuned: Callable[..., TuneReport], changes: dict[str, Any], name: str, reason: str
+    tuned: Callable[..., LadderReport], changes: dict[str, Any], name: str, reason: str
 ) -> None:
     report = tuned(World(facts=replace(FACTS, **changes)), rungs=(name,))
-    step = next(step for step in report.steps if step.name == name)
+    step = next(step for step in report.rungs if step.name == name)
     assert step.status == "unsupported"
     assert reason in step.reason
     avx2 = replace(AMX, peak_flops={"fp32": 1e12, "bf16": 1e11})
     report = tuned(World(machine=avx2), rungs=("half",))
-    assert "has no units for bf16" in report.steps[0].reason
+    assert "has no units for bf16" in report.rungs[1].reason
 
 
-def test_too_little_time_is_said(tuned: Callable[..., TuneReport]) -> None:
+def test_too_little_time_is_said(tuned: Callable[..., LadderReport]) -> None:
     report = tuned(World(gains={"optimizer=fused": 1.5}), budget=0.5, rungs=("optimizer",))
     assert _statuses(report)["optimizer-fused"] == "not run"
     assert "Time was too short for fused optimizer; --budget 2 gives them more." in report.notes
-    assert ending(report)[-1][0].startswith("Nothing that applies here was measured")
+    assert ending(report)[-1][0].startswith("Same results: nothing that applies here was measured")
 
 
-def test_rungs_that_no_script_can_have_are_refused(tuned: Callable[..., TuneReport]) -> None:
+def test_rungs_that_no_script_can_have_are_refused(tuned: Callable[..., LadderReport]) -> None:
     with pytest.raises(ConfigError, match="can be put on a script from outside"):
         tuned(World(), rungs=("batch",))
     with pytest.raises(ConfigError, match="There is no rung 'compil'"):
         tuned(World(), skip=("compil",))
 
 
-def test_ranks_are_started_by_torchrun(tuned: Callable[..., TuneReport]) -> None:
+def test_ranks_are_started_by_torchrun(tuned: Callable[..., LadderReport]) -> None:
     report = tuned(World(gains={"optimizer=fused": 1.5}), rungs=("optimizer",), procs=2)
-    assert report.command == (
+    assert report.train_command == (
         'torchrun --nproc-per-node 2 -m penstock run --plan "optimizer=fused" train.py --lr 1e-3'
     )
     words = ScriptCommand("train.py", ("1",), procs=2).words("--plan", "")

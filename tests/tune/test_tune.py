@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
@@ -15,8 +14,8 @@ from helpers import forked
 from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.errors import ConfigError
+from penstock.ladder.result import LadderReport
 from penstock.tune.process import ScriptCommand, ScriptEnded, ScriptProcess
-from penstock.tune.result import TuneReport
 from penstock.tune.search import tune
 from penstock.tune.settings import TuneConfig
 
@@ -25,7 +24,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ENDLESS = "1000000"
 
 
-def _tuned(words: str, output: Path, *, procs: int = 1, **options: Any) -> TuneReport:
+def _tuned(words: str, output: Path, *, procs: int = 1, **options: Any) -> LadderReport:
     name, *arguments = words.split()
     command = ScriptCommand(str(SCRIPTS / name), tuple(arguments), procs=procs)
     config = TuneConfig(output=str(output), budget=900.0, round_seconds=0.02, **options)
@@ -35,8 +34,8 @@ def _tuned(words: str, output: Path, *, procs: int = 1, **options: Any) -> TuneR
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Races end undecided."""
-    for most in ("MOST_ROUNDS", "CONTROL_ROUNDS"):
-        monkeypatch.setattr(f"penstock.tune.search.{most}", 3)
+    for most in ("most_rounds", "control_rounds"):
+        monkeypatch.setattr(f"penstock.tune.script.Script.{most}", 3)
 
 
 @pytest.fixture
@@ -48,17 +47,21 @@ def forked_scripts(few_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("forked_scripts")
 def test_a_plain_loop(tmp_path: Path) -> None:
     report = _tuned(f"plain.py {ENDLESS}", tmp_path, rungs=("optimizer",))
-    assert (report.facts.model, report.facts.optimizer, report.facts.device) == ("Sequential", "Adam", "cpu")
-    assert report.facts.parameters == 16 * 64 + 64 + 64 * 64 + 64 + 64 * 2 + 2
-    steps = {step.name: step for step in report.steps}
+    assert report.script is not None
+    assert [report.script[name] for name in ("model", "optimizer", "device")] == ["Sequential", "Adam", "cpu"]
+    assert report.script["parameters"] == 16 * 64 + 64 + 64 * 64 + 64 + 64 * 2 + 2
+    steps = {rung.name: rung for rung in report.rungs}
     fused = steps["optimizer-fused"]
     # How fast it is depends on what else runs here; that it computes the same does not.
     assert fused.status in ("kept", "unproven", "not kept")
-    assert fused.predicted is not None
-    assert fused.predicted > 1.0
+    assert fused.forecast is not None
+    assert fused.forecast.to_baseline > 1.0
     assert fused.loss_difference == pytest.approx(0.0, abs=1e-4)
     assert steps["optimizer-foreach"].status == "unsupported"
-    assert len({round(loss, 6) for loss in report.losses}) == 3, "other seeds give other weights and samples"
+    assert report.noise is not None
+    assert len({round(loss, 6) for loss in report.noise.losses}) == 3, (
+        "other seeds give other weights and samples"
+    )
     # What a script prints goes to a file and not to the terminal; what it would save at its end is left out.
     assert "applied optimizer=fused to Sequential" in "".join(
         log.read_text() for log in tmp_path.glob("*.log")
@@ -166,18 +169,19 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     rungs = ["optimizer", "padding", "attention-plain", "matmul"]
     rungs += ["compile-blocks"] * (name == "nanogpt.py")  # which takes long
     report = _tuned(words, tmp_path, rungs=tuple(rungs), rounds=3)
-    seen = (
-        dataclasses.asdict(report.facts) | dict(report.facts.switches) | {"padded": report.facts.padding > 0}
-    )
+    facts = report.script
+    assert facts is not None
+    seen = facts | facts["switches"] | {"padded": facts["padding"] > 0}
     known = KNOWN[words.replace(str(tmp_path / "out"), "OUT")]
     assert {key: seen[key] for key in known} == known
-    assert any(step.ratio is not None for step in report.steps), [s.reason for s in report.steps]
-    for step in report.steps:
-        assert step.status not in ("failed", "out of memory"), step
-        if step.status == "kept":
-            assert step.ratio is not None
-            assert step.ratio.low > 1.0
-    line = report.line or next((s.line for s in report.steps if s.ratio is not None), "")
+    measured = [rung for rung in report.rungs[1:] if rung.measured]
+    assert measured, [rung.reason for rung in report.rungs]
+    for rung in report.rungs:
+        assert rung.status not in ("failed", "out of memory"), rung
+        if rung.status == "kept":
+            assert rung.to_previous is not None
+            assert rung.to_previous.low > 1.0
+    line = report.plan if report.same.rungs else measured[0].plan
     again = ["-m", "penstock", "run", "--plan", line, *shlex.split(words.replace(ENDLESS, "4"))]
     code, _, error = forked.run_python(again, tmp_path, cwd=SCRIPTS)
     assert code == 0, error
@@ -188,8 +192,8 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_rounds")
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
     report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer-fused",), rounds=3)
-    assert next(step for step in report.steps if step.name == "optimizer-fused").ratio is not None
-    assert re.match(r"torchrun --nproc-per-node 2 ", report.command)
+    assert next(rung for rung in report.rungs if rung.name == "optimizer-fused").to_previous is not None
+    assert re.match(r"torchrun --nproc-per-node 2 ", report.train_command)
 
 
 @pytest.mark.slow
@@ -199,5 +203,5 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, str(SCRIPTS / "plain.py"), ENDLESS]) == 0
     out = capsys.readouterr().out
     report = json.loads((tmp_path / "tune.json").read_text())
-    assert out.rstrip().endswith(report["command"])
+    assert out.rstrip().endswith(report["train_command"])
     assert "Sequential of 5,378 weights, trained by Adam on cpu" in out

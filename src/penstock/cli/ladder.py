@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -34,23 +33,8 @@ def ladder(
     # Memory is measured with torch's profiler, which would warn in every step that it started in the middle of a run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from penstock.ladder.climb import ladder as climb
-    from penstock.ladder.display import display_for
-    from penstock.ladder.show import ending, remarks, table, write
-    from penstock.report.page import plain_console
+    from penstock.ladder.show import climbed
 
     require_folder(config.output)
-    display = display_for(sys.stderr)
-    try:
-        report = climb(config=config, on_progress=display.show)
-    finally:
-        display.end()
-    html, data = write(report, config.output)
-    console = plain_console()
-    console.print(table(report, console.width, every=all_))
-    for remark in remarks(report, every=all_):
-        console.print(remark)
-    console.print(f"\nWritten: {html} and {data}")
-    for words, command in ending(report):
-        console.print(f"\n{words}")
-        console.print(command, soft_wrap=True)  # not wrapped, because this line is there to be copied
+    climbed(lambda show: climb(config=config, on_progress=show), config.output, every=all_)
     return int(ExitCode.DONE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +55,7 @@ def tune(
     timeout
         Seconds that the script may be silent, for example before its first step.
     output
-        Folder of tune.json, and of what the script writes to its terminal.
+        Folder of tune.html and tune.json, and of what the script writes to its terminal.
     module
         SCRIPT is the name of a module.
     all_
@@ -77,25 +76,15 @@ def tune(
     elif not Path(script).exists() or script.endswith(".py"):
         require_script(script)
     require_folder(output)
-    from penstock.report.page import plain_console
+    from penstock.ladder.show import climbed
     from penstock.tune.process import ScriptCommand
     from penstock.tune.search import tune as search
-    from penstock.tune.show import ending, remarks, table, write
 
     config = TuneConfig(
         budget=budget, rounds=rounds, rungs=_names(rungs), skip=_names(skip), output=output, timeout=timeout
     )
     command = ScriptCommand(script, tuple(arguments), module, procs)
-    report = search(command, config, lambda words: print(words, file=sys.stderr, flush=True))
-    data = write(report, output)
-    console = plain_console()
-    console.print(table(report, console.width))
-    for remark in remarks(report, every=all_):
-        console.print(remark)
-    console.print(f"\nWritten: {data}")
-    for words, line in ending(report):
-        console.print(f"\n{words}")
-        console.print(line, soft_wrap=True)  # not wrapped, because this line is there to be copied
+    climbed(lambda show: search(command, config, show), output, every=all_)
     return int(ExitCode.DONE)
 
 

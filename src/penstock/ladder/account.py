@@ -7,55 +7,28 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.config.convert import plain
-from penstock.config.machine import Machine
 from penstock.config.stack import Stack
 from penstock.ladder.arena import Arena
-from penstock.ladder.forecast import rank_machine
+from penstock.ladder.contender import Contenders
 from penstock.ladder.judge import tail_mean
 from penstock.ladder.losses import Losses
-from penstock.ladder.result import Chosen, Estimate, Forecast, RungResult, Tried
+from penstock.ladder.result import Chosen, Estimate, RungResult, Tried
 from penstock.ladder.rung import Rung, Setting
 from penstock.ladder.search import Search
-from penstock.ladder.subject import Subject
-from penstock.planner.prediction import Prediction, predict_workload
 
 
 class Account:
     """Forecasts and figures of the settings of one climb."""
 
-    def __init__(self, subject: Subject, machine: Machine, arena: Arena, losses: Losses) -> None:
-        self.subject, self.machine = subject, machine
-        self.arena, self.losses = arena, losses
-        self.first = subject.first
+    def __init__(self, contenders: Contenders, arena: Arena, losses: Losses) -> None:
+        self.contenders, self.arena, self.losses = contenders, arena, losses
+        self.forecast = contenders.forecast
         self._memory: dict[Setting, list[int]] = {}
 
-    def predict(self, setting: Setting) -> Prediction:
-        """The planner's prediction for a setting."""
-        work, machine = self.subject.workload(setting), self.machine
-        if setting.plan.gpus > 1:
-            machine = rank_machine(machine, setting.plan.gpus, self.arena.team.link())
-        return predict_workload(work, machine, setting.plan)
-
-    def forecast(
-        self, setting: Setting, before: Setting, by: str = "samples", corrected: float | None = None
-    ) -> Forecast:
-        """The planner's forecast for a setting against two others; `corrected` is the better ratio to the baseline."""
-        predicted, previous, first = (self.predict(s) for s in (setting, before, self.first))
-
-        def rate(prediction: Prediction, of: Setting) -> float:
-            flops = prediction.model_flops_per_second_per_gpu * prediction.gpus
-            return flops if by == "flops" else prediction.samples_per_second * self.subject.worth(of)
-
-        to_baseline = rate(predicted, setting) / rate(first, self.first)
-        return Forecast(
-            samples_per_second=predicted.samples_per_second * self.subject.worth(setting),
-            to_previous=rate(predicted, setting) / rate(previous, before),
-            to_baseline=to_baseline,
-            corrected=to_baseline if corrected is None else corrected,
-            memory_bytes=predicted.memory_bytes,
-            mfu=predicted.mfu,
-            seconds=predicted.seconds,
-        )
+    @property
+    def first(self) -> Setting:
+        """The baseline."""
+        return self.arena.baseline
 
     def weigh(self, setting: Setting) -> None:
         """Measure the memory of a setting, if that was not done."""
@@ -71,76 +44,65 @@ class Account:
         """Work of a sample of one setting, in samples of another."""
         if by == "samples":
             return 1.0
-        subject = self.subject
-        each = [subject.model_flops(s) / subject.samples(s) for s in (setting, over)]
-        return each[0] / each[1]
+        each, other = self._flops(setting), self._flops(over)
+        assert each is not None
+        assert other is not None
+        return each / other
+
+    def _flops(self, setting: Setting) -> float | None:
+        """The model's FLOPs of a sample, where they are known."""
+        flops = self.contenders.model_flops(setting)
+        return None if flops is None else flops / self.contenders.samples(setting)
 
     def processor_ratio(self, setting: Setting, over: Setting) -> Estimate | None:
         """`ratio` in processor time; on a CPU only."""
-        if self.subject.device.type != "cpu":
+        if self.contenders.shares_gpu:
             return None
         step_speed = self.arena.processor.joint().ratio(setting, over, self.arena.floor)
-        return step_speed and step_speed.times(self.subject.samples(setting) / self.subject.samples(over))
+        return step_speed and step_speed.times(self.arena.work(setting, over))
 
     def rate(self, setting: Setting) -> Estimate | None:
         """Samples per second: the baseline's at the machine's usual pace, times the ratio to it."""
         speed = self.ratio(setting, self.first)
-        usual = self.subject.samples(self.first) / self.arena.wall.joint().seconds(self.first)
+        usual = self.contenders.samples(self.first) / self.arena.wall.joint().seconds(self.first)
         return speed and speed.times(usual)
 
     def with_figures(self, result: RungResult, setting: Setting, before: Setting) -> RungResult:
         """A result with all that was measured of a setting."""
         by, rate = result.compared_by, self.rate(setting)
-        each = self.subject.model_flops(setting) / self.subject.samples(setting)
+        flops = self._flops(setting)
         memory = self._memory.get(setting, [])
         curve = self.losses.known(setting)
         return replace(
-            result,
-            samples_per_second=rate,
-            model_flops_per_second=rate and rate.times(each),
-            to_previous=self.ratio(setting, before, by),
-            to_baseline=self.ratio(setting, self.first, by),
+            result, samples_per_second=rate, model_flops_per_second=rate.times(flops) if rate and flops else None,
+            to_previous=self.ratio(setting, before, by), to_baseline=self.ratio(setting, self.first, by),
             processor_to_baseline=self.processor_ratio(setting, self.first),
-            interleaved=setting not in self.arena.timed_alone,
-            memory_bytes=max(memory, default=None),
+            interleaved=setting not in self.arena.timed_alone, memory_bytes=max(memory, default=None),
             memory_by_rank=tuple(memory) if len(memory) > 1 else (),
-            compile_seconds=self.arena.compile_seconds.get(setting),
-            losses=curve,
-            loss=tail_mean(curve) if curve else None,
-            loss_difference=self.losses.difference(setting),
-        )
+            compile_seconds=self.arena.compile_seconds.get(setting), losses=curve,
+            loss=tail_mean(curve) if curve else None, loss_difference=self.losses.difference(setting),
+            allowed_difference=self.losses.allowed(setting),
+        )  # fmt: skip
 
     def result(self, rung: Rung, setting: Setting | None = None) -> RungResult:
         """A rung without figures, under a setting if there is one."""
         return RungResult(
-            name=rung.name,
-            title=rung.title,
-            why=rung.why,
-            status="unsupported",
-            plan=setting.plan.line() if setting else "",
-            model=changes(self.first, setting) if setting else {},
-            results=rung.results,
-            compared_by=rung.compared_by,
-        )
+            name=rung.name, title=rung.title, why=rung.why, status="unsupported", plan=setting.words if setting else "",
+            model=changes(self.first, setting) if setting else {}, results=rung.results, compared_by=rung.compared_by,
+        )  # fmt: skip
 
     def chosen(self, setting: Setting, rungs: Sequence[str]) -> Chosen:
         """A Plan that the ladder ends with."""
         speedup, rate = self.ratio(setting, self.first), self.rate(setting)
         assert speedup is not None
         assert rate is not None
-        memory = self._memory.get(setting)
+        memory, forecast = self._memory.get(setting), self.forecast(setting, self.first)
         return Chosen(
-            plan=setting.plan.line(),
-            model=changes(self.first, setting),
-            rungs=tuple(rungs),
-            train_command=self.subject.train_command(setting),
-            speedup=speedup,
-            samples_per_second=rate,
-            predicted=self.forecast(setting, self.first).to_baseline,
-            memory_bytes=max(memory) if memory else None,
-            loss_difference=self.losses.difference(setting),
-            within_noise=self.losses.within_noise(setting),
-        )
+            plan=setting.words, model=changes(self.first, setting), rungs=tuple(rungs),
+            train_command=self.contenders.train_command(setting), speedup=speedup, samples_per_second=rate,
+            predicted=None if forecast is None else forecast.to_baseline, memory_bytes=max(memory) if memory else None,
+            loss_difference=self.losses.difference(setting), within_noise=self.losses.within_noise(setting),
+        )  # fmt: skip
 
     def tried(self, search: Search) -> tuple[Tried, ...]:
         """Every candidate that was measured, the fastest first."""
@@ -150,18 +112,16 @@ class Account:
             ratio = self.ratio(setting, self.first)
             if ratio is None:
                 continue
-            predicted = self.forecast(setting, self.first).to_baseline
-            rows.append(
-                Tried(
-                    plan=setting.plan.line(),
-                    model=changes(self.first, setting),
-                    predicted=predicted,
-                    corrected=search.before.get(setting, predicted),
-                    to_baseline=ratio,
-                    compile_seconds=self.arena.compile_seconds.get(setting),
-                    build_seconds=self.arena.build_seconds.get(setting, 0.0),
-                )
-            )
+            forecast = self.forecast(setting, self.first)
+            assert forecast is not None  # the search goes by it
+            predicted = forecast.to_baseline
+            row = Tried(
+                plan=setting.words, model=changes(self.first, setting), predicted=predicted,
+                corrected=search.before.get(setting, predicted), to_baseline=ratio,
+                compile_seconds=self.arena.compile_seconds.get(setting),
+                build_seconds=self.arena.build_seconds.get(setting, 0.0),
+            )  # fmt: skip
+            rows.append(row)
         return tuple(rows)
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from penstock.errors import ConfigError, ran_out_of_memory
+from penstock.ladder.contender import Contender, ContenderEnded, Contenders, LossRun
 from penstock.ladder.deadline import OutOfTime, stopped_at
-from penstock.ladder.measure import Bench, Contender, Crew, LossRun
 from penstock.ladder.result import Estimate, Status
 from penstock.ladder.rung import Setting
 from penstock.ladder.statistics import Journal, Verdict, verdict
-from penstock.ladder.subject import Subject
-from penstock.ladder.team import Team
 
 T = TypeVar("T")
 
@@ -26,8 +23,6 @@ COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0}
 """Seconds of compiling before any was measured: those of ViT-Ti/16 on one core. What is compiled first corrects it."""
 AGAIN = 0.3
 """Compile time of a form that was compiled before, as a share of the first time: torch's cache has its kernels."""
-MEMORY_SHARE = 0.5
-"""Share of a CPU's memory that waiting contenders may fill."""
 
 Tell = Callable[[str, str, Sequence[Setting], float], None]
 """Called before anything that takes long with the activity, its subject in words, the settings and the seconds."""
@@ -36,13 +31,12 @@ Tell = Callable[[str, str, Sequence[Setting], float], None]
 class Arena:
     """The contenders that are built, and the journals of all rounds."""
 
-    def __init__(self, subject: Subject, seed: int, round_seconds: float, team: Team, tell: Tell) -> None:
-        self.subject = subject
-        self.bench, self.team = Bench(subject), team
-        self.seed = seed
-        self.round_seconds = round_seconds
-        self.baseline = subject.first
-        self.keep: set[Setting] = {subject.first}
+    def __init__(self, contenders: Contenders, rounds: int, round_seconds: float, tell: Tell) -> None:
+        """`rounds` are the least before a small difference is believed."""
+        self.contenders = contenders
+        self.rounds, self.round_seconds = rounds, round_seconds
+        self.baseline = contenders.first
+        self.keep: set[Setting] = {contenders.first}
         """Settings that stay built while there is memory: they race again and again."""
         self.wall: Journal[Setting] = Journal()
         self.processor: Journal[Setting] = Journal()
@@ -68,12 +62,12 @@ class Arena:
             compiles = setting.plan.compile != "none"
             self._make_room(setting)
             words = "compiling" if compiles else "building"
-            self._tell(words, setting.plan.line(), (setting,), self.building(setting))
+            self._tell(words, setting.words, (setting,), self.building(setting))
             start, end = time.perf_counter(), math.inf
             if compiles and setting not in self.build_seconds:  # again, its kernels come from torch's cache
                 end = self.compile_until()
             with stopped_at(end, f"compiling was stopped after {end - start:.0f} s, when its time was over"):
-                contender = Contender(self._crew(setting), setting, self.seed)
+                contender = self.contenders.contend(setting)
             self.build_seconds[setting] = time.perf_counter() - start
             self.compile_seconds[setting] = contender.compile_seconds
             self.step_seconds[setting] = contender.step_seconds
@@ -93,17 +87,9 @@ class Arena:
         compiled_before = any(_form(at) == _form(setting) for at in self.build_seconds)
         return least + compiling * (AGAIN if compiled_before else 1.0)
 
-    def _room(self, setting: Setting) -> int:
-        """Contenders like this one that a CPU's memory holds; at least two, and any number on a GPU, which says so
-        itself when it is full."""
-        if self.subject.device.type != "cpu":
-            return sys.maxsize
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(2, int(MEMORY_SHARE * memory / (16.0 * self.subject.workload(setting).parameters)))
-
     def _make_room(self, setting: Setting) -> None:
         """Let go of those that waited longest, so that those who wait fit into memory beside this one."""
-        room = self._room(setting)
+        room = self.contenders.room(setting)
         while len(self._built) + 1 > room:
             waiting = [setting_built for setting_built in self._built if setting_built not in self._playing]
             free = [setting_built for setting_built in waiting if setting_built not in self.keep] or waiting
@@ -126,10 +112,7 @@ class Arena:
 
     def close(self) -> None:
         """End the processes, if there are any."""
-        self.team.end()
-
-    def _crew(self, setting: Setting) -> Crew:
-        return self.team if setting.plan.gpus > 1 else self.bench
+        self.contenders.end()
 
     # Measuring
 
@@ -141,30 +124,33 @@ class Arena:
         last. Raises whatever building one of them raises.
         """
         settings = list(dict.fromkeys(settings))
-        room = self._room(settings[0])
+        room = self.contenders.room(settings[0])
         if len(settings) > room:
             # Groups that share a setting: through it each can be compared with all.
             for at in range(0, len(settings) - 1, room - 1):
                 self.play(settings[at : at + room], rounds)
             return
         self._playing = frozenset(settings)
-        together = self._with_room(lambda: [self.build(setting) for setting in settings], settings[-1])
-        contenders = together or [self._built[settings[-1]]]
+        last = settings[-1]
+        together = self._with_room(lambda: [(setting, self.build(setting)) for setting in settings], last)
+        contenders = together or [(last, self._built[last])]
         self._tell("timing", "", settings, rounds * self.round_of(settings))
         for _ in range(rounds):
             first = self._turn % len(contenders)
             self._turn += 1
             order = contenders[first:] + contenders[:first]
-            form = _host_memory(order[0].setting)
-            order.sort(key=lambda contender: _host_memory(contender.setting) != form)
-            timings = {contender.setting: contender.timed(self.round_seconds) for contender in order}
+            form = self.contenders.form(order[0][0])
+            order.sort(key=lambda pair: self.contenders.form(pair[0]) != form)
+            timings = {setting: contender.timed(self.round_seconds) for setting, contender in order}
             walls = {setting: timing.wall for setting, timing in timings.items()}
             self.step_seconds |= walls
             if together is None:
                 walls |= {s: self.step_seconds[s] for s in settings if s not in walls}
-                self.timed_alone.add(settings[-1])
+                self.timed_alone.add(last)
             else:
-                self.processor.add({s: max(timing.processor, 1e-9) for s, timing in timings.items()})
+                busy = {s: timing.processor for s, timing in timings.items() if timing.processor is not None}
+                if busy:
+                    self.processor.add({s: max(seconds, 1e-9) for s, seconds in busy.items()})
             self.wall.add(walls)
 
     def turn_seconds(self, setting: Setting) -> float:
@@ -174,7 +160,7 @@ class Arena:
     def round_of(self, settings: Sequence[Setting]) -> float:
         """Seconds of one round in which settings that are built take turns."""
         seconds = sum(map(self.turn_seconds, settings))
-        forms = {_host_memory(setting): setting for setting in settings}
+        forms = {self.contenders.form(setting): setting for setting in settings}
         if len(forms) > 1:  # whoever follows one of the other form takes a step that is not timed
             seconds += sum(map(self._step, forms.values()))
         return seconds
@@ -185,34 +171,51 @@ class Arena:
     def ratio(self, setting: Setting, over: Setting) -> Estimate | None:
         """Speed of a setting over another's in samples per second, from all rounds of the run."""
         step_speed = self.wall.joint().ratio(setting, over, self.floor)
-        return step_speed and step_speed.times(self.subject.samples(setting) / self.subject.samples(over))
+        return step_speed and step_speed.times(self.work(setting, over))
 
     def speed(self, setting: Setting) -> float | None:
         """A setting's speed over the baseline's by all rounds, without an interval."""
         if setting == self.baseline:
             return 1.0
         step_speed = self.wall.joint().speed(setting, self.baseline)
-        return step_speed and step_speed * self.subject.samples(setting) / self.subject.samples(self.baseline)
+        return step_speed and step_speed * self.work(setting, self.baseline)
 
-    def verdict_of(self, setting: Setting, over: Setting, least: int) -> Verdict:
+    def work(self, setting: Setting, over: Setting) -> float:
+        """Samples of a step of one setting, over those of another."""
+        return self.contenders.samples(setting) / self.contenders.samples(over)
+
+    def verdict_of(self, setting: Setting, over: Setting) -> Verdict:
         """The verdict of all rounds so far on the two."""
         ratio = self.ratio(setting, over)
-        return "open" if ratio is None else verdict(ratio, ratio.rounds, least)
+        return "open" if ratio is None else verdict(ratio, ratio.rounds, self.rounds)
+
+    def faster(self, setting: Setting, over: Setting) -> bool:
+        """Whether all rounds so far say that one setting is faster than another, beyond the noise."""
+        return self.verdict_of(setting, over) == "faster"
+
+    def race(self, settings: Sequence[Setting], pairs: Sequence[tuple[Setting, Setting]], end: float) -> None:
+        """Let settings take turns until each pair is decided, or the time is up. Those that are decided step out."""
+        for _ in range(self.contenders.most_rounds):
+            undecided = [pair for pair in pairs if self.verdict_of(*pair) == "open"]
+            running = [s for s in settings if any(s in pair for pair in undecided)]
+            left = end - time.perf_counter()
+            if not running or left < self.round_of(running) + sum(map(self.building, running)):
+                return
+            self.play(running, 1)
 
     def memory(self, setting: Setting) -> list[int]:
         """Peak bytes of one step of a setting that is built, by rank."""
-        self._tell("weighing", setting.plan.line(), (setting,), 2 * self.turn_seconds(setting))
+        self._tell("weighing", setting.words, (setting,), 2 * self.turn_seconds(setting))
         return self.build(setting).memory()
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
         """The loss run of a setting, beside the built contenders if memory allows."""
-        crew = self._crew(setting)
         step = self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
-        self._tell("training", setting.plan.line(), (setting,), steps * step)
+        if self.contenders.loss_runs:
+            self._tell("training", setting.words, (setting,), steps * step)
 
         def run() -> LossRun:
-            losses: LossRun = crew.ask("trained", setting, seed, steps)[0]
-            return losses
+            return self.contenders.trained(setting, seed, steps)
 
         return self._with_room(run) or run()
 
@@ -221,7 +224,7 @@ class Arena:
         try:
             return work()
         except Exception as error:
-            if self.subject.device.type != "cuda" or failure(error)[0] != "out of memory":
+            if not self.contenders.shares_gpu or failure(error)[0] != "out of memory":
                 raise
         # Only here, where the exception and the frames it held are gone, is its memory free.
         for contender in self._built.values():
@@ -241,10 +244,6 @@ def _form(setting: Setting) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _host_memory(setting: Setting) -> str:
-    return setting.plan.host_memory
-
-
 def busy_seconds() -> float | None:
     """Processor time that all programs together took so far on the cores that this one may use; None if unknown."""
     try:
@@ -261,6 +260,8 @@ def failure(error: BaseException) -> tuple[Status, str]:
     """Status of a rung that raised an exception, and a line for the report."""
     lines = str(error).strip().splitlines()
     first = lines[0] if lines else type(error).__name__
+    if isinstance(error, ContenderEnded):
+        return next((status for status in get_args(Status) if status == error.status), "failed"), first
     if ran_out_of_memory(error):
         return "out of memory", first
     if isinstance(error, OutOfTime):

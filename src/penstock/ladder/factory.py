@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.config.plan import Plan
 from penstock.containers import replaced, tensors
 from penstock.data.transform import load_function
 from penstock.errors import ConfigError
+from penstock.models.anatomy import set_switch
 from penstock.tasks import Loss
 
 Factory = Callable[[], tuple[nn.Module, Any, Loss]]
@@ -84,3 +86,13 @@ def samples_of(batch: Any) -> int | None:
     """The size of the first dimension, where all tensors of a batch agree on it."""
     sizes = {leaf.shape[0] for leaf in tensors(batch) if leaf.ndim > 0}
     return int(sizes.pop()) if len(sizes) == 1 else None
+
+
+def can_switch(model: nn.Module, name: str, value: Any) -> bool:
+    """Whether a model can compute by a value of one of `SWITCHES`; it is left as it is by default."""
+    try:
+        set_switch(model, name, value)
+        set_switch(model, name, getattr(Plan(), name))
+    except ConfigError:
+        return False
+    return True

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.ladder.result import Equality, RungResult, Status
+from penstock.ladder.rung import Rung
 from penstock.ladder.statistics import Verdict
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 1e-3}
@@ -30,15 +31,20 @@ UNPROVEN = "part of the Plan, though its own gain is within the noise"
 WORTH = "its step is within the noise, but the Plan is surely slower without it"
 
 
-def offered(result: RungResult, verdict: Verdict, *, carried: bool) -> tuple[Status, str]:
-    """The status of a measured rung that changes results, and the reason."""
-    if not carried:
+def judged(result: RungResult, rung: Rung, verdict: Verdict) -> tuple[Status, str]:
+    """The status of a rung that was measured on top of the best, and the reason."""
+    if not rung.carried:
         return "reported", "measured for comparison, not built upon"
     if any(not math.isfinite(loss) for loss in result.losses):
         return "not kept", "its loss became infinite or NaN"
     if result.equality is not None and not result.equality.holds:
         return "not kept", "its results differ from those of one process"
-    return ("offered", "") if verdict == "faster" else ("not kept", NO_GAIN[verdict])
+    change, allowed = result.loss_difference, result.allowed_difference
+    if rung.results == "rounding" and change is not None and allowed is not None and abs(change) > allowed:
+        return "not kept", "its loss differs by more than seeds and rounding explain"
+    if verdict != "faster":
+        return "not kept", NO_GAIN[verdict]
+    return ("kept" if rung.searched else "offered"), ""
 
 
 def tail_mean(curve: Sequence[float]) -> float:

@@ -1,11 +1,14 @@
-"""Loss runs: how much chance alone changes the loss, and whether a setting stays within that."""
+"""Losses: how much chance alone changes them, and whether a setting stays within that. Free of torch."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 
+from penstock.config.numerics import numerics_of
 from penstock.ladder.arena import Arena
-from penstock.ladder.judge import DEVIATIONS, tail_mean
+from penstock.ladder.judge import DEVIATIONS, TOLERANCES, tail_mean
 from penstock.ladder.result import Noise
 from penstock.ladder.rung import Setting
 
@@ -16,7 +19,7 @@ LEAST_STEPS = 8
 
 
 class Losses:
-    """The loss runs of one climb, each made when it is first asked for."""
+    """The losses of one climb: of runs that are made when they are first asked for, or of the steps that were timed."""
 
     def __init__(self, arena: Arena, steps: int, seed: int, seeds: int, budget: float) -> None:
         self.arena, self.seed = arena, seed
@@ -24,20 +27,23 @@ class Losses:
         self.notes: list[str] = []
         self._seeds, self._budget = seeds, budget
         self._noise: Noise | None = None
+        self._grow = not arena.contenders.loss_runs
+        """Whether curves grow with every turn."""
         self._curves: dict[Setting, tuple[float, ...]] = {}
 
     @property
     def noise(self) -> Noise | None:
-        """The baseline's loss under several seeds; none where no loss runs are made."""
-        if self._noise is None and self.steps:
+        """The baseline's loss under several seeds; none where no losses are compared."""
+        if self.steps and (self._noise is None or self._grow):
             self._fit()
-        if self._noise is None and self.steps:
-            first = self.arena.baseline
-            seeds = tuple(self.seed + i for i in range(self._seeds + 1))
-            curves = tuple(tuple(self.arena.trained(first, seed, self.steps).losses) for seed in seeds)
-            last = tuple(tail_mean(curve) for curve in curves)
-            self._curves[first] = curves[0]
-            self._noise = Noise(seeds=seeds, losses=last, curves=curves, deviation=statistics.stdev(last))
+        if self.steps and (self._noise is None or self._grow):
+            seeds = range(self.seed, self.seed + self._seeds + 1)
+            curves = [self.arena.trained(self.arena.baseline, seed, self.steps).losses for seed in seeds]
+            length = min(map(len, curves))
+            if self._grow and length < LEAST_STEPS:
+                return None
+            self._curves[self.arena.baseline] = tuple(curves[0])
+            self._noise = noise_of(seeds, [curve[:length] for curve in curves])
         return self._noise
 
     @property
@@ -46,10 +52,10 @@ class Losses:
         return self._noise
 
     def curve(self, setting: Setting) -> tuple[float, ...]:
-        """Losses of a setting, step by step; none where no loss runs are made."""
-        if self.noise is None:
+        """Losses of a setting, step by step; none where no losses are compared, or the baseline's are no numbers."""
+        if self.noise is None or not all(map(math.isfinite, self.noise.curves[0])):
             return ()
-        if setting not in self._curves:
+        if setting not in self._curves or self._grow:
             self._curves[setting] = tuple(self.arena.trained(setting, self.seed, self.steps).losses)
         return self._curves[setting]
 
@@ -59,27 +65,54 @@ class Losses:
 
     def difference(self, setting: Setting) -> float | None:
         """Loss less the baseline's, from the same weights and samples; none where it was not run."""
-        curve = self.known(setting)
-        return tail_mean(curve) - self._noise.losses[0] if curve and self._noise is not None else None
+        noise = self._beside(setting)
+        if noise is None:
+            return None
+        return tail_mean(self.known(setting)[: len(noise.curves[0])]) - noise.losses[0]
+
+    def allowed(self, setting: Setting) -> float | None:
+        """The part of that which chance explains; of steps that were timed, also the rounding of its type."""
+        noise = self._beside(setting)
+        if noise is None:
+            return None
+        rounding = TOLERANCES[numerics_of(setting.plan).compute] if self._grow else 0.0
+        return max(DEVIATIONS * noise.deviation, rounding * abs(noise.losses[0]))
+
+    def _beside(self, setting: Setting) -> Noise | None:
+        """The baseline's losses over as many steps as the setting's, if it has enough."""
+        curve, noise = self.known(setting), self._noise
+        if noise is None or len(curve) >= len(noise.curves[0]):
+            return noise if curve else None
+        if len(curve) < LEAST_STEPS:
+            return None
+        return noise_of(noise.seeds, [other[: len(curve)] for other in noise.curves])
 
     def within_noise(self, setting: Setting) -> bool | None:
         """Whether chance explains the difference; none where it was not run."""
-        change = self.difference(setting)
-        if change is None or self._noise is None:
-            return None
-        return abs(change) <= DEVIATIONS * self._noise.deviation  # never for a loss that is no number
+        change, allowed = self.difference(setting), self.allowed(setting)
+        return None if change is None or allowed is None else abs(change) <= allowed  # never for NaN
 
     def seconds(self, setting: Setting) -> float:
         """Seconds that the loss run of a setting takes; 0 where it was run."""
-        if setting in self._curves:
+        if setting in self._curves or self._grow:
             return 0.0
         return self.steps * self.arena.step_seconds.get(setting, 0.0)
 
     def _fit(self) -> None:
         """Shorten all runs alike, so that they take no more than their share."""
+        if self._grow:
+            return
         step = self.arena.step_seconds[self.arena.baseline]
         affordable = int(SHARE * self._budget / ((self._seeds + 3) * step))
         if affordable < self.steps:
             wished, self.steps = self.steps, affordable if affordable >= LEAST_STEPS else 0
             length = f"to {self.steps} steps" if self.steps else "to none"
             self.notes.append(f"The budget shortened loss runs from {wished} steps {length}.")
+
+
+def noise_of(seeds: Sequence[int], curves: Sequence[Sequence[float]]) -> Noise:
+    """How much the last losses of these curves of the baseline differ."""
+    last = tuple(tail_mean(curve) for curve in curves)
+    return Noise(
+        seeds=tuple(seeds), losses=last, curves=tuple(map(tuple, curves)), deviation=statistics.stdev(last)
+    )

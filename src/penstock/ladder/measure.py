@@ -18,35 +18,18 @@ import torch
 
 from penstock.build import Built
 from penstock.host_memory import set_host_memory
+from penstock.ladder.contender import LossRun, Timing
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject, close
 from penstock.parallel.agree import average, slowest
 from penstock.probe.rates import wait
 from penstock.step.memory import step_with_memory
 
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds per step."""
-
-    wall: float
-    processor: float
-    """Processor time of all threads of this process, and of all processes together."""
-
-
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
 """Seconds after which two steps of warm-up are enough, where nothing was compiled."""
 RECOMPILE_LIMIT = 256
 """Contenders share the code of their blocks, so each adds its own compiled form to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossRun:
-    """Result of some steps of training: losses over all ranks, and gradient norms where they were taken."""
-
-    losses: list[float]
-    norms: list[float]
 
 
 @dataclass(slots=True)
@@ -138,7 +121,7 @@ class Bench:
         release(self.subject.device, compiled=setting.plan.compile != "none" and not stays)
 
 
-class Contender:
+class ModelContender:
     """One setting, built and warm in each process of a crew."""
 
     def __init__(self, crew: Crew, setting: Setting, seed: int) -> None:
@@ -159,7 +142,7 @@ class Contender:
         steps = max(1, math.ceil(least_seconds / max(self.step_seconds, 1e-9)))
         timings = self._crew.ask("timed", self.setting, steps)
         self.step_seconds = max(timing.wall for timing in timings)
-        return Timing(self.step_seconds, sum(timing.processor for timing in timings))
+        return Timing(self.step_seconds, sum(timing.processor or 0.0 for timing in timings))
 
     def memory(self) -> list[int]:
         """Peak bytes of one step, by rank."""

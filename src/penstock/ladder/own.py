@@ -20,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.sdpa import Switch, Watch
 from penstock.ladder.factory import (
     Factory,
+    can_switch,
     drawn_anew,
     load_factory,
     made_by,
@@ -31,7 +32,7 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured, Subject
 from penstock.ladder.trace import trace
-from penstock.models.anatomy import anatomy_of, set_switch, set_switches
+from penstock.models.anatomy import anatomy_of, set_switches
 from penstock.models.fuse import fuse, places_for
 from penstock.planner.operators import Workload
 from penstock.tasks import Loss, mean_loss
@@ -112,7 +113,7 @@ class Own(Subject):
             self._loss(model.to(self.device), self._enlarged(self.first.plan.micro_batch))
         return {
             name: tuple(
-                v for v in values if (switch.used or name != "attention") and _accepts(model, name, v)
+                v for v in values if (switch.used or name != "attention") and can_switch(model, name, v)
             )
             for name, values in self.switches.items()
         }
@@ -153,11 +154,3 @@ def _blocks_in(model: nn.Module) -> int:
         return len(anatomy_of(model).blocks)
     except ConfigError:
         return 1
-
-
-def _accepts(model: nn.Module, name: str, value: str) -> bool:
-    try:
-        set_switch(model, name, value)
-    except ConfigError:
-        return False
-    return True

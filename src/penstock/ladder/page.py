@@ -13,11 +13,13 @@ from penstock.ladder.tables import (
     beyond_words,
     equality_words,
     figures,
+    file_name,
     flop_unit,
     heading,
     in_plans,
     mebibytes,
     noise_words,
+    plain,
     plan_words,
     ratio,
     seconds,
@@ -58,9 +60,8 @@ def to_html(report: LadderReport) -> str:
         ),
         origin(report.environment, command=report.command, more=_facts(report)),
     ]
-    footer = (
-        f"Made by Penstock in {report.wall_seconds:.0f} s. The figures are in ladder.json beside this page."
-    )
+    data = f"{file_name(report)}.json"
+    footer = f"Made by Penstock in {report.wall_seconds:.0f} s. The figures are in {data} beside this page."
     return page(heading(report), _lead(report), _tiles(report), sections, footer)
 
 
@@ -80,7 +81,7 @@ def picture(report: LadderReport) -> str:
     if report.fastest is not None:
         text += f", {report.fastest.speedup.value:.2f}× with others"
     paying = [rung for rung in report.rungs if in_plans(rung)]
-    where = f"{_SPEED}; {_where(report)}, batch {report.batch}"
+    where = f"{_SPEED}; {_where(report)}{_batch(report)}"
     return speeds(report, rungs=paying, heading=text, x_label=where, alone=True)
 
 
@@ -90,6 +91,10 @@ def _where(report: LadderReport) -> str:
     if report.machine.get("device") == "cuda" and gpus:
         return gpus[0].split(",")[0]
     return f"{machine.get('cores')} cores of {machine.get('processor')}"
+
+
+def _batch(report: LadderReport) -> str:
+    return "" if report.batch is None else f", batch {report.batch}"
 
 
 def _lead(report: LadderReport) -> str:
@@ -103,16 +108,18 @@ def _lead(report: LadderReport) -> str:
         paying = (
             f"none pays beyond the noise by itself, but the {len(report.same.rungs)} of the Plan together do"
         )
-    return f"Training on {_where(report)}, batch {report.batch}: {searched}{tried} optimisations measured, {paying}."
+    return (
+        f"Training on {_where(report)}{_batch(report)}: {searched}{tried} optimisations measured, {paying}."
+    )
 
 
 def _tiles(report: LadderReport) -> list[Tile]:
     """The numbers worth reading first, all of the same estimate."""
     best, first, same = report.best, report.baseline, report.same
     tiles = [
-        Tile(value=times(same.speedup), words="the speed of the plain baseline, same results", lead=True)
+        Tile(value=times(same.speedup), words=f"the speed of {plain(report)}, same results", lead=True)
         if report.nearest is None
-        else Tile(value="1.00×", words=f"the plain Plan: {beyond_words(report.nearest)}", lead=True)
+        else Tile(value="1.00×", words=f"{plain(report)}: {beyond_words(report.nearest)}", lead=True)
     ]
     if report.fastest is not None:
         tiles.append(Tile(value=times(report.fastest.speedup), words="with what changes results"))
@@ -224,10 +231,11 @@ def _memory(report: LadderReport) -> list[Section]:
             label=rung.title,
             state=_STATES[rung.status],
             value=rung.memory_bytes / MIB,
-            predicted=rung.forecast.memory_bytes / MIB if rung.forecast else None,
+            predicted=predicted / MIB if predicted else None,
         )
         for rung in report.rungs
         if rung.measured and rung.memory_bytes is not None
+        for predicted in [rung.forecast.memory_bytes if rung.forecast else None]
     ]
     text = (
         "The most memory that tensors take at any moment of a step: weights, gradients, optimizer state, activations. "
@@ -243,8 +251,13 @@ def _losses(report: LadderReport) -> list[Section]:
         return []
     steps = list(enumerate(zip(*noise.curves, strict=True), 1))
     band = ([(step, min(losses)) for step, losses in steps], [(step, max(losses)) for step, losses in steps])
-    text = (
+    steps_from = (
         f"{report.loss_steps} optimizer steps on real data, from the same weights, with samples in the same order. "
+        if report.script is None
+        else "The first steps of the script, as far as they were timed. "
+    )
+    text = (
+        f"{steps_from}"
         f"The grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that "
         f"of the mean losses of the last quarter of the steps. One standard deviation of the baseline over its "
         f"seeds is {noise.deviation:.4f}, estimated from only {len(noise.seeds)} runs. Curves within {SAME_LOSS:g} of "
@@ -281,7 +294,8 @@ def _curves(report: LadderReport) -> list[Line]:
         if not rung.losses:
             continue
         for group in groups:
-            differences = (abs(a - b) for a, b in zip(group[0].losses, rung.losses, strict=True))
+            # A script's settings are timed for unlike numbers of steps.
+            differences = (abs(a - b) for a, b in zip(group[0].losses, rung.losses, strict=False))
             if all(difference <= SAME_LOSS for difference in differences):
                 group.append(rung)
                 break

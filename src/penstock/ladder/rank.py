@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -18,16 +19,16 @@ from penstock.config.machine import Link
 from penstock.config.plan import Plan
 from penstock.ladder import measure
 from penstock.ladder.own import subject_of
-from penstock.ladder.team import Answer, Hello, Task
+from penstock.ladder.team import Answer, Hello
 from penstock.parallel.join import joined, local_device
 from penstock.probe.link import measure_link
 
 
 def main() -> None:
     """Serve until the connection closes. Leaves by `_exit`: gloo's threads may abort in an orderly one."""
-    connection: Connection[Answer, Hello | Task] = Connection(int(sys.argv[1]))
+    connection: Connection[Answer, Any] = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)  # or the climb could not tell that this rank has ended
-    tasks: queue.SimpleQueue[Hello | Task] = queue.SimpleQueue()
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, tasks), daemon=True).start()
     try:
         _serve(connection, tasks)
@@ -38,7 +39,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _read(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueue[Hello | Task]) -> None:
+def _read(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) -> None:
     try:
         while True:
             tasks.put(connection.recv())
@@ -46,7 +47,7 @@ def _read(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueue
         os._exit(0)
 
 
-def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueue[Hello | Task]) -> None:
+def _serve(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) -> None:
     """Join the others and answer requests. Anything that fails ends this rank, for others wait for it."""
     hello = tasks.get()
     assert isinstance(hello, Hello)
@@ -59,9 +60,8 @@ def _serve(connection: Connection[Answer, Hello | Task], tasks: queue.SimpleQueu
         bench = _Bench(subject)
         connection.send(Answer())
         while True:
-            task = tasks.get()
-            assert isinstance(task, Task)
-            connection.send(Answer(bench.ask(task.do, *task.arguments)[0]))
+            do, arguments = tasks.get()
+            connection.send(Answer(bench.ask(do, *arguments)[0]))
 
 
 class _Bench(measure.Bench):

@@ -62,16 +62,16 @@ class Estimate:
 class Forecast:
     """The planner's prediction for a rung, made before it was measured."""
 
-    samples_per_second: float
+    samples_per_second: float | None = None
     to_previous: float
     """Predicted gain over the setting that the rung builds on, in what the rung is compared by."""
     to_baseline: float
     corrected: float
     """`to_baseline`, corrected by what had been measured of other settings before."""
-    memory_bytes: int
-    mfu: float
-    seconds: dict[str, float]
-    """Seconds of one step, by part."""
+    memory_bytes: int | None = None
+    mfu: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of one step, by part; this and the others are known of a model only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +133,8 @@ class RungResult:
     """Mean over the last quarter of the loss run; loss runs are made where results may change."""
     loss_difference: float | None = None
     """`loss` less the baseline's, from the same weights and the same order of samples."""
+    allowed_difference: float | None = None
+    """The part of that which chance explains, and the rounding of a script's type."""
 
     @property
     def measured(self) -> bool:
@@ -194,8 +196,8 @@ class Chosen:
     speedup: Estimate
     """Speed over the baseline's."""
     samples_per_second: Estimate
-    predicted: float
-    """`speedup` as the planner alone predicts it."""
+    predicted: float | None
+    """`speedup` as the planner alone predicts it; None of a script with operators that it does not know."""
     memory_bytes: int | None
     loss_difference: float | None
     """The loss less the baseline's; none where no losses were run."""
@@ -240,8 +242,8 @@ class LadderReport:
     candidates: int
     """Combinations of rungs that keep results, those that are not legal among them."""
     noise: Noise | None
-    batch: int
-    """Samples of a micro-batch of the baseline."""
+    batch: int | None
+    """Samples of a micro-batch of the baseline; None of a script, which has its own."""
     rounds: int
     """The least rounds before a difference under 5 % is believed."""
     loss_steps: int
@@ -255,7 +257,9 @@ class LadderReport:
     others_busy: float | None = None
     """Cores that other processes kept busy on average while this measured; none where it cannot be known."""
     procs: int = 1
-    """Processes that rungs of several had."""
+    """Processes that rungs of several had, or ranks of a script."""
+    script: dict[str, Any] | None = None
+    """Facts about the script that was tuned; None of a model."""
     nearest: Nearest | None = None
     """The Plan that came closest, where none is faster than the baseline beyond the noise."""
     notes: tuple[str, ...] = ()

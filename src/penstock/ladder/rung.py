@@ -30,7 +30,14 @@ class Setting:
     packed: bool = False
     """Whether documents fill samples behind each other, where the baseline has one in each."""
     copy: int = 0
-    """Tells two builds of one setting apart: what differs between their speeds is noise."""
+    """Tells two builds of one setting apart: what differs between their speeds is noise. Added to a script's seeds."""
+    line: str | None = None
+    """The settings that a script is run under, which leave all that they do not name to it; None of a model."""
+
+    @property
+    def words(self) -> str:
+        """The settings as a line."""
+        return self.plan.line() if self.line is None else self.line or "the script as it is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +134,11 @@ class PlanChange:
     fields: dict[str, Any]
 
     def __call__(self, setting: Setting, situation: Situation) -> Setting:
-        return replace(setting, plan=replace(setting.plan, **self.values(situation)))
+        values = self.values(situation)
+        if setting.line is None:
+            return replace(setting, plan=replace(setting.plan, **values))
+        line = with_values(setting.line, values)
+        return replace(setting, plan=Plan.parse(line), line=line)
 
     def values(self, situation: Situation) -> dict[str, Any]:
         """The values of its fields in a situation."""
@@ -142,9 +153,34 @@ class PlanChange:
         return "rounding" if effects <= {"nothing", "rounding", "precision"} else "other"
 
 
+def with_values(line: str, values: Mapping[str, Any]) -> str:
+    """The settings of a script with these values, which come last where they are new."""
+    named = {word.partition("=")[0]: word for word in line.split()}
+    if "compile" in values and "offload" in named:  # which only eager blocks do
+        del named["offload"]
+        named["recompute"] = "recompute=early"
+    words = {n: f"{n}={','.join(v) if isinstance(v, tuple) else v}" for n, v in values.items()}
+    if all(named.get(name) == word for name, word in words.items()):
+        return line
+    return " ".join([*(word for name, word in named.items() if name not in words), *words.values()])
+
+
 def plan(**fields: Any) -> PlanChange:
     """A rung's `apply` that sets fields of the Plan. A function among the values is called with the situation."""
     return PlanChange(fields)
+
+
+def joined(first: Rung, second: Rung) -> Rung:
+    """Two rungs that set fields of the Plan, as one."""
+    assert isinstance(first.apply, PlanChange)
+    assert isinstance(second.apply, PlanChange)
+    return replace(
+        second,
+        name=f"{first.name}+{second.name}",
+        title=f"{first.title} and {second.title}",
+        why=f"{first.why} {second.why}",
+        apply=PlanChange({**first.apply.fields, **second.apply.fields}),
+    )
 
 
 def vision_only(setting: Setting) -> str | None:

@@ -112,7 +112,7 @@ def _not_packed(setting: Setting, situation: Situation) -> str | None:
             f"its documents are packed already; with one in each sample {share:.0%} would be padding "
             "(--data.packed false measures that)"
         )
-    return _ONE_BATCH if setting.model is None else "its samples are no running text"
+    return _ONE_BATCH if setting.model is None else "its samples are not continuous text"
 
 
 def _not_by_length(setting: Setting, situation: Situation) -> str | None:

@@ -35,8 +35,6 @@ SURPRISE = 0.1
 """How far a look may be from its forecast, in logarithms, before it is doubted."""
 FINALISTS, WITHIN = 8, 0.15
 """Settings that race at most, and how far behind the fastest they may be, in logarithms."""
-MOST_ROUNDS = 30
-"""Rounds after which a race ends, decided or not."""
 BEAM = 120
 """Keys that are kept while choices are answered in turn: more than candidates, as some are not legal."""
 DEVIATIONS_FOR = 80
@@ -55,14 +53,12 @@ and by the planner's forecast. Between equal kernels the planner knows no differ
 class Search:
     """Knowledge of the candidates, and the races between them."""
 
-    def __init__(
-        self, arena: Arena, space: Space, predicted: Callable[[Setting], float], rounds: int
-    ) -> None:
-        """`predicted` returns samples per second; `rounds` are the least before a small difference is believed.
+    def __init__(self, arena: Arena, space: Space, predicted: Callable[[Setting], float]) -> None:
+        """`predicted` returns samples per second.
 
         The `end` of each phase is when, by `time.perf_counter`, nothing new may begin.
         """
-        self.arena, self.space, self.rounds, self._predicted = arena, space, rounds, predicted
+        self.arena, self.space, self._predicted = arena, space, predicted
         self._forecasts = {space.first.key: 0.0}
         self._first_log = math.log(predicted(space.first.setting))
         self._factors: dict[tuple[int, str], float] = {}
@@ -191,22 +187,12 @@ class Search:
             self.arena.play([*(other.setting for other in others), candidate.setting], rounds)
         except Exception as error:  # a setting is an experiment: any way of failing is its result
             status, reason = failure(error)
-            log.info("%s: %s: %s", candidate.setting.plan, status, reason, exc_info=status == "failed")
+            log.info("%s: %s: %s", candidate.setting.words, status, reason, exc_info=status == "failed")
             self.failures[candidate] = (status, reason)
             self._blame(candidate)
             return False
         self.took(candidate)
         return True
-
-    def race(self, settings: Sequence[Setting], pairs: Sequence[tuple[Setting, Setting]], end: float) -> None:
-        """Let settings take turns until each pair is decided, or the time is up. Those that are decided step out."""
-        for _ in range(MOST_ROUNDS):
-            undecided = [pair for pair in pairs if self.arena.verdict_of(*pair, self.rounds) == "open"]
-            running = [s for s in settings if any(s in pair for pair in undecided)]
-            left = end - time.perf_counter()
-            if not running or left < self.arena.round_of(running) + sum(map(self.arena.building, running)):
-                return
-            self.arena.play(running, 1)
 
     def _blame(self, candidate: Candidate) -> None:
         """Refuse candidates that may fail alike: those with all of its rungs that never worked."""
@@ -348,7 +334,7 @@ class Search:
             self.arena.clear()
         two = [c.setting for c in pool[:2]]
         if len(two) == 2:
-            self.race(two, [(two[0], two[1])], end)
+            self.arena.race(two, [(two[0], two[1])], end)
             self.took(pool[0])
         return self.best
 
@@ -366,7 +352,7 @@ class Search:
             kept_for_away = sum(self._cost(c) for c in away)
             there = []
             for candidate in [*others, *away]:
-                if self.arena.verdict_of(candidate.setting, best.setting, self.rounds) != "open":
+                if self.arena.verdict_of(candidate.setting, best.setting) != "open":
                     continue
                 left = end - time.perf_counter() - (0.0 if candidate in away else kept_for_away)
                 if self._cost(candidate) > left:
@@ -375,7 +361,7 @@ class Search:
                     there.append(candidate)
             pairs = [(c.setting, best.setting) for c in there]
             self.arena.keep |= {c.setting for c in there}
-            self.race([best.setting, *(c.setting for c in there)], pairs, end)
+            self.arena.race([best.setting, *(c.setting for c in there)], pairs, end)
             self.took(best)
             better = self._better(best, [*others, *away], away)
             if better is None:
@@ -390,7 +376,7 @@ class Search:
         or one without a rung that gains nothing."""
 
         def verdict(candidate: Candidate) -> str:
-            return self.arena.verdict_of(candidate.setting, best.setting, self.rounds)
+            return self.arena.verdict_of(candidate.setting, best.setting)
 
         near = [c for c in near if c.key in self.measured and self.allowed(c)]
         faster = [c for c in near if verdict(c) == "faster"]
@@ -436,13 +422,13 @@ class Search:
 
     def proven(self, name: str, step: Candidate, before: Candidate, best: Candidate) -> bool:
         """Whether a rung of the path surely gains: where it stands, or as what the best would lack without it."""
-        if self.arena.verdict_of(step.setting, before.setting, self.rounds) == "faster":
+        if self.arena.verdict_of(step.setting, before.setting) == "faster":
             return True
         without = self.space.without(best, name)
         return (
             without is not None
             and without.key in self.measured
-            and self.arena.verdict_of(best.setting, without.setting, self.rounds) == "faster"
+            and self.arena.verdict_of(best.setting, without.setting) == "faster"
         )
 
     def _simpler(
@@ -465,8 +451,8 @@ class Search:
         ):
             return None
         pair = best.setting, simpler.setting
-        self.race(pair, [pair], _halfway(end))
-        faster = self.arena.verdict_of(*pair, self.rounds) == "faster"
+        self.arena.race(pair, [pair], _halfway(end))
+        faster = self.arena.verdict_of(*pair) == "faster"
         return simpler if self._judged(best, simpler) and not faster else None
 
     def _judged(self, candidate: Candidate, over: Candidate) -> bool:
@@ -502,7 +488,7 @@ class Search:
         """Let all settings of a path take turns until each step, and the whole, is decided."""
         settings = self._settings_of(path)
         pairs = list(zip(settings[1:], settings[:-1], strict=True))
-        self.race(settings, [*pairs, (settings[-1], settings[0])] if path else [], end)
+        self.arena.race(settings, [*pairs, (settings[-1], settings[0])] if path else [], end)
 
 
 def _halfway(end: float) -> float:

@@ -16,7 +16,12 @@ LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong", "unproven": "", "o
 
 def heading(report: LadderReport) -> str:
     """Title of a report, in a few words."""
-    return f"The ladder of {report.title}"
+    return f"The ladder of {report.title}" if report.script is None else f"Tuning {report.title}"
+
+
+def file_name(report: LadderReport) -> str:
+    """The name of its files, without their ending."""
+    return "ladder" if report.script is None else "tune"
 
 
 def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
@@ -26,7 +31,7 @@ def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
         Cell("worth", "without it", rank=2), Cell("predicted", "in all", rank=4),
         Cell(f"{report.unit}/s", "interval", rank=1), Cell(flop_unit(report)[1], rank=7),
         Cell("CPU time", "in all", rank=6), Cell("MiB", "predicted", rank=3), Cell("compile s", rank=5),
-        Cell("loss change", "loss", rank=2), Cell("verdict", words=True),
+        Cell("loss change", "loss" if report.script is None else "explained", rank=2), Cell("verdict", words=True),
     ]  # fmt: skip
     rows = []
     for rung in rungs:
@@ -53,9 +58,17 @@ def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
         Cell(seconds(rung.compile_seconds)),
         Cell(
             "" if change is None or first else signed(change, 4),
-            "" if rung.loss is None else f"{rung.loss:.4f}",
+            _beside(report, rung),
         ),
     ]
+
+
+def _beside(report: LadderReport, rung: RungResult) -> str:
+    """The loss; of a script, whose settings are compared over steps of unlike number, what chance explains."""
+    if report.script is None:
+        return "" if rung.loss is None else f"{rung.loss:.4f}"
+    known = rung.allowed_difference is not None and rung.status != "baseline"
+    return f"±{rung.allowed_difference:.4f}" if known else ""
 
 
 def ratio(estimate: Estimate | None, note: str = "") -> Cell:
@@ -102,24 +115,30 @@ def equality_words(equality: Equality) -> str:
     )
 
 
+def plain(report: LadderReport) -> str:
+    """The baseline in words."""
+    return "the plain baseline" if report.script is None else "the script as it is"
+
+
 def plan_words(report: LadderReport, chosen: Chosen) -> str:
     """A Plan's speedup, the Plan itself, and its effect on the loss."""
     gain = chosen.speedup
     if report.nearest is not None and chosen is report.same:
-        return nothing_words(report.nearest, report.others_busy)
-    words = (
-        f"{times(gain)} the baseline's speed ({gain.low:.2f} to {gain.high:.2f}), predicted {chosen.predicted:.2f}×. "
-        f"Its Plan is {chosen.plan}."
-    )
+        return nothing_words(report, report.nearest)
+    if report.script is not None and not chosen.rungs:
+        return "nothing that applies here was measured, so the script stays as it is."
+    predicted = "" if chosen.predicted is None else f", predicted {chosen.predicted:.2f}×"
+    speed = "the baseline's speed" if report.script is None else "the speed of the script as it is"
+    words = f"{times(gain)} {speed} ({gain.low:.2f} to {gain.high:.2f}){predicted}. "
+    words += f"Its Plan is {chosen.plan}."
     if changed := ", ".join(f"{name} {value}" for name, value in chosen.model.items()):
         words += f" It changes model or data: {changed}."
     if chosen.loss_difference is not None and report.noise is not None:
         within = "within" if chosen.within_noise else "outside"
-        deviation = 2 * report.noise.deviation
-        words += (
-            f" Its loss differs by {signed(chosen.loss_difference, 4)}, {within} the ±{deviation:.4f} of chance (two "
-            "standard deviations over seeds)."
-        )
+        explained = f"the ±{2 * report.noise.deviation:.4f} of chance (two standard deviations over seeds)"
+        if report.script is not None:
+            explained = "what seeds and rounding explain"
+        words += f" Its loss differs by {signed(chosen.loss_difference, 4)}, {within} {explained}."
     return words
 
 
@@ -139,11 +158,16 @@ def beyond_words(nearest: Nearest) -> str:
     return f"nothing beyond ±{percent(nearest.width)}"
 
 
-def nothing_words(nearest: Nearest, others_busy: float | None) -> str:
+def nothing_words(report: LadderReport, nearest: Nearest) -> str:
     """Words, and advice, where no Plan is faster than the baseline beyond the noise."""
-    best = nearest.ratio
+    best, others_busy = nearest.ratio, report.others_busy
+    stays, climb = (
+        ("the plain Plan stands", "climb")
+        if report.script is None
+        else ("the script stays as it is", "tuning")
+    )
     words = (
-        f"{beyond_words(nearest).capitalize()} on this machine, so the plain Plan stands. "
+        f"{beyond_words(nearest).capitalize()} on this machine, so {stays}. "
         f"The most promising, {nearest.plan}, "
     )
     if best.high < 1.0:
@@ -152,9 +176,9 @@ def nothing_words(nearest: Nearest, others_busy: float | None) -> str:
     quiet = " on a quieter machine" if others_busy and others_busy > QUIET else ""
     if nearest.budget is not None:
         longer = f"--budget {math.ceil(nearest.budget / 10) * 10}"
-        words += f" A longer climb ({longer}){quiet and ' or one' + quiet} should decide it."
+        words += f" A longer {climb} ({longer}){quiet and ' or one' + quiet} should decide it."
     elif quiet:
-        words += f" A climb{quiet} should decide it."
+        words += f" A {climb}{quiet} should decide it."
     return words
 
 

@@ -46,14 +46,6 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A method of a rank's bench, with its arguments."""
-
-    do: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """A rank's result, or how it failed."""
 
@@ -90,7 +82,7 @@ class Team:
         """Every rank's answer, by rank. If one fails all are ended, and what the first raised is raised."""
         if not self._members:
             self._start()
-        return self._exchange([Task(do, arguments)] * len(self._members))
+        return self._exchange([(do, arguments)] * len(self._members))
 
     def end(self) -> None:
         """End all processes. Safe to call at any time; the next question starts others."""

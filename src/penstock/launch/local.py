@@ -1,7 +1,5 @@
-"""How ranks are started: their environment, and those of one host that a program starts for itself.
-
-These meet at a store that the program keeps, so that ranks that end never take it along, and no port has to be guessed.
-"""
+"""Ranks of one host that a program starts for itself. They meet at a store that it keeps, so that ranks that end never
+take it along, and no port has to be guessed."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 HERE = "127.0.0.1"
 STORE_ELSEWHERE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -51,7 +49,6 @@ class LocalRanks:
         What it writes goes to `log`, or where this process writes. `defaults` are variables that the user may overrule.
         """
         own_end, rank_end = socket.socketpair()
-        out: IO[bytes] | None
         with rank_end, contextlib.nullcontext() if log is None else log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(rank_end.fileno())],

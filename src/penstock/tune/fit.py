@@ -54,11 +54,14 @@ def rungs_for(config: TuneConfig) -> list[Rung]:
 
 def situation_of(facts: Facts, machine: Machine) -> Situation:
     """The situation of a script, for the rungs of the ladder."""
+    switches = {name: tuple(values) for name, values in facts.switches.items()}
+    if facts.eager:
+        switches["attention"] = (*switches.get("attention", ()), "sdpa")
     return Situation(
         machine=machine,
         micro_batch=1,
         splittable=False,
-        switches={name: tuple(values) for name, values in facts.switches.items()},
+        switches=switches,
         padding_share=facts.padding,
     )
 

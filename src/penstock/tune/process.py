@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PenstockError
-from penstock.ladder.result import Status
+from penstock.ladder.contender import ContenderEnded
 from penstock.launch.link import Closed, JsonLink
 from penstock.tune.facts import Facts
 
@@ -31,12 +30,12 @@ _OVERRULED = ("PENSTOCK_PRECISION", "PENSTOCK_DTYPE")
 """Variables that would contradict the settings."""
 
 
-class ScriptEnded(PenstockError):
+class ScriptEnded(ContenderEnded):
     """The script is over, though more steps were asked for. `status` says how it ended."""
 
-    def __init__(self, status: Status | str, why: str, steps: int) -> None:
-        super().__init__(why)
-        self.status, self.why, self.steps = status, why, steps
+    def __init__(self, status: str, why: str, steps: int) -> None:
+        super().__init__(status, why)
+        self.steps = steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,10 @@ from penstock.containers import tensors
 from penstock.errors import ConfigError, PenstockError, ran_out_of_memory
 from penstock.kernels.sdpa import Switch
 from penstock.kernels.sdpa import Watch as AttentionWatch
+from penstock.ladder.factory import can_switch
 from penstock.ladder.trace import trace
 from penstock.launch.link import Closed, JsonLink
-from penstock.models.anatomy import anatomy_of, inner_model, set_switch
+from penstock.models.anatomy import anatomy_of, inner_model
 from penstock.models.fuse import places_for
 from penstock.optim.groups import parameters_of
 from penstock.planner.operators import Workload
@@ -269,26 +270,18 @@ class ScriptWatch:
         switches = {
             name: [
                 value for value in values
-                if (name != "attention" or attention or eager) and _accepts(inner, name, value)
+                if (name != "attention" or attention or eager) and can_switch(inner, name, value)
             ]
             for name, values in SWITCHED.items()
         }  # fmt: skip
         forms = {form: form_problem(optimizer, form) or "" for form in FORMS}
         products = {name: device_problem(self._device, name) or "" for name in PRODUCTS}
         return Facts(
-            device=self._device.type,
-            model=type(model).__name__,
-            parameters=sum(p.numel() for p in parameters_of(optimizer)),
-            optimizer=type(optimizer).__name__,
-            eager=eager,
-            blocks=blocks,
-            no_blocks=no_blocks,
-            switches=switches,
-            fused=places_for(inner, self._device.type),
-            forms=forms,
-            products=products,
-            **known,
-        )
+            device=self._device.type, model=type(model).__name__,
+            parameters=sum(p.numel() for p in parameters_of(optimizer)), optimizer=type(optimizer).__name__,
+            eager=eager, blocks=blocks, no_blocks=no_blocks, switches=switches,
+            fused=places_for(inner, self._device.type), forms=forms, products=products, **known,
+        )  # fmt: skip
 
     def _predicted(self, first: str, plans: list[str]) -> dict[str, float]:
         """The planner's speeds of Plans to that of the script as it is, `first`; none where it could not follow the
@@ -322,15 +315,6 @@ def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | 
     except Exception as error:  # noqa: BLE001 - anybody's model, which runs outside its script here
         _log.info("%s was not recorded: %s", type(model).__name__, error)
         return None
-
-
-def _accepts(model: nn.Module, name: str, value: str) -> bool:
-    try:
-        set_switch(model, name, value)
-        set_switch(model, name, getattr(Plan(), name))
-    except ConfigError:
-        return False
-    return True
 
 
 def _shift_seeds(by: int) -> None:

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import pickle
-import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from helpers.checkpoints import Trainee, numbered
+from helpers.checkpoints import Payload, Trainee, numbered, seal
 from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.boundary.manifests import sealed
 from penstock.checkpoint.index import Chunk, _overlap
-from penstock.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
+from penstock.checkpoint.manifest import MANIFEST
 from penstock.cli import main
-from penstock.disk import Written
 from penstock.errors import CheckpointError
-
-
-class Payload:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.marker,))
-
-
-def seal(path: Path) -> None:
-    """Make the manifest say what is there now, as whoever can write the files can."""
-    manifest = read_manifest(path)
-    files = {
-        file.name: Written(file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest())
-        for file in path.iterdir()
-        if file.name != MANIFEST
-    }
-    (path / MANIFEST).write_bytes(manifest_text(replace(manifest, files=files)))
 
 
 def refused(path: Path, match: str = "is refused|names tensor") -> None:
@@ -55,35 +29,6 @@ def refused(path: Path, match: str = "is refused|names tensor") -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return checkpoint.save(tmp_path, numbered(2))
-
-
-def test_the_payload_would_harm(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Payload(tmp_path / "harm")))
-    assert (tmp_path / "harm").exists()
-
-
-@pytest.mark.parametrize("resealed", [False, True])
-@pytest.mark.parametrize("form", ["pickle", "torch.save", "safetensors"])
-def test_pickles_in_place_of_any_file_never_run(path: Path, form: str, resealed: bool) -> None:
-    marker = path.parent / "harm"
-    payload = pickle.dumps(Payload(marker))
-    if form == "torch.save":
-        torch.save(Payload(marker), path.parent / "payload")
-        payload = (path.parent / "payload").read_bytes()
-    elif form == "safetensors":
-        # A right length before it, as if it were the header.
-        payload = struct.pack("<Q", len(payload)) + payload
-    for file in sorted(path.iterdir()):
-        original = file.read_bytes()
-        manifest = (path / MANIFEST).read_bytes()
-        file.write_bytes(payload)
-        if resealed and file.name != MANIFEST:
-            seal(path)
-        refused(path, "refused")
-        file.write_bytes(original)
-        (path / MANIFEST).write_bytes(manifest)
-    assert not marker.exists()
-    checkpoint.load(path)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "rng.pt", "state.npy", "weights.bin"])

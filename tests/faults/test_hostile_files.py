@@ -17,6 +17,7 @@ import subprocess
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,19 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.checkpoints import numbered
+from helpers.checkpoints import Payload, numbered, seal
 from helpers.images import encoded, smooth, write_folder
 from helpers.native_kernels import needs_compiler
 from helpers.rows import record
 from penstock import checkpoint
 from penstock.boundary.manifests import sealed
-from penstock.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
+from penstock.checkpoint.manifest import MANIFEST
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig
 from penstock.data import open_source
 from penstock.data.packing import Packing, pack_source
 from penstock.data.tar import read_tar
-from penstock.disk import Written, digest_file
+from penstock.disk import digest_file
 from penstock.errors import CheckpointError, ConfigError, DataError, EnvironmentProblem, PenstockError
 from penstock.kernels import native
 from penstock.launch.signals import Requests
@@ -45,16 +46,6 @@ from penstock.parallel import joined
 from penstock.train import resume
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_files.json"
-
-
-class Payload:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.marker,))
 
 
 Case = tuple[str, Callable[[], object], type[PenstockError]]
@@ -74,7 +65,8 @@ def payloads(marker: Path) -> dict[str, bytes]:
 
 
 def checkpoint_cases(folder: Path, coats: dict[str, bytes]) -> list[Case]:
-    """The payload in place of every file of a checkpoint, with seals made right, and beside them under DCP's names."""
+    """The payload in place of every file of a checkpoint, under a wrong seal and a right one, and beside them under
+    DCP's names."""
     cases: list[Case] = []
     original = checkpoint.save(folder / "original", numbered(2))
     names = sorted(file.name for file in original.iterdir())
@@ -82,22 +74,17 @@ def checkpoint_cases(folder: Path, coats: dict[str, bytes]) -> list[Case]:
     places = [*names, ".metadata", "__0_0.distcp", "rng.pt", "state.npy", "weights.bin"]
     for coat, content in coats.items():
         for place in places:
-            step = folder / f"{coat}-{place}" / "step-2"
-            step.mkdir(parents=True)
-            for file in original.iterdir():
-                (step / file.name).write_bytes(file.read_bytes())
-            (step / place).write_bytes(content)
-            if place != MANIFEST:
-                _seal(step, names)
-            cases.append(("pickle in a checkpoint", lambda step=step: checkpoint.load(step), CheckpointError))
+            for sealed_again in (False, True):
+                step = folder / f"{coat}-{place}-{sealed_again}" / "step-2"
+                step.mkdir(parents=True)
+                for file in original.iterdir():
+                    (step / file.name).write_bytes(file.read_bytes())
+                (step / place).write_bytes(content)
+                if sealed_again and place != MANIFEST:
+                    seal(step)
+                read = partial(checkpoint.load, step)
+                cases.append(("pickle in a checkpoint", read, CheckpointError))
     return cases
-
-
-def _seal(step: Path, names: list[str]) -> None:
-    """Make the manifest say what is there now, as whoever can write the files can."""
-    old = read_manifest(step)
-    files = {n: Written((step / n).stat().st_size, digest_file(step / n)) for n in names if n != MANIFEST}
-    (step / MANIFEST).write_bytes(manifest_text(Manifest(old.step, old.plan, old.versions, files, old.world)))
 
 
 def pack_cases(folder: Path, coats: dict[str, bytes]) -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.checkpoint import Checkpoint, Snapshot, by_index, by_name, find
+from penstock.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
+from penstock.disk import Written, digest_file
 from penstock.shards import whole_of
 
 BATCH = 12
@@ -166,3 +169,24 @@ def same_snapshot(left: Snapshot, right: Snapshot) -> bool:
         and alike(dict(left.local), dict(right.local))
         and alike(dict(left.config), dict(right.config))
     )
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.marker,))
+
+
+def seal(path: Path) -> None:
+    """Make the manifest say what is there now, as whoever can write the files can."""
+    manifest = read_manifest(path)
+    files = {
+        file.name: Written(file.stat().st_size, digest_file(file))
+        for file in path.iterdir()
+        if file.name in manifest.files
+    }
+    (path / MANIFEST).write_bytes(manifest_text(replace(manifest, files=files)))

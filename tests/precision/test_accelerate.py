@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -104,14 +105,14 @@ def train(
 # -- learning
 
 
-# Every level with a third of the optimizers, and every optimizer with a third of the levels.
+# Every level with a fifth of the optimizers.
 @pytest.mark.parametrize(
     ("level", "dtype", "optimizer"),
     [
         (*level, optimizer)
         for i, level in enumerate(LEVELS)
         for j, optimizer in enumerate(OPTIMIZERS)
-        if (i + j) % 3 == 0
+        if (3 * i + j) % 5 == 0
     ],
 )
 def test_every_level_learns_like_fp32(level: str, dtype: str, optimizer: str) -> None:
@@ -193,8 +194,9 @@ def test_outputs_can_be_kept_half_and_nests_are_cast() -> None:
 # -- the loss scale
 
 
-@pytest.mark.parametrize("optimizer", ["loop", "foreach", "fused", "contiguous"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("level", "optimizer"), [("O1", "loop"), ("O2", "foreach"), ("O1", "fused"), ("O2", "contiguous")]
+)
 def test_an_overflow_skips_the_step_and_halves_the_scale(level: str, optimizer: str) -> None:
     model, opt = made(level, "fp16", optimizer)
     train(model, opt, 3)
@@ -230,8 +232,7 @@ def test_a_first_step_that_overflows_leaves_fresh_state() -> None:
     assert losses == fresh
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-@pytest.mark.parametrize("form", ["fused", "contiguous"])
+@pytest.mark.parametrize(("form", "dampening"), [("fused", 0.0), ("contiguous", 0.5)])
 def test_momentum_after_a_first_step_that_overflows_is_that_of_a_fresh_one(
     form: str, dampening: float, uninitialised_memory_is_nan: None
 ) -> None:
@@ -407,8 +408,10 @@ def test_an_optimizer_that_was_not_accelerated_is_said() -> None:
 # -- loops of all kinds
 
 
-@pytest.mark.parametrize("optimizer", ["fused", "contiguous", "foreach"])
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(
+    ("level", "dtype", "optimizer"),
+    [(*one, form) for one, form in zip(LEVELS, itertools.cycle(("fused", "contiguous", "foreach")))],
+)
 def test_micro_batches_add_up_to_the_batch(level: str, dtype: str, optimizer: str) -> None:
     whole_model, whole = made(level, dtype, optimizer)
     parts_model, parts = made(level, dtype, optimizer)
@@ -470,7 +473,7 @@ def test_an_overflow_in_one_loss_moves_that_scale_alone(level: str) -> None:
     assert [s.overflows.item() for s in scalers_of(opt)] == [1, 0]
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
 def test_several_models_and_optimizers(level: str, dtype: str) -> None:
     """A generator and a discriminator by turns, each with its optimizer, and a loss through both."""
     torch.manual_seed(0)
@@ -503,7 +506,7 @@ def test_several_models_and_optimizers(level: str, dtype: str) -> None:
         assert scalers_of(og)[0] is scalers_of(od)[0]
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")])
 def test_closures(level: str, dtype: str) -> None:
     model, opt = made(level, dtype)
     other_model, other = made(level, dtype)
@@ -549,8 +552,7 @@ def test_lbfgs_searches_along_master_weights_and_refuses_a_loss_scale() -> None:
         run("O1", "fp16")
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("level", "when"), [("O1", "before"), ("O2", "after"), ("O2", "before")])
 def test_schedulers_made_before_or_after(level: str, when: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = Net()
@@ -781,9 +783,10 @@ def test_optimizers_of_two_calls_do_not_mix() -> None:
     assert gradients_beside(one).session is not gradients_beside(two).session
 
 
-@pytest.mark.parametrize("form", ["fused", "contiguous"])
-@pytest.mark.parametrize("second", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("first", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    ("first", "second", "form"),
+    [("O1", "O2", "fused"), ("O2", "O0", "contiguous"), ("O2", "O1", "fused"), ("O3", "O3", "contiguous")],
+)
 def test_a_second_phase_with_a_new_optimizer(first: str, second: str, form: str) -> None:
     model, opt = made(first, "bf16", form)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
@@ -861,8 +864,7 @@ def test_a_wrapper_around_an_optimizer_says_what_to_do_and_that_works() -> None:
     assert run("O2", "fp16") == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("optimizer", ["fused", "foreach", "contiguous"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("level", "optimizer"), [("O1", "fused"), ("O2", "foreach"), ("O2", "contiguous")])
 def test_clipping_gradients_that_are_still_scaled_warns_once(
     level: str, optimizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -886,13 +888,10 @@ def test_clipping_gradients_that_are_still_scaled_warns_once(
     assert caplog.text.count("were changed between") == 1
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")])
 def test_a_bare_lstm(level: str, dtype: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.LSTM(4, 4, batch_first=True)
-    if level == "O3" and dtype == "fp16":
-        pytest.skip("a CPU has no fp16 LSTM, and O3 has no op lists that would go round it")
     model, opt = penstock.accelerate(
         model, torch.optim.SGD(model.parameters(), lr=1.0), precision=level, dtype=dtype
     )
@@ -909,8 +908,10 @@ def test_a_bare_lstm(level: str, dtype: str) -> None:
     assert type(model) is nn.LSTM
 
 
-@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
-@pytest.mark.parametrize("average", ["default", "multi", "lerp"])
+@pytest.mark.parametrize(
+    ("level", "dtype", "average"),
+    [("O1", "fp16", "default"), ("O2", "bf16", "multi"), ("O2", "fp16", "lerp")],
+)
 def test_averages_of_parameters_follow_the_plain_model(level: str, dtype: str, average: str) -> None:
     model, opt = made(level, dtype)
     exact = plain(model)  # shares the master weights

@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "decode": BASE | ASKED | {"containers", "dtypes", "kernels", "models", "parallel", "shards"},
     "infer": BASE | ASKED | {"data", "decode", "dtypes", "models", "parallel", "products", "tasks"},
     "serve": BASE | ASKED | {"data", "decode", "infer", "launch", "models", "parallel"},
-    "export": BASE | ASKED | {"decode", "infer", "models", "products"},
+    "export": BASE | ASKED | {"cpu", "decode", "infer", "models", "products"},
     "tasks": BASE | {"data", "decode", "dtypes", "kernels", "models"},
     "optim": BASE | ASKED | {"dtypes", "kernels", "models", "shards"},
     "products": BASE | {"cpu", "dtypes", "kernels", "models"},

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.precision.script import Interception
-from penstock.precision.script.backward import leaves_behind
 from penstock.report.record import environment
+from penstock.script import Interception
+from penstock.script.backward import leaves_behind
 
 STEPS = 5
 

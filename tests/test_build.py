@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.build import Built, build, compile_model
+from penstock.apply import compile_model
+from penstock.build import Built, build
 from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan

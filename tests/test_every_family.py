@@ -18,7 +18,8 @@ from helpers.families import ENROLLED, Enrolled, batches, loss, small
 from helpers.rank_pool import pool
 from helpers.sweeps import sweep
 from penstock import checkpoint
-from penstock.build import Built, build, compile_model
+from penstock.apply import compile_model
+from penstock.build import Built, build
 from penstock.checkpoint import rewrite
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
@@ -152,7 +153,7 @@ def test_compiled_models_learn_the_same(
     """Inductor takes up to half a minute of a processor for a family, tracing two seconds.
     `test_build.test_inductor_agrees` lets it compile the family of images too, and whole.
     """
-    monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend=backend))
+    monkeypatch.setattr("penstock.apply.compile_model", partial(compile_model, backend=backend))
     enrolled = ENROLLED[name]
     config: Any = enrolled.config
     if name == "pruned":  # two layers are as unequal as four
@@ -167,7 +168,7 @@ def test_compiled_models_learn_the_same(
 def test_whole_models_are_traced_and_learn_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "precision=O1 attention=auto"
     _, losses = _stepped(ENROLLED[name], line, 3)
-    monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend="aot_eager"))
+    monkeypatch.setattr("penstock.apply.compile_model", partial(compile_model, backend="aot_eager"))
     _, got = _stepped(ENROLLED[name], f"{line} compile=whole", 3)
     assert got == pytest.approx(losses, rel=1e-2)
 

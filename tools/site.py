@@ -64,7 +64,7 @@ def planner_modules() -> bytes:
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(source.rglob("*")):
             room, *rest = path.relative_to(source).parts
-            if path.suffix in (".py", ".toml", ".json") and (not rest or room in ROOMS):
+            if path.suffix in (".py", ".pyi", ".toml", ".json") and (not rest or room in ROOMS):
                 archive.write(path, path.relative_to(source.parent).as_posix())
     return made.getvalue()
 

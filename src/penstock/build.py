@@ -1,4 +1,4 @@
-"""THE ORDER: how a Plan is applied to a model. Read `build` from top to bottom; each step says why it comes there."""
+"""How a Plan becomes a training step: read `build` from top to bottom. What changes a model is in `penstock.apply`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.config.formats import PRODUCTS
+from penstock.apply import TRAINING, Setup, apply
 from penstock.config.fused import FusedName
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
@@ -24,43 +23,23 @@ from penstock.config.rules import require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
-from penstock.models.convert import from_pretrained, load_weights
-from penstock.models.fuse import fuse
-from penstock.models.lora import add_adapters, base_outputs, gives_classes, store_base
-from penstock.models.model import Model
+from penstock.models.draw import seeded
 from penstock.optim import EMA, make_optimizer, parameter_groups
 from penstock.optim.clip import gradients_of
-from penstock.optim.groups import freeze
-from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, recompute_blocks, replicate, shard
-from penstock.parallel.context import split_tokens
+from penstock.parallel import ALONE, DataParallel, ParallelDims, dims_of, replicate, shard
 from penstock.parallel.data import running_statistics
 from penstock.parallel.dims import DATA, LOSS
-from penstock.parallel.fsdp import shard_frozen
-from penstock.parallel.offload import offload_blocks
-from penstock.parallel.pipeline import Stages, cut_stages, split_backwards
-from penstock.parallel.sharded_init import Drawing, drawing_of, make, shares
-from penstock.parallel.stage_cut import counts_by_size
-from penstock.parallel.tensor import partial_gradients, split_layers
-from penstock.planner.describe import totals
-from penstock.planner.pipeline import stage_counts
-from penstock.precision import (
-    LossScaler,
-    MasterWeights,
-    Precision,
-    apply_precision,
-    precision_of,
-)
-from penstock.precision.master import cast_in_place
+from penstock.parallel.sharded_init import made_in_rows
+from penstock.parallel.tensor import partial_gradients
+from penstock.precision import LossScaler, MasterWeights, precision_of
 from penstock.precision.scaler import agree_over
-from penstock.products.convert import convert_linears
 from penstock.step import Pipeline, Runner, TrainStep
 from penstock.tasks import Embedding, Loss, Preferences, Task, classification_loss, task_of
 from penstock.tasks.peers import Peers
+from penstock.tasks.preferences import reference_for
 from penstock.tasks.teacher import open_teacher
 
-__all__ = ["Built", "Loss", "build", "compile_model"]
-
+__all__ = ["Built", "Loss", "build"]
 
 _log = logging.getLogger(__name__)
 _FP16_EPS = 1e-6
@@ -131,128 +110,44 @@ def build(
         require(plan, config, machine, run=True)
     if dims is None:
         dims = dims_of(plan, device) if plan.gpus > 1 else ALONE
-
-    loss = loss or (classification_loss if config is None else task_of(config))
-    if isinstance(loss, Embedding) and plan.dp != plan.gpus:
-        raise ConfigError(
-            "The task embedding compares the texts of all ranks, so each rank must have texts of its own and the whole "
-            "of their vectors; use plan.tp=1, plan.pp=1 and plan.cp=1."
-        )
-    if isinstance(loss, Task) and loss.compares and dims.data_world > 1:
-        loss = loss.among(Peers(dims.group(*DATA), dims.data_world, dims.data_rank))
+    loss = _among_ranks(loss or (classification_loss if config is None else task_of(config)), plan, dims)
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is freed as soon as this rank has its rows, so that no rank needs memory for all.
     # With split layers or experts, the fp32 masters of O2 are the shards of `fully_shard`, which knows DTensors, of one
     # rank.
     divided = plan.tp > 1 or plan.ep > 1
-    masters_apart = divided and plan.precision == "O2"
-    sharded = (plan.sharding != "ddp" or masters_apart) and not dims.alone
+    sharded = (plan.sharding != "ddp" or (divided and plan.precision == "O2")) and not dims.alone
     rows: dict[str, Tensor] | None = None
     if isinstance(model, nn.Module):
         module = model
-    elif sharded and not recipe.lora.rank and not divided:
-        drawing = drawing_of(dims)
-        module = _created(model, seed, drawing)
-        rows = dict(shares(module, drawing))
     else:
-        module = _created(model, seed)
+        factory = model if callable(model) else partial(create, model)
+        with seeded(seed):
+            if sharded and not recipe.lora.rank and not divided:
+                module, rows = made_in_rows(factory, dims)
+            else:
+                module = factory()
 
-    # Adapters are linears beside linears: whatever follows treats them as parts of the model.
-    if recipe.lora.rank and PRODUCTS[plan.products].clips:
-        raise ConfigError(
-            f"plan.products={plan.products} learns how inputs of whole weights are clipped, and recipe.lora adds "
-            "adapters to these later; use products=int8, or set recipe.lora.rank to 0."
-        )
-    if recipe.lora.rank:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            add_adapters(module, recipe.lora)
-
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    # While names are the whole model's, and before the device gets any weight. What is loaded later is rounded as well.
-    store_base(module, recipe.lora)
-    # Cast on the way to the device, and before anything keeps a reference to a parameter. The levels with master
-    # weights are halved once the optimizer holds the fp32 ones.
+    # All that changes the model itself is in the table of `penstock.apply`.
     precision = precision_of(plan, recipe.lists, device)
-    if precision.weights == "half" and precision.master == "none":
-        module = module.to(precision.dtype)
-    if precision.products != "plain":
-        convert_linears(module, precision.products, device=device)
-    # On the host, so that of what is split each device gets its part alone.
-    split = split_layers(module, plan, dims, alike=config is not None) if divided else None
-    # A stage's rank lets go of what others hold before anything else is made of the model.
-    stages = _cut(module, config, plan, dims, device, recipe) if plan.pp > 1 else None
-    if stages is not None and rows is not None:
-        rows = {name: rows[name] for name, _ in module.named_parameters() if name in rows}
-    apply_precision(module, precision, device)
-    module = module.to(device) if rows is None else _what_is_there(module, device)
-    module.train()
-    # Before anything looks for what learns: recomputation, replicas, shards, the optimizer.
-    if stages is None:
-        freeze(module, recipe.freeze)
-    if plan.schedule == "zero_bubble":
-        split_backwards(module)
+    setup = Setup(
+        purpose=TRAINING, plan=plan, precision=precision, device=device, recipe=recipe, config=config, dims=dims,
+        seed=seed, rows=rows,
+    )  # fmt: skip
+    module = apply(module, setup)
 
-    # What the blocks compute with is set before they are compiled. Defaults are not set, so that models without a
-    # choice are accepted.
-    set_switches(module, plan)
-    fused = _fuse(module, plan, precision, device)
-    split_tokens(module, plan, dims)
-    if stages is not None:
-        stages.attach()
-    # Recomputation comes before compilation, which then covers it, and before FSDP, so that weights are gathered once
-    # for both.
-    recompute_blocks(module, plan, config, device)
-    if plan.offload == "activations":
-        offload_blocks(module, device, keep_last=stages is None)
-    compile_model(module, plan)
-
-    # A teacher is no part of what learns, is sharded or saved: the loss alone knows it. It computes by the same Plan.
-    if recipe.teacher is not None and any(getattr(recipe, name) for name in ("teacher_weight", *INSIDE)):
-        divides = plan.sharding in ("fsdp", "hsdp") and not dims.alone
-        teacher_rows: dict[str, Tensor] = {}
-        load = partial(_rows_of_weights, dims, teacher_rows) if divides else from_pretrained
-        teacher = open_teacher(recipe, loss, config, module, dtype=precision.dtype, load=load)
-        _what_is_there(teacher.model, device) if divides else teacher.model.to(device)
-        set_switches(teacher.model, plan)
-        _fuse(teacher.model, plan, precision, device)
-        compile_model(teacher.model, plan)
-        if divides:
-            teacher.release = shard_frozen(teacher.model, plan, dims, device, teacher_rows)
-        assert isinstance(loss, Task)  # others were refused
-        loss = loss.taught_by(teacher)
-    # So is the reference of preferences, which must round as the model does: before the first step they are equal.
-    if isinstance(loss, Preferences) and loss.reference is None:
-        # With adapters they are the weights beside these.
-        alone = recipe.lora.rank and not recipe.lora.also and not gives_classes(module)
-        reference = (
-            partial(base_outputs, module)
-            if alone
-            else _reference(loss, config, plan, precision, device, seed)
-        )
-        loss = loss.beside(reference, recipe.preference_beta)
+    loss = _with_companions(loss, module, setup)
 
     # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
+    split, stages = setup.split, setup.stages
     replicas: DataParallel | None = None
     partial_sums = None if split is None or plan.tp == 1 else lambda: list(partial_gradients(module, split))
     if sharded:
-        replicas = replace(shard(module, plan, dims, device, shares=rows), partial=partial_sums)
+        replicas = replace(shard(module, plan, dims, device, shares=setup.rows), partial=partial_sums)
 
     # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
-    groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
-    betas = (recipe.beta1, recipe.beta2)
-    optimizer = make_optimizer(
-        groups, plan.optimizer, plan.algorithm, lr=recipe.lr, betas=betas, eps=recipe.eps
-    )
-
-    if plan.algorithm == "adamw" and numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
-        _log.warning(
-            "recipe.eps is %g, but with plan.precision=O3 plan.dtype=fp16 AdamW's second moment is kept in fp16, where "
-            "what lies below 6e-8 is zero: updates would be divided by eps alone and training would end in NaN. Use "
-            "recipe.eps=1e-4, or dtype=bf16.",
-            recipe.eps,
-        )
+    optimizer = _optimizer(module, plan, recipe)
 
     # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
     masters: MasterWeights | None = None
@@ -284,104 +179,52 @@ def build(
     if stages is not None:
         runner = Pipeline(stages, loss, plan, scaler=scaler, masters=masters, replicas=replicas)
     step = TrainStep(
-        module,
-        optimizer,
-        plan=plan,
-        device=device,
-        loss=loss,
-        clip_norm=recipe.clip_norm,
-        scaler=scaler,
-        ema=ema,
-        masters=masters,
-        replicas=replicas,
-        runner=runner,
-    )
+        module, optimizer, plan=plan, device=device, loss=loss, clip_norm=recipe.clip_norm, scaler=scaler, ema=ema,
+        masters=masters, replicas=replicas, runner=runner,
+    )  # fmt: skip
     return Built(
         model=module, optimizer=optimizer, step=step, plan=plan, recipe=recipe, device=device, config=config,
-        loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas, fused=fused, parameters=parameters,
+        loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas, fused=setup.fused,
+        parameters=setup.parameters,
     )  # fmt: skip
 
 
-def _reference(
-    task: Preferences,
-    config: ModelConfig | None,
-    plan: Plan,
-    precision: Precision,
-    device: torch.device,
-    seed: int,
-) -> nn.Module:
-    """The model that preferences start from, whole, which computes by the same Plan. Raises ConfigError without it."""
-    if task.init_from is None or config is None:
+def _among_ranks(loss: Loss, plan: Plan, dims: ParallelDims) -> Loss:
+    """The loss, of which one that compares samples sees those of all ranks."""
+    if isinstance(loss, Embedding) and plan.dp != plan.gpus:
         raise ConfigError(
-            "Preferences compares a configuration's model with the weights that it starts from; name them with --from "
-            "(init_from), or give the task a model with `beside`."
+            "The task embedding compares the texts of all ranks, so each rank must have texts of its own and the whole "
+            "of their vectors; use plan.tp=1, plan.pp=1 and plan.cp=1."
         )
-    module = _created(config, seed)
-    if precision.products != "plain":
-        convert_linears(module, precision.products, device=device)
-    load_weights(module, task.init_from)
-    apply_precision(module, precision, device)
-    module = module.to(device)
-    set_switches(module, plan)
-    _fuse(module, plan, precision, device)
-    compile_model(module, plan)
-    if precision.weights == "half" and precision.dtype is not None:
-        cast_in_place([module], precision.dtype, norms=precision.norms, lists=precision.lists)
-    return module
+    if isinstance(loss, Task) and loss.compares and dims.data_world > 1:
+        return loss.among(Peers(dims.group(*DATA), dims.data_world, dims.data_rank))
+    return loss
 
 
-def _fuse(
-    module: nn.Module, plan: Plan, precision: Precision, device: torch.device
-) -> Mapping[FusedName, int]:
-    """Put fused operators in place, as `plan.fuse` says; returns in how many places each is."""
-    if not plan.fuse:
-        return {}
-    dtype = precision.dtype or torch.float32
-    return fuse(module, plan.fuse, device=device, dtype=dtype, compiled=plan.compile != "none")
+def _with_companions(loss: Loss, module: nn.Module, setup: Setup) -> Loss:
+    """The loss with the models that it compares the model with. They are no part of what learns, is sharded or saved:
+    the loss alone knows them."""
+    recipe = setup.recipe
+    if recipe.teacher is not None and any(getattr(recipe, name) for name in ("teacher_weight", *INSIDE)):
+        teacher = open_teacher(loss, module, setup)
+        assert isinstance(loss, Task)  # others were refused
+        loss = loss.taught_by(teacher)
+    if isinstance(loss, Preferences) and loss.reference is None:
+        loss = loss.beside(reference_for(loss, module, setup), recipe.preference_beta)
+    return loss
 
 
-def _cut(
-    module: nn.Module,
-    config: ModelConfig | None,
-    plan: Plan,
-    dims: ParallelDims,
-    device: torch.device,
-    recipe: Recipe,
-) -> Stages:
-    """This rank's stages of a model. What is frozen is named by the whole model, so it is frozen first."""
-    freeze(module, recipe.freeze)
-    count = plan.pp * plan.virtual
-    counts = counts_by_size(module, count) if config is None else stage_counts(totals(config), count)
-    return cut_stages(module, counts, dims, device, fixed=plan.padding == "keep")
-
-
-def _created(
-    model: ModelConfig | Callable[[], nn.Module], seed: int, drawing: Drawing | None = None
-) -> nn.Module:
-    factory = model if callable(model) else partial(create, model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return factory() if drawing is None else make(factory, drawing)
-
-
-def _rows_of_weights(dims: ParallelDims, rows: dict[str, Tensor], name: str) -> Model:
-    """A trained model of which this rank reads its `rows` alone, by the names of their parameters."""
-    drawing = drawing_of(dims)
-    model = make(partial(from_pretrained, name), drawing)
-    rows.update(shares(model, drawing))
-    return cast(Model, model)
-
-
-def _what_is_there(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with all that has memory on `device`, where `Module.to` would ask for the rest too."""
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(device)
-    for inner in module.modules():
-        for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
-            if not buffer.is_meta:
-                setattr(inner, name, buffer.to(device))
-    return module
+def _optimizer(module: nn.Module, plan: Plan, recipe: Recipe) -> Optimizer:
+    if plan.algorithm == "adamw" and numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
+        _log.warning(
+            "recipe.eps is %g, but with plan.precision=O3 plan.dtype=fp16 AdamW's second moment is kept in fp16, where "
+            "what lies below 6e-8 is zero: updates would be divided by eps alone and training would end in NaN. Use "
+            "recipe.eps=1e-4, or dtype=bf16.",
+            recipe.eps,
+        )
+    groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
+    betas = (recipe.beta1, recipe.beta2)
+    return make_optimizer(groups, plan.optimizer, plan.algorithm, lr=recipe.lr, betas=betas, eps=recipe.eps)
 
 
 def _scaler(recipe: Recipe, device: torch.device, dims: ParallelDims) -> LossScaler:
@@ -390,30 +233,3 @@ def _scaler(recipe: Recipe, device: torch.device, dims: ParallelDims) -> LossSca
         return LossScaler(device, agree=agree)
     constant = recipe.loss_scale
     return LossScaler(device, initial=constant, floor=constant, ceiling=constant, dynamic=False, agree=agree)
-
-
-def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
-    """Compile as `plan.compile` says, in place, so that no name in the state dict changes.
-
-    `blocks` compiles each repeated block of the model's Anatomy: they share their code, so one compilation serves all
-    and takes a fraction of the time of `whole`. `options` go to torch.compile. Raises ConfigError when the blocks of a
-    foreign model cannot be found.
-    """
-    if plan.compile == "none":
-        return
-    let_recompile()
-    options = {"dynamic": False, **options}
-    if plan.compile == "whole":
-        from penstock.kernels.embedding_gradient import (
-            AddTouchedRows,
-        )  # late: Inductor takes a second to import
-
-        if "backend" not in options and "mode" not in options:
-            passes = {"post_grad_custom_pre_pass": AddTouchedRows()}
-            options["options"] = {**passes, **options.get("options", {})}
-        model.compile(**options)
-        return
-    for block in anatomy_of(model).block_modules(model):
-        # How many samples go through the block of an expert differs from step to step.
-        varies = getattr(block, "expert", None) is not None
-        block.compile(**({**options, "dynamic": None} if varies else options))

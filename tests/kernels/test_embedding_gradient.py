@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.build import compile_model
+from penstock.apply import compile_model
 from penstock.config.plan import Plan
 from penstock.kernels.embedding_gradient import AddTouchedRows
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from helpers.native_kernels import assert_changes_are_seen, by_turns, needs_compiler
-from penstock.build import build, compile_model
+from penstock.apply import compile_model
+from penstock.build import build
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu

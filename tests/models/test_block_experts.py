@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.families import ENROLLED, batches, loss
-from penstock.build import build, compile_model
+from penstock.apply import compile_model
+from penstock.build import build
 from penstock.compress.prune import keep_layers
 from penstock.config.model import PRESETS, DecoderConfig
 from penstock.config.plan import Plan
@@ -178,7 +179,7 @@ def test_compiled_blocks_learn_the_same(backend: str, monkeypatch: pytest.Monkey
     found = []
     for line in ("micro_batch=6", "micro_batch=6 compile=blocks"):
         if "compile" in line:
-            monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend=backend))
+            monkeypatch.setattr("penstock.apply.compile_model", partial(compile_model, backend=backend))
         built = build(CONFIG, Plan.parse(line), recipe=Recipe(lr=3e-3, eps=1e-4), loss=loss)
         losses = []
         for step, routes in enumerate(([0, 1, 2, 0, 1, 2], [0, 0, 0, 0, 1, 1], [2] * 6, [1, 0, 0, 2, 0, 0])):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from helpers.families import ENROLLED, WORDS, batches, loss
 from helpers.op_dtypes import ProductDtypes
-from penstock.build import Built, build, compile_model
+from penstock.apply import compile_model
+from penstock.build import Built, build
 from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
@@ -488,7 +489,7 @@ def test_compiled_mixtures_learn_the_same(
     name: str, line: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is traced and how it is derived, without making kernels of it."""
-    monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend="aot_eager"))
+    monkeypatch.setattr("penstock.apply.compile_model", partial(compile_model, backend="aot_eager"))
     config: Any = ENROLLED[name].config
     if isinstance(config, Seq2SeqConfig):
         sides = (replace(stack, **changes) for stack in (config.encoder, config.decoder))
@@ -547,7 +548,7 @@ def test_choices_that_ranks_would_make_otherwise_are_refused(
 
 
 def test_a_plan_lets_experts_multiply_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.build.compile_model", partial(compile_model, backend="aot_eager"))
+    monkeypatch.setattr("penstock.apply.compile_model", partial(compile_model, backend="aot_eager"))
     config = replace(PRESETS["mixtral-tiny"], depth=1, width=32)
     tokens = torch.randint(0, 2048, (2, 16), generator=torch.Generator().manual_seed(1))
     losses = []

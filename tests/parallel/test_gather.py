@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from helpers.equality import TINY, images, trained
 from helpers.spawn import spawn
-from penstock.build import build, compile_model
+from penstock.apply import compile_model
+from penstock.build import build
 from penstock.config.formats import PRODUCTS, Products
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -237,7 +238,7 @@ def _compiled(level: str) -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 compile=blocks precision={level}")
-    with mock.patch("penstock.build.compile_model", partial(compile_model, backend="aot_eager")):
+    with mock.patch("penstock.apply.compile_model", partial(compile_model, backend="aot_eager")):
         trained(SCALED, plan, steps=3, recipe=RECIPE)
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 

@@ -17,7 +17,8 @@ from helpers.families import ENROLLED, Given, batches, flat
 from helpers.rank_pool import pool
 from helpers.spawn import RankFailed
 from penstock import checkpoint
-from penstock.build import Built, build, compile_model
+from penstock.apply import compile_model
+from penstock.build import Built, build
 from penstock.checkpoint import Snapshot
 from penstock.config.decoding import Decoding
 from penstock.config.machine import load_machine
@@ -101,7 +102,7 @@ def _trained(name: str, line: str, double: bool, recipe: dict[str, Any]) -> dict
 
 def _traced(*arguments: Any) -> dict[str, Any]:
     """The same with graphs that are made and differentiated, and run operator by operator."""
-    with mock.patch("penstock.build.compile_model", partial(compile_model, backend="aot_eager")):
+    with mock.patch("penstock.apply.compile_model", partial(compile_model, backend="aot_eager")):
         return _trained(*arguments)
 
 

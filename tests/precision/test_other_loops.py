@@ -18,7 +18,7 @@ import penstock
 from helpers.spawn import spawn
 from penstock.errors import ConfigError
 from penstock.precision import scalers_of
-from penstock.precision.script.interception import Interception
+from penstock.script.interception import Interception
 
 LEVELS = [
     ("O1", {"dtype": "bf16"}),

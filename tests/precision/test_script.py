@@ -18,7 +18,7 @@ import penstock
 from helpers.op_dtypes import ProductDtypes
 from penstock.cli import main
 from penstock.errors import ConfigError
-from penstock.precision.script import Interception
+from penstock.script import Interception
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

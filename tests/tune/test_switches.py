@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.sdpa import switch_of
 from penstock.models.anatomy import inner_model
 from penstock.models.fuse import places_for
-from penstock.precision.script import Interception
+from penstock.script import Interception
 from penstock.tune.switches import ScriptSwitches
 
 SCRIPTS = Path(__file__).parent / "scripts"

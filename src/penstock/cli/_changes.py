@@ -72,7 +72,7 @@ class Changes:
             self._interception.remove(finished=finished)
 
     def _install(self) -> None:
-        from penstock.precision.script import Interception
+        from penstock.script import Interception
 
         settings = dict(self._settings)
         try:

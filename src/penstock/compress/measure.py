@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.apply import INFERENCE, Setup, apply
 from penstock.compress.quantise import candidates
 from penstock.config.compress import CompressConfig
 from penstock.config.formats import Products
@@ -25,14 +26,12 @@ from penstock.errors import ConfigError
 from penstock.export.export import inputs_of
 from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models import create
-from penstock.models.anatomy import set_switch
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass, predict_pass_bytes
 from penstock.planner.stored import assumption, basis_of
 from penstock.probe import resolve_device
-from penstock.products.convert import store_linears, suited
 from penstock.products.rounded import stored_tensors
 from penstock.tasks import Task, task_of
 from penstock.train.evaluate_folder import evaluate_source, open_folder
@@ -105,9 +104,8 @@ class Workbench:
 
     def ready(self, model: Model) -> Model:
         """A model in evaluation mode on the device, with the attention that inference uses there."""
-        model = model.to(self.device).eval()
-        set_switch(model, "attention", "auto" if self.device.type == "cpu" else "sdpa")
-        return model
+        setup = Setup(purpose=INFERENCE, device=self.device)
+        return apply(model.eval(), setup, "device", "switches")  # type: ignore[no-any-return]
 
     def figures(self, folder: Path) -> FolderFigures:
         """Everything but the latency, which `latencies` measures of several models in turn."""
@@ -167,7 +165,8 @@ class Workbench:
         the processor, as inference does; other models multiply as torch does."""
         for model in models:
             if stored_tensors(model):
-                store_linears(model, suited(model, "auto", own=True))
+                setup = Setup(purpose=INFERENCE, device=self.device, weights="auto")
+                apply(model, setup, "store")
         passes = [(model, self._inputs(model)) for model in models]
         seconds: list[list[float]] = [[] for _ in passes]
         with torch.inference_mode():

@@ -9,15 +9,8 @@ from penstock.config.decoding import Weights
 from penstock.config.formats import PRODUCTS, Products
 from penstock.config.layout_rules import experts_are_split_over_ranks, heads_split_over_tensor_parallel
 from penstock.config.model import ModelConfig, stacks
-from penstock.config.plan import Plan
+from penstock.config.plan import TRAINING_ALONE, Plan
 from penstock.config.rule import Rules
-
-_FOR_TRAINING = {
-    "cp": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp",
-    "sp": "splits tokens between split layers, and they are made one at a time; use plan.sp=false",
-    "fuse": "fuses what training computes; leave plan.fuse out",
-    "sharding": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers",
-}
 
 INFER_RULES = Rules()
 
@@ -26,7 +19,7 @@ INFER_RULES = Rules()
 def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
     """In inference `tp` and `pp` split the model, `ep` its experts, and `dp` the texts; `cp`, `sp`, `fuse` and
     `sharding` are for training alone."""
-    for name, why in _FOR_TRAINING.items():
+    for name, why in TRAINING_ALONE.items():
         if (value := getattr(plan, name)) != getattr(Plan(), name):
             yield f"plan.{name}={word(value)} {why}."
 

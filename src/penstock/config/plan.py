@@ -129,7 +129,9 @@ class Plan(Checked, where="plan"):
         default="grouped", metadata=_ROUNDING | {"switch": "has no mixture of experts"}
     )
     """How experts multiply: all together, in grouped products, where torch has them, or one after the other."""
-    fuse: tuple[Fuse, ...] = field(default=(), metadata=_ROUNDING)
+    fuse: tuple[Fuse, ...] = field(
+        default=(), metadata=_ROUNDING | {"training": "fuses what training computes; leave plan.fuse out"}
+    )
     """Operators that are fused by kernels of Penstock's own, separated by commas: `auto` takes those that were measured
     to pay on this kind of machine."""
     compile: Compile = field(default="none", metadata=_ROUNDING)
@@ -144,14 +146,18 @@ class Plan(Checked, where="plan"):
     """Forward and backward passes per optimizer step. In a pipeline, its micro-batches."""
     dp: Count = field(default=1, metadata=_BATCH)
     """Data parallel degree: the number of replicas, whole or sharded, which use different samples."""
-    sharding: Sharding = field(default="ddp", metadata=_ROUNDING)
+    sharding: Sharding = field(default="ddp", metadata=_ROUNDING | {
+        "training": "shards weights that every token needs whole; use plan.sharding=ddp, and plan.tp to split layers"
+    })  # fmt: skip
     """State that the replicas shard: nothing (ddp), the optimizer's states (zero1), gradients too (zero2), weights too
     (fsdp), or all of these within groups of `shard` replicas (hsdp)."""
     shard: Count = field(default=1, metadata=_ROUNDING)
     """Number of replicas in a group that shards everything, with sharding=hsdp."""
     tp: Count = field(default=1, metadata=_ROUNDING)
     """Tensor parallel degree: number of devices over which each block's matrices are split."""
-    sp: bool = field(default=False, metadata=_ROUNDING)
+    sp: bool = field(default=False, metadata=_ROUNDING | {
+        "training": "splits tokens between split layers, and they are made one at a time; use plan.sp=false"
+    })  # fmt: skip
     """Sequence parallelism: what tensor parallelism does not split is split over tokens (Korthikanti et al.
     2022)."""
     pp: Count = field(default=1, metadata=_ROUNDING)
@@ -160,7 +166,9 @@ class Plan(Checked, where="plan"):
     """Order of forward and backward passes in the pipeline."""
     virtual: Count = field(default=1, metadata=_ROUNDING)
     """Model chunks per pipeline stage; above 1 with schedule=interleaved or zero_bubble only."""
-    cp: Count = field(default=1, metadata=_ROUNDING)
+    cp: Count = field(default=1, metadata=_ROUNDING | {
+        "training": "splits the tokens of a text, which are made one at a time; use plan.tp or plan.dp"
+    })  # fmt: skip
     """Context parallel degree: number of devices over which a sample's tokens are split."""
     cp_exchange: ContextExchange = field(default="ring", metadata=_ROUNDING)
     """How these devices exchange keys and values: passed around a ring while attention computes, or all gathered
@@ -186,14 +194,14 @@ class Plan(Checked, where="plan"):
     inference."""
     algorithm: Algorithm = field(default="adamw", metadata=_MODEL)
     """The optimizer's algorithm: AdamW with two moments per weight, or SGD with one, its momentum `recipe.beta1`."""
-    gradients: GradientType = field(default="weights", metadata=_PRECISION)
+    gradients: GradientType = field(default="weights", metadata=_PRECISION | {"trains": "weights"})
     """Type in which gradients are accumulated and reduced: that of the weights that the optimizer updates
     (fp32 if these are sharded), fp32, or half precision."""
     offload: Offload = field(default="none", metadata=_ROUNDING)
     """Tensors kept in host memory."""
-    overlap: bool = field(default=True, metadata=_NOTHING)
+    overlap: bool = field(default=True, metadata=_NOTHING | {"trains": True})
     """Whether data parallel collectives overlap with forward and backward, where possible."""
-    tp_overlap: TensorOverlap = field(default="weights", metadata=_ROUNDING)
+    tp_overlap: TensorOverlap = field(default="weights", metadata=_ROUNDING | {"trains": "weights"})
     """Which tensor parallel collectives overlap with computation: none, those that fit behind the gradients
     of weights, or all that can."""
 
@@ -302,6 +310,12 @@ class Plan(Checked, where="plan"):
 SWITCHES: dict[str, str] = {f.name: f.metadata["switch"] for f in fields(Plan) if "switch" in f.metadata}
 """Fields that a model's family applies, in the order in which `build` has them applied, and what is said of a model
 that cannot."""
+TRAINING_ALONE: dict[str, str] = {
+    f.name: f.metadata["training"] for f in fields(Plan) if "training" in f.metadata
+}
+"""Fields that inference refuses, and what is said of them."""
+TRAINED: dict[str, Any] = {f.name: f.metadata["trains"] for f in fields(Plan) if "trains" in f.metadata}
+"""The value of each field that training supports for one value."""
 
 
 def effect_of(name: str, *values: Any) -> Effect:

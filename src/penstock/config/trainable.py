@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from penstock.config.convert import word
 from penstock.config.graph import TokenInput
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig
-from penstock.config.plan import Plan
+from penstock.config.plan import TRAINED, Plan
 from penstock.config.run import TaskName
 from penstock.errors import ConfigError
-
-_ONLY: dict[str, Any] = {
-    "gradients": "weights", "overlap": True, "tp_overlap": "weights",
-}  # fmt: skip
-"""Settings of a Plan that training supports for one value."""
 
 TASKS: dict[str, str] = {
     "images": "images",
@@ -135,7 +129,7 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 def plan_problems(plan: Plan) -> Iterator[str]:
     """Every setting of a Plan that training cannot run."""
-    for name, supported in _ONLY.items():
+    for name, supported in TRAINED.items():
         value = getattr(plan, name)
         if value != supported:
             yield (

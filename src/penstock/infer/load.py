@@ -11,38 +11,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.apply import INFERENCE, Setup, apply
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Weights
 from penstock.config.formats import Products
-from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.quantise import StoredFormat
 from penstock.config.rules import require_inference
 from penstock.config.theirs.read import read_json
 from penstock.data.text.open import found_in
 from penstock.data.text.tokenizers import Tokenizer
-from penstock.decode.stages import cut, stages_of
+from penstock.decode.stages import stages_of
 from penstock.decode.texts import sharded
-from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.infer.labels import TextLabels, labels_of
 from penstock.models import create
-from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import described, first_token, settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.rounded import RoundedWeight, plain_state
 from penstock.parallel import ALONE, ParallelDims
-from penstock.parallel.data import broadcast
-from penstock.parallel.dims import LOSS
-from penstock.parallel.hosts import Slots, host_experts, rounds_of
-from penstock.parallel.parts import rounded_part
-from penstock.parallel.tensor import line_of, split_layers
-from penstock.products.blocks import join_blocks
-from penstock.products.convert import store_linears, suited
-from penstock.products.rounded import store_rounded
-from penstock.products.shortlist import shorten
+from penstock.parallel.hosts import Slots, rounds_of
+from penstock.parallel.tensor import line_of
+from penstock.precision.settings import precision_of
 
 _log = logging.getLogger(__name__)
 
@@ -77,20 +69,11 @@ class Loaded:
 
 
 def loaded(
-    model: str | Path | nn.Module,
-    plan: Plan,
-    *,
-    weights: Weights | Products,
-    tokenizer: Tokenizer | None,
-    device: torch.device | str = "cpu",
-    dims: ParallelDims = ALONE,
-    careful: bool = False,
-    shortlist: Sequence[int] = (),
-    beside: nn.Module | None = None,
-    slots: Sequence[Slots] = (),
-    only: Sequence[str] = (),
-    telling: bool = False,
-) -> Loaded:
+    model: str | Path | nn.Module, plan: Plan, *, weights: Weights | Products, tokenizer: Tokenizer | None,
+    device: torch.device | str = "cpu", dims: ParallelDims = ALONE, careful: bool = False,
+    shortlist: Sequence[int] = (), beside: nn.Module | None = None, slots: Sequence[Slots] = (),
+    only: Sequence[str] = (), telling: bool = False,
+) -> Loaded:  # fmt: skip
     """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
     their weights as `weights` says; with `auto` those of a quantised model multiply as its folder says. A module that
     is given is left as it is where nothing has to be changed, else changed in place. Of several ranks, `dims` is this
@@ -146,37 +129,15 @@ def loaded(
     if not dims.alone:
         config: Any = module.config
         require_inference(plan, config, weights=weights, shortlist=bool(shortlist))
-    wanted = DTYPES[numerics_of(plan).compute]
-    if plan.precision != "O0":
-        module = module.to(wanted)
-    if not dims.alone:
-        _share_out(module, dims, torch.device(device), alike=settings is not None, beside=beside, slots=slots)
-    module = module.to(device)
-    if plan.attention != "sdpa" or torch.device(device).type == "cpu":
-        set_switch(module, "attention", "auto" if plan.attention == "sdpa" else plan.attention)
     own = settings is not None
     settings = settings or {}
     start, ends = _marks(settings, tokenizer)
-    if shortlist:
-        shorten(module, (*shortlist, *ends))
-    if rounded:
-        experts = any(weight.numbers.ndim > 2 for _, weight in rounded.values())
-        if dims.ep > 1 or (dims.tp > 1 and experts):
-            raise ConfigError(
-                "The folder has experts in few bits, which ranks cannot split; give weights=plain to compute with "
-                "their values, or leave tp and ep out."
-            )
-        here = dict(module.named_modules())
-        if dims.tp > 1:
-            rounded = {
-                name: (each, rounded_part(here[name], weight, name) if name in here else weight)
-                for name, (each, weight) in rounded.items()
-            }
-        if dims.pp > 1:  # blocks of other stages are not here
-            rounded = {name: weight for name, weight in rounded.items() if name in here}
-        store_rounded(module, rounded)
-    module = store_linears(module, suited(module, form, own=own), careful=careful)
-    join_blocks(module)
+    setup = Setup(
+        purpose=INFERENCE, plan=plan, precision=precision_of(plan), device=torch.device(device), weights=form,
+        rounded=rounded, own=own, careful=careful, shortlist=(*shortlist, *ends) if shortlist else (), slots=slots,
+        companion=beside, dims=ALONE if _is_shared_out(module, dims) else dims,
+    )  # fmt: skip
+    module = apply(module, setup)
     never = {
         word[0] for word in settings.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1
     }
@@ -257,35 +218,17 @@ def _telling(model: Any) -> Any:
     return part
 
 
-def _share_out(
-    module: nn.Module,
-    dims: ParallelDims,
-    device: torch.device,
-    *,
-    alike: bool,
-    beside: nn.Module | None,
-    slots: Sequence[Slots],
-) -> None:
-    """Leave this rank its part of the weights: those of rank 0, where ranks may have others (not `alike`). A model that
-    is sharded already stays as it is.
-    """
+def _is_shared_out(module: nn.Module, dims: ParallelDims) -> bool:
+    """Whether ranks share a model's weights already. Raises ConfigError where they do otherwise than `dims` say."""
+    if dims.alone:
+        return False
     split, cut_up = line_of(module) is not None, stages_of(module) is not None
     hosted = rounds_of(module) is not None
     if sharded(module) or (split and dims.tp == 1) or (cut_up and dims.pp == 1) or (hosted and dims.ep == 1):
         raise ConfigError(
             "Ranks shard the model's weights otherwise than the plan asks for; give the folder of its export."
         )
-    if split or cut_up or hosted:
-        return
-    for names in () if alike else (("pp",), ("tp",), LOSS):
-        if dims.degree(*names) > 1:
-            broadcast(module, dims, names)
-    if dims.ep > 1:
-        host_experts(module, dims, device, slots=slots, beside=beside)
-    if dims.tp > 1:
-        split_layers(module, Plan(tp=dims.tp), dims, alike=True)
-    if dims.pp > 1:
-        cut(module, dims)
+    return split or cut_up or hosted
 
 
 def _marks(settings: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int | None, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from penstock.containers import replaced, tensors
 from penstock.data.transform import load_function
 from penstock.errors import ConfigError
 from penstock.models.anatomy import set_switch
+from penstock.models.draw import seeded
 from penstock.tasks import Loss
 
 Factory = Callable[[], tuple[nn.Module, Any, Loss]]
@@ -44,8 +45,7 @@ def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Los
 
     Raises ConfigError where it does not return a model, a batch and a loss.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         parts = factory()
     if not (
         isinstance(parts, tuple)

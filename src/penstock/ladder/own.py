@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.apply import TRAINING, Setup, apply
 from penstock.build import Built, build
 from penstock.config.plan import Padding, Plan
 from penstock.config.run import Recipe
 from penstock.containers import replaced
-from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.kernels.sdpa import Switch, Watch
 from penstock.ladder.factory import (
@@ -32,9 +32,10 @@ from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured, Subject
 from penstock.ladder.trace import trace
-from penstock.models.anatomy import anatomy_of, set_switches
-from penstock.models.fuse import fuse, places_for
+from penstock.models.anatomy import anatomy_of
+from penstock.models.fuse import places_for
 from penstock.planner.operators import Workload
+from penstock.precision import precision_of
 from penstock.tasks import Loss, mean_loss
 
 
@@ -77,8 +78,7 @@ class Own(Subject):
         key = plan.micro_batch, plan.loss, plan.padding, plan.fuse, auto
         if key not in self._traces:
             model, _, loss = self._make(0)
-            set_switches(model, Plan(loss=plan.loss, padding=plan.padding))
-            _fuse(model, plan, self.device)
+            _let_compute(model, plan, self.device)
             batch = self._enlarged(plan.micro_batch)
             self._traces[key] = trace(
                 model.to(self.device),
@@ -139,13 +139,14 @@ def subject_of(config: LadderConfig, factory: str | Factory | None, device: torc
     return Configured(config, device)
 
 
-def _fuse(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Put in place those fused operators of a Plan that fit. A Plan that names others is refused when it is built."""
+def _let_compute(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Apply what changes the operators of a Plan. Of fused ones those that fit: a Plan that names others is refused
+    when it is built."""
     fits = places_for(model, device.type)
     names = tuple(name for name in plan.fuse if (any(fits.values()) if name == "auto" else fits[name]))
-    dtype = torch.float32 if plan.precision == "O0" else DTYPES[plan.dtype]
-    if names:
-        fuse(model, names, device=device, dtype=dtype, compiled=plan.compile != "none")
+    changes = Plan(loss=plan.loss, padding=plan.padding, fuse=names, compile=plan.compile)
+    setup = Setup(purpose=TRAINING, plan=changes, precision=precision_of(plan), device=device)
+    apply(model, setup, "switches", "fuse")
 
 
 def _blocks_in(model: nn.Module) -> int:

@@ -32,6 +32,7 @@ from penstock.kernels.gains import kind_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig, data_words
 from penstock.models import create
+from penstock.models.draw import seeded
 from penstock.parallel import ParallelDims
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
@@ -253,8 +254,7 @@ class Configured(Subject):
     def _start(self, seed: int) -> dict[str, Tensor]:
         """The baseline's first weights, which every rung starts from as far as its shapes allow."""
         if seed not in self._starts:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with seeded(seed):
                 model = create(self._model)
             self._starts[seed] = {name: value.detach().clone() for name, value in model.named_parameters()}
         return self._starts[seed]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
@@ -206,10 +206,10 @@ def set_switch(model: nn.Module, name: str, value: Any) -> None:
         )
 
 
-def set_switches(model: nn.Module, plan: Plan) -> None:
-    """Apply all fields in `SWITCHES` that differ from their defaults. Raises ConfigError where the model cannot."""
+def set_switches(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> None:
+    """Apply fields in `SWITCHES`: of these names, or all that differ from their defaults. Raises as `set_switch`."""
     for name in SWITCHES:
-        if getattr(plan, name) != getattr(_DEFAULTS, name):
+        if (getattr(plan, name) != getattr(_DEFAULTS, name)) if names is None else name in names:
             set_switch(model, name, getattr(plan, name))
 
 

@@ -7,17 +7,19 @@ rank's parts where the module computes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
 from penstock.models.rounded import RoundedWeight
 from penstock.optim.tensors import local, whole
 from penstock.parallel import sequence
+from penstock.parallel.dims import ParallelDims
 from penstock.parallel.sequence import Line
 from penstock.shards import FIRST, Cut, cut_like, cuts
 
@@ -80,7 +82,27 @@ class SplitModule:
         return new
 
 
-def rounded_part(linear: nn.Module, weight: RoundedWeight, name: str) -> RoundedWeight:
+def rounded_parts(
+    model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], dims: ParallelDims
+) -> dict[str, tuple[StoredFormat, RoundedWeight]]:
+    """This rank's parts of the weights in few bits of a model's linears, by name. Raises ConfigError where ranks cannot
+    split them."""
+    if dims.ep > 1 or (dims.tp > 1 and any(weight.numbers.ndim > 2 for _, weight in rounded.values())):
+        raise ConfigError(
+            "The folder has experts in few bits, which ranks cannot split; give weights=plain to compute with "
+            "their values, or leave tp and ep out."
+        )
+    here, parts = dict(model.named_modules()), dict(rounded)
+    if dims.pp > 1:  # blocks of other stages are not here
+        parts = {name: weight for name, weight in parts.items() if name in here}
+    if dims.tp > 1:
+        for name in parts.keys() & here.keys():
+            form, weight = parts[name]
+            parts[name] = form, _rounded_part(here[name], weight, name)
+    return parts
+
+
+def _rounded_part(linear: nn.Module, weight: RoundedWeight, name: str) -> RoundedWeight:
     """This rank's part of the weight in few bits of the linear `name`; the whole where it is not split.
 
     Raises ConfigError where ranks would split inputs that share a scale.

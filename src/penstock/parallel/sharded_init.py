@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,6 +23,7 @@ from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
 from penstock.parallel.dims import SHARD, ParallelDims
 
+M = TypeVar("M", bound=nn.Module)
 _SMALL = 4096
 """Elements of a tensor up to which it is made at once."""
 _ROOM = 32 << 20
@@ -214,7 +215,7 @@ def _key(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
-def make(factory: Callable[[], nn.Module], drawing: Drawing) -> nn.Module:
+def make(factory: Callable[[], M], drawing: Drawing) -> M:
     """`factory()`, its large parameters without memory. Raises ConfigError where a buffer was made so: buffers are
     not sharded, so they must be small or filled by an operator that makes its own result.
     """
@@ -244,3 +245,21 @@ def drawing_of(dims: ParallelDims) -> Drawing:
     return Drawing(
         place["dp_shard"] * dims.cp + place["cp"], dims.degree(*SHARD), dims.shard_mesh().get_group()
     )
+
+
+def made_in_rows(factory: Callable[[], M], dims: ParallelDims) -> tuple[M, dict[str, Tensor]]:
+    """The model of a factory, its large parameters without memory, and this rank's rows of them by name."""
+    drawing = drawing_of(dims)
+    model = make(factory, drawing)
+    return model, dict(shares(model, drawing))
+
+
+def move_present(model: nn.Module, device: torch.device) -> None:
+    """Move what has memory to a device, in place, where `Module.to` would ask for the rest too."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.to(device))

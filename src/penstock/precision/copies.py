@@ -28,7 +28,7 @@ from penstock.precision.state_hooks import (
     take_masters,
 )
 from penstock.precision.subclass import StandIns, asked_by
-from penstock.products.convert import convert_linears
+from penstock.products.convert import restore_linears
 
 _KINDS: list[ModuleStandIns] = []
 """Every kind of stand-in that modules may wear."""
@@ -108,7 +108,7 @@ def strip(model: nn.Module) -> None:
         remove_hooks(module)
         for mark in [name for name in module.__dict__ if name.startswith("_penstock")]:
             del module.__dict__[mark]
-    convert_linears(model, "plain")
+    restore_linears(model)
 
 
 @torch.no_grad()

@@ -134,8 +134,7 @@ def convert_linears(
         )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}
     if products == "plain":
-        for linear in linears.values():
-            _restore(linear)
+        restore_linears(model)
         return {}
     if not emulate:
         devices = {module.weight.device for module in linears.values()} if device is None else {device}
@@ -164,6 +163,12 @@ def convert_linears(
             linears[name].register_parameter(CLIP, nn.Parameter(clip))
     _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), kept or "none")
     return kept
+
+
+def restore_linears(model: nn.Module) -> None:
+    """Undo `convert_linears`, in place."""
+    for module in model.modules():
+        _restore(module)
 
 
 def _restore(module: nn.Module) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.apply import REFERENCE, Setup, apply
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
@@ -28,6 +29,10 @@ from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
+from penstock.models import create
+from penstock.models.convert import load_weights
+from penstock.models.draw import seeded
+from penstock.models.lora import base_outputs, gives_classes
 from penstock.tasks.chat import SHOWN, ConversationTask
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, first_samples, on_device, rounded, tokenizer_of
@@ -100,6 +105,22 @@ class Preferences(ConversationTask):
             question = tokenizer.decode(tokens[max(0, begin - SHOWN) : begin].tolist())
             answers.append(tokenizer.decode(tokens[learned][:SHOWN].tolist()))
         return f"…{question}│{answers[0]} over {answers[1]} (margin {margin:+.4f})"
+
+
+def reference_for(task: Preferences, module: nn.Module, setup: Setup) -> Callable[..., Tensor]:
+    """The model that preferences start from, whole, which computes by the same Plan. Raises ConfigError without it."""
+    lora = setup.recipe.lora
+    if lora.rank and not lora.also and not gives_classes(module):
+        return partial(base_outputs, module)  # the weights beside the adapters
+    if task.init_from is None or setup.config is None:
+        raise ConfigError(
+            "Preferences compares a configuration's model with the weights that it starts from; name them with --from "
+            "(init_from), or give the task a model with `beside`."
+        )
+    with seeded(setup.seed):
+        model = create(setup.config)
+    load = partial(load_weights, source=task.init_from)
+    return apply(model, setup.beside(REFERENCE, load=load))  # type: ignore[no-any-return]
 
 
 def prepare_pairs(host: HostBatch, device: torch.device, *, arguments: Sequence[str]) -> TextBatch:

@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.apply import TEACHER, Setup, apply
 from penstock.boundary.files import quoted
 from penstock.config.graph import Graph, PatchInput
 from penstock.config.model import ModelConfig
@@ -36,6 +38,8 @@ from penstock.models.model import Model
 from penstock.models.positions import is_real
 from penstock.models.samples import lengths_of
 from penstock.models.stack import TokenStack
+from penstock.parallel.fsdp import shard_frozen
+from penstock.parallel.sharded_init import made_in_rows
 from penstock.tasks.embedding import Embedding, vectors
 from penstock.tasks.task import Task
 from penstock.tasks.text import WordTask
@@ -236,15 +240,32 @@ def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]
             attention.looked = None
 
 
-def open_teacher(
-    recipe: Recipe, task: Any, student: ModelConfig | None, module: nn.Module, *, dtype: torch.dtype | None,
-    load: Callable[[str], Model] = from_pretrained,
-) -> Teacher:  # fmt: skip
-    """The teacher of a recipe for `module`, the model of `student`, in `dtype` and where `load` puts it.
+def open_teacher(task: Any, module: nn.Module, setup: Setup) -> Teacher:
+    """The teacher of a recipe for `module`, which computes by the same Plan; ranks that shard the student's weights
+    shard its own.
 
     Raises ConfigError where it cannot teach this student by this task, and what `from_pretrained` raises.
     """
+    plan, dims, recipe = setup.plan, setup.dims, setup.recipe
     assert recipe.teacher is not None
+    student = _required_student(task, module, setup.config)
+    rows: dict[str, Tensor] | None = None
+    if plan.sharding in ("fsdp", "hsdp") and not dims.alone:
+        model, rows = made_in_rows(partial(from_pretrained, recipe.teacher), dims)
+    else:
+        model = from_pretrained(recipe.teacher)
+    _require_teachable(recipe, model.config, student, task, module)
+    teacher = Teacher(
+        model, student, share=recipe.teacher_weight, temperature=recipe.temperature, hidden=recipe.teacher_hidden,
+        attention=recipe.teacher_attention, scores=recipe.teacher_scores, hard=recipe.teacher_targets == "hard",
+    )  # fmt: skip
+    apply(model, setup.beside(TEACHER, rows=rows))
+    if rows is not None:
+        teacher.release = shard_frozen(model, plan, dims, setup.device, rows)
+    return teacher
+
+
+def _required_student(task: Any, module: nn.Module, student: ModelConfig | None) -> ModelConfig:
     if student is None or not isinstance(uncompiled(module), Model):
         raise ConfigError(
             "recipe.teacher needs a student that is a configuration of Penstock's, whose outputs it can compare with "
@@ -255,8 +276,14 @@ def open_teacher(
             "recipe.teacher is added to the loss of a Task, but the loss is a function of your own; give a Task, or "
             "add the divergence in your function."
         )
-    model = load(recipe.teacher)
-    require_alike(model.config, student, recipe.teacher)
+    return student
+
+
+def _require_teachable(
+    recipe: Recipe, teacher: ModelConfig, student: ModelConfig, task: Task, module: nn.Module
+) -> None:
+    assert recipe.teacher is not None
+    require_alike(teacher, student, recipe.teacher)
     if recipe.teacher_targets == "hard" and student.graph.classes is None:
         raise ConfigError(
             "recipe.teacher_targets hard takes the likeliest class of a teacher, but this student has no classes; use "
@@ -277,26 +304,15 @@ def open_teacher(
             "out."
         )
     if inside := [name for name in INSIDE if getattr(recipe, name)]:
-        _require_alike_tokens(model.graph, student.graph, recipe.teacher)
+        _require_alike_tokens(teacher.graph, student.graph, recipe.teacher)
         if inside != ["teacher_hidden"]:
-            _require_alike_runs(model.graph, student.graph, recipe.teacher, inside[-1])
+            _require_alike_runs(teacher.graph, student.graph, recipe.teacher, inside[-1])
     if recipe.teacher_hidden:
-        _require_alike_hidden(model.graph, student.graph, recipe.teacher)
+        _require_alike_hidden(teacher.graph, student.graph, recipe.teacher)
     for name in {*inside} - {"teacher_attention"}:
-        _require_as_deep(model.graph, student.graph, recipe.teacher, name)
+        _require_as_deep(teacher.graph, student.graph, recipe.teacher, name)
     if recipe.teacher_scores:
-        _require_alike_heads(model.graph, student.graph, recipe.teacher)
-    model = model.to(dtype=dtype)
-    return Teacher(
-        model,
-        student,
-        share=recipe.teacher_weight,
-        temperature=recipe.temperature,
-        hidden=recipe.teacher_hidden,
-        attention=recipe.teacher_attention,
-        scores=recipe.teacher_scores,
-        hard=recipe.teacher_targets == "hard",
-    )
+        _require_alike_heads(teacher.graph, student.graph, recipe.teacher)
 
 
 def _require_alike_tokens(teacher: Graph, student: Graph, name: str) -> None:

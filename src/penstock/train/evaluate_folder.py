@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.apply import INFERENCE, Setup, apply
 from penstock.boundary.files import quoted
 from penstock.checkpoint import rewrite
 from penstock.checkpoint.commit import steps
@@ -27,15 +28,12 @@ from penstock.data.source import ImageSource
 from penstock.data.text.open import found_in
 from penstock.data.text.rows import RowSource
 from penstock.errors import ConfigError
-from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import settings_in
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.probe import resolve_device
-from penstock.products.blocks import join_blocks
-from penstock.products.rounded import store_rounded
 from penstock.tasks import Preferences, Task, task_of
 from penstock.train.evaluate import Evaluation, evaluate
 
@@ -97,11 +95,8 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
 
 def open_folder(folder: Path, device: torch.device) -> Model:
     """The model in a folder, ready for evaluation on the device."""
-    model = from_pretrained(folder).to(device).eval()
-    set_switch(model, "attention", "auto" if device.type == "cpu" else "sdpa")
-    store_rounded(model, rounded_weights(folder))
-    join_blocks(model)
-    return model
+    setup = Setup(purpose=INFERENCE, device=device, rounded=rounded_weights(folder))
+    return apply(from_pretrained(folder).eval(), setup)  # type: ignore[no-any-return]
 
 
 def evaluate_source(

@@ -1,7 +1,7 @@
 """Settings of a Plan for a script that knows nothing of Penstock: `penstock run --plan "…" train.py`.
 
 Only the settings that a line names are applied; everything else stays as the script has it. Precision is applied by
-`penstock.precision.script`, which finds the models and optimizers of the script and calls `ScriptSwitches` for them.
+`penstock.script`, which finds the models and optimizers of the script and calls `ScriptSwitches` for them.
 """
 
 from __future__ import annotations
@@ -15,28 +15,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_fused_kernels_supported_devices  # type: ignore[attr-defined]
 
-from penstock.build import compile_model
-from penstock.config.formats import Products
-from penstock.config.plan import SWITCHES, OptimizerForm, Plan
+from penstock.apply import SCRIPT, Setup, apply, settings_for
+from penstock.config.plan import OptimizerForm, Plan
 from penstock.config.rules import require
-from penstock.dtypes import DTYPES
 from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
 from penstock.matmul import matmul_precision
-from penstock.models.anatomy import inner_model, set_switch
-from penstock.models.fuse import fuse
+from penstock.models.anatomy import inner_model
 from penstock.optim.forms import form_flags, keep_form
-from penstock.parallel.offload import offload_blocks
-from penstock.parallel.recompute import recompute_blocks
-from penstock.products.convert import convert_linears
+from penstock.precision.settings import precision_of
 
 PRECISION = ("precision", "dtype", "norms", "products")
 """Settings that `penstock.accelerate` applies."""
-APPLIED = (
-    *PRECISION, "matmul", "optimizer", *SWITCHES, "fuse", "recompute", "recompute_every", "offload", "compile",
-    "host_memory",
-)  # fmt: skip
-"""Settings that can be applied to a script from outside."""
+APPLIED = (*settings_for(SCRIPT), "matmul", "optimizer", "host_memory")
+"""Settings that can be applied to a script from outside: to its models, to its process, and to its optimizers."""
 
 
 @dataclass(slots=True)
@@ -78,7 +70,7 @@ class ScriptSwitches:
 
     @property
     def precision(self) -> dict[str, Any]:
-        """The arguments of `penstock.precision.script.Interception` that they mean."""
+        """The arguments of `penstock.script.Interception` that they mean."""
         named = {name: getattr(self.plan, name) for name in PRECISION if name in self.named}
         return {"precision": "O0", **named}
 
@@ -102,44 +94,36 @@ class ScriptSwitches:
         keep_form(optimizer)
 
     def apply(self, model: nn.Module, *, compiled: bool) -> list[str]:
-        """Change a model in the order of `penstock.build`; returns the settings that hold for it, as words of a Plan.
+        """Change a model in the order of `penstock.apply`; returns the settings that hold for it, as words of a Plan.
 
         Raises ConfigError where the model cannot be changed so.
         """
         plan, named, inner = self.plan, self.named, inner_model(model)
+        if plan.recompute != "none" and any(
+            getattr(module, "gradient_checkpointing", False) for module in inner.modules()
+        ):
+            raise ConfigError(
+                f"plan.recompute={plan.recompute} cannot be applied: the script has turned on gradient checkpointing "
+                f"of {type(inner).__name__}; leave plan.recompute out."
+            )
+        if compiled and plan.offload == "activations":
+            raise ConfigError(
+                "plan.offload=activations cannot be applied: it takes what eager blocks keep, and the script calls "
+                "torch.compile itself; leave plan.offload out."
+            )
+        if compiled and plan.compile != "none":
+            raise ConfigError(
+                f"plan.compile={plan.compile} cannot be applied: the script calls torch.compile itself; leave "
+                "plan.compile out."
+            )
         if "matmul" in named:  # now, because a script may set it while it begins
             self._held.enter_context(matmul_precision(plan.matmul))
-        if "products" in named and plan.precision == "O0":
-            products: Products = plan.products
-            convert_linears(model, products)
-        for name in SWITCHES:
-            if name in named:
-                set_switch(inner, name, getattr(plan, name))
-        if plan.fuse:
-            dtype = DTYPES[plan.dtype] if plan.precision != "O0" else None
-            fuse(inner, plan.fuse, dtype=dtype, compiled=compiled or plan.compile != "none")
-        if "recompute" in named and plan.recompute != "none":
-            if any(getattr(module, "gradient_checkpointing", False) for module in inner.modules()):
-                raise ConfigError(
-                    f"plan.recompute={plan.recompute} cannot be applied: the script has turned on gradient "
-                    f"checkpointing of {type(inner).__name__}; leave plan.recompute out."
-                )
-            recompute_blocks(inner, plan)
-        if plan.offload == "activations":
-            if compiled:
-                raise ConfigError(
-                    "plan.offload=activations cannot be applied: it takes what eager blocks keep, and the script calls "
-                    "torch.compile itself; leave plan.offload out."
-                )
-            offload_blocks(inner, next(model.parameters()).device)
-        if "compile" in named and plan.compile != "none":
-            if compiled:
-                raise ConfigError(
-                    f"plan.compile={plan.compile} cannot be applied: the script calls torch.compile itself; leave "
-                    "plan.compile out."
-                )
-            # The lengths of a script's batches may differ: shapes that change are compiled as such.
-            compile_model(model, plan, dynamic=None)
+        setup = Setup(
+            purpose=SCRIPT, plan=plan, precision=precision_of(plan), device=next(model.parameters()).device,
+            named=named, compiled=compiled,
+        )  # fmt: skip
+        apply(inner, setup, "switches", "fuse", "recompute", "offload")
+        apply(model, setup, "compile")
         if "host_memory" in named:
             set_host_memory(keep=plan.host_memory == "keep")
         own = [name for name in APPLIED if name in named and name not in PRECISION]

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import apply_precision, precision_on, unwrap_forward, unwrapped
 from penstock.precision.histogram import LARGEST, GradientHistogram, Histogram, Meter, power_of_two
 from penstock.precision.lists import restore_modules
@@ -30,6 +29,7 @@ from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
 from penstock.precision.undisturbed import Loss, checked, default_loss, gradients, in_fp32, moved, undisturbed
 from penstock.report.precision_figures import percent
+from penstock.script.accelerate import accelerate
 
 Kind = Literal["activations", "weights"]
 Note = Callable[[str, Kind, Tensor], None]

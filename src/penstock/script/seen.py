@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.dtypes import HALVES
-from penstock.precision.script.backward import nodes_behind
+from penstock.script.backward import nodes_behind
 
 _PRODUCTS = re.compile(
     r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Dot|GroupedMm|\w*Linear|Convolution\w*|ScaledDotProduct\w*|MkldnnRnn\w*"

@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.precision.copies import plain
-from penstock.precision.script.account import Account, Say
-from penstock.precision.script.backward import ScaledBackward, listed
-from penstock.precision.script.pairing import Pairing, Switches
 from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
+from penstock.script.account import Account, Say
+from penstock.script.backward import ScaledBackward, listed
+from penstock.script.pairing import Pairing, Switches
 
 _installed: Interception | None = None
 _EXPORTERS: Any = (

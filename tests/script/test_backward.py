@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import ConfigError
 from penstock.precision import scalers_of
-from penstock.precision.script import Interception
+from penstock.script import Interception
 
 SCALE = 1024.0
 

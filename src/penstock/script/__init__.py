@@ -24,6 +24,6 @@ All of it is undone by `remove`; what was accelerated stays so.
 
 from __future__ import annotations
 
-from penstock.precision.script.interception import Interception
+from penstock.script.interception import Interception
 
 __all__ = ["Interception"]

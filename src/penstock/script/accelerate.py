@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.apply import SCRIPT, Setup, apply
 from penstock.errors import ConfigError
 from penstock.models.balance_loss import weighed
 from penstock.optim.contiguous import Contiguous
@@ -25,14 +26,12 @@ from penstock.optim.fold import loses_updates
 from penstock.precision import scaling
 from penstock.precision.checks import check, check_kinds, check_options
 from penstock.precision.copies import strip, widen
-from penstock.precision.forward import apply_precision, unwrapped
-from penstock.precision.master import cast_in_place
+from penstock.precision.forward import unwrapped
 from penstock.precision.scaler import Agree, LossScaler, agree_over
 from penstock.precision.scaling import Gradients
 from penstock.precision.session import Session, device_of
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
-from penstock.products.convert import convert_linears
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 """One model, a list or a tuple of them. What goes in comes out, of the very same type."""
@@ -43,41 +42,20 @@ _log = logging.getLogger(__name__)
 
 @overload
 def accelerate(
-    model: M,
-    optimizer: None = None,
-    *,
-    precision: str = ...,
-    dtype: str | torch.dtype = ...,
-    losses: int = ...,
-    scaler: Mapping[str, Any] | None = ...,
-    agree: Agree | Literal["auto"] | None = ...,
-    **overrides: Any,
-) -> M: ...
+    model: M, optimizer: None = None, *, precision: str = ..., dtype: str | torch.dtype = ..., losses: int = ...,
+    scaler: Mapping[str, Any] | None = ..., agree: Agree | Literal["auto"] | None = ..., **overrides: Any,
+) -> M: ...  # fmt: skip
 @overload
 def accelerate(
-    model: M,
-    optimizer: O,
-    *,
-    precision: str = ...,
-    dtype: str | torch.dtype = ...,
-    losses: int = ...,
-    scaler: Mapping[str, Any] | None = ...,
-    agree: Agree | Literal["auto"] | None = ...,
-    **overrides: Any,
-) -> tuple[M, O]: ...
+    model: M, optimizer: O, *, precision: str = ..., dtype: str | torch.dtype = ..., losses: int = ...,
+    scaler: Mapping[str, Any] | None = ..., agree: Agree | Literal["auto"] | None = ..., **overrides: Any,
+) -> tuple[M, O]: ...  # fmt: skip
 
 
 def accelerate(
-    model: Any,
-    optimizer: Any = None,
-    *,
-    precision: str = "O1",
-    dtype: str | torch.dtype = "auto",
-    losses: int = 1,
-    scaler: Mapping[str, Any] | None = None,
-    agree: Agree | Literal["auto"] | None = "auto",
-    **overrides: Any,
-) -> Any:
+    model: Any, optimizer: Any = None, *, precision: str = "O1", dtype: str | torch.dtype = "auto", losses: int = 1,
+    scaler: Mapping[str, Any] | None = None, agree: Agree | Literal["auto"] | None = "auto", **overrides: Any,
+) -> Any:  # fmt: skip
     """Train a model in mixed precision: returns what was given, changed in place.
 
     `model` is any module, or a list of them; `optimizer` any optimizer over their parameters, a list, or None for
@@ -105,24 +83,17 @@ def accelerate(
     properties = properties_of(precision, dtype=dtype, device=device, **overrides)
     bare = [unwrapped(m) for m in models]
     check(properties, models, bare, optimizers, losses)
-    if properties.products != "plain":
-        for module in bare:
-            convert_linears(module, properties.products)
-    session = Session(
-        properties,
-        bare,
-        optimizers,
-        losses=losses,
-        scaler=scaler or {},
-        agree=agree_over() if agree == "auto" else agree,
-    )
+    setup = Setup(purpose=SCRIPT, device=device, precision=properties, together=bare)
+    for module in bare:
+        apply(module, setup, "products")
+    agree = agree_over() if agree == "auto" else agree
+    session = Session(properties, bare, optimizers, losses=losses, scaler=scaler or {}, agree=agree)
+    apply(bare[0], setup, "cast")
     if properties.weights == "half" and properties.master == "none":
-        assert properties.dtype is not None
-        cast_in_place(bare, properties.dtype, norms=properties.norms, lists=properties.lists)
         for each in optimizers:
             _follow_weights(each, properties)
     for module in bare:
-        apply_precision(module, properties, device)
+        apply(module, setup, "precision")
     for each in optimizers:
         own = Gradients(each, session)
         session.gradients.append(own)

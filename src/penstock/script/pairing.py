@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.groups import parameters_of
-from penstock.precision.accelerate import accelerate
 from penstock.precision.forward import (
     living,
     precision_on,
@@ -25,10 +24,11 @@ from penstock.precision.forward import (
     unwrap_forward,
     unwrapped,
 )
-from penstock.precision.script.account import Account
 from penstock.precision.settings import Precision, properties_of
 from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
+from penstock.script.accelerate import accelerate
+from penstock.script.account import Account
 
 _PATIENCE = 50
 """Steps that an optimizer waits for models of its that have not been called: watching costs microseconds a call."""

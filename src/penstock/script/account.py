@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.optim.groups import parameters_of
-from penstock.precision.script.seen import Seen
 from penstock.precision.settings import Precision, auto_dtype
+from penstock.script.seen import Seen
 
 Say = Callable[[str], None]
 

@@ -17,8 +17,8 @@ from torch.optim import SGD, Adam, Optimizer
 import penstock
 from helpers.op_dtypes import ProductDtypes
 from penstock.errors import ConfigError
-from penstock.precision.script import Interception
-from penstock.precision.script import pairing as pairing_module
+from penstock.script import Interception
+from penstock.script import pairing as pairing_module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

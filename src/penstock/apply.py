@@ -1,0 +1,379 @@
+"""THE ORDER in which a Plan is applied to a model, as data: read `STEPS` from top to bottom.
+
+Each step says what is done, for which purpose, when, and why it comes there. Training (`penstock.build`), a teacher,
+the reference of preferences, opening a model for inference, `penstock.accelerate` and `penstock run` call `apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as copy_with
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.decoding import Weights
+from penstock.config.formats import PRODUCTS, Products
+from penstock.config.fused import FusedName
+from penstock.config.model import ModelConfig
+from penstock.config.plan import SWITCHES, Plan
+from penstock.config.quantise import StoredFormat
+from penstock.config.run import Recipe
+from penstock.decode.stages import cut
+from penstock.errors import ConfigError
+from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
+from penstock.models.draw import seeded
+from penstock.models.fuse import fuse
+from penstock.models.lora import add_adapters, store_base
+from penstock.models.rounded import RoundedWeight
+from penstock.optim.groups import freeze
+from penstock.parallel import ALONE, ParallelDims
+from penstock.parallel.context import split_tokens
+from penstock.parallel.data import broadcast
+from penstock.parallel.dims import LOSS
+from penstock.parallel.hosts import Slots, host_experts
+from penstock.parallel.offload import offload_blocks
+from penstock.parallel.parts import rounded_parts
+from penstock.parallel.pipeline import Stages, cut_stages, split_backwards
+from penstock.parallel.recompute import recompute_blocks
+from penstock.parallel.sharded_init import move_present
+from penstock.parallel.stage_cut import counts_by_size
+from penstock.parallel.tensor import Split, split_layers
+from penstock.planner.describe import totals
+from penstock.planner.pipeline import stage_counts
+from penstock.precision.forward import apply_precision
+from penstock.precision.master import cast_in_place
+from penstock.precision.settings import Precision, precision_of
+from penstock.products.blocks import join_blocks
+from penstock.products.convert import convert_linears, store_linears, suited
+from penstock.products.rounded import store_rounded
+from penstock.products.shortlist import shorten
+
+Purpose = Literal["training", "teacher", "reference", "inference", "script"]
+TRAINING: Purpose = "training"
+TEACHER: Purpose = "teacher"
+"""A model that another one learns from."""
+REFERENCE: Purpose = "reference"
+"""The model that preferences start from, which must round as the one that is trained."""
+INFERENCE: Purpose = "inference"
+SCRIPT: Purpose = "script"
+"""A model whose script trains it: by `penstock.accelerate`, or under `penstock run`."""
+_UNTRAINED = (TEACHER, INFERENCE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """The purpose of applying a Plan, and what the steps need; what they leave behind is below."""
+
+    purpose: Purpose
+    device: torch.device
+    plan: Plan = field(default_factory=Plan)
+    precision: Precision = field(default_factory=lambda: precision_of(Plan()))
+    dims: ParallelDims = ALONE
+    # In training
+    recipe: Recipe = field(default_factory=Recipe)
+    config: ModelConfig | None = None
+    seed: int = 0
+    rows: dict[str, Tensor] | None = None
+    """This rank's rows of parameters that will be sharded and have no memory, by name; None: all are here."""
+    load: Callable[[nn.Module], Any] | None = None
+    """Loads a reference's weights."""
+    # In inference
+    weights: Weights | Products = "plain"
+    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]] = field(default_factory=dict)
+    """Weights in few bits that the model's folder has, by the names of their linears."""
+    own: bool = True
+    """Whether the model was opened for this, so that all ranks have the same weights, and `weights=auto` may lay them
+    out for the processor."""
+    careful: bool = False
+    """Whether outputs are compared as numbers, and not only by which is the largest."""
+    shortlist: Sequence[int] = ()
+    """The tokens that have logits; none: all."""
+    slots: Sequence[Slots] = ()
+    """Experts that each rank hosts; none: as many on each."""
+    companion: nn.Module | None = None
+    """Another model that is served together with this one."""
+    # In a script
+    named: frozenset[str] | None = None
+    """The settings of the Plan that a script is given; None: all."""
+    compiled: bool = False
+    """Whether the script compiles the model itself."""
+    together: Sequence[nn.Module] = ()
+    """Models that may share weights with this one, and are cast with it."""
+
+    parameters: int = 0
+    """Parameters of the whole model, those of other stages included."""
+    split: Split | None = None
+    stages: Stages | None = None
+    fused: dict[FusedName, int] = field(default_factory=dict)
+    """Places of the model that compute by each fused operator."""
+
+    @property
+    def place(self) -> torch.device | None:
+        """The device where the model will be; None: a script's is where it will stay."""
+        return None if self.purpose == SCRIPT else self.device
+
+    def beside(self, purpose: Purpose, **changes: Any) -> Setup:
+        """The setup of a whole model beside this one, which computes by the same Plan."""
+        left: dict[str, Any] = {"parameters": 0, "split": None, "stages": None, "fused": {}, "rows": None}
+        return copy_with(self, purpose=purpose, **{**left, **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    """One step of the order."""
+
+    name: str
+    run: Callable[[Any, Any], Any]
+    """Given a model and a `Setup`, changes the model in place, or returns the module that takes its place."""
+    purposes: tuple[Purpose, ...]
+    why: str
+    """Why it comes where it is."""
+    when: Callable[[Any], Any] = lambda _: True
+    settings: tuple[str, ...] = ()
+    """Fields of the Plan that it applies."""
+
+
+def apply(model: nn.Module, setup: Setup, *names: str) -> Any:
+    """Apply a Plan to a model by all steps for the purpose of a setup, or those of these names, in their order;
+    returns the model, or what takes its place. What a script is given is changed in place.
+
+    Raises ConfigError where a step cannot be applied to the model.
+    """
+    for step in STEPS:
+        if setup.purpose in step.purposes and (not names or step.name in names) and step.when(setup):
+            made = step.run(model, setup)
+            model = made if isinstance(made, nn.Module) else model
+    return model
+
+
+def settings_for(purpose: Purpose) -> tuple[str, ...]:
+    """The Plan's fields that steps for a purpose apply."""
+    return tuple(name for step in STEPS if purpose in step.purposes for name in step.settings)
+
+
+def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
+    """Compile as `plan.compile` says, in place, so that no name in the state dict changes.
+
+    `blocks` compiles each repeated block of the model's Anatomy: they share their code, so one compilation serves all
+    and takes a fraction of the time of `whole`. `options` go to torch.compile. Raises ConfigError when the blocks of a
+    foreign model cannot be found.
+    """
+    if plan.compile == "none":
+        return
+    let_recompile()
+    options = {"dynamic": False, **options}
+    if plan.compile == "whole":
+        # late: Inductor takes a second to import
+        from penstock.kernels.embedding_gradient import AddTouchedRows
+
+        if "backend" not in options and "mode" not in options:
+            passes = {"post_grad_custom_pre_pass": AddTouchedRows()}
+            options["options"] = {**passes, **options.get("options", {})}
+        model.compile(**options)
+        return
+    for block in anatomy_of(model).block_modules(model):
+        # How many samples go through the block of an expert differs from step to step.
+        varies = getattr(block, "expert", None) is not None
+        block.compile(**({**options, "dynamic": None} if varies else options))
+
+
+def _add_adapters(model: nn.Module, setup: Setup) -> None:
+    if PRODUCTS[setup.plan.products].clips:
+        raise ConfigError(
+            f"plan.products={setup.plan.products} learns how inputs of whole weights are clipped, and recipe.lora "
+            "adds adapters to these later; use products=int8, or set recipe.lora.rank to 0."
+        )
+    with seeded(setup.seed):
+        add_adapters(model, setup.recipe.lora)
+
+
+def _count(model: nn.Module, setup: Setup) -> None:
+    setup.parameters = sum(parameter.numel() for parameter in model.parameters())
+
+
+def _convert(model: nn.Module, setup: Setup) -> None:
+    convert_linears(model, setup.precision.products, device=setup.place)
+
+
+def _casts(setup: Setup) -> bool:
+    """Whether weights become half here: those with masters do once the optimizer holds the fp32 ones."""
+    precision = setup.precision
+    if setup.purpose in _UNTRAINED:
+        return precision.dtype is not None
+    return precision.weights == "half" and (setup.purpose == REFERENCE or precision.master == "none")
+
+
+def _cast(model: nn.Module, setup: Setup) -> nn.Module | None:
+    precision = setup.precision
+    assert precision.dtype is not None
+    if setup.purpose not in (REFERENCE, SCRIPT):
+        return model.to(dtype=precision.dtype)
+    # As master weights do: a reference rounds as the model does, and a script's state dicts stay fp32.
+    models = setup.together or [model]
+    cast_in_place(models, precision.dtype, norms=precision.norms, lists=precision.lists)
+    return None
+
+
+def _agree(model: nn.Module, setup: Setup) -> None:
+    for names in ("pp",), ("tp",), LOSS:
+        if setup.dims.degree(*names) > 1:
+            broadcast(model, setup.dims, names)
+
+
+def _host(model: nn.Module, setup: Setup) -> None:
+    host_experts(model, setup.dims, setup.device, slots=setup.slots, beside=setup.companion)
+
+
+def _split(model: nn.Module, setup: Setup) -> None:
+    if setup.purpose == INFERENCE:  # whose experts are hosted, and which keeps nothing for a backward pass
+        split_layers(model, Plan(tp=setup.dims.tp), setup.dims, alike=True)
+    else:
+        setup.split = split_layers(model, setup.plan, setup.dims, alike=setup.config is not None)
+
+
+def _cut(model: nn.Module, setup: Setup) -> None:
+    plan, rows = setup.plan, setup.rows
+    if setup.purpose == INFERENCE:
+        cut(model, setup.dims)
+        return
+    count, config = plan.pp * plan.virtual, setup.config
+    counts = counts_by_size(model, count) if config is None else stage_counts(totals(config), count)
+    setup.stages = cut_stages(model, counts, setup.dims, setup.device, fixed=plan.padding == "keep")
+    if rows is not None:
+        setup.rows = {name: rows[name] for name, _ in model.named_parameters() if name in rows}
+
+
+def _switch(model: nn.Module, setup: Setup) -> None:
+    plan, names = setup.plan, setup.named
+    if setup.purpose == INFERENCE:
+        names = frozenset({"attention"})
+        if plan.attention == "sdpa":
+            if setup.device.type != "cpu":
+                return
+            plan = copy_with(plan, attention="auto")
+    set_switches(model, plan, names)
+
+
+def _fuse(model: nn.Module, setup: Setup) -> None:
+    names, compiled = setup.plan.fuse, setup.compiled or setup.plan.compile != "none"
+    setup.fused = fuse(model, names, device=setup.place, dtype=setup.precision.dtype, compiled=compiled)
+
+
+def _compile(model: nn.Module, setup: Setup) -> None:
+    # The lengths of a script's batches may differ: shapes that change are compiled as such.
+    options = {"dynamic": None} if setup.purpose == SCRIPT else {}
+    compile_model(model, setup.plan, **options)
+
+
+def _store(model: nn.Module, setup: Setup) -> nn.Module:
+    return store_linears(model, suited(model, setup.weights, own=setup.own), careful=setup.careful)
+
+
+_TRAINED = (TRAINING, REFERENCE, SCRIPT)
+_COMPUTES = (TRAINING, TEACHER, REFERENCE, SCRIPT)
+STEPS = (
+    ApplyStep(
+        "adapters", _add_adapters, (TRAINING,), when=lambda s: s.recipe.lora.rank,
+        why="Adapters are linears beside linears: whatever follows treats them as parts of the model.",
+    ),
+    ApplyStep("count", _count, (TRAINING,), why="Here the model is whole, and has all that will learn."),
+    ApplyStep(
+        "base", lambda model, s: store_base(model, s.recipe.lora), (TRAINING,),
+        why="By names of the whole model, before the device gets any weight. What is loaded later is rounded as well.",
+    ),
+    ApplyStep(
+        "products", _convert, _TRAINED, settings=("products",), when=lambda s: s.precision.products != "plain",
+        why="Before weights are loaded, which may have clips of inputs, and before layers are split and compiled.",
+    ),
+    ApplyStep(
+        "load", lambda model, s: s.load(model), (REFERENCE,), when=lambda s: s.load,
+        why="Into fp32, so that the cast rounds what training started from.",
+    ),
+    ApplyStep(
+        "cast", _cast, (*_TRAINED, *_UNTRAINED), settings=("precision", "dtype", "norms"), when=_casts,
+        why="On the way to the device, and before anything keeps a reference to a parameter.",
+    ),
+    ApplyStep(
+        "agree", _agree, (INFERENCE,), when=lambda s: not (s.own or s.dims.alone),
+        why="Ranks send each other weights while they are whole, in the type that computes.",
+    ),
+    ApplyStep("hosts", _host, (INFERENCE,), when=lambda s: s.dims.ep > 1, why="Experts go to their hosts whole."),
+    ApplyStep(
+        "split", _split, (TRAINING, INFERENCE), settings=("tp", "sp", "ep", "tp_overlap"),
+        when=lambda s: s.dims.tp > 1 or (s.purpose == TRAINING and s.dims.ep > 1),
+        why="On the host, so that of what is split each device gets its part alone.",
+    ),
+    ApplyStep(
+        "freeze", lambda model, s: freeze(model, s.recipe.freeze), (TRAINING,),
+        why="By names of the whole model, and before recomputation, shards and the optimizer look for what learns.",
+    ),
+    ApplyStep(
+        "stages", _cut, (TRAINING, INFERENCE), settings=("pp", "virtual"), when=lambda s: s.dims.pp > 1,
+        why="A stage's rank lets go of what others hold before anything else is made of the model.",
+    ),
+    ApplyStep(
+        "precision", lambda model, s: apply_precision(model, s.precision, s.device), _TRAINED,
+        why="Around the class's own forward, before anything is put around that.",
+    ),
+    ApplyStep(
+        "device", lambda model, s: model.to(s.device) if s.rows is None else move_present(model, s.device),
+        (TRAINING, TEACHER, REFERENCE, INFERENCE),
+        why="What is left is all that this rank holds, in the type that it is held in.",
+    ),
+    ApplyStep("mode", lambda model, _: model.train(), (TRAINING,), why="Before anything is compiled in one mode."),
+    ApplyStep(
+        "backwards", lambda model, _: split_backwards(model), (TRAINING,), settings=("schedule",),
+        when=lambda s: s.plan.schedule == "zero_bubble",
+        why="For linears whose class is settled, and before blocks are compiled.",
+    ),
+    ApplyStep(
+        "switches", _switch, (*_COMPUTES, INFERENCE), settings=(*SWITCHES,),
+        why="What blocks compute with is set before they are compiled.",
+    ),
+    ApplyStep(
+        "fuse", _fuse, _COMPUTES, settings=("fuse",), when=lambda s: s.plan.fuse,
+        why="Where classes and switches are settled, operators are found; before blocks are compiled.",
+    ),
+    ApplyStep(
+        "tokens", lambda model, s: split_tokens(model, s.plan, s.dims), (TRAINING,),
+        settings=("cp", "cp_exchange"), when=lambda s: s.plan.cp > 1,
+        why="Around attention as switches and splitting have left it.",
+    ),
+    ApplyStep(
+        "attach", lambda _, s: s.stages.attach(), (TRAINING,), when=lambda s: s.stages,
+        why="Calls of the model run stages from here on: behind what replaces the class's forward.",
+    ),
+    ApplyStep(
+        "recompute", lambda model, s: recompute_blocks(model, s.plan, s.config, s.device), (TRAINING, SCRIPT),
+        settings=("recompute", "recompute_every", "budget"), when=lambda s: s.plan.recompute != "none",
+        why="Before compilation, which then covers it, and before FSDP, so that weights are gathered once for both.",
+    ),
+    ApplyStep(
+        "offload", lambda model, s: offload_blocks(model, s.device, keep_last=s.stages is None),
+        (TRAINING, SCRIPT), settings=("offload",), when=lambda s: s.plan.offload == "activations",
+        why="Around what recomputes, so that the inputs that blocks keep leave too.",
+    ),
+    ApplyStep(
+        "compile", _compile, _COMPUTES, settings=("compile",), when=lambda s: s.plan.compile != "none",
+        why="Last of all that changes what is computed, and before parameters are sharded.",
+    ),
+    ApplyStep(
+        "shortlist", lambda model, s: shorten(model, s.shortlist), (INFERENCE,),
+        when=lambda s: s.shortlist,
+        why="Before the output is stored, of which rows are taken.",
+    ),
+    ApplyStep(
+        "rounded", lambda model, s: store_rounded(model, rounded_parts(model, s.rounded, s.dims)), (INFERENCE,),
+        when=lambda s: s.rounded,
+        why="In place of linears that are still plain, so that they keep their own numbers.",
+    ),
+    ApplyStep(
+        "store", _store, (INFERENCE,), when=lambda s: s.weights != "plain",
+        why="On the device, whose memory layout the weights get.",
+    ),
+    ApplyStep("join", lambda model, _: join_blocks(model), (INFERENCE,), why="Of linears in their last form."),
+)  # fmt: skip
+"""The order. `penstock.build` goes on with what is made of parameters: shards, the optimizer, masters, replicas."""

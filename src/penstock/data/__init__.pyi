@@ -1,0 +1,10 @@
+from penstock.data.augment import augment_batch as augment_batch
+from penstock.data.augment import center_batch as center_batch
+from penstock.data.images import Batch as Batch
+from penstock.data.images import image_loader as image_loader
+from penstock.data.loader import Loader as Loader
+from penstock.data.open import open_source as open_source
+from penstock.data.sampler import Stream as Stream
+from penstock.data.source import ImageSource as ImageSource
+from penstock.data.source import Source as Source
+from penstock.data.transform import per_sample as per_sample

@@ -1,0 +1,13 @@
+from penstock.ladder.climb import ladder as ladder
+from penstock.ladder.page import to_html as to_html
+from penstock.ladder.result import Estimate as Estimate
+from penstock.ladder.result import LadderReport as LadderReport
+from penstock.ladder.result import Progress as Progress
+from penstock.ladder.result import RungResult as RungResult
+from penstock.ladder.rung import Rung as Rung
+from penstock.ladder.rung import Setting as Setting
+from penstock.ladder.rung import Situation as Situation
+from penstock.ladder.rung import register as register
+from penstock.ladder.settings import LadderConfig as LadderConfig
+from penstock.ladder.show import table as table
+from penstock.ladder.show import write as write

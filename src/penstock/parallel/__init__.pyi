@@ -1,0 +1,13 @@
+from penstock.parallel.data import DataParallel as DataParallel
+from penstock.parallel.data import replicate as replicate
+from penstock.parallel.dims import ALONE as ALONE
+from penstock.parallel.dims import ParallelDims as ParallelDims
+from penstock.parallel.dims import fit_to_ranks as fit_to_ranks
+from penstock.parallel.fsdp import Sharded as Sharded
+from penstock.parallel.fsdp import shard as shard
+from penstock.parallel.fsdp import whole_state as whole_state
+from penstock.parallel.join import dims_of as dims_of
+from penstock.parallel.join import joined as joined
+from penstock.parallel.join import launched as launched
+from penstock.parallel.join import local_device as local_device
+from penstock.parallel.recompute import recompute_blocks as recompute_blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -103,9 +103,15 @@ def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Te
     works tensor by tensor. The result equals that of `torch.nn.utils.clip_grad_norm_` up to rounding. It stays on the
     device, and reading it waits. `clipped_step` does without the pass that divides.
     """
-    gradients = gradients_of(target)
+    return clip_gradients(gradients_of(target), max_norm)
+
+
+def clip_gradients(gradients: Sequence[Tensor], max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """`clip_grad_norm_` of gradients themselves, which are divided by a loss scale in the same pass; the norm is
+    without it."""
     norm = grad_norm(gradients)
-    divide_(gradients, clipping_divisor(norm, max_norm))
+    norm = norm if scale is None else norm / scale.to(norm.device)
+    divide_(gradients, clipping_divisor(norm, max_norm, scale))
     return norm
 
 
@@ -174,26 +180,58 @@ def clipped_step(
         stops = refused if overflow is None else torch.maximum(overflow, refused.to(overflow.device))
     if max_norm is not None:
         divisor = clipping_divisor(norm, max_norm, divisor)
-    if folds(optimizer):
-        if divisor is not None and max_norm is not None and not kernel_clips(optimizer, gradients):
+        # In a kernel half gradients would be rounded once less, so that steps would differ between optimizers.
+        if folds(optimizer) and any(gradient.dtype != torch.float32 for gradient in gradients):
             divide_(gradients, divisor)
             divisor = None
-        with folded(optimizer, grad_scale=divisor, found_inf=stops):
-            optimizer.step()
-    # Where the host computes everything itself, reading waits for nothing.
-    elif stops is None or stops.device.type != "cpu" or not stops.item():
-        if divisor is not None:
-            divide_(gradients, divisor)
-        optimizer.step()
+    guarded_update(optimizer, optimizer.step, divisor=divisor, stops=stops)
     if scaler is not None and overflow is not None:
         scaler.update(overflow)
     return norm
 
 
-def kernel_clips(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
-    """Whether the optimizer's kernel may divide gradients on their way into the update, which saves a pass.
+def guarded_update(
+    optimizer: Optimizer,
+    update: Callable[[], Any],
+    *,
+    divisor: Tensor | None = None,
+    stops: Tensor | None = None,
+) -> Any:
+    """`update()`, the optimizer's step, by gradients over `divisor`, unless `stops` is 1: both 0-d. A kernel that can
+    does both on the device; for others the host reads `stops`, and divides first."""
+    if folds(optimizer):
+        with folded(optimizer, grad_scale=divisor, found_inf=stops):
+            return update()
+    if stops is not None and stops.item():
+        return None
+    if divisor is not None:
+        divide_(gradients_of(optimizer), divisor)
+    return update()
 
-    For fp32 gradients this gives the same bits as dividing them first. Half gradients would be rounded once less, so
-    steps would differ between optimizers.
-    """
-    return all(g.dtype == torch.float32 for g in gradients)
+
+def overflow_of(norm: Tensor) -> Tensor:
+    """1 where gradients of this norm are not finite, else 0: 0-d fp32."""
+    return (~norm.isfinite()).float()
+
+
+def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
+    """Divide in place; returns whether any gradient is not finite, on the first one's device."""
+    if not gradients:
+        return None
+    overflows: dict[torch.device, Tensor] = {}
+    kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype, gradient.is_sparse), []).append(gradient)
+    for (device, _, sparse), alike in kinds.items():
+        overflow = overflows.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
+        inverse = scale.to(device, non_blocking=True).double().reciprocal().float()
+        if not sparse:
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
+            continue
+        for gradient in alike:
+            overflow.add_(~gradient.coalesce().values().isfinite().all()).clamp_(max=1.0)
+            gradient.mul_(inverse)
+    merged = overflows.pop(first := gradients[0].device)
+    for overflow in overflows.values():
+        merged = torch.maximum(merged, overflow.to(first, non_blocking=True))
+    return merged

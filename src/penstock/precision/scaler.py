@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import CheckpointError, ConfigError
+from penstock.optim.clip import overflow_of
 
 Agree = Callable[[Tensor], None]
 """Makes one decision of many: leaves in a 0-d fp32 flag, in place and on all ranks, the largest of the ranks' flags."""
@@ -95,7 +96,7 @@ class LossScaler:
 
     def judge(self, norm: Tensor) -> Tensor:
         """Whether gradients of this norm overflowed, on any rank: 0-d fp32, 1 or 0."""
-        found_inf = (~norm.isfinite()).float()
+        found_inf = overflow_of(norm)
         if self.agree is not None:
             self.agree(found_inf)
         return found_inf

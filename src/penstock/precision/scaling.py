@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
-from penstock.optim.clip import clipping_divisor, divide_, grad_norm, gradients_of
-from penstock.optim.fold import folded, folds
+from penstock.optim.clip import clip_gradients, grad_norm, gradients_of, guarded_update, overflow_of, unscale_
+from penstock.optim.fold import folds
 from penstock.optim.groups import parameters_of
 from penstock.precision.scaler import LossScaler
 from penstock.precision.session import Session
@@ -119,7 +119,7 @@ class Gradients:
         """Divide the gradients by their scale, once, and note whether any is not finite."""
         self.collect()
         if self.scale is not None:
-            overflow = unscale_gradients(gradients_of(self.optimizer), self.scale)
+            overflow = unscale_(gradients_of(self.optimizer), self.scale)
             if overflow is not None and self.scaler is not None:
                 self.overflows.append((self.scaler, overflow))
             self.scale = None
@@ -148,8 +148,7 @@ class Gradients:
             result = update(self._evaluating(closure))
         else:
             self.collect()
-            with folded(self.optimizer, grad_scale=self.scale):
-                result = update()
+            result = update()
         if masters is not None:
             masters.publish(self.optimizer)
             masters.used_up(self.optimizer)
@@ -212,18 +211,13 @@ class Gradients:
         gradients = gradients_of(self.optimizer)
         if not gradients and not self.stash:
             return update()
-        divisor = self.scale
-        sparse = any(gradient.is_sparse for gradient in gradients)
+        divisor, sparse = self.scale, any(gradient.is_sparse for gradient in gradients)
         if folds(self.optimizer) and not self.stash and divisor is not None and not sparse:
-            self.overflows.append((scaler, (~grad_norm(gradients).isfinite()).float()))
+            self.overflows.append((scaler, overflow_of(grad_norm(gradients))))
         else:
             divisor = None
             self.unscale()
-        overflow = self._decision()
-        if folds(self.optimizer):
-            with folded(self.optimizer, grad_scale=divisor, found_inf=overflow):
-                return update()
-        return update() if overflow.item() == 0.0 else None
+        return guarded_update(self.optimizer, update, divisor=divisor, stops=self._decision())
 
     def _decision(self, *, stepped: bool = True) -> Tensor:
         """Whether any gradient of any loss, on any rank, is not finite; each loss scale learns of its own."""
@@ -243,7 +237,7 @@ class Gradients:
         if self.scale is not None and self.scaler is not None:
             given = [p.grad for p in self._given() if p.grad is not None and not p.grad.is_sparse]
             if given:
-                self.overflows.append((self.scaler, (~grad_norm(given).isfinite()).float()))
+                self.overflows.append((self.scaler, overflow_of(grad_norm(given))))
         if self.overflows:
             self._decision(stepped=False)
         self.forget()
@@ -281,30 +275,6 @@ class Gradients:
         self._left = None
 
 
-def unscale_gradients(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
-    """Divide in place; returns whether any gradient is not finite, on the first one's device."""
-    if not gradients:
-        return None
-    overflows: dict[torch.device, Tensor] = {}
-    kinds: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.device, gradient.dtype, gradient.is_sparse), []).append(gradient)
-    for (device, _, sparse), alike in kinds.items():
-        overflow = overflows.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
-        inverse = scale.to(device, non_blocking=True).double().reciprocal().float()
-        if not sparse:
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
-            continue
-        for gradient in alike:
-            overflow.add_(~gradient.coalesce().values().isfinite().all()).clamp_(max=1.0)
-            gradient.mul_(inverse)
-    first = gradients[0].device
-    merged = overflows.pop(first)
-    for overflow in overflows.values():
-        merged = torch.maximum(merged, overflow.to(first, non_blocking=True))
-    return merged
-
-
 @torch.no_grad()
 def clip_parameters(parameters: list[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients of parameters, taken as one vector, wherever they are: at themselves or at their masters."""
@@ -320,10 +290,7 @@ def clip_parameters(parameters: list[Tensor], max_norm: float) -> Tensor:
     for own in owners:
         own.unscale()
     chosen = [p for own in owners for p in picked[own][0]]
-    gradients = [p.grad for p in (*chosen, *free) if p.grad is not None]
-    norm = grad_norm(gradients)
-    divide_(gradients, clipping_divisor(norm, max_norm))
-    return norm
+    return clip_gradients([p.grad for p in (*chosen, *free) if p.grad is not None], max_norm)
 
 
 _EVERY: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -343,16 +310,10 @@ def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
         if alone is None:
             own.unscale()
         gradients += gradients_of(own.optimizer)
-    norm = grad_norm(gradients)
-    if not gradients:
-        return norm
-    scale = None if alone is None else alone.scale
-    if alone is not None and scale is not None:
-        if alone.scaler is not None:
-            alone.overflows.append((alone.scaler, (~norm.isfinite()).float()))
-        norm = norm / scale.to(norm.device)
-    divisor = clipping_divisor(norm, max_norm, scale)
-    divide_(gradients, divisor)
-    if alone is not None:
-        alone.scale = None
+    if alone is None or not gradients:
+        return clip_gradients(gradients, max_norm)
+    norm = clip_gradients(gradients, max_norm, alone.scale)
+    if alone.scale is not None and alone.scaler is not None:
+        alone.overflows.append((alone.scaler, overflow_of(norm)))
+    alone.scale = None
     return norm

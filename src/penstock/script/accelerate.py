@@ -218,9 +218,7 @@ def master_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _follow_weights(optimizer: Optimizer, properties: Precision) -> None:

@@ -16,8 +16,9 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
+from penstock.optim.clip import unscale_
 from penstock.optim.groups import parameters_of
-from penstock.precision.scaling import Gradients, unscale_gradients
+from penstock.precision.scaling import Gradients
 from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
 
@@ -71,7 +72,7 @@ class ScaledBackward:
         scale = _scale(taking)
         leaves = [*others, *(p for own in taking for p in parameters_of(own.optimizer))]
         held = _distinct(leaf.grad for leaf in leaves)
-        unscale_gradients(held, scale.double().reciprocal())  # to divide by the inverse is to multiply
+        unscale_(held, scale.double().reciprocal())  # to divide by the inverse is to multiply
         before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
         for own in taking:
             own.in_backward = True
@@ -80,7 +81,7 @@ class ScaledBackward:
                 starts = [start * scale.to(start.device) for start in starts]
                 self._original(roots, starts, inputs=inputs, **options)
         except BaseException:
-            unscale_gradients(held, scale)
+            unscale_(held, scale)
             raise
         finally:
             for own in taking:
@@ -89,7 +90,7 @@ class ScaledBackward:
         for own in taking:
             self._true_again(own, scale, before, done)
         rest = [g for g in _distinct(leaf.grad for leaf in others) if id(g) not in done]
-        unscale_gradients(rest, scale)
+        unscale_(rest, scale)
 
     def _true_again(
         self, own: Gradients, scale: Tensor, before: dict[int, tuple[Tensor | None, int]], done: set[int]
@@ -106,8 +107,8 @@ class ScaledBackward:
         # Two optimizers may hold the same parameter; then the second only looks.
         fresh = [g for g in gradients if id(g) not in done]
         again = [g for g in gradients if id(g) in done]
-        overflow = unscale_gradients(fresh, scale)
-        earlier = unscale_gradients(again, torch.ones_like(scale))
+        overflow = unscale_(fresh, scale)
+        earlier = unscale_(again, torch.ones_like(scale))
         done.update(id(g) for g in fresh)
         if not new:
             return

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.doctor import Finding, examine, healthy, installation, numerics
+from penstock import doctor
+from penstock.doctor import Finding, examine, healthy, numerics
 
 CPU = torch.device("cpu")
 
@@ -120,13 +121,13 @@ def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     _without(monkeypatch, "numpy", "transformers")
-    core = {finding.name: finding for finding in installation.core_packages()}
+    core = {finding.name: finding for finding in doctor.packages()}
     assert (core["numpy"].status, core["numpy"].remedy) == ("broken", "pip install numpy")
     assert not healthy(list(core.values()))
-    extras = {finding.name: finding for finding in installation.optional_packages()}
+    extras = {finding.name: finding for finding in doctor.extras()}
     assert extras["transformers"].status == "absent"
     assert extras["transformers"].remedy == "pip install 'penstock[hf]'"
-    listed = {extra for _, extra, _ in installation._OPTIONAL}
+    listed = {extra for _, extra, _ in doctor._OPTIONAL}
     assert {"serve", "export", "lora", "text", "images", "hf"} <= listed
 
 
@@ -152,32 +153,28 @@ def test_torchvision_is_imported_to_see(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = installation.torchvision()
+    found = list(doctor.extras())[-1]
     assert found.status == status
     assert "0.99" in found.detail
     if status == "broken":
         assert "torchvision::nms" in found.detail
 
 
-@pytest.mark.parametrize(("cxx", "status"), [("/nowhere/g++", "broken"), ("false", "broken"), ("true", "ok")])
-def test_the_compiler_is_tried(cxx: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", cxx)
-    found = installation.compiler()
-    assert found.status == status
-    assert cxx in found.detail
-
-
-def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
+def test_the_compiler_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cxx, status in (("/nowhere/g++", "broken"), ("false", "broken"), ("true", "ok")):
+        monkeypatch.setenv("CXX", cxx)
+        found = doctor.compiler()
+        assert (found.status, cxx in found.detail) == (status, True)
+    monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    assert installation.compiler().remedy == "apt-get install g++"
+    assert doctor.compiler().remedy == "apt-get install g++"
 
 
 def _devices_with(monkeypatch: pytest.MonkeyPatch, present: bool, cuda: str | None) -> Finding:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(installation.shutil, "which", lambda _: "/bin/nvidia-smi" if present else None)
-    return list(installation.devices())[-1]
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: "/bin/nvidia-smi" if present else None)
+    return list(doctor.devices())[-1]
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU here")
@@ -191,12 +188,12 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         total = 64e6
 
-    monkeypatch.setattr(installation.shutil, "disk_usage", lambda _: Usage)
-    assert installation.shared_memory().status == "broken"
-    assert "--shm-size" in installation.shared_memory().remedy
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage)
+    assert doctor.shared_memory().status == "broken"
+    assert "--shm-size" in doctor.shared_memory().remedy
 
 
 @pytest.mark.slow
 def test_thorough_compiles() -> None:
-    found = installation.compile()
+    found = _named(examine(thorough=True), "torch.compile")
     assert found.status == "ok", found.detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,8 +20,19 @@ BAD = Finding(
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     findings = [GOOD, BAD]
-    monkeypatch.setattr(penstock.doctor, "examine", lambda *, thorough: findings)
+    monkeypatch.setattr(penstock.doctor, "findings", lambda *, thorough: findings)
     return findings
+
+
+def test_findings_are_shown_as_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(*, thorough: bool) -> Iterator[Finding]:
+        yield GOOD
+        assert "torch" in capsys.readouterr().out
+
+    monkeypatch.setattr(penstock.doctor, "findings", slow)
+    assert main(["doctor"]) == 0
 
 
 def test_each_problem_with_its_remedy(found: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:

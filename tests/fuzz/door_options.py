@@ -155,7 +155,7 @@ _INSTEAD: dict[str, Any] = {
     "penstock.ladder.own.subject_of": _subject,
     "penstock.probe.probe": _probe,
     "penstock.probe.keep": lambda machine: None,
-    "penstock.doctor.examine": lambda **_: [],
+    "penstock.doctor.findings": lambda **_: [],
     "penstock.launch.agent.launch": lambda command, settings, tell, replicas: 0,
     "penstock.cli.plan_layouts.explore": _enough,
     "penstock.cli.run.run_script": _enough,

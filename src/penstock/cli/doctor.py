@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.doctor.finding import Finding
+from penstock.doctor import Finding
 from penstock.errors import ExitCode
 
 _MARKS = {"ok": ("✓", "green"), "slow": ("~", "yellow"), "absent": ("–", "dim"), "broken": ("✗", "red")}
@@ -33,33 +33,37 @@ def doctor(
     thorough
         Also run torch.compile on a small function, which takes up to half a minute.
     """
-    from penstock.doctor import examine, healthy
+    from penstock.doctor import findings, healthy
 
-    findings = examine(thorough=thorough)
+    found = []
+    for finding in findings(thorough=thorough):
+        if not as_json:
+            _show(finding, new_area=not found or finding.area != found[-1].area)
+        found.append(finding)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
     else:
-        _show(findings)
-    return int(ExitCode.DONE if healthy(findings) else ExitCode.ENVIRONMENT)
+        _sum_up([finding for finding in found if finding.status == "broken"])
+    return int(ExitCode.DONE if healthy(found) else ExitCode.ENVIRONMENT)
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(finding: Finding, *, new_area: bool) -> None:
+    """Print a finding as soon as it is made: some take seconds."""
+    table = Table.grid(padding=(0, 2))
+    for width in (1, 23, None):
+        table.add_column(width=width, no_wrap=width is not None)
+    if new_area:
+        table.add_row("", Text(finding.area, style="bold"), "")
+    mark, style = _MARKS[finding.status]
+    detail = Text(finding.detail)
+    if finding.remedy:
+        detail.append(f"\n→ {finding.remedy}", style="yellow")
+    table.add_row(Text(mark, style=style), finding.name, detail)
+    Console().print(table)
+
+
+def _sum_up(broken: list[Finding]) -> None:
     console = Console()
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for column in range(3):
-        table.add_column(no_wrap=column < 2)
-    area = ""
-    for finding in findings:
-        if finding.area != area:
-            area = finding.area
-            table.add_row("", Text(area, style="bold"), "")
-        mark, style = _MARKS[finding.status]
-        detail = Text(finding.detail)
-        if finding.remedy:
-            detail.append(f"\n→ {finding.remedy}", style="yellow")
-        table.add_row(Text(mark, style=style), finding.name, detail)
-    console.print(table)
-    broken = [finding for finding in findings if finding.status == "broken"]
     if not broken:
         console.print("Everything that is installed works.", style="green")
     for finding in broken:

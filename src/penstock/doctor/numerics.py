@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from penstock.doctor.finding import Finding, Status, first_line
@@ -60,10 +61,11 @@ def types(device: Any) -> Iterator[Finding]:
         seconds = _fastest(product, device)
         plain = plain or seconds
         slow = seconds > _EMULATED * plain
-        speed = f"{plain / seconds:.2g} × the speed of fp32"
+        detail = f"relative error of a product {error:.1e}"
         if slow:
-            speed = f"works, but emulated: {seconds / plain:,.0f} × slower than fp32"
-        detail = f"relative error of a product {error:.1e}" + (f", {speed}" if name != "fp32" else "")
+            detail += f", works, but emulated: {seconds / plain:,.0f} × slower than fp32"
+        elif name != "fp32":
+            detail += f", {plain / seconds:.2g} × the speed of fp32"
         detail += "" if right else f", above {tolerance:g}"
         remedy = "" if right else "Install another build of torch; this one computes wrongly here."
         status: Status = "broken" if not right else "slow" if slow else "ok"
@@ -121,23 +123,19 @@ def attention(device: Any) -> Iterator[Finding]:
 
     generator = torch.Generator(device=device).manual_seed(0)
     backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
+        "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
+    }  # fmt: skip
     for name, backend in backends.items():
-        able, reason = [], ""
+        able, detail = [], ""
         for dtype, word in {torch.float32: "fp32", **HALVES}.items():
-            gradient, why = _attempt(lambda backend=backend, dtype=dtype: run(backend, dtype))  # type: ignore[misc]
+            gradient, why = _attempt(partial(run, backend, dtype))
             if gradient is not None and bool(gradient.isfinite().all()):
                 able.append(word)
-            reason = why or reason
-        area, plainest = f"attention on {device.type}", name == "math"
-        if able:
-            yield Finding(area, name, "ok", f"forward and backward in {', '.join(able)}", required=plainest)
-        elif plainest:
-            remedy = "Install another build of torch; its plainest attention fails here."
-            yield Finding(area, name, "broken", reason, remedy, required=True)
-        else:
-            yield Finding(area, name, "absent", reason)
+            detail = why or detail
+        status: Status = "ok" if able else "broken" if name == "math" else "absent"
+        detail = f"forward and backward in {', '.join(able)}" if able else detail
+        remedy = (
+            "Install another build of torch; its plainest attention fails here." if status == "broken" else ""
+        )
+        yield Finding(f"attention on {device.type}", name, status, detail, remedy, required=name == "math")

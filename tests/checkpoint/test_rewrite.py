@@ -1,4 +1,4 @@
-"""Checkpoints in other layouts, and as Hugging Face folders: always the same values."""
+"""Checkpoints as Hugging Face folders: always the same values."""
 
 from __future__ import annotations
 
@@ -9,57 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.checkpoints import Trainee, numbered, same_snapshot
+from helpers.checkpoints import Trainee, numbered
 from penstock import checkpoint
 from penstock.checkpoint import rewrite
 from penstock.config.load import to_dict
 from penstock.config.model import ViTConfig
 from penstock.config.run import RunConfig
-from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
+from penstock.errors import CheckpointError, ConfigError
 from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_state_dict
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_any_layout_is_rewritten_in_any_other(tmp_path: Path, ranks: int) -> None:
-    first = checkpoint.save(tmp_path / "a", numbered(7))
-    second = rewrite.convert(first, tmp_path / "b", ranks=ranks)
-    third = rewrite.convert(second, tmp_path / "c")
-    stored = checkpoint.open_verified(second)
-    assert stored.world == ranks
-    assert (tmp_path / "b" / "latest").read_text() == "step-7\n"
-    whole, again = numbered(7), stored.load()
-    for name, group in whole.weights.items():
-        assert all(torch.equal(again.weights[name][key], tensor) for key, tensor in group.items())
-    found = checkpoint.load(third)
-    assert same_snapshot(found, whole if ranks == 1 else again)
-    assert found.local == {} or ranks == 1
-    files = {file.name for file in second.glob("weights*")}
-    # 3 rows and 5 elements: two ranks have a share of each, of five the fourth and fifth of one or of none.
-    assert files == (
-        {"weights.safetensors"}
-        if ranks == 1
-        else {f"weights-{r}-of-{ranks}.safetensors" for r in range(ranks)}
-    )
-
-
-def test_a_target_that_is_there_or_full_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = checkpoint.save(tmp_path / "a", numbered(7))
-    with pytest.raises(ConfigError, match="exists already"):
-        rewrite.convert(source, tmp_path / "a")
-    with pytest.raises(ConfigError, match="ranks is 0, but must be at least 1"):
-        rewrite.convert(source, tmp_path / "b", ranks=0)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("penstock.checkpoint.storage.write_tensors", full)
-    with pytest.raises(EnvironmentProblem, match="No space left"):
-        rewrite.convert(source, tmp_path / "b")
-    assert list((tmp_path / "b").iterdir()) == []
 
 
 def test_a_path_may_name_a_checkpoint_a_folder_or_a_run(tmp_path: Path) -> None:
@@ -88,10 +47,9 @@ def vit_checkpoint(folder: Path) -> tuple[Path, torch.nn.Module]:
     return checkpoint.save(folder, snapshot), model
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_vit_is_exported_as_transformers_lays_it_out(tmp_path: Path, ranks: int) -> None:
+def test_a_vit_is_exported_as_transformers_lays_it_out(tmp_path: Path) -> None:
     source, model = vit_checkpoint(tmp_path / "a")
-    stored = checkpoint.open_verified(rewrite.convert(source, tmp_path / "b", ranks=ranks))
+    stored = checkpoint.open_verified(source)
     for which, shift in (("weights", 0), ("ema", 1)):
         rewrite.export_model(stored, tmp_path / which, which)
         again = from_pretrained(tmp_path / which)

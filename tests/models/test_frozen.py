@@ -20,7 +20,7 @@ from helpers.rank_pool import pool
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.checkpoint import rewrite
-from penstock.checkpoint.average import average
+from penstock.checkpoint.rewrite import average
 from penstock.compress.quantise import quantise_folder
 from penstock.config.load import to_dict
 from penstock.config.model import DecoderConfig

@@ -35,5 +35,4 @@ from penstock.checkpoint.reader import open_together as open_together
 from penstock.checkpoint.reader import open_verified as open_verified
 from penstock.checkpoint.reader import settle as settle
 from penstock.checkpoint.reader import trusted as trusted
-from penstock.checkpoint.rewrite import convert as convert
 from penstock.checkpoint.snapshot import Snapshot as Snapshot

@@ -1,27 +1,22 @@
-"""Checkpoints rewritten for another number of ranks, and their weights as Hugging Face folders."""
+"""The weights of checkpoints, or their mean, as Hugging Face folders."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.commit import make_empty, publish, remove, steps, write_manifest
-from penstock.checkpoint.index import Chunk, Entry, file_name, to_json
-from penstock.checkpoint.manifest import INDEX, Manifest, verify
-from penstock.checkpoint.reader import Checkpoint, open_verified, read_json
-from penstock.checkpoint.snapshot import LOCAL, Piece
-from penstock.checkpoint.storage import read_pieces, write_chunks, write_json
-from penstock.config.convert import Ranks, require
-from penstock.disk import Written
-from penstock.errors import CheckpointError, ConfigError, EnvironmentProblem
-from penstock.report.record import versions
+from penstock.checkpoint.commit import steps
+from penstock.checkpoint.index import Chunk
+from penstock.checkpoint.reader import Checkpoint, open_verified
+from penstock.checkpoint.snapshot import Piece
+from penstock.checkpoint.storage import read_pieces, write_json
+from penstock.errors import CheckpointError, ConfigError
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model, write_tensors
 
 _log = logging.getLogger(__name__)
@@ -66,67 +61,6 @@ def open_newest(path: Path, *, step: int | None = None) -> Checkpoint:
         except CheckpointError as problem:
             _log.warning("%s The checkpoint before it is taken.", problem)
     return open_verified(last)
-
-
-def convert(source: Path | Checkpoint, target: Path, *, ranks: int = 1) -> Path:
-    """Write the checkpoint (or its directory) `source` into the folder `target` as `ranks` ranks would save it now.
-
-    One rank gives one file per set, each tensor whole; more ranks split every tensor along its first dimension, as FSDP
-    does. Any number of ranks can read either, so this is for moving and sharing, and for speed where a rank should read
-    one file. One tensor at a time is in memory. A rank's own state (its random generators) is kept only if the number
-    of ranks stays the same.
-
-    Raises:
-        CheckpointError: `source` is refused. EnvironmentProblem: the disk has too little room or fails.
-        ConfigError: `ranks` is below 1, or the target exists already.
-    """
-    require("ranks", ranks, Ranks)
-    checkpoint = source if isinstance(source, Checkpoint) else open_verified(source)
-    source = checkpoint.path
-    final, temporary = target / source.name, target / f"{source.name}.tmp"
-    if final.exists():
-        raise ConfigError(f"{final} exists already; give another folder, or remove it.")
-    try:
-        make_empty(temporary, checkpoint.manifest.bytes)
-        files = _rewritten(checkpoint, temporary, ranks)
-        write_manifest(temporary, Manifest(checkpoint.step, checkpoint.plan, versions(), files, ranks))
-        publish(temporary, final)
-    except OSError as problem:
-        remove(temporary)
-        raise EnvironmentProblem(
-            f"{final} could not be written: {problem}. {source} is untouched; free space, then convert again."
-        ) from problem
-    verify(final)
-    return final
-
-
-def _rewritten(checkpoint: Checkpoint, folder: Path, ranks: int) -> dict[str, Written]:
-    same = ranks == checkpoint.world
-    index: dict[str, Entry] = {}
-    for name, entry in checkpoint.index.items():
-        if not name.startswith(f"{LOCAL}/"):
-            index[name] = replace(entry, chunks=tuple(_split(entry.shape, ranks)))
-        elif same:
-            index[name] = entry
-    files = write_chunks(folder, index, ranks, partial(_fetch, checkpoint))
-    documents = {INDEX: to_json(index), "state.json": checkpoint.document, "config.json": checkpoint.config}
-    if same:
-        local = (file_name(LOCAL, rank, ranks, "json") for rank in range(ranks))
-        documents |= {
-            name: read_json(checkpoint.path / name) for name in local if name in checkpoint.manifest.files
-        }
-    return files | {name: write_json(folder / name, content) for name, content in documents.items()}
-
-
-def _split(shape: tuple[int, ...], ranks: int) -> Iterator[Chunk]:
-    """Boxes along the first dimension, as torch.chunk cuts. Rank 0 gets what cannot be cut."""
-    rows = shape[0] if shape and min(shape) > 0 else 0
-    if rows < 2 or ranks == 1:
-        yield Chunk(0, (0,) * len(shape), shape)
-        return
-    step = -(-rows // ranks)
-    for rank, start in enumerate(range(0, rows, step)):
-        yield Chunk(rank, (start, *(0,) * (len(shape) - 1)), (min(step, rows - start), *shape[1:]))
 
 
 def _fetch(checkpoint: Checkpoint, name: str, chunk: Chunk) -> Tensor:
@@ -273,3 +207,60 @@ def _whole(checkpoint: Checkpoint, which: str, names: Sequence[str]) -> Iterator
         yield Pending(
             name, entry.torch_dtype, entry.shape, partial(_fetch, checkpoint, f"{which}/{name}", chunk)
         )
+
+
+def newest(path: Path, count: int) -> list[Checkpoint]:
+    """The `count` newest checkpoints of a run, verified, oldest first.
+
+    Raises:
+        ConfigError: there are fewer. CheckpointError: one of them cannot be trusted.
+    """
+    folder = path if steps(path) else path / "checkpoints"
+    saved_steps = steps(folder)
+    if count < 2:
+        raise ConfigError(f"--last is {count}, but a mean is of 2 checkpoints or more.")
+    if len(saved_steps) < count:
+        raise ConfigError(
+            f"{path} has {len(saved_steps)} checkpoint{'' if len(saved_steps) == 1 else 's'}, but --last is {count}. "
+            f"Train with --keep {count} to keep as many."
+        )
+    return [open_verified(folder / f"step-{step}") for step in saved_steps[-count:]]
+
+
+def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[str, Tensor]:
+    """The mean of each weight in fp32: summed and divided in fp64, and rounded once. One set is in memory beside the
+    sums, which take 8 bytes per weight. Whole numbers, such as frozen weights in few bits, are those of the last.
+
+    (Izmailov et al., "Averaging Weights Leads to Wider Optima", UAI 2018; Vaswani et al., NeurIPS 2017, section 6.1.)
+
+    Raises:
+        ConfigError: they are not of one model, or have no such set.
+    """
+    sums: dict[str, Tensor] = {}
+    for checkpoint in checkpoints:
+        weights = read_weights(checkpoint, which)
+        first = checkpoint is checkpoints[0]
+        if not first and {name: tensor.shape for name, tensor in sums.items()} != {
+            name: tensor.shape for name, tensor in weights.items()
+        }:
+            raise ConfigError(
+                f"{checkpoint.path} holds another model than {checkpoints[0].path}, so they have no mean."
+            )
+        for name, tensor in weights.items():
+            if not tensor.is_floating_point():
+                sums[name] = tensor
+            elif first:
+                sums[name] = tensor.to(torch.float64, copy=True)
+            else:
+                sums[name] += tensor
+    return {
+        name: total.div_(len(checkpoints)).float() if total.is_floating_point() else total
+        for name, total in sums.items()
+    }
+
+
+def export_average(path: Path, folder: Path, *, count: int, which: str = "weights") -> list[Checkpoint]:
+    """Write the mean of the `count` newest checkpoints in `path` as a Hugging Face folder; returns what it is of."""
+    checkpoints = newest(path, count)
+    export_model(checkpoints[-1], folder, which, state=average(checkpoints, which))
+    return checkpoints

@@ -31,16 +31,16 @@ def write_json(path: Path, document: Any) -> Written:
 
 
 def write_chunks(
-    folder: Path, index: Index, world: int, fetch: Callable[[str, Chunk], Tensor], *, rank: int | None = None
+    folder: Path, index: Index, world: int, fetch: Callable[[str, Chunk], Tensor], *, rank: int
 ) -> dict[str, Written]:
-    """Write the chunks that `index` gives to rank `rank` of `world`, or to all ranks: a file for each rank and set.
+    """Write the chunks that `index` gives to rank `rank` of `world`: a file for each set.
 
     `fetch` is asked for each chunk when its turn comes, so that one tensor at a time is in memory.
     """
     outgoing: dict[str, list[Pending]] = {}
     for name, entry in index.items():
         for chunk in entry.chunks:
-            if rank in (None, chunk.rank):
+            if rank == chunk.rank:
                 file = file_name(name.partition("/")[0], chunk.rank, world)
                 outgoing.setdefault(file, []).append(
                     Pending(

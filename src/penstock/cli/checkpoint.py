@@ -179,7 +179,7 @@ def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: 
     weights
         Which set: `weights`, or `ema` for the moving average.
     """
-    from penstock.checkpoint.average import export_average
+    from penstock.checkpoint.rewrite import export_average
 
     folder = target or path / "average"
     averaged = export_average(path, folder, count=last, which=weights)

@@ -3,7 +3,7 @@
 #   docker build -t penstock .
 #   docker build -t penstock:cuda --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 --build-arg TORCH=cu128 .
 #   docker run --rm penstock                          # greets; --gpus all for the CUDA image
-#   docker run --rm -v "$PWD/runs:/work/runs" penstock demo
+#   docker run --rm -v "$PWD/runs:/work/runs" penstock train vit-digits
 # torch.compile needs a C++ compiler on a CPU, and a C compiler for Triton's launchers on a GPU.
 
 ARG BASE=debian:trixie-slim

@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUNS   ?= runs/demo
 
-# Options of `penstock demo`, such as DEMO='--budget 60'.
+# Options of examples/demo.py, such as DEMO='--budget 60'.
 DEMO   ?=
 PYTEST ?=
 
@@ -69,7 +69,7 @@ install: $(VENV)/.core
 install-all: $(VENV)/.core $(VENV)/.test $(VENV)/.check
 
 demo: $(VENV)/.demo
-	@$(BIN)/penstock demo --output $(RUNS) $(DEMO)
+	@$(PY) examples/demo.py --output $(RUNS) $(DEMO)
 
 # First the tests that may run beside each other, one more at a time than there are cores; then, one by one, those marked
 # `alone`, for which no other module is read.

@@ -5,21 +5,26 @@ from __future__ import annotations
 import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.images import write_folder
 from helpers.small_folders import folder
+from penstock import Plan
+from penstock.ladder.factory import padding_of
+from penstock.models.anatomy import set_switches
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def _run(words: list[str], cwd: Path) -> str:
+def _run(words: list[str], cwd: Path, seconds: float = 280) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *words],
@@ -27,7 +32,7 @@ def _run(words: list[str], cwd: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=seconds,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -202,3 +207,29 @@ def test_the_first_hour_before_renting(tmp_path: Path) -> None:
     said = _first_hour("rent.sh", "My-Llama/config.json", cwd=tmp_path, GPUS=8, BATCH=64)
     for words in ("My-Llama (", "best of all", "tp=8", "a100-80g", "per million", "US$"):
         assert words in said, words
+
+
+def test_half_of_the_padded_texts_is_padding() -> None:
+    """The ladder can leave it out of the model, which then computes the same."""
+    pytest.importorskip("transformers")
+    model, batch, loss = runpy.run_path(str(EXAMPLES / "padded_texts.py"))["bert"]()
+    assert 0.4 < padding_of(batch) < 0.7
+    model.eval()
+    kept = loss(model, batch)
+    set_switches(model, Plan(padding="remove"))
+    torch.testing.assert_close(loss(model, batch), kept)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_short_demo_runs_to_its_end(tmp_path: Path) -> None:
+    words = [str(EXAMPLES / "demo.py"), "--output", "demo", "--budget", "24", "--epochs", "2"]
+    told = _run(words, tmp_path, 560)
+    assert "baseline " in told
+    assert "GPT-3 on 1,024 A100 GPUs" in told
+    assert "transformers' BERT, padded texts: baseline" in told
+    assert (tmp_path / "demo" / "ladder" / "ladder.html").is_file()
+    assert (tmp_path / "demo" / "train" / "export" / "model.safetensors").is_file()
+    again = _run(words, tmp_path)
+    assert "This demo is complete" in again
+    assert "with tp=" in again

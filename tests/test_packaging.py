@@ -252,7 +252,7 @@ def test_the_wheel_installs_into_an_empty_environment_and_works(built: Path, tmp
     )  # fmt: skip
     assert Path(where.stdout.strip()).is_relative_to(tmp_path)
     assert told("--version").strip() == penstock.__version__
-    assert "penstock demo" in told()
+    assert "penstock tune train.py" in told()
     assert "tokens/s/GPU" in told("plan", "gpt2", "--gpus", "8", "--machine", "h100")
     small = ["--model.depth", "1", "--recipe.steps", "2", "--recipe.warmup_steps", "1", "--output", "run"]
     assert "done: top-1" in told("train", "vit-digits", *small)

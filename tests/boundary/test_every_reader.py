@@ -27,7 +27,6 @@ ELSEWHERE = {
     "kernels/native/__init__.py": "this package's own C++ source, for its hash",
     "cli/__init__.py": "opens /dev/null",
     "cli/_script.py": "the user's own script, which is read as Python reads it, and is run",
-    "cli/demo.py": "what the demo itself has written before, through the reader of files",
     "cli/retrieve.py": "images that were checked when they were read, to be drawn",
     "compress/data.py": "opens a task's samples",
     "compress/measure.py": "opens a model's folder by `from_pretrained`",

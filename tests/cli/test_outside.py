@@ -32,7 +32,7 @@ INPUTS = [
     "evaluate it --data digits", "report it", "sample it --grid made", "retrieve it --text once --images it",
     "export it made", "compress it --prune.layers 0.5", "compress vit-digits --recipe it.toml",
 ]  # fmt: skip
-NO_INPUT = {"completion", "run", "tune", "tune-kernels", "probe", "doctor", "demo"}
+NO_INPUT = {"completion", "run", "tune", "tune-kernels", "probe", "doctor"}
 """Verbs that read no file that a user names; `run` and `tune` read a script as Python does, which may be a pipe."""
 
 
@@ -60,7 +60,7 @@ def test_every_verb_is_tried() -> None:
 
 
 OUTPUTS = [
-    "train vit-digits --output {out}", "ladder vit-digits --quick --output {out}", "demo --output {out}",
+    "train vit-digits --output {out}", "ladder vit-digits --quick --output {out}",
     "scale vit-digits --output {out}", "plan vit-s16 --gpus 8 --machine h100 --toml {out}.toml",
     "plan vit-s16 --gpus 8 --machine h100 --html {out}", "probe --output {out}.toml", "pack {set} {out}",
     "checkpoint export {run} {out} --names plain",

@@ -26,7 +26,6 @@ app = App(
 )
 # Each line is also the first of the verb's docstring, which `penstock VERB --help` shows.
 _VERBS = {
-    "demo": "Tune two small models, train one on real images, and suggest what to type next.",
     "train": "Train a model; resumes where it was stopped.",
     "launch": "Start the ranks of a run, and restart them after a fault.",
     "run": "Run a training script in mixed precision, or under a Plan, unchanged.",
@@ -82,8 +81,9 @@ GREETING = f"""\
 Penstock {__version__} makes Transformers train and serve as fast as hardware allows.
 Four things to type:
 
-  penstock demo            tunes two small models and trains one on real images
-                           (about four minutes, nothing is downloaded)
+  penstock train vit-digits
+                           trains a small model on real images in a minute
+                           (nothing is downloaded)
   penstock tune train.py   finds the fastest settings for a training script,
                            without a change to it
   penstock ladder vit-s16  measures which optimisations pay on this machine;

@@ -50,7 +50,8 @@ REMOVED_VALUES: dict[str, dict[str, str]] = {
 """By class and setting: values that are gone, and what to do without them."""
 
 COMMANDS = {
-    "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command"
+    "demo": "run `make demo`, or python examples/demo.py, in a clone of the repository",
+    "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command",
 }
 """Commands that are gone, and what to do without them."""
 OPTIONS = {

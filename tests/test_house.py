@@ -650,7 +650,7 @@ def test_the_check_of_families_sees_all_places() -> None:
 NAMES_THAT_DECIDE = {
     ("ladder/trace.py", "e.router.name"): "a part of a model",
     ("planner/describe.py", "run.name"): "a run of the graph",
-    ("planner/intervals.py", "machine.name"): "a machine",
+    ("planner/prediction.py", "machine.name"): "a machine",
     ("planner/rates.py", "s.name"): "what a probe has measured",
     ("planner/serve.py", "source.name"): "an input of the graph",
     ("planner/stored.py", "sample.name"): "what a probe has measured",

@@ -56,7 +56,7 @@ ELSEWHERE = {
     "launch/worker.py": "a file to write to",
     "leftovers.py": "locks of its own runs",
     "models/convert/files.py": "weights, whose names and shapes are compared with the model's",
-    "planner/intervals.py": "figures that come with the package",
+    "planner/prediction.py": "figures that come with the package",
     "precision/settings.py": "/proc/cpuinfo",
     "probe/rates.py": "anonymous memory",
     "report/page.py": "a style and a script that come with the package",

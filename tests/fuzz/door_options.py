@@ -100,7 +100,7 @@ def _train(config: Any, **_: Any) -> Any:
     from penstock.planner.prediction import predict
     from penstock.probe import resolve_device
     from penstock.tasks import task_of
-    from penstock.train.calendar import Calendar
+    from penstock.train.prepare import Calendar
 
     resolve_device(config.device)
     machine = load_machine(config.machine or "h100")

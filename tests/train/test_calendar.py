@@ -9,7 +9,7 @@ import pytest
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe, RunConfig
 from penstock.errors import ConfigError
-from penstock.train.calendar import Calendar
+from penstock.train.prepare import Calendar
 
 
 def schedule(samples: int = 100, **changes: object) -> Calendar:

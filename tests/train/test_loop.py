@@ -38,11 +38,10 @@ from penstock.models.convert import from_pretrained
 from penstock.planner import predict
 from penstock.tasks import ImageClassification
 from penstock.train import loop, train
-from penstock.train.callbacks import Callback, Record
+from penstock.train.callbacks import Callback, Record, trackers
 from penstock.train.display import Display
 from penstock.train.evaluate import evaluate
 from penstock.train.metrics import Records, read_metrics
-from penstock.train.trackers import trackers
 
 MODEL = ViTConfig(
     image_size=8,

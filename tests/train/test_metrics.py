@@ -18,8 +18,8 @@ from penstock.config.plan import Plan
 from penstock.planner import predict
 from penstock.planner.describe import totals
 from penstock.tasks.task import Fullness
+from penstock.train.meters import Speedometer, peak_memory, useful_work
 from penstock.train.metrics import Records, read_metrics
-from penstock.train.speed import Speedometer, peak_memory, useful_work
 
 MACHINE = Machine(
     name="desk",

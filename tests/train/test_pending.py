@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import NumericError
-from penstock.train.pending import PendingSteps
+from penstock.train.loss_monitor import PendingSteps
 
 
 def test_every_loss_comes_back_exactly_and_once() -> None:

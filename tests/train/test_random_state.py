@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.checkpoint.tree import pack, unpack
-from penstock.train.random_state import random_state, set_random_state
+from penstock.train.run_state import random_state, set_random_state
 
 
 def draw(device: str = "cpu") -> tuple[object, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import NumericError
-from penstock.train.skips import HISTORY, PATIENCE, SpikeDetector, StepSkipper
+from penstock.train.loss_monitor import HISTORY, PATIENCE, SpikeDetector, StepSkipper
 
 ONE = torch.tensor(1.0)
 

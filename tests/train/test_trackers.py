@@ -16,8 +16,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import ConfigError, EnvironmentProblem
-from penstock.train.callbacks import Callback, Record, call_method
-from penstock.train.trackers import TRACKERS, trackers
+from penstock.train.callbacks import TRACKERS, Callback, Record, call_method, trackers
 
 
 def records(output: Path, *, resumed_at: int = 0) -> list[Record]:

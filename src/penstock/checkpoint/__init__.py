@@ -26,8 +26,6 @@ from penstock.checkpoint.commit import save as save
 from penstock.checkpoint.commit import steps as steps
 from penstock.checkpoint.manifest import Manifest as Manifest
 from penstock.checkpoint.manifest import verify as verify
-from penstock.checkpoint.names import by_index as by_index
-from penstock.checkpoint.names import by_name as by_name
 from penstock.checkpoint.reader import Checkpoint as Checkpoint
 from penstock.checkpoint.reader import find as find
 from penstock.checkpoint.reader import load as load
@@ -36,3 +34,5 @@ from penstock.checkpoint.reader import open_verified as open_verified
 from penstock.checkpoint.reader import settle as settle
 from penstock.checkpoint.reader import trusted as trusted
 from penstock.checkpoint.snapshot import Snapshot as Snapshot
+from penstock.checkpoint.tree import by_index as by_index
+from penstock.checkpoint.tree import by_name as by_name

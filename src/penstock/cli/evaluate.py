@@ -30,7 +30,7 @@ def evaluate(
         penstock evaluate runs/flowers --data imagefolder:/data/other --split all
     """
     from penstock.report.page import plain_console, terminal_table
-    from penstock.train.evaluate_folder import evaluate_folder
+    from penstock.train.evaluate import evaluate_folder
     from penstock.train.evaluation_page import as_json as values_of
     from penstock.train.evaluation_page import classes_section, confusion_section, to_html
 

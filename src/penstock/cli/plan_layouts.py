@@ -11,8 +11,7 @@ from rich.console import Console
 
 from penstock.boundary.files import write_text
 from penstock.cli.plan_config import PlanConfig, check_base, check_line
-from penstock.cli.plan_page import plan_page
-from penstock.cli.plan_table import best_runnable, costs_of, layouts
+from penstock.cli.plan_page import best_runnable, costs_of, layouts, plan_page
 from penstock.cli.plan_tools import how_to_run, penstock_train, show
 from penstock.config.convert import plain
 from penstock.config.load import dump_toml

@@ -97,9 +97,9 @@ def train(
     from penstock.tasks import task_of
     from penstock.tasks.scores import chance_words
     from penstock.train import train as run
+    from penstock.train.callbacks import trackers
     from penstock.train.display import display_for
     from penstock.train.run_page import PAGE, RunPage
-    from penstock.train.trackers import trackers
 
     display = display_for(sys.stdout)
     callbacks = [*trackers(track), *([RunPage()] if report == "page" else [])]

@@ -34,7 +34,7 @@ from penstock.planner.stored import assumption, basis_of
 from penstock.probe import resolve_device
 from penstock.products.rounded import stored_tensors
 from penstock.tasks import Task, task_of
-from penstock.train.evaluate_folder import evaluate_source, open_folder
+from penstock.train.evaluate import evaluate_source, open_folder
 from penstock.train.prepare import machine_of
 
 ROUNDS, ROUND_SECONDS = 15, 0.06

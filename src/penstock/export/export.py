@@ -32,8 +32,14 @@ from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate
 from penstock.export.gguf_file import write_gguf
 from penstock.export.onnx_cache import write_cached
-from penstock.export.onnx_file import PROCESSOR, image_facts, packages, processor_of, write_onnx
-from penstock.export.onnx_quantised import quantise_graph
+from penstock.export.onnx_file import (
+    PROCESSOR,
+    image_facts,
+    packages,
+    processor_of,
+    quantise_graph,
+    write_onnx,
+)
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained, model_in
 from penstock.models.convert.files import settings_in

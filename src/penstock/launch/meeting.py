@@ -39,8 +39,7 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.convert import Count, FilledText, Natural, Range
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
-from penstock.launch.addresses import interface_of, is_loopback, way_to, words_of_way
-from penstock.launch.aside import Call
+from penstock.launch.addresses import Call, interface_of, is_loopback, way_to, words_of_way
 from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment
 from penstock.launch.settings import LaunchSettings

@@ -1,11 +1,13 @@
-"""Predicted cost of a Plan before it runs: time, memory and utilisation of one optimizer step."""
+"""Predicted cost of a Plan before it runs: time, memory and utilisation of one optimizer step, and how sure it is."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import resources
 
 from penstock.config import rules
 from penstock.config.formats import Products
@@ -15,7 +17,6 @@ from penstock.config.plan import Plan
 from penstock.config.stack import Stack
 from penstock.planner import price
 from penstock.planner.describe import describe_on, totals
-from penstock.planner.intervals import Interval, interval_of
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.loads import EVEN
 from penstock.planner.memory import forward_bytes, memory, pass_bytes
@@ -29,6 +30,7 @@ from penstock.planner.step import PAGE_BYTES, mapped_alone, step
 from penstock.planner.stored import joined, storing
 from penstock.planner.traced import as_planned
 from penstock.report.page import cell
+from penstock.report.units import duration
 
 CONTEXT_BYTES = 0.9 * 2**30
 """Bytes that one process takes on a GPU before any tensor: its context, and the handles and workspaces of libraries."""
@@ -226,3 +228,51 @@ def repeated_flops(work: Workload, how: Recompute = NOTHING) -> float:
         for way in how.ways(part):
             again += part.count * way.share * sum(op.flops for op in computed_again(part, way))
     return again
+
+
+ROWS_OF = ("a100-40g", "a100-80g", "h100", "h200", "h800")
+"""Machines whose chip has published rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Range of measured over predicted seconds for rows of one kind: four of five lie from `low` to `high`."""
+
+    low: float
+    high: float
+    spread: float
+    """How much two rows of one model may differ by error alone: four of five errors are so near to their model's
+    mean. Layouts that are not further apart than this are called equal."""
+    rows: int
+    words: str
+
+    def seconds(self, predicted: float) -> str:
+        """The interval around a prediction, for a reader."""
+        low, high = (duration(bound * predicted, 3) for bound in (self.low, self.high))
+        return f"{low} to {high} (80 % interval, from the errors on {self.words})"
+
+
+def interval_of(*, vision: bool, machine: Machine) -> Interval:
+    """The interval of predictions of language or vision models on a machine.
+
+    For a chip that no row was made on it is the widest of its kind, and its words say that it is a guess.
+    """
+    table = _intervals()
+    if machine.device == "cpu":
+        return table["cpu"]
+    hopper = "fp8" in machine.peak_flops
+    interval = table["vision" if vision else "hopper" if hopper else "ampere"]
+    if machine.source == "measured" or machine.name.removesuffix(" (changed)") in ROWS_OF:
+        return interval
+    measured = (table["vision"], table["hopper"], table["ampere"])
+    return Interval(
+        low=min(one.low for one in measured), high=max(one.high for one in measured),
+        spread=max(one.spread for one in measured), rows=0,
+        words=f"rows of other chips, for none was made on {machine.name}: a guess",
+    )  # fmt: skip
+
+
+@cache
+def _intervals() -> dict[str, Interval]:
+    text = resources.files("penstock.planner").joinpath("intervals.json").read_text(encoding="utf-8")
+    return {kind: Interval(**values) for kind, values in json.loads(text).items()}

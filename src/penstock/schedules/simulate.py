@@ -1,8 +1,9 @@
-"""Simulate a schedule with given costs: makespan, bubble, memory and timeline."""
+"""Plays a schedule with given costs: makespan, bubble, memory and timeline; on processors that ranks share; as a
+diagram; beside what was measured; and with explicit sends and receives, in an order that cannot deadlock."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import GeneratorType
@@ -12,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.schedules.action import Action, Kind
 from penstock.schedules.costs import Costs, Number, durations, memory_changes, per_stage, ratio
 from penstock.schedules.deadlock import waits
-from penstock.schedules.schedule import Schedule
+from penstock.schedules.schedule import Schedule, rank_lines
 
 
 class Span(NamedTuple):
@@ -196,3 +197,172 @@ def _peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
         max(accumulate([change[kind][stage] for stage, kind, _ in order], initial=0))
         for order in schedule.ranks
     )
+
+
+_Event = tuple[Number, int, Action, Action]
+"""The time; 0 for a transfer or 1 for a computation; the action that orders events of the same time; the
+action that the rank performs."""
+
+
+def with_communication(schedule: Schedule) -> Schedule:
+    """The schedule with `SEND_…` after a result and `RECV_…` before its use, where neighbouring stages are on
+    two ranks.
+
+    All events of a run with unit costs get one global order: a computation at its start, a transfer at the
+    end of the computation that produced it. Each rank's list is a part of that order, with both ends of a
+    transfer at the same place in it. So the earliest event that is not yet done can always be done, and
+    blocking operations cannot deadlock. Transfers between the same two ranks also come in the same order at
+    both ends, which channels without tags need.
+
+    Raises `ConfigError` if the schedule itself deadlocks, or already has sends and receives.
+    """
+    run = simulate(schedule)
+    home, last = schedule.placement, schedule.stages - 1
+    events: list[list[_Event]] = [[] for _ in schedule.ranks]
+    for rank, action, start, end in run.timeline():
+        stage, kind, i = action
+        events[rank].append((start, 1, action, action))
+        if kind == "F" and stage < last:
+            send, receive = Action(stage, "SEND_F", i), Action(stage + 1, "RECV_F", i)
+        elif kind in ("B", "I") and stage > 0:
+            send, receive = Action(stage, "SEND_B", i), Action(stage - 1, "RECV_B", i)
+        else:
+            continue
+        if home[receive.stage] != rank:
+            events[rank].append((end, 0, send, send))
+            events[home[receive.stage]].append((end, 0, send, receive))
+    return Schedule(tuple(tuple(event[3] for event in sorted(of_rank)) for of_rank in events))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Simulation):
+    """A run whose actions took the times that were measured. Its costs are not known, so memory counts activations."""
+
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[Span]]) -> Measured:
+        """The computations of each rank, in the order in which they ran. The first one starts the clock."""
+        first = min((span.start for spans in ranks for span in spans), default=0)
+        end = max((span.end for spans in ranks for span in spans), default=0)
+        busy = tuple(sum((span.end - span.start for span in spans), start=0) for spans in ranks)
+        schedule = Schedule(tuple(tuple(span.action for span in spans) for spans in ranks))
+        moved = tuple(
+            span._replace(start=span.start - first, end=span.end - first) for spans in ranks for span in spans
+        )
+        peaks = tuple(map(_most_held, schedule.ranks))
+        return cls(
+            schedule=schedule,
+            costs=Costs(),
+            makespan=end - first,
+            ideal=ratio(sum(busy), len(busy)),
+            busy=busy,
+            peak_memory=peaks,
+            starts=tuple(tuple(span.start - first for span in spans) for spans in ranks),
+            spans=moved,
+        )
+
+    def timeline(self) -> list[Span]:
+        """Every action with its rank, start and end, by rank and then by time."""
+        return list(self.spans)
+
+
+def _most_held(order: Sequence[object]) -> Number:
+    """The most micro-batches that a rank held at a time."""
+    held = most = 0
+    for action in order:
+        kind = getattr(action, "kind", "")
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}.get(kind, 0)
+        most = max(most, held)
+    return most
+
+
+ROUNDING = 1e-12
+"""Share of the time so far: an action with less than this left has ended."""
+
+
+class Shared(NamedTuple):
+    """Result of a simulation on shared processors, in the unit of the costs."""
+
+    makespan: float
+    busy: tuple[float, ...]
+    """Time in which each rank computes."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time that is idle, between 0 and 1."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
+
+
+def play_shared(schedule: Schedule, costs: Costs, alone: float) -> Shared:
+    """Play `schedule` on processors that p ranks share evenly. `costs` are those while all compute; k of them compute
+    min(`alone`, p / k) times as fast. With `alone` = 1 it returns what `simulate` does.
+
+    Raises `ConfigError` for costs that do not fit the schedule, and for a deadlock.
+    """
+    links, count = links_of(schedule, costs), len(schedule.ranks)
+    done, left, busy = [0] * count, [0.0] * count, [0.0] * count
+    active: set[int] = set()
+    now = 0.0
+    while True:
+        coming = []
+        for rank, order in enumerate(schedule.ranks):
+            if rank in active or done[rank] == len(order):
+                continue
+            stage, kind, i = order[done[rank]]
+            inbox, duration, *_ = links[kind][stage]
+            if inbox[i] is None:
+                continue
+            if inbox[i] > now:
+                coming.append(float(inbox[i]))
+            else:
+                active.add(rank)
+                left[rank] = float(duration)
+        if not active and not coming:
+            break
+        speed = min(alone, count / len(active)) if active else 1.0
+        end = min([*coming, *(now + left[rank] / speed for rank in active)])
+        for rank in sorted(active):
+            busy[rank] += end - now
+            left[rank] -= (end - now) * speed
+            if left[rank] > ROUNDING * end:
+                continue
+            stage, kind, i = schedule.ranks[rank][done[rank]]
+            _, _, outbox, delay, weights = links[kind][stage]
+            outbox[i] = end + float(delay)
+            weights[i] = end
+            done[rank] += 1
+            active.remove(rank)
+        now = end
+    if any(number < len(order) for number, order in zip(done, schedule.ranks)):
+        raise ConfigError(waits(schedule, done))
+    return Shared(now, tuple(busy))
+
+
+def diagram(schedule: Schedule) -> str:
+    """One line per rank and one column per time slot; `Schedule.parse` returns an equal schedule.
+
+    F, I and W take one slot and B takes two, the second written `---`; `.` is an idle slot. Actions that
+    never start because of a deadlock follow a `!`. Raises `ConfigError` for a schedule with explicit sends
+    and receives.
+    """
+    if schedule.communicates:
+        raise ConfigError(
+            "A diagram shows computations only; draw the schedule's computations(), or print all of it with str()."
+        )
+    starts, clocks, _ = play(schedule, Costs())
+    cell = max((len(str(action)) for order in schedule.ranks for action in order), default=1)
+    blocked = any(len(begun) < len(order) for begun, order in zip(starts, schedule.ranks))
+    end = int(max(clocks, default=0))
+    rows = []
+    for order, begun in zip(schedule.ranks, starts):
+        row: list[str] = []
+        for action, start in zip(order, begun):
+            row += ["."] * (int(start) - len(row))
+            row += [str(action), "-" * cell] if action.kind == "B" else [str(action)]
+        if not blocked:
+            row += ["."] * (end - len(row))
+        elif len(begun) < len(order):
+            row += ["!", *map(str, order[len(begun) :])]
+        rows.append([f"{word:<{cell}}" for word in row])
+    return "\n".join(rank_lines(rows))

@@ -1,10 +1,19 @@
-"""Callbacks of your own during a run: a class with a method for each event."""
+"""Callbacks during a run: a class with a method for each event, of your own or for a tracker of experiments."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from penstock.boundary.files import own_file
+from penstock.boundary.trees import read_tree
+from penstock.config.convert import nearest
+from penstock.disk import write_file
+from penstock.errors import ConfigError, EnvironmentProblem
 
 Record = Mapping[str, Any]
 """An event as it is written to `metrics.jsonl`: `event`, `step` and its numbers, by name."""
@@ -63,3 +72,145 @@ def numbers(record: Record) -> Iterator[tuple[str, float]]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and name != "step" and math.isfinite(value):
             yield f"{record['event']}/{name}", value
+
+
+_ID = "tracker.json"
+"""File in the run's folder with the identity under which a tracker knows the run, so that a resumed one goes on."""
+
+
+class _Tracker(Callback):
+    """Passes every number on as `event/name`, at its step, to what a subclass defines as `log`."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def on_step(self, record: Record) -> None:
+        self.log(dict(numbers(record)), record["step"])
+
+    on_evaluation = on_step
+
+
+class TensorBoard(_Tracker):
+    """Event files in OUTPUT/tensorboard, by tensorboardX."""
+
+    def __init__(self) -> None:
+        self._make = _import("tensorboardX", "track").SummaryWriter
+        self._writer: Any = None
+
+    def on_start(self, record: Record) -> None:
+        # purge_step makes TensorBoard forget what the run is about to do again.
+        purge = record["step"] + 1 if record["event"] == "resume" else None
+        self._writer = self._make(str(own_file(record["output"], "tensorboard")), purge_step=purge)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def on_end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB(_Tracker):
+    """A run of Weights & Biases. Project, entity and mode are wandb's own settings (WANDB_PROJECT, WANDB_MODE=offline);
+    without a project it is `penstock`.
+    """
+
+    def __init__(self) -> None:
+        self._wandb = _import("wandb", "wandb")
+        self._run: Any = None
+
+    def on_start(self, record: Record) -> None:
+        output = Path(record["output"])
+        identity = _identity(output, "wandb")
+        settings = self._wandb.Settings() if hasattr(self._wandb, "Settings") else None
+        self._run = self._wandb.init(
+            project=getattr(settings, "project", None) or "penstock",
+            name=output.name,
+            dir=str(output),
+            id=identity,
+            resume="allow" if identity else None,
+            config=_facts(record),
+        )
+        _remember(output, "wandb", self._run.id)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def on_end(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class MLflow(_Tracker):
+    """A run of MLflow. Where it goes is MLflow's own setting: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+
+    def __init__(self) -> None:
+        self._mlflow = _import("mlflow", "mlflow")
+        self._started = False
+
+    def on_start(self, record: Record) -> None:
+        output = Path(record["output"])
+        identity = _identity(output, "mlflow")
+        run = self._mlflow.start_run(run_id=identity, run_name=None if identity else output.name)
+        self._started = True
+        if not identity:
+            self._mlflow.log_params(_facts(record))
+        _remember(output, "mlflow", run.info.run_id)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._mlflow.log_metrics(values, step=step)
+
+    def on_end(self) -> None:
+        if self._started:
+            self._mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+def trackers(names: str) -> list[Callback]:
+    """Trackers by name, with commas between the names.
+
+    Raises ConfigError for an unknown name, EnvironmentProblem where its package is missing.
+    """
+    chosen = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"There is no tracker {name!r}.{nearest(name, TRACKERS)} Give --track one of {', '.join(TRACKERS)}, or "
+                f"several with commas between them."
+            )
+        chosen.append(TRACKERS[name]())
+    return chosen
+
+
+def _import(package: str, extra: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"--track needs the package {package}, which cannot be imported ({error}). Install it with: "
+            f"pip install 'penstock[{extra}]', or leave --track out."
+        ) from None
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    """Facts that a tracker lists for a run beside its curves."""
+    return {name: value for name, value in record.items() if name not in ("event", "step")}
+
+
+def _identity(output: Path, tracker: str) -> str | None:
+    """The identity under which the tracker knows the run in this folder."""
+    if not (output / _ID).exists():
+        return None
+    identities = read_tree(output / _ID, "The list of trackers")
+    identity = identities.get(tracker)
+    return identity if isinstance(identity, str) else None
+
+
+def _remember(output: Path, tracker: str, identity: str) -> None:
+    identities = {name: earlier for name in TRACKERS if (earlier := _identity(output, name))}
+    identities[tracker] = identity
+    write_file(own_file(output, _ID), [json.dumps(identities).encode()])

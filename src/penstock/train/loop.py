@@ -47,19 +47,17 @@ from penstock.probe import resolve_device
 from penstock.probe.link import measure_link
 from penstock.tasks import Task, task_of
 from penstock.train.advice import memory_advice, naming_overflow, require_scale
-from penstock.train.calendar import Calendar
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
 from penstock.train.display import Display
 from penstock.train.evaluate import Evaluation, evaluate
+from penstock.train.evaluation_page import PICTURES, write_pictures
 from penstock.train.lock import RunLock
-from penstock.train.loss_monitor import LossMonitor
-from penstock.train.meters import HeadMeter
+from penstock.train.loss_monitor import LossMonitor, PendingSteps
+from penstock.train.meters import HeadMeter, MemoryMeter, Speedometer, useful_work
 from penstock.train.metrics import Records
-from penstock.train.pending import PendingSteps
-from penstock.train.pictures import PICTURES, write_pictures
-from penstock.train.pipeline_trace import PipelineTrace
 from penstock.train.prepare import (
+    Calendar,
     fit_to_started_ranks,
     learning_of,
     machine_of,
@@ -68,8 +66,7 @@ from penstock.train.prepare import (
     with_teachers_vocabulary,
     write_beside,
 )
-from penstock.train.profile import StepProfiler
-from penstock.train.random_state import own_random, seed_random
+from penstock.train.profile import PipelineTrace, StepProfiler
 from penstock.train.resume import (
     Saves,
     export,
@@ -81,8 +78,7 @@ from penstock.train.resume import (
     restore_newest,
     stopped,
 )
-from penstock.train.run_state import RunState
-from penstock.train.speed import MemoryMeter, Speedometer, useful_work
+from penstock.train.run_state import RunState, own_random, seed_random
 
 _log = logging.getLogger(__name__)
 

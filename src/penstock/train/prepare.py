@@ -1,4 +1,5 @@
-"""Decisions before a run builds anything: how many ranks, which machine, what exports hold besides weights."""
+"""Decisions before a run builds anything: how many ranks, which machine, what exports hold besides weights, and at
+which steps it evaluates, saves and logs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from penstock.config.formats import PRODUCTS
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig, vocabulary_of
 from penstock.config.recipes import require_alike
-from penstock.config.run import RunConfig
+from penstock.config.run import EPOCHS, RunConfig
 from penstock.data import Source
 from penstock.data.text.open import found_in
 from penstock.disk import write_file
@@ -190,3 +191,50 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
         except EnvironmentProblem as problem:
             _log.warning("Exports of this run will have no tokenizer. %s", problem)
     write_file(folder / "config.json", [json.dumps(values).encode()])
+
+
+class Calendar:
+    """The calendar of a run over `samples` training samples. Steps are counted from 1; step `n` is the one after which
+    `n` optimizer steps have been done.
+
+    Raises:
+        ConfigError: the run would have no steps.
+    """
+
+    def __init__(self, config: RunConfig, samples: int) -> None:
+        recipe = config.recipe
+        self.samples = samples
+        """Training samples of one epoch."""
+        self.batch = config.plan.global_batch
+        """Samples of one optimizer step, over all ranks."""
+        self.total = recipe.total_steps(samples, self.batch)
+        self._config = config
+        if self.total < 1:
+            raise ConfigError(
+                f"The run has no steps: recipe.epochs {recipe.epochs or EPOCHS:g} of {samples} samples at "
+                f"{self.batch} a step. Raise recipe.epochs, set recipe.steps, or lower plan.micro_batch or "
+                "plan.accumulate."
+            )
+
+    def epoch(self, step: int) -> float:
+        """Epochs done after `step`."""
+        return step * self.batch / self.samples
+
+    def evaluates(self, step: int) -> bool:
+        """Whether `step` completes a multiple of `eval_every_epochs`, or the run."""
+        return step == self.total or self._completes(step, self._config.recipe.eval_every_epochs)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint follows `step`."""
+        if step == self.total:
+            return True
+        if self._config.checkpoint_every:
+            return step % self._config.checkpoint_every == 0
+        return self._completes(step, 1.0)
+
+    def logs(self, step: int) -> bool:
+        """Whether numbers are read off the device after `step`."""
+        return step % self._config.log_every == 0 or self.evaluates(step) or self.saves(step)
+
+    def _completes(self, step: int, epochs: float) -> bool:
+        return int(self.epoch(step) / epochs) > int(self.epoch(step - 1) / epochs)

@@ -203,7 +203,7 @@ def _by_class(run: History) -> Iterator[Section]:
 
 
 def _samples(run: History) -> Iterator[Section]:
-    from penstock.train.pictures import read_pictures
+    from penstock.train.evaluation_page import read_pictures
 
     last = run.evaluations[-1] if run.evaluations else {}
     if answers := last.get("answers"):

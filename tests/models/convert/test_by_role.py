@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.models.anatomy import Anatomy, stack
-from penstock.models.convert.by_role import translate
+from penstock.models.convert.vit import translate
 from penstock.models.roles import Attention, Embedding, Head, Linear, Norm
 
 HEADS, WIDTH = 2, 6

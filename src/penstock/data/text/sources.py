@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
@@ -19,10 +21,12 @@ from penstock.boundary.files import naming, quoted
 from penstock.boundary.owners import distrust
 from penstock.config.machine import cache_folder
 from penstock.config.run import DataConfig
-from penstock.data.splits import split_files
-from penstock.data.text.build import Progress, RowOrBad, Shape, TextRow, write_pack
-from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns
+from penstock.data.hub import identity_of, open_dataset
+from penstock.data.splits import hub_splits, split_files
+from penstock.data.text.build import Bad, Progress, RowOrBad, Shape, TextRow, write_pack
+from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns, row_of, value_in
 from penstock.data.text.documents import digest, files_of, read_files
+from penstock.data.text.messages import without_nulls
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.data.text.tokenpack import VERSION, TokenPack
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -75,8 +79,6 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
         identity: list[object] = [sums] if plain else [sums, data.separator, data.encoding]
         return Content([read_files(part, columns) for part in parts], identity, size, labelled)
     if kind == "hf":
-        from penstock.data.text.hub import hub_rows
-
         return replace(hub_rows(path, data, columns), labels=labelled)
     from penstock.data.toy import numbers as toy
 
@@ -206,3 +208,38 @@ def _require_form(pack: TokenPack, form: Form, tokenizer: Tokenizer) -> None:
         problem = f"has {kinds[not has.targets]} as second texts, and this task takes {kinds[has.targets]}"
     if problem:
         raise ConfigError(f"The pack {pack.root} {problem}. Pack the text again, for this task.")
+
+
+def hub_rows(name: str, data: DataConfig, columns: TextColumns) -> Content:
+    """The rows of `NAME`, or of its configuration `NAME:CONFIGURATION`. Splits are its own.
+
+    Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
+    """
+    dataset, _, configuration = name.partition(":")
+    splits = open_dataset(dataset, configuration or None, streaming=data.streaming)
+    first, val = hub_splits(list(splits), dataset)
+    identity = [[split, identity_of(splits[split])] for split in (first, *val)]
+    parts: list[Iterator[RowOrBad]] = [
+        itertools.chain.from_iterable(_rows(splits[split], f"hf:{name}, {split}", columns) for split in part)
+        for part in ([first], val) if part
+    ]  # fmt: skip
+    return Content(parts, [name, data.streaming, identity])
+
+
+def _rows(rows: Any, where: str, columns: TextColumns) -> Iterator[RowOrBad]:
+    features = rows.features
+    if features is None:  # a stream tells its columns with its first row
+        features = next(iter(rows.take(1)), {})
+    if columns.by_number:
+        raise ConfigError(f"{where} has named columns; give data.columns their names.")
+    names = columns.among([str(name) for name in features], where)
+    classes = getattr(features.get(names[-1]), "names", None) if columns.shape.labels else None
+    outer = list(dict.fromkeys(name if name in features else name.partition(".")[0] for name in names))
+    for number, row in enumerate(rows.select_columns(outer), start=1):
+        values = [without_nulls(value_in(row, name)) for name in names]
+        if columns.shape.labels and isinstance(values[-1], int) and classes:
+            if not 0 <= values[-1] < len(classes):
+                yield Bad(where, number, f"its class is {values[-1]}, which means none")
+                continue
+            values[-1] = classes[values[-1]]
+        yield row_of(values, names, columns, where, number)

@@ -27,7 +27,7 @@ from penstock.config.model import ModelFamily
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.config.stack import Layer, Stack
-from penstock.config.trainable import TASKS
+from penstock.config.tasks import TASKS
 from penstock.decode.engine import Engine, Request
 from penstock.decode.static import Compiled
 from penstock.errors import ConfigError

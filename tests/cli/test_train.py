@@ -15,7 +15,8 @@ from penstock.cli.train import next_commands
 from penstock.config.load import load
 from penstock.config.machine import Machine, save_machine
 from penstock.config.recipes import load_run
-from penstock.config.run import RunConfig, TaskName
+from penstock.config.run import RunConfig
+from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError, ExitCode
 from penstock.train.resume import link_latest
 

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from penstock.compress.calibrate import Batches
-from penstock.config.run import DataConfig, TaskName
+from penstock.config.run import DataConfig
+from penstock.config.tasks import TaskName
 from penstock.data import Loader
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config

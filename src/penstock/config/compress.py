@@ -23,7 +23,8 @@ from penstock.config.convert import (
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
-from penstock.config.run import DataConfig, Recipe, RunConfig, TaskName
+from penstock.config.run import DataConfig, Recipe, RunConfig
+from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
 
 Criterion = Literal["taylor", "activation", "magnitude"]

@@ -11,7 +11,8 @@ from penstock.boundary.files import shown
 from penstock.config.compress import CompressConfig
 from penstock.config.convert import Checked, Count, Device, FilledText, Positive
 from penstock.config.load import from_dict, load, read_file
-from penstock.config.run import DataConfig, RunConfig, TaskName
+from penstock.config.run import DataConfig, RunConfig
+from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
 
 

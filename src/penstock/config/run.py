@@ -32,24 +32,9 @@ from penstock.config.convert import (
 )
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
+from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
 
-TaskName = Literal[
-    "auto",
-    "images",
-    "denoise",
-    "next_token",
-    "chat",
-    "preferences",
-    "masked_words",
-    "sentences",
-    "pairs",
-    "span_corruption",
-    "translation",
-    "embedding",
-    "captions",
-    "universal",
-]
 SOURCES = (
     "auto", "digits", "mnist", "captions", "emoji", "stdlib", "numbers", "names", "imagefolder", "text", "pairs",
     "pack", "hf",

@@ -8,26 +8,9 @@ from penstock.config.convert import word
 from penstock.config.graph import TokenInput
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig
 from penstock.config.plan import TRAINED, Plan
-from penstock.config.run import TaskName
+from penstock.config.tasks import TASKS, TaskName
 from penstock.errors import ConfigError
 
-TASKS: dict[str, str] = {
-    "images": "images",
-    "denoise": "noisy images",
-    "next_token": "causal tokens",
-    "chat": "causal tokens",
-    "preferences": "causal tokens",
-    "masked_words": "tokens",
-    "sentences": "tokens",
-    "pairs": "tokens",
-    "span_corruption": "causal tokens and tokens",
-    "translation": "causal tokens and tokens",
-    "embedding": "tokens",
-    "captions": "causal images and tokens and tokens with 3 heads",
-    "universal": "causal tokens with 2 heads or causal tokens with 3 heads or tokens with 2 heads",
-}
-"""Forms of the graphs that each task trains, several with `or` between them; the first task with a form is what it is
-trained for unless told."""
 _ROUTING: tuple[TaskName, ...] = ("translation", "denoise")
 """Tasks that give the expert of each sample: by its language, or by its time."""
 
@@ -35,7 +18,7 @@ _ROUTING: tuple[TaskName, ...] = ("translation", "denoise")
 def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
     """The task that a model is trained for, where `auto` is that of its family. Raises ConfigError for a task that does
     not fit the family."""
-    fitting = [name for name, form in TASKS.items() if model.graph.form in form.split(" or ")]
+    fitting = [name for name, row in TASKS.items() if model.graph.form in row.forms]
     if not fitting:
         raise ConfigError(
             f"No task trains a model that reads {model.graph.form}; give build a Task of your own as loss."
@@ -50,9 +33,9 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
         task = routing[0]
     if task == "auto":
         classes = model.graph.classes is not None and "pairs" in fitting
-        return "pairs" if classes else fitting[0]  # type: ignore[return-value]
+        return "pairs" if classes else fitting[0]
     if task not in fitting:
-        others = [name for name, preset in PRESETS.items() if preset.graph.form in TASKS[task].split(" or ")]
+        others = [name for name, preset in PRESETS.items() if preset.graph.form in TASKS[task].forms]
         tiny = next((name for name in others if name.endswith("-tiny")), others[0])
         raise ConfigError(
             f"task is {task}, for models such as {tiny}, but model.family is {model.family}; use task "

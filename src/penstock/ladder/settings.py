@@ -19,7 +19,8 @@ from penstock.config.convert import (
     Seed,
 )
 from penstock.config.model import PRESETS, ModelConfig, changes, option_words
-from penstock.config.run import DataConfig, TaskName
+from penstock.config.run import DataConfig
+from penstock.config.tasks import TaskName
 
 QUICK_LOSS_STEPS = 8
 BUDGET, QUICK_BUDGET = 360.0, 150.0

@@ -24,7 +24,8 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, option_words, title, vocabulary_of
 from penstock.config.plan import SWITCHES, Plan
 from penstock.config.recipes import plan_option
-from penstock.config.run import Recipe, TaskName
+from penstock.config.run import Recipe
+from penstock.config.tasks import TaskName
 from penstock.cpu import this_cpu
 from penstock.data import Loader
 from penstock.data.source import Source

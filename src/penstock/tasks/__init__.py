@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.config.model import ModelConfig
-from penstock.config.run import TaskName
-from penstock.config.trainable import TASKS, task_name
+from penstock.config.tasks import TASKS, TaskName, TaskRow
+from penstock.config.trainable import task_name
 from penstock.tasks.captions import Captioning
 from penstock.tasks.chat import Chat
 from penstock.tasks.denoise import Denoise
@@ -23,31 +23,13 @@ from penstock.tasks.translation import Translation
 from penstock.tasks.universal import Universal
 
 __all__ = [
-    "Captioning",
-    "Chat",
-    "Denoise",
-    "Embedding",
-    "ImageClassification",
-    "Loss",
-    "MaskedWords",
-    "NextToken",
-    "Pairs",
-    "Preferences",
-    "Prepare",
-    "Sentences",
-    "SpanCorruption",
-    "Task",
-    "TextBatch",
-    "TextTask",
-    "Translation",
-    "Universal",
-    "classification_loss",
-    "mean_loss",
-    "task_of",
-]
+    "Captioning", "Chat", "Denoise", "Embedding", "ImageClassification", "Loss", "MaskedWords", "NextToken",
+    "Pairs", "Preferences", "Prepare", "Sentences", "SpanCorruption", "Task", "TextBatch", "TextTask",
+    "Translation", "Universal", "classification_loss", "mean_loss", "task_of",
+]  # fmt: skip
 
-_IMAGES: dict[str, Task] = {"images": classification_loss}
 _OF_WEIGHTS: dict[str, Callable[[str | None], Task]] = {
+    "images": lambda _: classification_loss,
     "denoise": Denoise,
     "next_token": NextToken,
     "chat": Chat,
@@ -66,7 +48,7 @@ _OF_WEIGHTS: dict[str, Callable[[str | None], Task]] = {
 def enrol(name: str, form: str, task: type[TextTask]) -> None:
     """Train models whose graph has a `form` for a task of your own, unless told otherwise. It is made of the name of
     the weights that a run starts from, or of None."""
-    TASKS[name], _OF_WEIGHTS[name] = form, task
+    TASKS[name], _OF_WEIGHTS[name] = TaskRow(form), task
 
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:
@@ -75,5 +57,4 @@ def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | Non
 
     Raises ConfigError for a task that does not fit the model.
     """
-    name = task_name(model, task)
-    return _IMAGES[name] if name in _IMAGES else _OF_WEIGHTS[name](init_from)
+    return _OF_WEIGHTS[task_name(model, task)](init_from)

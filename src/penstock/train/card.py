@@ -11,17 +11,11 @@ from penstock import __version__
 from penstock.boundary.files import shown
 from penstock.config.model import changes, title
 from penstock.config.run import Recipe, RunConfig
+from penstock.config.tasks import TASKS
 from penstock.config.trainable import task_name
 from penstock.tasks import task_of
 from penstock.train.evaluate import Evaluation
 
-_TAGS = {
-    "images": "image-classification", "next_token": "text-generation", "chat": "text-generation",
-    "masked_words": "fill-mask", "preferences": "text-generation",
-    "sentences": "text-classification", "pairs": "text-classification", "translation": "translation",
-    "captions": "image-to-text", "embedding": "sentence-similarity", "span_corruption": "text2text-generation",
-}  # fmt: skip
-"""The hub's words for tasks."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -38,7 +32,7 @@ def card(
     head = {
         "library_name": "penstock",
         "tags": ["penstock"],
-        "pipeline_tag": _TAGS.get(task_name(config.model, config.task)),
+        "pipeline_tag": TASKS[task_name(config.model, config.task)].tag,
         "base_model": on_hub(base),
     }
     recipe = " ".join(changes(Recipe(), config.recipe, "recipe")).replace("--recipe.", "")

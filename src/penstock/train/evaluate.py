@@ -30,7 +30,7 @@ from penstock.data.source import ImageSource
 from penstock.data.text.open import found_in
 from penstock.data.text.rows import RowSource
 from penstock.errors import ConfigError
-from penstock.models.anatomy import evaluating, set_switch
+from penstock.models.anatomy import evaluating
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import settings_in
 from penstock.models.convert.hub import local_weights

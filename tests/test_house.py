@@ -313,6 +313,7 @@ def test_every_dependency_has_a_purpose() -> None:
 def test_the_public_names_all_exist() -> None:
     for name in penstock.__all__:
         assert getattr(penstock, name) is not None
+    assert {"Plan", "predict", "accelerate"} < set(penstock.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         penstock.nothing  # noqa: B018
 

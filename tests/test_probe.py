@@ -38,7 +38,6 @@ from penstock.planner.collectives import gather_seconds, group_of, reduce_second
 from penstock.planner.rates import rates_of
 from penstock.probe import (
     keep,
-    load,
     machine_for,
     machine_name,
     probe,
@@ -290,14 +289,11 @@ def test_load_is_read_once_a_second_and_its_end_counts(monkeypatch: pytest.Monke
         nonlocal now
         now += 0.01 if now < 20 else 0.02
 
-    monkeypatch.setattr(load.time, "perf_counter", lambda: now)
-    readings = load.under_load(slower, CPU, seconds=60.0)
-    assert len(readings) == pytest.approx(20 + 20, abs=2)
-    assert all(one.clock_mhz is None and one.watts is None for one in readings)
-    assert load.sustained_share(readings, burst=100.0) == pytest.approx(0.5)
-    assert load.sustained_share(readings, burst=1.0) == 1.0
-    told = [load.Reading(10.0, 1900.0, 500.0), load.Reading(8.0, 1500.0, 690.0)]
-    assert "80.0% of its burst, at 1500 MHz after 1900 MHz, at 690 W" in load.describe_load(told, 0.8)
+    monkeypatch.setattr(products.time, "perf_counter", lambda: now)
+    rates = products.rates_under_load(slower, CPU, 60.0)
+    assert len(rates) == pytest.approx(20 + 20, abs=2)
+    assert products.sustained_share(rates, burst=100.0) == pytest.approx(0.5)
+    assert products.sustained_share(rates, burst=1.0) == 1.0
 
 
 def test_a_page_costs_what_its_own_thread_takes(monkeypatch: pytest.MonkeyPatch) -> None:

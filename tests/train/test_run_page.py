@@ -12,7 +12,7 @@ from penstock.cli import main
 from penstock.config.machine import Machine, save_machine
 from penstock.config.recipes import load_run
 from penstock.train import train
-from penstock.train.history import History, read_history, thinned
+from penstock.train.metrics import History, read_history, thinned
 from penstock.train.run_page import PAGE, RunPage
 
 TINY = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --plan.micro_batch 32"

@@ -24,7 +24,7 @@ def report(
         penstock report runs/small runs/large --output compared.html
     """
     from penstock.errors import ConfigError
-    from penstock.train.history import read_history
+    from penstock.train.metrics import read_history
     from penstock.train.run_page import PAGE, to_html
 
     if not runs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,8 +22,7 @@ from penstock.config.plan import Matmul
 from penstock.cpu import this_cpu
 from penstock.errors import PenstockError
 from penstock.matmul import matmul_precision
-from penstock.probe import load
-from penstock.probe.rates import agreed, seconds
+from penstock.probe.rates import agreed, seconds, wait
 from penstock.products.convert import STORED
 from penstock.products.fp8 import E4M3, scaled_product
 from penstock.products.int8 import integer_product
@@ -59,6 +60,8 @@ _CUDA_SHAPES: dict[str, Shape] = {
     "medium": (1024, 1024, 1024),
 }
 _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
+_LOAD_SECONDS = 60.0
+"""Time after which a GPU's clock has settled under its power limit."""
 _STORED_ROWS, _STORED_ROWS_QUICK = (1, 8, 128, 1024), (1, 8, 128)
 """Rows of inputs of layers that store their weights: of generated tokens, and of whole texts and images."""
 _STORED_WIDTHS, _STORED_WIDTHS_QUICK = (384, 768), (768,)
@@ -264,9 +267,37 @@ def sustained(device: torch.device, samples: list[GemmSample]) -> tuple[float, s
     burst = max((s for s in samples if s.dtype == name), key=lambda s: s.m * s.n * s.k)
     shape = (burst.m, burst.n, burst.k)
     operands = kinds[name].operands(shape, device, torch.Generator(device=device).manual_seed(0))
-    readings = load.under_load(lambda: kinds[name].product(*operands), device)
-    share = load.sustained_share(readings, burst.flops_per_second / (2.0 * math.prod(shape)))
-    return share, load.describe_load(readings, share)
+    rate = burst.flops_per_second / (2.0 * math.prod(shape))
+    share = sustained_share(rates_under_load(lambda: kinds[name].product(*operands), device), rate)
+    return share, f"under load for {_LOAD_SECONDS:.0f} s it sustains {share:.1%} of its burst"
+
+
+def rates_under_load(
+    call: Callable[[], object], device: torch.device, length: float = _LOAD_SECONDS
+) -> list[float]:
+    """Repeat `call` for `length` seconds without a pause; returns the calls per second of about each second."""
+    wait(device)
+    start = last = time.perf_counter()
+    call()
+    wait(device)
+    once = max(time.perf_counter() - start, 1e-6)
+    batch = max(1, round(min(1.0, length / 10) / once))
+    rates: list[float] = []
+    start = last = time.perf_counter()
+    while last - start < length:
+        for _ in range(batch):
+            call()
+        wait(device)
+        now = time.perf_counter()
+        rates.append(batch / (now - last))
+        last = now
+    return rates
+
+
+def sustained_share(rates: list[float], burst: float) -> float:
+    """The median of the last third of the rates, over `burst`, the calls per second of a short run; at most 1. Under
+    its power limit the clock of a long run is lower than that of a burst."""
+    return min(1.0, statistics.median(rates[-max(1, len(rates) // 3) :]) / burst)
 
 
 def measured_again(sample: GemmSample, budget: float) -> GemmSample:

@@ -23,7 +23,7 @@ from penstock.tasks import Task, task_of
 from penstock.tasks.class_counts import ClassCounts
 from penstock.train.callbacks import Callback, Record
 from penstock.train.evaluation_page import classes_section, metric_tiles
-from penstock.train.history import History, Points, read_history, thinned
+from penstock.train.metrics import History, Points, read_history, thinned
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""The records of a run, one per event, which go to `metrics.jsonl`, the display and the callbacks; and what a run's page
-reads of them."""
+"""The records of a run, one per event, which go to `metrics.jsonl`, the display and the callbacks; and what a run's
+page reads of them."""
 
 from __future__ import annotations
 

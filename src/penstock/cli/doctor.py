@@ -35,16 +35,16 @@ def doctor(
     """
     from penstock.doctor import findings, healthy
 
-    found = []
+    reported = []
     for finding in findings(thorough=thorough):
         if not as_json:
-            _show(finding, new_area=not found or finding.area != found[-1].area)
-        found.append(finding)
+            _show(finding, new_area=not reported or finding.area != reported[-1].area)
+        reported.append(finding)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+        print(json.dumps([dataclasses.asdict(finding) for finding in reported], indent=1))
     else:
-        _sum_up([finding for finding in found if finding.status == "broken"])
-    return int(ExitCode.DONE if healthy(found) else ExitCode.ENVIRONMENT)
+        _sum_up([finding for finding in reported if finding.status == "broken"])
+    return int(ExitCode.DONE if healthy(reported) else ExitCode.ENVIRONMENT)
 
 
 def _show(finding: Finding, *, new_area: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -253,3 +254,80 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     process.stderr.close()
     assert process.wait() in (0, 1, 141)  # 1 is rich's own answer to a broken pipe
     assert told == ""
+
+
+# What the command line tells the OpenMP runtime, before anything has loaded it.
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that whatever main sets is undone
+        monkeypatch.delenv(name)
+
+
+def test_threads_sleep_soon() -> None:
+    assert main(["--version"]) == 0
+    assert os.environ["GOMP_SPINCOUNT"] == "3000"
+
+
+def test_the_users_own_choice_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    assert main(["--version"]) == 0
+    assert os.environ["GOMP_SPINCOUNT"] == "77"
+
+
+def test_a_chosen_policy_is_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert main(["--version"]) == 0
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+# Options that nobody means are answered with a sentence and code 2, before anything is built or read.
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--budget-gpu-hours", "1e308"], "budget_gpu_hours is 1e+308, but must be at most 1e+30."),
+        (["plan", "--compute", "nan"], "compute is nan, but must be above 0 and finite."),
+        (["plan", "gpt2", "--gpus", str(10**30)], "must have at most 64 bits."),
+        (["plan", "gpt2", "--gpus", "9" * 5000], "must be a whole number or none."),
+        (["plan", "gpt2", "--machine", " "], "machine is ' ', but must not be empty"),
+        (["plan", "gpt2", "--explain", "dp=0"], "plan.dp is 0, but must be at least 1."),
+        (["plan", *["--json"] * 20_000], "has 20,001 words, and at most 1,000 are read"),
+        (["plan", *["x" * 50] * 900], "Unused Tokens"),
+        (["plan", "gpt\x1b[2J"], "has the control character '\\x1b'"),
+        (["train", "--init_from", ""], "init_from is '', but must not be empty"),
+        (["train", "--output", ""], "output is '', but must not be empty"),
+        (
+            ["train", "--data", ""],
+            "data.source is '', but must be auto, digits, captions, stdlib, numbers, names, emoji:FONT,NAMES, ",
+        ),
+        (["train", "--seed", "-1"], "seed is -1, but must be at least 0."),
+        (["train", "--seed", str(2**64)], "but must have at most 64 bits."),
+        (["train", "--device", "cuda:99999999999999"], "but must be auto, cpu, cuda or cuda:N."),
+        (["train", "--model.image_size", "1e18"], "but must be at most 65,536."),
+        (["train", "--model.norm_eps", "0"], "model.norm_eps is 0.0, but must be above 0."),
+        (["train", "--model.norm_eps", "1e-300"], "must be 0, or at least 1e-30 in size."),
+        (["train", "--recipe.lr", "1e400"], "recipe.lr is inf, but must be above 0 and finite."),
+        (["train", "--recipe.beta1", "1"], "recipe.beta1 is 1.0, but must be at least 0 and below 1."),
+        (["ladder", "--rungs", ""], "rungs is '', but must name something; write none for an empty list."),
+        (["ladder", ":"], "factory is ':', but must be package.module:function."),
+        (["scale", "..a:b"], "factory is '..a:b', but must be package.module:function."),
+        (["pack", "a", "b", "--threads", "-1"], "threads is -1, but must be at least 0."),
+        (["run", "--option", "level=1", "x.py"], "--option 'level=1' is not a setting"),
+        (["launch", "--hang-seconds", "nan", "--", "vit-digits"], "hang_seconds is nan"),
+        (["launch", "--procs", "9" * 30, "--", "vit-digits"], "must have at most 64 bits."),
+        (["launch", "--", "vit-digits", "--\x1b"], "has the control character '\\x1b'"),
+        (["checkpoint", "export", "a", "b", "--shard-gb", "nan"], "--shard-gb is nan, but must be above 0"),
+    ],
+    ids=lambda given: (
+        " ".join(given)[:50].encode("unicode_escape").decode() if isinstance(given, list) else ""
+    ),
+)
+def test_nonsense_is_answered(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == ExitCode.CONFIG
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told) < 5000

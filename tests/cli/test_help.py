@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.cli import _CHECKPOINT_VERBS, _VERBS, app, before_script, main
+from penstock.cli import _CHECKPOINT_VERBS, _VERBS, GREETING, app, before_script, main
 from penstock.cli._help import unwrapped
 
 LINES = {(verb,): line for verb, line in _VERBS.items()}
@@ -77,3 +81,55 @@ def test_paragraphs_and_descriptions_are_unwrapped_and_examples_are_not() -> Non
     plain = f"Go.\n\nFar and wide:{examples}Parameters\n----------\nfar\n    As far as that.\nwide\n    So."
     assert unwrapped(doc) == plain
     assert unwrapped(plain) == plain
+
+
+# The greeting of the bare command.
+
+
+def test_the_bare_command_greets_with_four_things_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    assert told == f"{GREETING}\n"
+    assert [line.split()[1] for line in told.splitlines() if line.startswith("  penstock ")] == [
+        "train", "tune", "ladder", "plan",
+    ]  # fmt: skip
+    assert all(len(line) <= 80 for line in told.splitlines())
+
+
+def test_the_greeting_loads_as_little_as_help_does() -> None:
+    program = "import sys; from penstock.cli import main; main([]); print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert loaded.isdisjoint({"torch", "numpy"})
+
+
+# Scripts of completion: each names the verbs and their options, and bash completes with its own.
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_names_verbs_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("penstock", "train", "ladder", "completion", "recipe.lr", "budget"):
+        assert word in script
+    if found := shutil.which(shell):
+        check = subprocess.run([found, "-n", "/dev/stdin"], input=script, text=True, capture_output=True)
+        assert check.returncode == 0, check.stderr
+
+
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    asks = 'COMP_WORDS=({0}); COMP_CWORD={1}; COMPREPLY=(); _penstock; echo "${{COMPREPLY[@]}}"'
+    lines = [f"source {tmp_path / 'completion'}", asks.format("penstock tr", 1)]
+    lines.append(asks.format("penstock train --recipe.lora.r", 2))
+    done = subprocess.run([bash, "-c", "\n".join(lines)], text=True, capture_output=True, check=True)
+    assert done.stdout.split() == ["train", "--recipe.lora.rank"]
+
+
+def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    assert '"bash", "zsh", "fish"' in capsys.readouterr().err

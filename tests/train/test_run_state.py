@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from penstock.checkpoint.tree import pack, unpack
 from penstock.config.load import load
 from penstock.config.machine import Machine, save_machine
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.train import train
 from penstock.train.metrics import read_metrics
+from penstock.train.run_state import random_state, set_random_state
 
 # Stopped at step 4 of 8 by SIGTERM under version 0.1.0 (commit b2c6164), as were the numbers below taken there.
 OLD = Path(__file__).parent / "run-0.1"
@@ -49,3 +53,28 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path, monkeypatch: pytest
     assert evaluations == [(2, 355), (4, 355), (6, 355), (8, 355)]
     assert result.evaluation.top1 == pytest.approx(TOP1, abs=0.003)
     assert result.evaluation.loss == pytest.approx(LOSS, rel=1e-5)
+
+
+# Random generators go back exactly.
+
+
+def draw(device: str = "cpu") -> tuple[object, ...]:
+    torch_numbers = torch.rand(3).tolist() + torch.rand(3, device=device).tolist()
+    return (*torch_numbers, *np.random.rand(3), np.random.randn(), random.random(), random.gauss(0, 1))
+
+
+def test_all_generators_continue_where_they_were() -> None:
+    draw()  # leaves half-used pairs of Gaussians behind
+    state = random_state(torch.device("cpu"))
+    expected = draw()
+    assert draw() != expected
+    set_random_state(unpack(*pack(state)), torch.device("cpu"))
+    assert draw() == expected
+
+
+@pytest.mark.gpu
+def test_the_devices_generator_continues_too() -> None:
+    state = random_state(torch.device("cuda"))
+    expected = draw("cuda")
+    set_random_state(unpack(*pack(state)), torch.device("cuda"))
+    assert draw("cuda") == expected

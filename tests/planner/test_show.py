@@ -6,6 +6,7 @@ import re
 
 from penstock.config.machine import load_machine
 from penstock.config.model import preset
+from penstock.planner.explain import bends
 from penstock.planner.search import SearchResult, explore, search
 from penstock.planner.show import SHOWN
 
@@ -33,3 +34,18 @@ def test_the_list_of_a_search_is_the_same_cell() -> None:
 
 def test_a_search_that_found_nothing_says_so() -> None:
     assert "No layout fits" in SearchResult(tried=3, too_large=3)._repr_html_()
+
+
+# What `penstock plan` says of a layout in sentences.
+
+
+def test_the_curve_of_devices_says_why_it_bends() -> None:
+    perfect = [(8, 64, {"gemm": 4.0}), (16, 64, {"gemm": 2.0})]
+    assert bends(perfect) == ["Time falls as devices grow in number: nothing bends the curve here."]
+    bent = [*perfect, (32, 64, {"gemm": 1.0, "bubble": 0.5, "data": 0.1})]
+    (words,) = bends(bent)
+    assert (
+        words == "From 16 to 32 devices a sample takes 60% more device time, most of it for pipeline bubble."
+    )
+    # Devices by their samples: twice the batch in twice the time is no bend.
+    assert bends([perfect[0], (8, 128, {"gemm": 8.0})]) == bends(perfect)

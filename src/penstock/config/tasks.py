@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
 class TaskRow(NamedTuple):
-    """What is known of a task without its class."""
+    """A task's form and tag, which are known without its class."""
 
     form: str
     """Forms of the graphs that it trains, several with `or` between them."""

@@ -60,7 +60,7 @@ def examine(*, thorough: bool = False) -> list[Finding]:
 
 
 def findings(*, thorough: bool = False) -> Iterator[Finding]:
-    """What `examine` lists, each finding as soon as its check has been made."""
+    """The findings of `examine`, each as soon as its check has been made."""
     yield from packages()
     yield (torch := torch_itself())
     if torch.status != "ok":
@@ -224,7 +224,7 @@ def triton() -> Finding:
 
 
 def _ranks_and_data() -> Iterator[Finding]:
-    """What connects ranks, what connects loader processes, and whether this machine has been measured."""
+    """Checks of what connects ranks and loader processes, and whether this machine has been measured."""
     import torch.distributed as dist
 
     from penstock.config.machine import cached_machine

@@ -35,7 +35,7 @@ def doctor(
     """
     from penstock.doctor import findings, healthy
 
-    reported = []
+    reported: list[Finding] = []
     for finding in findings(thorough=thorough):
         if not as_json:
             _show(finding, new_area=not reported or finding.area != reported[-1].area)

@@ -1,6 +1,6 @@
 """A model that Penstock does not know, for the ladder: BERT of transformers, untrained, on texts of unequal lengths.
 
-    penstock ladder --model padded_texts:bert
+penstock ladder --model padded_texts:bert
 """
 
 from __future__ import annotations

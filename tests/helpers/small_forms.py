@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from helpers.images import encoded, photo, write_folder
 from penstock.compress.quantise import quantise_folder
@@ -142,7 +142,9 @@ def lay_out(folder: Path) -> None:
         save_pretrained(create(replace(PRESETS[name], **sizes)), folder / name)
         if text:
             Bytes().save(folder / name)
-    reader = replace(PRESETS["bert-tiny"], width=32, depth=1, heads=2, mlp_width=32, vocabulary=Bytes.size)
+    reader: Any = replace(
+        cast(Any, PRESETS["bert-tiny"]), width=32, depth=1, heads=2, mlp_width=32, vocabulary=Bytes.size
+    )
     save_pretrained(create(reader.with_classes(2)), folder / _OF_TEXTS)
     Bytes().save(folder / _OF_TEXTS)
     quantise_folder(folder / _TRAINED["embed"], folder / _FEW_BITS, QuantiseOptions(format="int8"))

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from helpers.models_of_strangers import split_by
 from helpers.rows import record
 from helpers.served import Running, served
 from penstock.data.text.tokenizers import Bytes
+from penstock.errors import DataError
 
 pytest.importorskip("uvicorn")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_serving.json"
@@ -50,6 +52,22 @@ def _slowly(running: Running, body: bytes, pause: float, *, closes: bool) -> tup
         while count < wanted and (piece := client.recv(1 << 16)):
             count += len(piece)
     return wanted, count
+
+
+@pytest.mark.faults
+def test_regular_expressions_of_tokenizers_end(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    cases = [
+        ("(a+)+$", "a" * 2000 + "!"),
+        ("(a|aa)+$", "a" * 2000 + "!"),
+        ("(a+)+b", ("a" * 20 + "!") * 2000),
+    ]
+    for expression, text in cases:
+        with pytest.raises(DataError, match="a regular expression in its tokenizer"):
+            split_by(expression, tmp_path).encode([text])
+    seconds = time.monotonic() - begun
+    row = {"tried": len(cases), "refused": len(cases), "seconds together": round(seconds, 1)}
+    record(RESULTS, "regular expressions of tokenizers without an end", row, command=COMMAND)
 
 
 @pytest.mark.timeout(900)

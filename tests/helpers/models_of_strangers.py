@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def byte_level(folder: Path, template: str | None = TEMPLATE) -> Any:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def split_by(expression: str, folder: Path) -> Any:
+    """A tokenizer of bytes that cuts texts by a regular expression first, in a folder."""
+    from penstock.data.text.tokenizers import Bytes, LibraryTokenizer
+
+    Bytes().save(folder)
+    part = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    text = (folder / "tokenizer.json").read_text()
+    return LibraryTokenizer(json.dumps(json.loads(text) | {"pre_tokenizer": part}), "made", {})
 
 
 def sentencepiece(folder: Path) -> Any:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from helpers import marian
+from helpers.models_of_strangers import split_by
 from penstock.config.run import DataConfig
 from penstock.data.text.open import open_tokenizer
 from penstock.data.text.sentencepiece import read_model
@@ -217,6 +219,18 @@ def test_the_numbers_of_xlm_roberta_are_not_taken_from_its_sentencepiece_model(t
 
 def test_numbers_fit_an_int32() -> None:
     assert Bytes().encode(["a"])[0].dtype == np.int32
+
+
+def test_a_regular_expression_without_an_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splitting = partial(split_by, folder=tmp_path)
+    with pytest.raises(DataError, match="more than the 10,000,000 steps"):
+        splitting("(a+)+$").encode(["a" * 30 + "!"])
+    assert len(splitting("(a+)+$").encode(["a" * 4 + "!"])[0]) == 5
+    monkeypatch.setattr("penstock.boundary.tokenizers.SECONDS", 0.0)
+    with pytest.raises(DataError, match="has not cut 220 characters"):
+        splitting("(a+)+b").encode([("a" * 19 + "!") * 11])
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from penstock.boundary.files import printable, quoted, write_text
 from penstock.boundary.packages import package
+from penstock.boundary.tokenizers import RETRIES, in_time, require_bounded, slow
 from penstock.errors import ConfigError, DataError
 
 Numbers = NDArray[np.int32]
 _log = logging.getLogger(__name__)
 
-MOST_GROWTH, MOST_ADDED = 256, 4096
-"""Characters that a tokenizer may make of one, and that it may add to a text, before it cuts the text."""
 MOST_TOKENS = 1 << 22
 """A vocabulary of more tokens is refused."""
 
@@ -315,7 +314,7 @@ class LibraryTokenizer(Tokenizer):
                 parts = [
                     part.__getstate__() for part in (loaded.normalizer, loaded.decoder) if part is not None
                 ]
-            _require_bounded(map(json.loads, parts), self.name)
+            require_bounded(map(json.loads, parts), self.name)
             with refusing(self.name):
                 loaded.no_truncation()
                 loaded.no_padding()
@@ -332,7 +331,8 @@ class LibraryTokenizer(Tokenizer):
         library = self._loaded(marked=marked)
         with refusing(self.name):
             encode = library.encode_batch_fast if fast else library.encode_batch
-            return list(encode(list(texts), add_special_tokens=False))
+            work = functools.partial(encode, list(texts), add_special_tokens=False)
+            return list(in_time(work, sum(map(len, texts)), self.name))
 
     def encode(self, texts: Sequence[str]) -> list[Numbers]:
         return [np.array(encoding.ids, np.int32) for encoding in self._encodings(texts, fast=True)]
@@ -394,40 +394,6 @@ class LibraryTokenizer(Tokenizer):
         _write(folder, self._text, {**self._settings, **named, **template}, range(self.size, rows))
 
 
-def _require_bounded(parts: Iterable[Mapping[str, Any]], name: str) -> None:
-    """Raise DataError for a normaliser or a decoder, as its `tokenizer.json` has it, that makes huge texts of small
-    ones."""
-    for part in parts:
-        factor, added = _growth(part)
-        if factor > MOST_GROWTH or added > MOST_ADDED:
-            raise DataError(
-                f"The tokenizer {quoted(name)} is refused: it may make {factor:,.0f} characters of one, and adds "
-                f"{added:,.0f} to a text, where at most {MOST_GROWTH} and {MOST_ADDED:,} are taken. Check that it is "
-                "the right file."
-            )
-
-
-def _growth(part: Mapping[str, Any]) -> tuple[float, float]:
-    """How many characters a part of a tokenizer may make of one, and how many more it adds to a text."""
-    factor, added = 1.0, 0.0
-    for step in part.get("normalizers") or part.get("decoders") or ():
-        more, beside = _growth(step)
-        factor, added = factor * more, added * more + beside
-    if part.get("type") == "Prepend":
-        return 1.0, float(len(part["prepend"]))
-    if part.get("type") == "Replace":
-        ((kind, pattern),) = part["pattern"].items()
-        length = len(part["content"])
-        if kind == "String" and pattern:
-            return max(1.0, length / len(pattern)), 0.0
-        try:
-            empty = re.match(pattern, "") is not None
-        except re.error:  # written for another library
-            empty = True
-        return max(1.0, length + empty), 0.0
-    return factor, added
-
-
 def _goes_on(word: str) -> bool:
     return bool(word) and (word[0].isalnum() or word[0] == "_") and word[0] != "Ġ"
 
@@ -467,7 +433,11 @@ def refusing(name: str) -> Iterator[None]:
     """Turn exceptions of the library, which is written in Rust and may panic, into DataError."""
     try:
         yield
+    except DataError:
+        raise
     except BaseException as error:
+        if RETRIES in str(error):
+            raise slow(name, "has gone back more than the 10,000,000 steps that a match may take") from None
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             why = " ".join(printable(str(error)).split())[:300].rstrip(".")
             raise DataError(

@@ -1,0 +1,85 @@
+"""Bounds on what a tokenizer from outside costs: the texts that its parts make of small ones, and the time of its
+regular expressions. The package `tokenizers` gives a match up after 10,000,000 steps back (Oniguruma's limit), but a
+text can have many that are nearly as long, and nothing ends a call: that of a text which takes too long goes on."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from penstock.boundary.files import quoted
+from penstock.errors import DataError
+
+T = TypeVar("T")
+MOST_GROWTH, MOST_ADDED = 256, 4096
+"""Characters that a tokenizer may make of one, and that it may add to a text, before it cuts the text."""
+SECONDS, PER_SECOND = 10.0, 10_000
+"""Seconds that some texts may take in any case, and characters for each second more; usual is a hundred times that."""
+_SHORT = 200
+"""Characters that cannot take long, for each match has its limit."""
+RETRIES = "retry-limit-in-match over"
+"""Oniguruma's word for a match that has taken too many steps."""
+
+
+def in_time(work: Callable[[], T], characters: int, name: str) -> T:
+    """Run `work`, which reads this many characters, for its result. Raises DataError where it takes too long."""
+    if characters <= _SHORT:
+        return work()
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 -- a panic of Rust is no Exception
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(SECONDS + characters / PER_SECOND)
+    except TimeoutError:
+        raise slow(name, f"has not cut {characters:,} characters in time") from None
+
+
+def slow(name: str, problem: str) -> DataError:
+    """The error of a tokenizer with a regular expression without bounds."""
+    return DataError(
+        f"The tokenizer {quoted(name)} {problem}: a regular expression in its tokenizer.json takes too many steps. Use "
+        "another tokenizer, or simplify the expression."
+    )
+
+
+def require_bounded(parts: Iterable[Mapping[str, Any]], name: str) -> None:
+    """Raise DataError for a normaliser or a decoder, as its `tokenizer.json` has it, that makes huge texts of small
+    ones."""
+    for part in parts:
+        factor, added = _growth(part)
+        if factor > MOST_GROWTH or added > MOST_ADDED:
+            raise DataError(
+                f"The tokenizer {quoted(name)} is refused: it may make {factor:,.0f} characters of one, and adds "
+                f"{added:,.0f} to a text, where at most {MOST_GROWTH} and {MOST_ADDED:,} are taken. Check that it is "
+                "the right file."
+            )
+
+
+def _growth(part: Mapping[str, Any]) -> tuple[float, float]:
+    """How many characters a part of a tokenizer may make of one, and how many more it adds to a text."""
+    factor, added = 1.0, 0.0
+    for step in part.get("normalizers") or part.get("decoders") or ():
+        more, beside = _growth(step)
+        factor, added = factor * more, added * more + beside
+    if part.get("type") == "Prepend":
+        return 1.0, float(len(part["prepend"]))
+    if part.get("type") == "Replace":
+        ((kind, pattern),) = part["pattern"].items()
+        length = len(part["content"])
+        if kind == "String" and pattern:
+            return max(1.0, length / len(pattern)), 0.0
+        try:
+            empty = re.match(pattern, "") is not None
+        except re.error:  # written for another library
+            empty = True
+        return max(1.0, length + empty), 0.0
+    return factor, added

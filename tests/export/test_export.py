@@ -317,16 +317,20 @@ def test_ctranslate2s_own_converter_reads_what_a_run_exports(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "marian-tiny"])
-def test_ctranslate2_never_generates_what_the_folder_forbids(name: str, tmp_path: Path) -> None:
+def test_ctranslate2_never_generates_what_the_folder_forbids(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("ctranslate2")
     where = folder(name, tmp_path)
     likely = [one.ids[0] for one in penstock.Generator(where).generate(PROMPTS, max_tokens=1)]
     config = json.loads((where / "config.json").read_text())
     (where / "config.json").write_text(
-        json.dumps(config | {"bad_words_ids": [[number] for number in likely]})
+        json.dumps(config | {"bad_words_ids": [[number] for number in likely], "num_beams": 3})
     )
     path, _ = export(where, tmp_path / "out", "ctranslate2")
-    made = penstock.Generator(where).generate(PROMPTS, max_tokens=10, min_tokens=10)
+    told = [record.getMessage() for record in caplog.records if "does not hold" in record.getMessage()]
+    assert ["num_beams" in words and "bad_words" not in words for words in told] == [True]
+    made = penstock.Generator(where).generate(PROMPTS, max_tokens=10, min_tokens=10, beams=1)
     assert in_ctranslate2(path, 1) == [list(one.ids) for one in made]
     assert not {*likely} & {number for one in made for number in one.ids}
 

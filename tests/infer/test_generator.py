@@ -180,7 +180,7 @@ def test_prompts_that_do_not_fit_are_refused_with_the_remedy() -> None:
         ([[]], {}, "no tokens"),
         ("text", {}, "without one"),
         ([1], {"stop": ("x",), "max_tokens": 4}, "needs a tokenizer"),
-        ([1], {"bias": ("60=1",), "max_tokens": 4}, "decoding.bias"),
+        ([1], {"bias": ("60=1",), "max_tokens": 4}, "decoding names"),
         ([1], {"beams": 2, "temperature": 1.0}, "draws none"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -238,24 +238,49 @@ def test_a_prompt_that_ends_within_a_character_is_continued() -> None:
         assert told == "日本"[cut // 3 :]
 
 
-def test_what_a_folder_asks_for_and_is_not_applied_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_a_folder_asks_for_is_obeyed_or_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from penstock.cli import main
+
     folder = chain(tmp_path / "chain")
-    Generator(folder)
-    assert not caplog.records
     file = folder / "generation_config.json"
-    asked = {
-        "do_sample": True, "temperature": 0.6, "top_k": 50, "repetition_penalty": 1.1, "forced_bos_token_id": 3,
-        "sequence_bias": [[[5, 6], -2.0]], "bad_words_ids": [[5], [6, 7]], "num_beams": 1, "begin_suppress_tokens": [4],
-    }  # fmt: skip
-    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
-    Generator(folder)
+    plain = file.read_text()
+
+    def asked(**more: Any) -> Generator:
+        caplog.clear()
+        file.write_text(json.dumps(json.loads(plain) | more))
+        return Generator(folder)
+
+    def written(*options: str) -> str:
+        caplog.clear()
+        assert main(["generate", str(folder), "The river", *options]) == 0
+        return capsys.readouterr().out.rstrip("\n")
+
+    made = asked(num_beams=1, do_sample=False, temperature=0.6, max_new_tokens=3)
+    assert made.generate("The river")[0].text == written() == " runs tos"
+    assert not caplog.records
+    made = asked(
+        do_sample=True, temperature=100.0, max_new_tokens=40, num_beams=2, guidance_scale=3, typical_p=0.9
+    )
     (record,) = caplog.records
     for words in (
-        "do_sample=True (temperature=1)", "temperature=0.6", "top_k=50", "repetition_penalty=1.1 (repetition_penalty)",
-        "forced_bos_token_id=3 (not supported)", "sequence_bias", "bad_words_ids of several tokens, 1",
-        "begin_suppress_tokens=[4]",
-    ):  # fmt: skip
+        "guidance_scale=3 (not supported)",
+        "typical_p=0.9",
+        "num_beams='2' (decoding.beams above 1",
+    ):
         assert words in record.getMessage()
-    assert "num_beams" not in record.getMessage()
+    assert made.usual == {"temperature": 100.0, "top_k": 50, "max_tokens": 40}
+    usual = " runs tos STOP"
+    assert made.generate("The river")[0].text != usual
+    assert made.generate("The river", temperature=0)[0].text == usual
+    assert made.generate("The river", Decoding())[0].text == written("--temperature", "0") == usual
+    made = asked(num_beams=2, bad_words_ids=[[999]], min_new_tokens=2, forced_bos_token_id=5)
+    assert "bad_words_ids" in caplog.records[0].getMessage()
+    for _ in range(2):
+        assert "".join(made.stream("The river", max_tokens=1)) == " runs"
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "Other settings contradict what the model's folder says of beams."
+    ]
+    assert written("--temperature", "0.001", "--max_tokens", "1") == " runs"
+    assert "beams" in caplog.records[0].getMessage()

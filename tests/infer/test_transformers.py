@@ -6,6 +6,7 @@ win. Such ties are counted, and must stay rare.
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from helpers.generation import WORDS, tiny
 from penstock.config.decoding import Decoding
 from penstock.infer.generator import Generator
+from penstock.infer.usual import usual_in
 from penstock.models.convert import save_pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -129,6 +131,38 @@ def test_tokens_equal_those_of_transformers(family: str) -> None:
     texts, odd = cases(family, 8)
     assert texts >= 32
     assert not odd, odd[0]
+
+
+ASKED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 1, "min_length": 9},
+    {"sequence_bias": [[[5], 3.0], [[9, 4], 20.0], [[4, 9], 20.0], [[9, 4, 8], -6.0]]},
+    {"suppress_tokens": [*range(10, 40)], "begin_suppress_tokens": [*range(40, 55)]},
+    {"forced_bos_token_id": 11, "begin_suppress_tokens": [11, *range(30, 50)], "forced_eos_token_id": END},
+    {"forced_eos_token_id": [END], "min_new_tokens": 5, "max_length": 9, "max_new_tokens": None},
+    {"length_penalty": -1.0, "early_stopping": True, "num_return_sequences": 2, "num_beams": 3},
+    {"early_stopping": "never", "length_penalty": 0.4, "no_repeat_ngram_size": 3, "num_beams": 4},
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
+@pytest.mark.parametrize("family", ["gpt", "llama", "t5-tiny", "marian-tiny"])
+def test_what_generation_config_asks_for_is_obeyed(family: str, tmp_path: Path) -> None:
+    ours, theirs = _pair(family, 3)
+    plain = ours.generate([1, 2, 3, 1, 2], max_tokens=8)[0].ids
+    asked = [*ASKED, {"bad_words_ids": [[plain[0]], [END]]}, {"bad_words_ids": [plain[2:4], plain[1:4]]}]
+    for number, one in enumerate(
+        asked, FAMILIES.index(family)
+    ):  # greedy in two families, and searched in two
+        settings = {"max_new_tokens": 8, "eos_token_id": END, "num_beams": 1 + 2 * (number % 2)} | one
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        theirs.generation_config = transformers.GenerationConfig.from_pretrained(tmp_path)
+        usual = usual_in(tmp_path, WORDS)
+        ours.usual = usual.fields
+        for rows in ([[1, 2, 3, 1, 2], [4, 5, 6, 4, 9]], [[9]] if "forced_eos_token_id" in one else []):
+            found = [list(each.ids) for each in ours.generate(rows)] if rows else []
+            expected = _theirs(theirs, rows, {}) if rows else []
+            assert (found, usual.unmet) == (_cut(expected, found), ()), settings
 
 
 @pytest.mark.slow

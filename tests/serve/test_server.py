@@ -27,6 +27,7 @@ from penstock.data.text.chat import Template, template_of
 from penstock.data.text.open import in_folder
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
+from penstock.serve import parse
 from penstock.serve.measure import Client, replay
 from penstock.serve.scheduler import Limits
 from penstock.serve.serve import usual_name
@@ -336,6 +337,47 @@ def test_vectors_come_in_base64_where_a_client_asks_for_it(tmp_path: Path) -> No
         status, answer, _ = running.ask("/v1/embeddings", body | {"encoding_format": "hex"})
         assert status == 400
         assert "encoding_format is 'hex', but must be" in answer["error"]["message"]
+
+
+def test_what_a_template_does_not_write_of_a_message_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"messages": [{"role": "user", "content": "hi", "name": "ann"}]}
+    template = Template("{% for t in tools or [] %}{{ t.name }}{% endfor %}" + TEMPLATE, {})
+    assert [parse.chat(body, template, {}).prompts for _ in range(2)] == [("u:hi\na:",)] * 2
+    (record,) = caplog.records
+    assert record.getMessage() == "The chat template does not write name, so the model does not see it."
+    assert parse.chat(body, Template("{{ messages[0].name }}", {}), {}).prompts == ("ann",)
+    body["messages"][0] = {"role": "user", "content": "hi", "mood": "glad"}
+    with pytest.raises(ConfigError, match="does not use 'mood'"):
+        parse.chat(body, template, {})
+    assert len(caplog.records) == 1
+
+
+def test_what_a_folder_asks_for_is_the_default_of_requests() -> None:
+    usual = {
+        "temperature": 0.6,
+        "top_k": 50,
+        "bias": ["5=-inf"],
+        "stop": ["END"],
+        "min_tokens": 9,
+        "max_tokens": 30,
+    }
+    asked = parse.completion({"prompt": "a"}, usual)
+    assert asked.decoding == {"temperature": 0.6, "top_k": 50, "bias": ["5=-inf"], "min_tokens": 9}
+    assert asked.stop == ("END",)
+    given = {
+        "prompt": "a",
+        "temperature": 0,
+        "logit_bias": {"7": 1},
+        "max_tokens": 4,
+        "stop": "x",
+        "min_tokens": 0,
+    }
+    asked, most = parse.completion(given, usual), {"max_tokens": 4}
+    assert (
+        asked.decoding == {"temperature": 0, "top_k": 50, "bias": ["7=1", "5=-inf"], "min_tokens": 0} | most
+    )
+    assert (asked.stop, asked.most) == (("x",), 4)
+    assert parse.completion({"prompt": "a"}, {}).decoding == {"temperature": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from penstock.boundary.files import read_text
 from penstock.cli._app import configured
 from penstock.config.decoding import Decoding, GenerateConfig
+from penstock.config.load import from_dict, load, read_file
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +25,22 @@ MOST = 64 << 20
 """Bytes of prompts that are read."""
 
 
-@configured(GenerateConfig, positional="model", aliases={"decoding.": ""})
+def _over_the_folders(
+    cls: type[GenerateConfig], *, file: Path | None, overrides: Mapping[str, Any]
+) -> GenerateConfig:
+    """The settings, over what the model's folder asks for."""
+    from penstock.infer.usual import chosen, report_dropped, usual_of
+
+    stored = {} if file is None else read_file(file)
+    config = load(cls, file=file, overrides=overrides, stored=stored)
+    named = {key.partition(".")[2] for key in (*stored, *overrides) if key.startswith("decoding.")}
+    given = {name: getattr(config.decoding, name) for name in sorted({*named, *stored.get("decoding", ())})}
+    fields, dropped = chosen(usual_of(config.model).fields if config.model else {}, given)
+    report_dropped(dropped, set())
+    return replace(config, decoding=from_dict(Decoding, fields))
+
+
+@configured(GenerateConfig, positional="model", aliases={"decoding.": ""}, loader=_over_the_folders)
 def generate(
     config: GenerateConfig,
     *prompts: Annotated[str, Parameter(allow_leading_hyphen=False, help="Or use --file, or a pipe.")],
@@ -111,7 +128,9 @@ def _converse(
     from penstock.infer.ranks import from_rank_zero
 
     if not _comes_in_pieces(decoding):
-        raise ConfigError("A chat in a terminal is greedy or drawn; leave beams, best and speculate out.")
+        raise ConfigError(
+            "A chat in a terminal is greedy or drawn; set beams and best to 1, and speculate to 0."
+        )
     messages = list(before)
     while (line := from_rank_zero(_typed() if main else None, made.dims)) is not None:
         messages.append(_user(line))

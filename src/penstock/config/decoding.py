@@ -22,11 +22,16 @@ from penstock.errors import ConfigError
 
 Penalty = Annotated[float, Range(-2, 2)]
 Share = Annotated[float, Range(0, 1)]
-Bias = Annotated[str, Text(r"\d{1,9}=[+-]?\d{1,9}(\.\d{1,9})?", "a token's number and an amount, as 42=-1.5")]
-
-
+Bias = Annotated[
+    str,
+    Text(
+        r"\d{1,9}( \d{1,9}){0,999}=([+-]?\d{1,9}(\.\d{1,9})?|-inf)",
+        "the numbers of one token or several and an amount, as 42=-1.5, '5 6=2' or 42=-inf",
+        longest=10_000,
+    ),
+]
 USUAL_TOKENS = 128
-"""Default of `max_tokens`, if the model has positions for them."""
+"""Default of `max_tokens`, if neither the model's folder nor its positions say otherwise."""
 RECORDED = 16
 """Steps, one for each bucket of widths and number of texts, whose recording on a GPU is kept; each has a cache of its
 own."""
@@ -45,14 +50,19 @@ def bucket(count: int) -> int:
 class Decoding(Checked, where="decoding"):
     """How a text is continued. By default each step takes the likeliest token (greedy).
 
-    The order is that of transformers: bias, penalties, blocked n-grams, least tokens, then temperature, `top_k`,
-    `top_p` and `min_p` where tokens are drawn.
+    The order is that of transformers: bias, penalties, blocked n-grams, least tokens, forced tokens, then temperature,
+    `top_k`, `top_p` and `min_p` where tokens are drawn.
     """
 
     max_tokens: Natural = 0
-    """Most new tokens; 0: 128, or fewer where the model's positions end before."""
+    """Most new tokens; 0: as many as `max_length` or the model's folder says, else 128, or fewer where the model's
+    positions end before."""
+    max_length: Natural = 0
+    """Most tokens together with the prompt's, or with the first of an encoder–decoder's decoder; 0: any number."""
     min_tokens: Natural = 0
     """New tokens before which the text may not end."""
+    min_length: Natural = 0
+    """Tokens, counted as for `max_length`, before which the text may not end."""
     temperature: Annotated[float, Range(0, 100)] = 0.0
     """0 takes the likeliest token; above, tokens are drawn with logits divided by it."""
     top_k: Natural = 0
@@ -71,7 +81,14 @@ class Decoding(Checked, where="decoding"):
     no_repeat_ngram: Natural = 0
     """No sequence of this many tokens occurs twice, the prompt included; 0: any may."""
     bias: tuple[Bias, ...] = ()
-    """Added to logits: a token's number and an amount each, such as `42=-1.5`."""
+    """Added to logits: a token's number and an amount each, such as `42=-1.5`, or `42=-inf` for never. Of several
+    tokens, `5 6=-2`, the last has it where the others came before."""
+    forced_first: Natural | None = None
+    """The token that follows the first of an encoder–decoder's decoder, or a prompt of one token."""
+    forced_last: tuple[Natural, ...] = ()
+    """Tokens of which one comes last where a text reaches `max_tokens`."""
+    not_first: tuple[Natural, ...] = ()
+    """Tokens with which no text begins, after `forced_first`."""
     stop: tuple[TypedText, ...] = ()
     """Generation ends before any of these texts. Each is taken as it is typed; for several, give the option again."""
     ignore_end: bool = False
@@ -106,10 +123,16 @@ class Decoding(Checked, where="decoding"):
             yield "decoding.stop has an empty text, which would end at once; remove it."
 
     @property
-    def biases(self) -> tuple[tuple[int, float], ...]:
+    def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
         """`bias` as numbers."""
         pairs = (word.split("=") for word in self.bias)
-        return tuple((int(number), float(amount)) for number, amount in pairs)
+        return tuple((tuple(map(int, numbers.split())), float(amount)) for numbers, amount in pairs)
+
+    @property
+    def named_tokens(self) -> set[int]:
+        """All tokens that some setting names."""
+        forced = () if self.forced_first is None else (self.forced_first,)
+        return {*forced, *self.forced_last, *self.not_first, *(n for each, _ in self.biases for n in each)}
 
     @property
     def draws(self) -> bool:
@@ -124,7 +147,15 @@ class Decoding(Checked, where="decoding"):
             or self.frequency_penalty
             or self.presence_penalty
             or self.no_repeat_ngram
+            or any(" " in word for word in self.bias)
         )
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed at all before a token is chosen."""
+        lengths = self.min_tokens or self.min_length
+        forced = self.forced_first is not None or self.forced_last or self.not_first
+        return bool(self.looks_back or self.bias or lengths or forced)
 
 
 Weights = Literal["auto", "plain", "packed", "int8", "int8_weights", "int4", "fp8"]

@@ -56,29 +56,32 @@ class _Search:
         self.parents: list[Tensor] = []
         self.choices: list[Tensor] = []
         self._stops = torch.tensor(self.terms.stops, device=device) if stops else None
+        self._prompts = prompts.lengths[:, None]
         self._tokens: Tensor | None = None
-        """(B, b, T), where the next tokens depend on them."""
+        """(B, b, P + T), those of the prompt too, where the next tokens depend on them."""
         if decoding.looks_back:
-            self._tokens = torch.full((rows, self.terms.size, self.terms.steps), NOTHING, device=device)
+            tokens = torch.full((rows, self.terms.size, self.terms.steps), NOTHING, device=device)
+            history = prompts.history()[:, None].expand(-1, self.terms.size, -1)
+            self._tokens = torch.cat([history, tokens], dim=2)
 
-    def step(self, logits: Tensor, step: int, history: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Take logits (B, b, V) of the next token: (B, b) the beam that each new beam continues, and with which
         token."""
         decoding, logits = self.decoding, logits.flatten(0, 1)
-        changed = bool(decoding.looks_back or decoding.bias or decoding.min_tokens)
-        if changed:
-            logits = torch.log_softmax(logits, dim=-1)
-            if history is not None and self._tokens is not None:
-                history = torch.cat([history, self._tokens[:, :, :step].flatten(0, 1)], dim=1)
-            logits = adjust_logits(logits, decoding, history, step, self._stops)
-        result = beam_step(logits, self.beams, step, self.terms, normed=changed)
+        if decoding.adjusts:
+            logits, history = torch.log_softmax(logits, dim=-1), self._tokens
+            if history is not None:
+                history = history[:, :, : history.shape[2] - self.terms.steps + step].flatten(0, 1)
+            prompts = self._prompts.repeat_interleave(self.terms.size, dim=0)
+            logits = adjust_logits(logits, decoding, history, step, self._stops, prompts)
+        result = beam_step(logits, self.beams, step, self.terms, normed=decoding.adjusts)
         self.beams = result.beams
         self.parents.append(result.parents)
         self.choices.append(result.chosen)
         if self._tokens is not None:
-            lines = result.parents[:, :, None].expand(-1, -1, self.terms.steps)
+            lines = result.parents[:, :, None].expand(-1, -1, self._tokens.shape[2])
             self._tokens = self._tokens.gather(1, lines)
-            self._tokens[:, :, step] = result.chosen
+            self._tokens[:, :, step - self.terms.steps] = result.chosen
         return result.parents, result.chosen
 
     def going(self) -> Tensor:
@@ -99,6 +102,7 @@ class _Search:
         self.beams = self.beams.only(rows)
         self.parents = [parents[rows] for parents in self.parents]
         self.choices = [chosen[rows] for chosen in self.choices]
+        self._prompts = self._prompts[rows]
         self._tokens = None if self._tokens is None else self._tokens[rows]
 
 
@@ -162,13 +166,12 @@ def search(
     stops = () if decoding.ignore_end else ends
     searched = _Search(decoding, prompts, stops, dtype)
     logits = logits.repeat_interleave(beams, dim=0)
-    history = prompts.history().repeat_interleave(beams, dim=0) if decoding.looks_back else None
     tokens = torch.full((len(prompts), best, steps), NOTHING, device=device)
     scores = torch.full((len(prompts), best), OUT, dtype=dtype, device=device)
     rows = torch.arange(len(prompts), device=device)
     for step in range(steps):
         shaped = logits.to(dtype).view(len(rows), beams, -1)
-        parents, chosen = searched.step(shaped, step, history)
+        parents, chosen = searched.step(shaped, step)
         if step + 1 == steps:
             break
         going = None if searched.beams.fresh else searched.going()
@@ -180,10 +183,9 @@ def search(
         rows_left = remaining(going, texts.compiled) if asks and going is not None else None
         if rows_left is not None:
             tokens[rows], scores[rows] = searched.best(best)
-            count, rows, parents, chosen = len(rows), rows[rows_left], parents[rows_left], chosen[rows_left]
+            rows, parents, chosen = rows[rows_left], parents[rows_left], chosen[rows_left]
             for part in (texts.keep, sight.only, searched.only):
                 part(rows_left)
-            history = None if history is None else history.view(count, beams, -1)[rows_left].flatten(0, 1)
         logits = texts.following(chosen, sight.follow(parents))
     tokens[rows], scores[rows] = searched.best(best)
     return BeamTexts(tokens, scores)

@@ -5,7 +5,9 @@ Shapes: R rows, one for each text; V vocabulary; L tokens that are there, the ne
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +22,68 @@ _NUCLEUS = 1024
 
 
 def adjust_logits(
-    logits: Tensor, settings: Decoding, history: Tensor | None, new: Tensor | int, ends: Tensor | None
+    logits: Tensor,
+    settings: Decoding,
+    history: Tensor | None,
+    new: Tensor | int,
+    ends: Tensor | None,
+    prompt: Tensor | int = 0,
 ) -> Tensor:
-    """Logits (R, V), or log-probabilities, after bias, penalties, blocked n-grams and the least number of tokens.
+    """Logits (R, V), or log-probabilities, after bias, penalties, blocked n-grams, least and forced tokens.
 
-    history (R, L): needed where `settings.looks_back`. `new` of them have been generated: a number, or (R, 1). `ends`
-    are the numbers that end a text. Returns a new tensor where anything changes.
+    history (R, L): needed where `settings.looks_back`. `new` of them have been generated, after `prompt`: a number, or
+    (R, 1). `ends` are the numbers that end a text. Returns a new tensor where anything changes.
     """
-    if settings.bias:
-        numbers, amounts = zip(*settings.biases, strict=True)
-        more = torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
-        logits = logits.index_add(
-            1, torch.tensor(numbers, device=logits.device), more.expand(len(logits), -1)
-        )
+    for before, last, amounts in _biases(settings.bias, logits.dtype, logits.device):
+        more, width = amounts.expand(len(logits), -1), before.shape[1]
+        if width:
+            assert history is not None
+            if history.shape[1] < width:
+                continue
+            more = torch.where((history[:, None, -width:] == before).all(-1), amounts, 0.0)
+        logits = logits.index_add(1, last, more)
     if settings.looks_back:
         assert history is not None
         logits = _penalise(logits, settings, history, new)
-    if ends is not None and settings.min_tokens:
-        early = torch.as_tensor(new, device=logits.device).reshape(-1, 1) < settings.min_tokens
-        blocked = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device).index_fill(
-            0, ends, True
-        )
-        logits = logits.masked_fill(early & blocked, -math.inf)
+    if ends is not None and (settings.min_tokens or settings.min_length):
+        total = torch.as_tensor(prompt + new, device=logits.device).reshape(-1, 1)
+        early = (total - prompt < settings.min_tokens) | (total < settings.min_length)
+        logits = torch.where(early, logits.index_fill(1, ends, -math.inf), logits)
+    if settings.forced_first is not None:
+        logits = _forced(logits, prompt + new == 1, (settings.forced_first,))
+    if settings.forced_last:
+        logits = _forced(logits, new == settings.max_tokens - 1, settings.forced_last)
+    if settings.not_first:
+        late = settings.forced_first is not None and prompt == 1
+        numbers = torch.tensor(settings.not_first, device=logits.device)
+        begins = torch.as_tensor(new == late, device=logits.device).reshape(-1, 1)
+        logits = torch.where(begins, logits.index_fill(1, numbers, -math.inf), logits)
     return logits
+
+
+@functools.lru_cache(maxsize=64)
+def _biases(
+    bias: tuple[str, ...], dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """`Decoding.bias` by how many tokens come before the last: these (n, count), the last (n,), and amounts (n,)."""
+    groups: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for numbers, amount in Decoding(bias=bias).biases:
+        groups.setdefault(len(numbers), []).append((numbers, amount))
+    made = []
+    for group in groups.values():
+        tokens = torch.tensor([numbers for numbers, _ in group], device=device)
+        amounts = torch.tensor([amount for _, amount in group], dtype=dtype, device=device)
+        made.append((tokens[:, :-1], tokens[:, -1], amounts))
+    return made
+
+
+def _forced(logits: Tensor, there: Tensor | bool, tokens: tuple[int, ...]) -> Tensor:
+    """Logits of which, in the rows that are `there`, only these tokens have any."""
+    if there is False:
+        return logits
+    only = torch.full_like(logits, -math.inf)
+    only[:, list(tokens)] = 0.0
+    return torch.where(torch.as_tensor(there, device=logits.device).reshape(-1, 1), only, logits)
 
 
 def _penalise(logits: Tensor, settings: Decoding, history: Tensor, new: Tensor | int) -> Tensor:
@@ -122,18 +163,10 @@ def choose_tokens(logits: Tensor, settings: Decoding, uniform: Tensor | None) ->
     return (places if numbers is None else numbers.gather(1, places)).squeeze(1)
 
 
-def next_tokens(
-    logits: Tensor,
-    settings: Decoding,
-    history: Tensor | None,
-    new: Tensor | int,
-    ends: Tensor | None,
-    uniform: Tensor | None,
-) -> Tensor:
-    """The next token (R,) after logits (R, V), with the arguments of `adjust_logits` and `choose_tokens`. Logits in
+def next_tokens(logits: Tensor, settings: Decoding, uniform: Tensor | None, *past: Any) -> Tensor:
+    """The next token (R,) after logits (R, V), with the arguments of `choose_tokens` and `adjust_logits`. Logits in
     half precision are converted to single."""
-    wide = widened(logits)
-    return choose_tokens(adjust_logits(wide, settings, history, new, ends), settings, uniform)
+    return choose_tokens(adjust_logits(widened(logits), settings, *past), settings, uniform)
 
 
 def history_of(tokens: Tensor, lengths: Tensor | int) -> Tensor:

@@ -225,8 +225,8 @@ class Engine:
         size: int = self.model.config.vocabulary
         if request.ids and not (min(request.ids) >= 0 and max(request.ids) < size):
             problems.append(f"A token of the prompt is outside of the vocabulary of {size:,}.")
-        if any(number >= size for number, _ in decoding.biases):
-            problems.append(f"decoding.bias names a token outside of the vocabulary of {size:,}.")
+        if max(decoding.named_tokens, default=0) >= size:
+            problems.append(f"decoding names a token outside of the vocabulary of {size:,}.")
         if decoding.beams > 1 or decoding.best > 1:
             problems.append("Slots generate one text each, greedily or drawn; leave beams and best out.")
         if problems:
@@ -459,7 +459,7 @@ class Engine:
             drawn = self._uniform[rows]
             uniform = drawn[:, new] if isinstance(new, int) else drawn.gather(1, new)[:, 0]
         ends = None if settings.ignore_end else self._ends
-        tokens = next_tokens(logits, settings, history, new, ends, uniform)
+        tokens = next_tokens(logits, settings, uniform, history, new, ends, lengths - new)
         if isinstance(lengths, int):
             self._ids[rows, lengths] = tokens
         elif together:

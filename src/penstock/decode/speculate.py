@@ -91,7 +91,8 @@ class Chooser:
         """Logits (V,) after `ids` with penalties and biases."""
         history = torch.tensor([list(ids)], device=logits.device) if self.decoding.looks_back else None
         wide = widened(logits)
-        return adjust_logits(wide[None], self.decoding, history, len(ids) - self.prompt, self.stops)[0]
+        past = history, len(ids) - self.prompt, self.stops, self.prompt
+        return adjust_logits(wide[None], self.decoding, *past)[0]
 
     def shares(self, logits: Tensor) -> Tensor:
         """The probabilities (V,) in fp64 that a token is drawn with."""

@@ -7,6 +7,7 @@ Tokens that the model must never generate have a bias against them.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,8 +199,8 @@ def _omitted_settings(sizes: Stack) -> dict[str, Any]:
 
 def _never(source: Loaded) -> list[int]:
     """Numbers of the tokens that must not be generated."""
-    size: int = source.model.config.vocabulary
-    return [number for number, _ in Decoding(bias=source.never).biases if number < size]
+    biases = Decoding(bias=tuple(source.usual.get("bias", ()))).biases
+    return [numbers[0] for numbers, amount in biases if len(numbers) == 1 and amount == -math.inf]
 
 
 def _forbid(model: Any, numbers: list[int]) -> None:

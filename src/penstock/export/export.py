@@ -13,6 +13,7 @@ those that are chosen, and takes the inputs that these are made of.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from penstock.boundary.files import printable, quoted, shown
 from penstock.config.graph import Graph, PatchInput, TokenInput
-from penstock.config.model import stacks
+from penstock.config.model import ModelConfig, stacks, vocabulary_of
 from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
@@ -40,6 +41,7 @@ from penstock.export.onnx_file import (
     quantise_graph,
     write_onnx,
 )
+from penstock.infer.usual import usual_in
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained, model_in
 from penstock.models.convert.files import settings_in
@@ -49,6 +51,7 @@ from penstock.models.model import Model
 from penstock.models.rounded import RoundedWeight
 from penstock.products.rounded import store_rounded
 
+_log = logging.getLogger(__name__)
 CLOSE: dict[ExportType, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
 """The most by which an output may differ from the model's, relative to its largest, by the type of weights."""
 MOST_SAMPLES = 1 << 12
@@ -83,6 +86,7 @@ def export(
             f"The model has mixtures of experts, which --to {form} cannot hold: an expert has other tokens each time. "
             "Serve the folder with penstock serve."
         )
+    _report_uncarried(folder, config, form)
     if form == "ctranslate2":
         with tempfile.TemporaryDirectory() as values:
             if rounded:  # its converter reads transformers' format
@@ -116,6 +120,21 @@ def export(
     )
     pairs = zip(by_program, by_model, strict=True)
     return path, max(_difference(*pair, path, "int8" if rounds else kind) for pair in pairs)
+
+
+def _report_uncarried(folder: Path, config: ModelConfig | None, form: ExportForm) -> None:
+    """Warn of what transformers generates by and the form does not hold."""
+    if config is None or not config.graph.generates or form == "compressed-tensors":
+        return
+    usual = usual_in(folder, vocabulary_of(config))
+    pieces = any(" " in word for word in usual.fields.get("bias", ()))
+    held = {"suppress_tokens", *(() if pieces else ("bad_words_ids",))} if form == "ctranslate2" else set()
+    unmet = () if form == "ctranslate2" else usual.unmet  # opening the model names these
+    if names := [*(name for name in usual.met if name not in held), *unmet]:
+        _log.warning(
+            "--to %s does not hold what generation_config.json asks for; ask for it where you generate: %s.",
+            form, quoted("; ".join(names), 600),
+        )  # fmt: skip
 
 
 def _facts(

@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Decoding, Weights
+from penstock.config.load import from_dict
 from penstock.config.plan import Plan
 from penstock.data.text.chat import template_of
 from penstock.data.text.tokenizers import Tokenizer
@@ -28,7 +29,8 @@ from penstock.decode.texts import Generating, Prompts
 from penstock.errors import ConfigError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import from_all_ranks, from_rank_zero, own_texts, together
-from penstock.infer.text import Stream, needed, prompt_numbers, usual_tokens
+from penstock.infer.text import Stream, needed, prompt_numbers
+from penstock.infer.usual import SEARCH, chosen, lengths, report_dropped, with_rules
 from penstock.models.model import Model
 from penstock.parallel import ALONE, local_device
 from penstock.parallel.hosts import attend
@@ -106,7 +108,8 @@ class Generator:
             self.tokenizer = opened.tokenizer
             self.start = opened.start if start is None else start
             self.ends: tuple[int, ...] = opened.ends if ends is None else tuple(ends)
-            self._never = opened.never
+            self.usual, self._dropped = opened.usual, set[str]()
+            """Fields of `Decoding` that the model's folder asks for, as transformers obeys it."""
             self.labels = opened.labels
             if self.model.graph.remembered and self.start is None:
                 raise ConfigError(
@@ -147,10 +150,11 @@ class Generator:
     ) -> list[Generated]:
         """Continue or translate prompts, texts or their token numbers: `decoding.best` texts for each, in their order.
 
-        `settings` are fields of `Decoding`. `label`, one of all prompts or one of each, chooses the experts of a model
-        whose router is `given`; without it, labels are those that prompts begin with, where they did in training.
-        Raises ConfigError for settings that contradict each other, for prompts that are too long for the model, and for
-        labels that are missing or unknown.
+        `settings` are fields of `Decoding`; others are as the model's folder asks for (`usual`). A `decoding` takes the
+        place of all that but the folder's biases and forced tokens. `label`, one of all prompts or one of each, chooses
+        the experts of a model whose router is `given`; without it, labels are those that prompts begin with, where they
+        did in training. Raises ConfigError for settings that contradict each other, for prompts that are too long for
+        the model, and for labels that are missing or unknown.
         """
         decoding = self._settings(decoding, settings)
         texts = _several(prompts)
@@ -212,25 +216,15 @@ class Generator:
     ) -> Iterator[str]:
         """Pieces of the text that continues or translates a prompt, as they come. Only greedy and drawn texts come
         piece by piece. `label` is as in `generate`. Of several ranks, all must read it to its end."""
-        decoding = self._settings(decoding, settings)
+        decoding = self._settings(decoding, settings, without=SEARCH)
         if self.tokenizer is None:
             raise ConfigError("Text needs a tokenizer, and this model came without one; give Generator one.")
         ids, (route,) = self.encode(prompt), self.labels.numbers([prompt], label)
         decoding = self._bounded([ids], decoding)
-        engine = self._engine([ids], decoding)
-        slot = engine.admit(Request(ids=tuple(ids), decoding=decoding, route=route))
-        assert slot is not None
-        text = self._text_after(ids, decoding)
-        finished = False
-        while not finished:
-            for _, tokens, why, _ in engine.step():
-                finished = bool(why)
-                if piece := text.add(tokens):
-                    yield piece
-            finished = finished or text.stopped
+        for _, _, piece, _ in self._in_slots([ids], [route], [decoding.seed], decoding):
+            if piece:
+                yield piece
         attend(self.model)
-        if piece := text.end():
-            yield piece
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the
@@ -250,10 +244,19 @@ class Generator:
         numbers: list[int] = words.encode_marked([template.text(messages)])[0][0].tolist()
         return numbers
 
-    def _settings(self, decoding: Decoding | None, settings: dict[str, Any]) -> Decoding:
-        decoding = replace(decoding or Decoding(), **settings)
-        if self._never:
-            decoding = replace(decoding, bias=(*decoding.bias, *self._never))
+    def _settings(
+        self, decoding: Decoding | None, settings: dict[str, Any], without: Sequence[str] = ()
+    ) -> Decoding:
+        """The settings of a call, of which the folder's are left out that it names `without`."""
+        if decoding is None:
+            usual = {name: value for name, value in self.usual.items() if name not in without}
+            fields, dropped = chosen(usual, settings)
+            report_dropped(
+                {*dropped, *(name for name in without if name in self.usual)} - {*settings}, self._dropped
+            )
+            decoding = from_dict(Decoding, fields)
+        else:
+            decoding = replace(with_rules(self.usual, decoding), **settings)
         if decoding.draws and decoding.seed is None and not self.dims.alone:
             seed = random.SystemRandom().randrange(1 << 31)
             decoding = replace(decoding, seed=from_rank_zero(seed, self.dims))
@@ -271,8 +274,8 @@ class Generator:
         source, room = self.model.graph.runs[0].most, self.model.graph.written[-1].most
         if not decoding.max_tokens:
             longest = 1 if remembered else max(map(len, rows), default=1)
-            usual = usual_tokens(longest, room, least=decoding.min_tokens)
-            decoding = replace(decoding, max_tokens=usual)
+            sizes = lengths(self.usual, vars(decoding), longest, room)
+            decoding = replace(decoding, **cast(Any, sizes))
         for row in rows:
             own = 1 if remembered else len(row)
             if not row:
@@ -288,8 +291,8 @@ class Generator:
                 raise ConfigError(f"A source has {len(row):,} tokens, but the model reads {source:,}.")
             if not (min(row) >= 0 and max(row) < size):
                 raise ConfigError(f"A prompt has a token outside of the model's vocabulary of {size:,}.")
-        if any(number >= size for number, _ in decoding.biases):
-            raise ConfigError(f"decoding.bias names a token outside of the model's vocabulary of {size:,}.")
+        if max(decoding.named_tokens, default=0) >= size:
+            raise ConfigError(f"decoding names a token outside of the model's vocabulary of {size:,}.")
         if decoding.stop and self.tokenizer is None:
             raise ConfigError("decoding.stop needs a tokenizer, and this model came without one.")
         return decoding
@@ -311,45 +314,43 @@ class Generator:
             guessing = Draft(self._draft, decoding, len(ids), columns, source, route)
         return speculate(self.model, ids, decoding, guessing, ends=self.ends, source=source, route=route)
 
-    def _engine(self, rows: list[list[int]], decoding: Decoding) -> Engine:
+    def _in_slots(
+        self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
+    ) -> Iterator[tuple[int, tuple[int, ...], str, Finished]]:
+        """The numbers of texts with the tokens and the text that come to each, and why it ends. One that ends, as
+        before a stop text, leaves its slot to the next."""
         longest = 1 if self.model.graph.remembered else max(map(len, rows))
-        return Engine(
+        engine = Engine(
             self.model, slots=min(len(rows), 32), context=longest + decoding.max_tokens, chunk=1 << 30,
             start=self.start, ends=self.ends, compiled=self._compiled,
         )  # fmt: skip
-
-    def _by_slots(
-        self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
-    ) -> list[Generated]:
-        """Texts that may each end before a stop text, which leaves its slot to the next."""
-        assert self.tokenizer is not None
-        engine = self._engine(rows, decoding)
-        waiting = list(range(len(rows)))[::-1]
-        running: dict[int, int] = {}
-        texts: dict[int, Generated] = {}
+        waiting, running = list(range(len(rows)))[::-1], dict[int, int]()
         streams = [self._text_after(row, decoding) for row in rows]
-        ids: list[list[int]] = [[] for _ in rows]
         while waiting or running:
             while waiting:
                 number = waiting[-1]
-                own_settings = replace(decoding, seed=seeds[number])
-                request = Request(ids=tuple(rows[number]), decoding=own_settings, route=routes[number])
-                slot = engine.admit(request)
+                own = replace(decoding, seed=seeds[number])
+                slot = engine.admit(Request(ids=tuple(rows[number]), decoding=own, route=routes[number]))
                 if slot is None:
                     break
                 running[slot] = waiting.pop()
             for slot, tokens, why, _ in engine.step():
-                number = running[slot]
-                ids[number] += tokens
-                streams[number].add(tokens)
-                if why:
-                    streams[number].end()
-                if why or streams[number].stopped:
-                    finished: Finished = "stop" if streams[number].stopped else why
-                    texts[number] = Generated(streams[number].text, tuple(ids[number]), finished)
+                number, text = running[slot], streams[running[slot]]
+                piece = text.add(tokens) + (text.end() if why else "")
+                ended: Finished = "stop" if text.stopped else why
+                yield number, tokens, piece, ended
+                if ended:
                     engine.release(slot)
                     del running[slot]
-        return [texts[number] for number in range(len(rows))]
+
+    def _by_slots(
+        self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
+    ) -> list[Generated]:
+        texts = [Generated("", (), "")] * len(rows)
+        for number, tokens, piece, why in self._in_slots(rows, routes, seeds, decoding):
+            before = texts[number]
+            texts[number] = Generated(before.text + piece, before.ids + tokens, why)
+        return texts
 
     def _text_after(self, prompt: Sequence[int], decoding: Decoding) -> Stream:
         """The text that continues a prompt, or translates a source."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from penstock.decode.stages import stages_of
 from penstock.decode.texts import sharded
 from penstock.errors import ConfigError
 from penstock.infer.labels import TextLabels, labels_of
+from penstock.infer.usual import usual_of
 from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import described, first_token, settings_in
@@ -49,8 +50,8 @@ class Loaded:
     """First token of an encoder–decoder's decoder."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text."""
-    never: tuple[str, ...] = ()
-    """Biases of tokens that must not be generated, as of `Decoding`."""
+    usual: Mapping[str, Any]
+    """Fields of `Decoding` that the folder asks for."""
     classes: tuple[str, ...] = ()
     """Names of a classifier's classes."""
     labels: TextLabels
@@ -138,24 +139,22 @@ def loaded(
         companion=beside, dims=ALONE if _is_shared_out(module, dims) else dims,
     )  # fmt: skip
     module = apply(module, setup)
-    never = {
-        word[0] for word in settings.get("bad_words_ids") or () if isinstance(word, list) and len(word) == 1
-    }
-    never |= set(settings.get("suppress_tokens") or ())
     names = settings.get("id2label") or {}
     graph: Any = module.graph
-    if graph.generates and dims.main and (words := unapplied(settings)):
-        _log.warning(
-            "generation_config.json asks for what is not applied by itself; in brackets is what to set: %s.",
-            quoted("; ".join(words), 600),
-        )
+    usual: Mapping[str, Any] = {}
+    if own and graph.generates:
+        theirs = usual_of(folder)
+        usual = theirs.fields
+        if theirs.unmet and dims.main:
+            words = quoted("; ".join(theirs.unmet), 600)
+            _log.warning("generation_config.json asks for what is not obeyed: %s.", words)
     return Loaded(
         pooled_first=first,
         model=module,
         tokenizer=tokenizer,
         start=start,
         ends=ends,
-        never=tuple(f"{number}=-999999999" for number in sorted(never) if isinstance(number, int)),
+        usual=usual,
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
         labels=labels_of(graph, settings) if kept is None else kept,
         languages=tuple(map(str, settings.get("languages") or ())),
@@ -163,44 +162,6 @@ def loaded(
         whole_bytes=whole * next(module.parameters()).element_size(),
         bytes=elements * next(module.parameters()).element_size(),
     )
-
-
-_UNAPPLIED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "do_sample": ("temperature=1", (False,)), "num_beams": ("beams", (1,)), "length_penalty": ("length_penalty", (1,)),
-    "repetition_penalty": ("repetition_penalty", (1,)), "no_repeat_ngram_size": ("no_repeat_ngram", (0,)),
-    "min_new_tokens": ("min_tokens", (0,)), "min_length": ("min_tokens", (0,)), "max_new_tokens": ("max_tokens", ()),
-    "max_length": ("max_tokens", (20,)), "stop_strings": ("stop", ([],)),
-    **dict.fromkeys((
-        "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids",
-        "exponential_decay_length_penalty", "watermarking_config",
-    ), ("", ([], {}))),
-    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "typical_p"), ("", (1,))),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "penalty_alpha", "epsilon_cutoff", "eta_cutoff"), ("", (0,))),
-}  # fmt: skip
-"""Entries of generation_config.json that transformers obeys and that are not applied here by themselves: our setting of
-the same meaning, if there is one, and the values that ask for nothing."""
-_DRAWING = {"temperature": (1,), "top_k": (0,), "top_p": (1,), "min_p": (0,)}
-"""The same, where tokens are drawn, by the same names here."""
-
-
-def unapplied(settings: dict[str, Any]) -> list[str]:
-    """Words for each setting of a model's folder, by `settings_in`, that transformers applies and we do not, with the
-    setting by which to ask for it."""
-    given = {
-        name: value
-        for name, value in settings.items()
-        if value not in _UNAPPLIED.get(name, ("", (value,)))[1]
-    }
-    words = [f"{name}={value} ({_UNAPPLIED[name][0] or 'not supported'})" for name, value in given.items()]
-    if settings.get("do_sample") is True:
-        drawn = {
-            name: settings[name] for name, idle in _DRAWING.items() if settings.get(name, idle[0]) not in idle
-        }
-        words += [f"{name}={value} ({name})" for name, value in drawn.items()]
-    several = [
-        each for each in settings.get("bad_words_ids") or () if isinstance(each, list) and len(each) > 1
-    ]
-    return [*words, f"bad_words_ids of several tokens, {len(several)} (not supported)"] if several else words
 
 
 def tokenizer_in(folder: Path) -> Tokenizer | None:

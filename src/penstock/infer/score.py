@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.models.model import Model
 
 ROWS = 256
 """Rows of logits that are held at a time."""
@@ -22,20 +22,12 @@ class TextScores(NamedTuple):
     """(N − 1) the likeliest tokens in its place, each with its logarithm, the likeliest first."""
 
 
-class _Reached(Exception):
-    """The features that the head is given."""
-
-    def __init__(self, features: Tensor) -> None:
-        super().__init__()
-        self.features = features
-
-
 class Scorer:
     """Scores texts by a decoder, as it is before temperature and penalties."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         """Raises ConfigError for a model that is no decoder."""
-        graph: Any = model.graph
+        graph = model.graph
         if graph.form != "causal tokens" or graph.words is None:
             raise ConfigError("Only decoders score the tokens of a text.")
         self.model, self.head = model, model.get_submodule(graph.words.name)
@@ -51,7 +43,7 @@ class Scorer:
         if len(ids) > self.most + 1:
             raise ConfigError(f"The text has {len(ids):,} tokens, and the model reads {self.most:,} at most.")
         tokens = torch.tensor([ids], device=next(self.model.parameters()).device)
-        features = self._features(tokens[:, :-1])[0]
+        features = self.model.written(tokens[:, :-1])[0]  # logits of all of them are never held
         for begin in range(0, len(features), ROWS):
             logs = torch.log_softmax(self.head(features[begin : begin + ROWS]).float(), dim=-1)
             following = tokens[0, begin + 1 : begin + 1 + len(logs), None]
@@ -61,18 +53,3 @@ class Scorer:
                 list(zip(*row, strict=True)) for row in zip(numbers.tolist(), values.tolist(), strict=True)
             )
         return scores
-
-    def _features(self, tokens: Tensor) -> Tensor:
-        """(1, N, D) the inputs of the head for tokens (1, N), so that logits of all of them are never held."""
-
-        def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            raise _Reached(inputs[0])
-
-        hook = self.head.register_forward_pre_hook(stop)
-        try:
-            self.model(tokens)
-        except _Reached as reached:
-            return reached.features
-        finally:
-            hook.remove()
-        raise AssertionError("the model did not call its head")

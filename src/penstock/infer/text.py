@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from penstock.config.decoding import USUAL_TOKENS
 from penstock.data.text.tokenizers import Tokenizer, letters_of_bytes
 from penstock.errors import ConfigError
 
@@ -29,11 +28,6 @@ def prompt_numbers(prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, 
     words = needed(tokenizer)
     ids = [*words.opening(), *words.encode([prompt])[0].tolist()]
     return [*ids, words.end] if source and words.end is not None else ids
-
-
-def usual_tokens(prompt: int, room: int, *, least: int = 0) -> int:
-    """Most new tokens where nobody says, after `prompt` tokens of a text that may have `room`."""
-    return max(1, min(max(USUAL_TOKENS, least), room - prompt))
 
 
 class Stream:

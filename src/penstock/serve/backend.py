@@ -105,6 +105,11 @@ class Backend:
         self._stopping = False
 
     @property
+    def usual(self) -> dict[str, Any]:
+        """Fields of `Decoding` that the model's folder asks for."""
+        return dict(self.about.get("usual", {}))
+
+    @property
     def open(self) -> int:
         """Requests under way or waiting."""
         return len(self._tickets)

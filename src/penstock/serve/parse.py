@@ -16,8 +16,9 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.convert import BadValue, Range, convert, nearest
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
-from penstock.data.text.chat import Template
+from penstock.data.text.chat import DESCRIBING, Template
 from penstock.errors import ConfigError
+from penstock.infer.usual import chosen
 
 MOST_CHOICES = 16
 """Texts for one prompt."""
@@ -33,7 +34,7 @@ DECODING = {
     "repetition_penalty": "repetition_penalty", "no_repeat_ngram": "no_repeat_ngram", "ignore_eos": "ignore_end",
 }  # fmt: skip
 """Keys of a request, and what they are called in `Decoding`."""
-_CALLER = frozenset({"user", "metadata", "store", "safety_identifier"})
+_CALLER = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 _SHARED = _CALLER | {
     "model", "max_tokens", "n", "stop", "stream", "stream_options", "logit_bias", "label", *DECODING,
 }  # fmt: skip
@@ -61,7 +62,7 @@ class TextRequest:
 
     prompts: tuple[str | tuple[int, ...], ...]
     decoding: dict[str, Any]
-    """Fields of `Decoding` but for `max_tokens`."""
+    """Fields of `Decoding` but for `stop`, `max_tokens` where the request says it."""
     most: int | None = None
     """Most new tokens; None: the usual number."""
     choices: int = 1
@@ -105,9 +106,10 @@ def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
     return body
 
 
-def completion(body: Mapping[str, Any]) -> TextRequest:
-    """A request for /v1/completions. Raises ConfigError for what is missing or no prompt."""
-    request = _request(body, texts_of(body, "prompt"), temperature=1.0)
+def completion(body: Mapping[str, Any], usual: Mapping[str, Any]) -> TextRequest:
+    """A request for /v1/completions, of a model whose folder asks for what is `usual`. Raises ConfigError for what is
+    missing or no prompt."""
+    request = _request(body, texts_of(body, "prompt"), {"temperature": 1.0, **usual})
     return _scored(replace(
         request,
         logprobs=_field(body, "logprobs", Annotated[int, Range(0, MOST_LIKELIEST)], None),
@@ -116,18 +118,26 @@ def completion(body: Mapping[str, Any]) -> TextRequest:
     ))  # fmt: skip
 
 
-def chat(body: Mapping[str, Any], template: Template | None) -> TextRequest:
+def chat(body: Mapping[str, Any], template: Template | None, usual: Mapping[str, Any]) -> TextRequest:
     """A request for /v1/chat/completions. Raises ConfigError without messages, or without a template of the model."""
     if template is None:
         raise ConfigError("The model's folder has no chat template, so it cannot chat. Use /v1/completions.")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError("messages must be a list of tables with role and content.")
-    messages = [_message(message, template) for message in messages]
+    messages = [_message(message) for message in messages]
+    text = template.text(messages)
+    for name in sorted({name for message in messages for name in message} - {"role", "content"}):
+        if not template.writes(name, messages):
+            if name not in DESCRIBING:
+                raise ConfigError(
+                    f"The model's chat template does not use {quoted(name)} of a message; leave it out."
+                )
+            template.report_unwritten([name])
     fields = dict(body)
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_completion_tokens")
-    request = replace(_request(fields, [template.text(messages)], temperature=1.0), marked=True)
+    request = replace(_request(fields, [text], {"temperature": 1.0, **usual}), marked=True)
     top = _field(body, "top_logprobs", Annotated[int, Range(0, MOST_LIKELIEST)], None)
     if not _field(body, "logprobs", bool, False):
         if top is not None:
@@ -136,9 +146,8 @@ def chat(body: Mapping[str, Any], template: Template | None) -> TextRequest:
     return _scored(replace(request, logprobs=top or 0))
 
 
-def _message(message: Any, template: Template) -> dict[str, Any]:
-    """A message as the template takes it, without fields that are null, as clients of OpenAI's send back an answer.
-    Raises ConfigError for fields that the template does not use."""
+def _message(message: Any) -> dict[str, Any]:
+    """A message as the template takes it, without fields that are null, as clients of OpenAI's send back an answer."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ConfigError("A message must be a table with role and content, and its role text.")
     answers = message["role"] == "assistant"
@@ -148,10 +157,6 @@ def _message(message: Any, template: Template) -> dict[str, Any]:
         # lm-evaluation-harness says of each message that it is text.
         if name in fields or value is None or value == [] or (name, value) == ("type", "text"):
             continue
-        if name != "name" and name not in template.source:
-            raise ConfigError(
-                f"The model's chat template does not use {quoted(name)} of a message; leave it out."
-            )
         fields[name] = (
             [_call(call) for call in value] if name == "tool_calls" and isinstance(value, list) else value
         )
@@ -170,7 +175,8 @@ def _call(call: Any) -> Any:
 def _content(content: Any) -> str:
     """The text of a message, whole or in parts. Raises ConfigError for anything else, such as images."""
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        texts = [part["text"] for part in content if part.get("type") == "text" and "text" in part]
+        parts = [{key: value for key, value in part.items() if value not in (None, [])} for part in content]
+        texts = [part["text"] for part in parts if part.keys() == {"type", "text"} and part["type"] == "text"]
         whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
         content = "".join(texts) if whole else None
     if not isinstance(content, str):
@@ -201,9 +207,9 @@ def in_base64(body: Mapping[str, Any]) -> bool:
     return bool(_field(body, "encoding_format", Literal["float", "base64"], "float") == "base64")
 
 
-def translation(body: Mapping[str, Any]) -> TextRequest:
+def translation(body: Mapping[str, Any], usual: Mapping[str, Any]) -> TextRequest:
     """A request for /v1/translate: `text`, one or a list."""
-    return _request(body, texts_of(body, "text"), temperature=0.0)
+    return _request(body, texts_of(body, "text"), {"temperature": 0.0, **usual})
 
 
 def texts_of(body: Mapping[str, Any], key: str) -> list[str | tuple[int, ...]]:
@@ -245,13 +251,12 @@ def _numbers(value: Any) -> bool:
 
 
 def _request(
-    body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], *, temperature: float
+    body: Mapping[str, Any], prompts: Sequence[str | tuple[int, ...]], usual: Mapping[str, Any]
 ) -> TextRequest:
-    decoding: dict[str, Any] = {"temperature": temperature}
-    decoding |= {option: body[key] for key, option in DECODING.items() if key in body}
+    decoding: dict[str, Any] = {option: body[key] for key, option in DECODING.items() if key in body}
     if bias := _field(body, "logit_bias", dict, {}):
         decoding["bias"] = [f"{key}={_decimal(amount)}" for key, amount in bias.items()]
-    stop = body.get("stop", [])
+    stop = body.get("stop", usual.get("stop", []))
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) and s for s in stop):
         raise ConfigError("stop must be a text, or a list of at most 16 texts.")
@@ -261,14 +266,21 @@ def _request(
     elif not isinstance(label, str | None):
         raise ConfigError("label must be a text, or a list with one for each prompt.")
     from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are refused at once
-    options = _field(body, "stream_options", dict, {})
+    most = _field(
+        body, "max_tokens", Annotated[int, Range(0 if body.get("echo") is True else 1, 1 << 24)], None
+    )
+    decoding = chosen(usual, decoding | ({"max_tokens": most} if most else {}))[0]
+    decoding.pop("stop", None)
+    options = {key: value for key, value in _field(body, "stream_options", dict, {}).items() if value}
+    if more := {*options} - {"include_usage"}:
+        raise ConfigError(f"stream_options.{quoted(min(more))} is not supported; leave it out.")
+    if options and not body.get("stream"):
+        raise ConfigError("stream_options are for stream=true; give both or neither.")
     choices = _field(body, "n", Annotated[int, Range(1, MOST_CHOICES)], 1)
     return TextRequest(
         prompts=tuple(prompts),
         decoding=decoding,
-        most=_field(
-            body, "max_tokens", Annotated[int, Range(0 if body.get("echo") is True else 1, 1 << 24)], None
-        ),
+        most=most,
         choices=choices,
         best_of=choices,
         stop=tuple(stop),

@@ -30,7 +30,8 @@ from penstock.data.text.chat import Template
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError, PenstockError
 from penstock.infer.labels import TextLabels
-from penstock.infer.text import Spelling, needed, prompt_numbers, usual_tokens
+from penstock.infer.text import Spelling, needed, prompt_numbers
+from penstock.infer.usual import lengths
 from penstock.serve import answers, parse
 from penstock.serve.answers import Piece, Text, Whole
 from penstock.serve.backend import Backend, Lost, Refused, Ticket
@@ -178,13 +179,13 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """Texts continued."""
         body = await self._table(request, "completions")
-        return await self._generate(request, parse.completion(body), "text_completion")
+        return await self._generate(request, parse.completion(body, self.backend.usual), "text_completion")
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation."""
         body = await self._table(request, "chat")
         async with self._rendering:  # one at a time, beside the loop: a template may take seconds
-            wanted = await asyncio.to_thread(parse.chat, body, self.template)
+            wanted = await asyncio.to_thread(parse.chat, body, self.template, self.backend.usual)
         return await self._generate(request, wanted, "chat.completion")
 
     async def translate(self, request: Request) -> Response:
@@ -192,7 +193,7 @@ class Service:
         body = await self._table(request, "translate")
         if self.backend.about and not self.source:
             raise Fault(400, "This model is no encoder–decoder; use /v1/completions.")
-        wanted = parse.translation(body)
+        wanted = parse.translation(body, self.backend.usual)
         prompts = await self._numbers(wanted)
         tickets = self._submit(wanted, prompts)
         texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
@@ -210,13 +211,10 @@ class Service:
         if self.backend.about and self.backend.about["writes"]:
             raise Fault(400, "This model makes text; embeddings come from encoders.")
         vectors, count = await self._vectors(request, body, "texts")
-        return JSONResponse({
-            "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
-            "data": [
-                {"object": "embedding", "index": i, "embedding": answers.base64_of(vector) if packed else vector}
-                for i, vector in enumerate(vectors)
-            ],
-        })  # fmt: skip
+        return self._listed(count, [
+            {"object": "embedding", "index": i, "embedding": answers.base64_of(vector) if packed else vector}
+            for i, vector in enumerate(vectors)
+        ])  # fmt: skip
 
     async def classify(self, request: Request) -> Response:
         """The likeliest class of each text or image, and the probabilities of all."""
@@ -225,13 +223,14 @@ class Service:
             raise Fault(400, "This model has no head for classes; use another route.")
         shares, count = await self._vectors(request, body, "classify")
         names = self.backend.about["classes"]
-        return JSONResponse({
-            "object": "list", "model": self.name, "usage": {"prompt_tokens": count, "total_tokens": count},
-            "classes": names, "data": [
-                {"index": i, "label": names[row.index(max(row))], "probs": row, "num_classes": len(row)}
-                for i, row in enumerate(shares)
-            ],
-        })  # fmt: skip
+        return self._listed(count, [
+            {"index": i, "label": names[row.index(max(row))], "probs": row, "num_classes": len(row)}
+            for i, row in enumerate(shares)
+        ], classes=names)  # fmt: skip
+
+    def _listed(self, count: int, data: list[dict[str, Any]], **more: Any) -> JSONResponse:
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "model": self.name, "usage": usage, **more, "data": data})
 
     async def _vectors(
         self, request: Request, body: dict[str, Any], wanted: str
@@ -361,11 +360,11 @@ class Service:
         for row, route in zip(prompts, routes, strict=True):
             for choice in range(wanted.best_of):
                 decoding = dict(wanted.decoding)
-                decoding["max_tokens"] = wanted.most or usual_tokens(1 if self.source else len(row), room)
+                if not wanted.most:
+                    prompt = 1 if self.source else len(row)
+                    decoding |= lengths(self.backend.usual, decoding, prompt, room)
                 if decoding.get("seed") is not None:
                     decoding["seed"] += choice
-                never = self.backend.about.get("never", [])
-                decoding["bias"] = [*decoding.get("bias", []), *never]
                 tickets.append(self._send({"ids": row, "decoding": decoding, "route": route}))
         return tickets
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -198,7 +198,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             device = join(settings)[1]
         embedder = Embedder(where, plan, weights=settings["weights"], device=device)
         vectors = LedVectors(embedder)
-        about |= {"context": config.graph.runs[0].most, "never": []}
+        about |= {"context": config.graph.runs[0].most}
         ranks = None if embedder.dims.alone else vectors
         return Opened(None, vectors, Request, about, ranks=ranks, classes=classes)
     dims = ALONE
@@ -234,7 +234,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         None,
         Request,
         about | {
-            "context": engine.context, "source": source, "never": list(start.never),
+            "context": engine.context, "source": source, "usual": _served(start.usual, dims.main),
             "labels": list(start.labels.names), "labels_in_prompts": start.labels.in_prompts,
         },
         Scorer(start.model) if decodes else None,
@@ -242,6 +242,15 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         None if balance is None or led is None else led.experts_news,
         classes,
     )  # fmt: skip
+
+
+def _served(usual: Mapping[str, Any], main: bool) -> dict[str, Any]:
+    """The folder's generation settings without beams, which slots do not search."""
+    from penstock.infer.usual import SEARCH, report_dropped
+
+    if main:
+        report_dropped({*usual} & {*SEARCH}, set())
+    return {name: value for name, value in usual.items() if name not in SEARCH}
 
 
 class _Classes:

@@ -29,6 +29,8 @@ PLAIN = """\
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
 """
 """The template of a model that has none: each turn below its role, ended by the tokenizer's own end."""
+DESCRIBING = ("name", "tool_call_id")
+"""Fields that say who writes a message, or to which call it is an answer; templates use the first word of tools too."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that messages have for what the model thought; transformers gives templates the first two."""
 
@@ -42,6 +44,7 @@ class Template:
         that is no template."""
         check_template(text)
         self.source, self._specials = text, dict(specials)
+        self._reported: set[str] = set()
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, tools: list[Any] | None = None
@@ -55,6 +58,31 @@ class Template:
             "documents": None,
         }
         return render(self.source, {**values, "add_generation_prompt": answer, **self._specials})
+
+    def writes(
+        self, name: str, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
+    ) -> bool:
+        """Whether a field of messages, or the tools, make a difference to the template."""
+        words = _THOUGHTS if name in _THOUGHTS else (name,)
+        if name not in DESCRIBING and any(word in self.source for word in words):
+            return True
+        fewer = [{key: value for key, value in message.items() if key != name} for message in messages]
+        try:
+            full = self.text(messages, answer=False, tools=tools)
+            return full != self.text(fewer, answer=False, tools=None if name == "tools" else tools)
+        except ConfigError:
+            return True
+
+    def report(self, words: str) -> None:
+        """Warn once."""
+        if words not in self._reported:
+            self._reported.add(words)
+            _log.warning(words)
+
+    def report_unwritten(self, names: Sequence[str]) -> None:
+        """Warn once of fields that the template does not write."""
+        if names:
+            self.report(f"The chat template does not write {', '.join(names)}, so the model does not see it.")
 
 
 def _with_all_names(message: Mapping[str, Any]) -> Message:
@@ -89,7 +117,6 @@ class ChatWriter:
         self._special = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
         self._written: dict[str, bool] = {}
         """Whether the template writes a field of messages."""
-        self._reported: set[str] = set()
 
     def write(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendered]:
         """A conversation as one text for all answers; where the template writes an earlier answer otherwise than the
@@ -163,7 +190,7 @@ class ChatWriter:
         behind = longer[len(text) :] if longer.startswith(text) else ""
         mark = self._special.match(behind, len(behind) - len(behind.lstrip()))
         if mark is None:
-            self._report(
+            self._template.report(
                 "The chat template ends answers with no special token, so the model does not learn to stop. Name one "
                 "that does in data.template."
             )
@@ -176,37 +203,18 @@ class ChatWriter:
         unwritten = []
         for name in sorted(fields | ({"tools"} if tools else set())):
             if name not in self._written:
-                self._written[name] = self._is_written(name, messages, tools)
+                self._written[name] = self._template.writes(name, messages, tools)
                 unwritten += [] if self._written[name] else [name]
             if name == "tool_calls" and not self._written[name]:
                 raise ConfigError(
                     "the chat template does not write calls of tools (tool_calls), which an answer holds. Name one "
                     "that does in data.template"
                 )
-        if unwritten:
-            _log.warning(
-                "The chat template does not write %s, so the model does not see it.", ", ".join(unwritten)
-            )
+        self._template.report_unwritten(unwritten)
         if any(message.get(mark) for message in messages if message["role"] != "assistant" for mark in MARKS):
-            self._report(
+            self._template.report(
                 f"Of turns that are marked to be learned ({', '.join(MARKS)}), the assistant's alone are."
             )
-
-    def _is_written(self, name: str, messages: Sequence[Message], tools: list[Any] | None) -> bool:
-        """Whether a field, or the tools, make a difference to the template."""
-        if any(word in self._template.source for word in (_THOUGHTS if name in _THOUGHTS else (name,))):
-            return True
-        fewer = [{key: value for key, value in message.items() if key != name} for message in messages]
-        try:
-            full = self._template.text(messages, answer=False, tools=tools)
-            return full != self._template.text(fewer, answer=False, tools=None if name == "tools" else tools)
-        except ConfigError:
-            return True
-
-    def _report(self, words: str) -> None:
-        if words not in self._reported:
-            self._reported.add(words)
-            _log.warning(words)
 
 
 def _misplaced(text: str, before: str, content: str) -> str:

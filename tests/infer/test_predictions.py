@@ -13,11 +13,7 @@ import pytest
 from helpers.images import write_folder
 from penstock import PRESETS, create
 from penstock.cli import main
-from penstock.errors import ConfigError
 from penstock.models.convert import save_pretrained
-from penstock.serve.serve import _settings
-from penstock.serve.settings import ServeConfig
-from penstock.serve.worker import opened
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 32}
 
@@ -114,9 +110,3 @@ def test_a_table_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["classify", "model", "reviews.csv", "--columns", "body"]) == 4
     assert "'body'" in capsys.readouterr().err
     assert main(["classify", "model", "reviews.csv", "--output", "reviews.csv"]) == 2
-
-
-def test_a_server_says_what_classifies_images_in_its_place(images: Path) -> None:
-    settings = _settings(ServeConfig(model="model"), images / "model")
-    with pytest.raises(ConfigError, match=r"penstock classify .*model FOLDER --output predictions\.csv"):
-        opened(settings, None)  # type: ignore[arg-type]  # refused before any request is counted

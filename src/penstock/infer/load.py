@@ -143,10 +143,10 @@ def loaded(
     graph: Any = module.graph
     usual: Mapping[str, Any] = {}
     if own and graph.generates:
-        theirs = usual_of(folder)
-        usual = theirs.fields
-        if theirs.unmet and dims.main:
-            words = quoted("; ".join(theirs.unmet), 600)
+        defaults = usual_of(folder)
+        usual = defaults.fields
+        if defaults.unmet and dims.main:
+            words = quoted("; ".join(defaults.unmet), 600)
             _log.warning("generation_config.json asks for what is not obeyed: %s.", words)
     return Loaded(
         pooled_first=first,

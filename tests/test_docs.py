@@ -266,7 +266,7 @@ def test_the_readme_from_top_to_bottom(
     shutil.copytree(laid_out, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("penstock.tune.process", "penstock.ladder.team"):
+    for module in ("penstock.tune.process", "penstock.launch.local"):
         monkeypatch.setattr(f"{module}.subprocess", forked.instead())
     [(command, printed)] = re.findall(r"^ {4}\$ penstock (.*)\n((?: {4}.*\n)+)", text, re.MULTILINE)
     assert main(shlex.split(command)) == 0

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.gelu import gelu_tanh
+from penstock.kernels.bias_activation import gelu_tanh
 from penstock.report.record import environment
 
 ROWS, FEATURES = 512, 3072

@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.kernels.gains import kind_of
+from penstock.cpu import kind_of
 from penstock.probe.kernels import KernelTime, gains_of, measure_all
 from penstock.report.record import environment
 

@@ -39,7 +39,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.kernels.adamw import Batch, Hyper, adamw_
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
-from penstock.kernels.seeded_norm import seeded_norm
+from penstock.kernels.residual_norm import add_norm, seed_of
 from penstock.models import create
 from penstock.optim.clip import clipping_divisor, grad_norm
 from penstock.report.record import environment
@@ -198,7 +198,9 @@ def norm_cell(bench: Bench, rows: int, columns: int, kind: str, p: float) -> Cel
     def ours(
         x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return seeded_norm(x, residual, weight, bias, p=p, centred=kind == "layer")
+        kept, scale = seed_of(x.device, p) if p else (None, 1.0)
+        total, normed = add_norm(residual, x, weight, bias, 1e-5, rms=kind != "layer", kept=kept, scale=scale)
+        return normed, total
 
     def liger(
         x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None

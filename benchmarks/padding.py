@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.load import load
-from penstock.config.plan import UNPADDED_MEAN, AttentionBackend, Plan
+from penstock.config.plan import AttentionBackend, Plan
 from penstock.kernels.attention import Scores, split_heads, token_attention
+from penstock.kernels.choices import UNPADDED_MEAN
 from penstock.kernels.documents import Documents
 from penstock.kernels.padding import Real, Unpadded
 from penstock.ladder.measure import Bench

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LOG = logging.getLogger("mkdocs.plugins.penstock")
 ROOMS = ("boundary", "config", "planner", "report", "schedules")
+CHOICES = ("kernels/__init__.py", "kernels/choices.py")
 """Packages that the planner needs, besides the modules outside of packages."""
 PYODIDE = "pyodide@314.0.7"
 PYODIDE_SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
@@ -64,7 +65,8 @@ def planner_modules() -> bytes:
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(source.rglob("*")):
             room, *rest = path.relative_to(source).parts
-            if path.suffix in (".py", ".pyi", ".toml", ".json") and (not rest or room in ROOMS):
+            planned = not rest or room in ROOMS or path.relative_to(source).as_posix() in CHOICES
+            if path.suffix in (".py", ".pyi", ".toml", ".json") and planned:
                 archive.write(path, path.relative_to(source.parent).as_posix())
     return made.getvalue()
 

@@ -87,3 +87,8 @@ _CPU = _detect()
 def this_cpu() -> Cpu:
     """The CPU that this process runs on, as far as torch may use it."""
     return _CPU
+
+
+def kind_of(device: str) -> str:
+    """The kind of machine that gains are kept by: a CPU's instruction sets, a GPU's name, or another device's kind."""
+    return _CPU.kind if device == "cpu" else torch.cuda.get_device_name() if device == "cuda" else device

@@ -11,7 +11,7 @@ import torch
 import penstock.probe.kernels
 from penstock.cli import main
 from penstock.config.gains import stored_path, variants_that_pay
-from penstock.kernels.gains import kind_of
+from penstock.cpu import kind_of
 from penstock.probe.kernels import KernelTime
 
 

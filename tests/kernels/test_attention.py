@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cpus import pretend
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
 from penstock.kernels.attention import (
     attention,
-    chosen_backend,
     plain_attention,
     split_heads,
     token_attention,
 )
+from penstock.kernels.choices import attention_kernel
 
 ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "flash", "math", "auto")
 
@@ -91,16 +90,13 @@ def test_autocast_keeps_the_scores_narrow() -> None:
         assert plain_attention(q, k, v).dtype == torch.bfloat16
 
 
-def test_auto_is_plain_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    pretend(monkeypatch, "avx512")
-    assert chosen_backend("auto", cpu, bf16, 197) == "plain"
-    assert chosen_backend("auto", cpu, bf16, 4096) == "sdpa"
-    assert chosen_backend("auto", cpu, torch.float32, 197) == "sdpa"
-    assert chosen_backend("auto", torch.device("cuda"), bf16, 197) == "sdpa"
-    pretend(monkeypatch, "avx2")
-    assert chosen_backend("auto", cpu, bf16, 197) == "sdpa"
-    assert chosen_backend("flash", cpu, bf16, 197) == "flash"
+def test_auto_is_plain_only_where_that_is_faster() -> None:
+    assert attention_kernel("auto", "cpu", "bf16", 197, avx512=True) == "plain"
+    assert attention_kernel("auto", "cpu", "bf16", 4096, avx512=True) == "flash"
+    assert attention_kernel("auto", "cpu", "fp32", 197, avx512=True) == "flash"
+    assert attention_kernel("auto", "cuda", "bf16", 197, avx512=True) == "sdpa"
+    assert attention_kernel("auto", "cpu", "bf16", 197, avx512=False) == "flash"
+    assert attention_kernel("auto", "cpu", "bf16", 197, avx512=True, shared=True) == "flash"
 
 
 def test_a_backend_without_kernel_is_said() -> None:

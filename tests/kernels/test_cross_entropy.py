@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels import choices
 from penstock.kernels import cross_entropy as kernel
 from penstock.kernels.cross_entropy import cross_entropy
 
@@ -45,7 +46,7 @@ def test_it_is_torchs_loss_and_gradient(
 ) -> None:
     if not native:
         monkeypatch.setattr(kernel, "takes_rows", lambda logits: False)
-    monkeypatch.setitem(kernel.LOSS_PIECE, "cpu", 300)  # some rows at a time, the last time fewer
+    monkeypatch.setitem(choices.LOSS_PIECE, "cpu", 300)  # some rows at a time, the last time fewer
     targets = torch.randint(0, 101, (23,))
     targets[::5] = kernel.IGNORED
     ours, theirs = _both(dtype, smoothing, targets, 101, factor=0.25)
@@ -149,7 +150,7 @@ def test_a_gpu_makes_little_besides_the_logits() -> None:
     before = torch.cuda.memory_allocated()
     ours = cross_entropy(logits, targets, 0.1)
     (found,) = torch.autograd.grad(ours, logits)
-    assert torch.cuda.max_memory_allocated() - before < 5 * 4 * kernel.LOSS_PIECE["cuda"]
+    assert torch.cuda.max_memory_allocated() - before < 5 * 4 * choices.LOSS_PIECE["cuda"]
     assert found.data_ptr() == logits.data_ptr()
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(found, wanted)

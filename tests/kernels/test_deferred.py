@@ -115,7 +115,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 def test_the_loss_and_its_gradients_are_those_of_all_logits(
     name: str, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.kernels.deferred.LOSS_BUDGET", {"cpu": 4 * WORDS * 8})
+    monkeypatch.setattr("penstock.kernels.choices.LOSS_BUDGET", {"cpu": 4 * WORDS * 8})
     head, x, targets = _head(bias=bias), _features(), _targets()
     if "another" in name:
         targets = targets.clamp(min=7)

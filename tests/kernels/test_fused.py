@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.native_kernels import assert_changes_are_seen, by_turns, needs_compiler
+from penstock.config.activations import ACTIVATIONS
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import bias_activation as activations
@@ -23,6 +24,9 @@ from penstock.kernels.residual_norm import add_norm, residual_norm
 from penstock.models.perceptron import activate
 
 FORMS = pytest.mark.parametrize("form", [pytest.param("native", marks=needs_compiler), "python"])
+
+
+PLAIN = [name for name, row in ACTIVATIONS.items() if row.gate is None]
 
 
 @needs_compiler
@@ -167,7 +171,7 @@ def test_bias_activation_is_as_exact_as_torch(
 
 def _hold_activations(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
     forms = (("plain", False), ("plain", True), ("gated", False), ("gated", True), ("apart", False))
-    for shape, kind, (form, biased) in itertools.product(shapes, get_args(activations.Activation), forms):
+    for shape, kind, (form, biased) in itertools.product(shapes, PLAIN, forms):
         gated = form != "plain"
         inputs = [_strided((3 * torch.randn(shape)).to(dtype))]
         inputs += [torch.randn(shape[-1]).to(dtype)] * biased
@@ -226,7 +230,7 @@ def test_activations_at_extremes_are_those_of_torch() -> None:
     ends = torch.tensor(
         [0.0, -0.0, 1e-30, -1e-30, 5.0, -5.0, 12.0, -12.0, 90.0, -90.0, 3e4, -3e4, float("nan")]
     )
-    for kind in get_args(activations.Activation):
+    for kind in PLAIN:
 
         def ours(x: Tensor, kind: Any = kind) -> Tensor:
             return bias_activation(x, None, kind)

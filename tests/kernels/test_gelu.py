@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.gelu import _SigmoidForm, gelu_tanh
+from penstock.kernels.bias_activation import _SigmoidForm, gelu_tanh
 
 
 def _both(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

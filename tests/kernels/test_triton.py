@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers.triton_kernels import compile_for, interpret, loaded, needs_triton
-from penstock.kernels.seeded_norm import MOST
+from penstock.kernels.residual_norm import MOST
 
 pytestmark = needs_triton
 

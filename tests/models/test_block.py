@@ -6,7 +6,10 @@ import math
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
+from penstock.config.activations import ACTIVATIONS, Mlp
+from penstock.kernels.bias_activation import bias_activation
 from penstock.models.block import drop_path
 from penstock.models.perceptron import activate
 
@@ -16,6 +19,21 @@ def test_both_activations_are_their_formulas() -> None:
     torch.testing.assert_close(activate(x, "gelu"), x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     torch.testing.assert_close(activate(x, "gelu_tanh"), x * 0.5 * (1 + torch.tanh(inner)))
+
+
+@pytest.mark.parametrize("name", [name for name, row in ACTIVATIONS.items() if row.gate is None])
+def test_activations_are_those_of_transformers(name: Mlp) -> None:
+    """Forward and backward, as torch's operators compute them and as the fused one does, which falls back to these
+    where it has no kernel."""
+    x, bias = torch.linspace(-4, 4, 101).requires_grad_(), torch.zeros(101).requires_grad_()
+    ours, fused = activate(x, name), bias_activation(x, bias, name)
+    slopes = [*torch.autograd.grad(ours.sum(), x), *torch.autograd.grad(fused.sum(), (x, bias))]
+    for word in ACTIVATIONS[name].names:
+        theirs = ACT2FN[word](x)
+        (slope,) = torch.autograd.grad(theirs.sum(), x)
+        torch.testing.assert_close([ours, fused], [theirs] * 2, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(slopes, [slope] * 3, rtol=1e-5, atol=2e-6)
+        assert type(ACT2FN[word]).__name__ in ACTIVATIONS[name].classes
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])

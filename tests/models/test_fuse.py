@@ -17,8 +17,8 @@ from penstock.config.gains import store
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
+from penstock.cpu import kind_of
 from penstock.errors import ConfigError
-from penstock.kernels.gains import kind_of
 from penstock.models import create
 from penstock.models.fuse import fuse, unfuse
 

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from penstock.build import build
 from penstock.config.model import PRESETS, DecoderConfig, EncoderConfig, Seq2SeqConfig
-from penstock.config.plan import LOSS_BUDGET, UNPADDED_MEAN, Plan, TokenOrder
+from penstock.config.plan import Plan, TokenOrder
 from penstock.config.rules import problems
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
+from penstock.kernels.choices import LOSS_BUDGET, UNPADDED_MEAN
 from penstock.kernels.documents import Documents
 from penstock.models import create
 from penstock.models.anatomy import set_switch

@@ -61,7 +61,7 @@ def _assert_same(model: nn.Module, changed: nn.Module, batch: dict[str, Tensor])
 
 @pytest.mark.parametrize("name", WORDY)
 def test_logits_that_are_put_off_change_no_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kernels.deferred.LOSS_BUDGET", {"cpu": 5 * 8 * foreign.WORDS})
+    monkeypatch.setattr("penstock.kernels.choices.LOSS_BUDGET", {"cpu": 5 * 8 * foreign.WORDS})
     model, batch = _model(name), _batch(name)
     changed = copy.deepcopy(model)
     set_switch(changed, "loss", "chunked")
@@ -90,7 +90,7 @@ def _tokens_computed(model: Any, batch: dict[str, Tensor]) -> set[int]:
 def test_padding_that_is_left_out_changes_no_gradient(
     name: str, sight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.kernels.padding.UNPADDED_MEAN", {4: 0 if sight == "Documents" else 99})
+    monkeypatch.setattr("penstock.kernels.choices.UNPADDED_MEAN", {4: 0 if sight == "Documents" else 99})
     model, batch = _model(name), _batch(name)
     seen = _sights(monkeypatch)
     for attention in ("sdpa", "plain"):
@@ -124,8 +124,10 @@ def _sights(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def test_a_kernel_without_dropout_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with flash attention: it goes by lengths only where no weight is dropped."""
-    monkeypatch.setattr("penstock.models.families.transformers_switches.serves", lambda *_: True)
-    monkeypatch.setattr("penstock.kernels.padding.UNPADDED_MEAN", {4: 0})
+    monkeypatch.setattr(
+        "penstock.models.families.transformers_switches.knows_lengths", lambda *_, dropout: not dropout
+    )
+    monkeypatch.setattr("penstock.kernels.choices.UNPADDED_MEAN", {4: 0})
     seen = _sights(monkeypatch)
     model, batch = _model("bert"), _batch("bert")
     set_switch(model, "attention", "plain")
@@ -191,7 +193,7 @@ def test_without_padding_attention_is_that_of_the_plan(
     attention: str, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel is used, with dropout too, and its scores are computed again where that is asked for."""
-    monkeypatch.setattr("penstock.kernels.padding.UNPADDED_MEAN", {4: 0})
+    monkeypatch.setattr("penstock.kernels.choices.UNPADDED_MEAN", {4: 0})
     model, batch = _model("bert"), _batch("bert")
     for block in model.bert.encoder.layer:
         block.attention.self.dropout.p = rate

@@ -11,7 +11,8 @@ import torch
 from penstock.build import build
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, DecoderConfig
-from penstock.config.plan import LOSS_BUDGET, Plan
+from penstock.config.plan import Plan
+from penstock.kernels.choices import LOSS_BUDGET
 from penstock.models import create
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers.families import PRUNED
 from penstock.config.graph import PatchInput, WordHead
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
-from penstock.config.plan import LOSS_BUDGET, Plan
+from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
+from penstock.kernels.choices import LOSS_BUDGET
 from penstock.models import create
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes

@@ -16,7 +16,7 @@ from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
-from penstock.models import heads
+from penstock.kernels import choices
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "qkv_bias": False}
 WORDS = 64
@@ -45,7 +45,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def train(name: str, line: str, steps: int = 3) -> Trained:
-    heads.LOSS_BUDGET = {"cpu": 10 * WORDS * 10}  # ten rows
+    choices.LOSS_BUDGET = {"cpu": 10 * WORDS * 10}  # ten rows
     # What rounding decides is not divided by its own size; fp16 rounds roots of second moments to steps of 2.4e-4.
     recipe = Recipe(lr=1e-3, eps=1e-2 if "O3 dtype=fp16" in line else 1e-4)
     return trained(MODELS[name], Plan.parse(line), steps=steps, batches=_batch, loss=_loss, recipe=recipe)
@@ -58,7 +58,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.fixture(autouse=True)
 def _budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "LOSS_BUDGET", heads.LOSS_BUDGET)  # to be put back
+    monkeypatch.setattr(choices, "LOSS_BUDGET", choices.LOSS_BUDGET)  # to be put back
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -30,7 +30,7 @@ def tune_kernels(
         Print the table as JSON.
     """
     from penstock.config.gains import LEAST_GAIN, store
-    from penstock.kernels.gains import kind_of
+    from penstock.cpu import kind_of
     from penstock.probe.kernels import TYPES, KernelTime, cases, gains_of, measure_all
 
     if rounds < 1:

@@ -22,32 +22,8 @@ Matmul = Literal["highest", "high", "medium"]
 OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 TokenOrder = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math", "native"]
-AUTO_PLAIN_TOKENS = 512
-"""Longest sequence for which `attention=auto` is the plain form on a CPU that multiplies bf16, where it beats torch's
-fused kernel forward and backward together: 4.1 against 13.8 ms with matrix units and 3.3 against 8.6 with vectors of
-512 bits, at 197 tokens and 8 and 2 samples of 6 heads."""
 LossForm = Literal["whole", "chunked"]
-LOSS_BUDGET = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Bytes that the logits of `loss=chunked`, and what is made of them, take at one time. Each chunk reads all weights of
-the output and adds to their gradients, so that a quicker device needs more rows in one."""
-LOGIT_BYTES = {2: 10, 4: 8, 8: 16}
-"""Most bytes that one of these logits takes, by the bytes of an element: itself, its log-probability, and, of a half
-one, its cast to fp32. Where a kernel makes the gradient in its place it takes its own bytes only."""
-LOSS_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits of whose loss the gradient is made at one time, with `loss=whole`. What a CPU makes of them stays in its
-caches; a GPU needs more of them to be busy, and makes 64 MiB of fp32."""
 Padding = Literal["keep", "remove"]
-UNPADDED_MEAN = {2: 64, 4: 32, 8: 32}
-"""Tokens of a sample on average, by the bytes of a number, from which on attention without padding goes from sample to
-sample on a CPU. In shorter ones so many small calls are slower than one with padding: for 32 samples of 8 to 64 tokens
-and 12 heads plain attention takes 22 against 39 ms in fp32, forward and backward, but 28 against 25 in bf16; of 16 to
-384 tokens 185 against 796 and 92 against 295 (`benchmarks/padding.py`)."""
-CAUSAL_BLOCK = 128
-"""Queries of a block of the plain form of causal attention, from twice as many tokens on. A block looks at no later
-keys, so that nearly half is left out: on a CPU at 8 samples of 12 heads and 512 tokens 181 against 299 ms in bf16, and
-340 against 532 in fp32, forward and backward."""
-WINDOW_BLOCK = 64
-"""Tokens of a block of sliding windows at the least: smaller products run slower than they save."""
 ExpertProducts = Literal["grouped", "loop"]
 Compile = Literal["none", "blocks", "whole"]
 HostMemory = Literal["release", "keep"]

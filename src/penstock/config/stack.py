@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, groupby
 from typing import Annotated, Literal
 
+from penstock.config.activations import Mlp
 from penstock.config.convert import Count, NotNegative, Positive, Probability, Range
 
-Mlp = Literal["gelu", "gelu_tanh", "gelu_quick", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
-UNGATED: Mapping[Mlp, Mlp] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-"""The function that a gated activation computes of its gate."""
 Norm = Literal["layer", "rms"]
 Features = Annotated[int, Range(1, 1 << 20)]
 Heads = Annotated[int, Range(1, 1 << 16)]
@@ -86,8 +84,9 @@ class Stack:
     mlp_width: Features = 3072
     """Hidden width of the MLP."""
     mlp: Mlp = "gelu"
-    """Activation of the MLP; `_tanh` is GELU's tanh approximation, `gelu_quick` x·σ(1.702·x), as in CLIP. `swiglu` and
-    `geglu` have a third weight matrix, the gate (Shazeer, 2020)."""
+    """Activation of the MLP; `_tanh` is GELU's tanh approximation, `gelu_quick` x·σ(1.702·x), as in CLIP, and `relu2`
+    ReLU squared (So et al., NeurIPS 2021). `swiglu` and `geglu` have a third weight matrix, the gate (Shazeer,
+    2020)."""
     norm: Norm = "layer"
     """Kind of norm: LayerNorm, or `rms`, without mean and bias (Zhang & Sennrich, NeurIPS 2019)."""
     norm_eps: Positive = 1e-5

@@ -21,9 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.config.plan import AUTO_PLAIN_TOKENS, CAUSAL_BLOCK, AttentionBackend
+from penstock.config.plan import AttentionBackend
 from penstock.cpu import this_cpu
+from penstock.dtypes import format_of
 from penstock.errors import ConfigError
+from penstock.kernels import choices
+from penstock.kernels.choices import CAUSAL_BLOCK
 from penstock.kernels.dropout import dropout
 from penstock.kernels.native_attention import native_attention, native_packed_attention
 
@@ -37,23 +40,6 @@ PINNED = {
 }
 # How torch words it, on a GPU and on a CPU.
 _NO_KERNEL = ("No available kernel", "No viable backend")
-
-
-def chosen_backend(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, tokens: int
-) -> AttentionBackend:
-    """The backend that `auto` means for these inputs; any other is returned as it is.
-
-    On a CPU with AVX-512 the plain form wins for short sequences in bf16; elsewhere torch's own choice is taken.
-    Without it batched products in bf16 run at about 1 GFLOP/s, and SDPA, whose kernel works in fp32 inside, is 20 times
-    faster.
-    """
-    if backend not in BACKENDS:
-        raise ConfigError(f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
-    if backend != "auto":
-        return backend
-    on_cpu = device.type == "cpu" and dtype == torch.bfloat16
-    return "plain" if on_cpu and tokens <= AUTO_PLAIN_TOKENS and this_cpu().avx512 else "sdpa"
 
 
 class Sight(Protocol):
@@ -80,6 +66,19 @@ class Scores(NamedTuple):
 _PLAIN = Scores()
 
 
+def kernel_for(
+    backend: AttentionBackend, q: Tensor, scores: Scores = _PLAIN, queries: int | None = None, *,
+    shared: bool = False,
+) -> AttentionBackend:  # fmt: skip
+    """The kernel that computes attention of q, whose samples have `queries` tokens, by default those of (…, N, K).
+    `shared` is as in `penstock.kernels.choices.attention_kernel`."""
+    learned = isinstance(scores.mask, Tensor) and scores.mask.requires_grad
+    return choices.attention_kernel(
+        backend, q.device.type, format_of(q.dtype), q.shape[-2] if queries is None else queries,
+        avx512=this_cpu().avx512, dropout=scores.dropout > 0, learned_bias=learned, shared=shared,
+    )  # fmt: skip
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa", scores: Scores = _PLAIN
 ) -> Tensor:
@@ -87,26 +86,25 @@ def attention(
     returns (B, H, N, K).
 
     `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's own
-    choice of kernel, `auto` ours (see `chosen_backend`), `flash`, `efficient`, `cudnn` and `math` pin one of torch's,
-    and `native` is ours in C++ for CPUs. A causal mask and heads that share keys cost the fused kernels no memory; a
-    mask of their own costs what it has elements. On a CPU a learned bias leads torch to its `math`. torch's kernel
-    for CPUs has no dropout either, so that `sdpa` with dropout is `plain` there, but in fp16, and in bf16 without
-    AVX-512.
+    choice of kernel, `auto` ours (see `penstock.kernels.choices`), `flash`, `efficient`, `cudnn` and `math` pin one of
+    torch's, and `native` is ours in C++ for CPUs. A causal mask and heads that share keys cost the fused kernels no
+    memory; a mask of their own costs what it has elements. What `sdpa` is on a CPU, with
+    dropout or a learned bias, is said by `penstock.kernels.choices.attention_kernel`.
 
     Raises ConfigError when a pinned kernel cannot take these inputs.
     """
     if scores.mask is not None and not isinstance(scores.mask, Tensor):
         return scores.mask.attend(q, k, v, backend, scores)
-    backend = chosen_backend(backend, q.device, q.dtype, q.shape[-2])
-    if backend == "plain":
+    if backend not in BACKENDS:
+        raise ConfigError(f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
+    kernel = kernel_for(backend, q, scores)
+    if kernel == "plain":
         return plain_attention(q, k, v, scores)
-    if backend == "sdpa":
-        return _fused(q, k, v, scores)
-    if backend == "native":
+    if kernel == "native":
         return native_attention(
             q, k, v, scores.mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale
         )  # fmt: skip
-    return _pinned(q, k, v, backend, scores)
+    return _pinned(q, k, v, backend, scores) if backend in PINNED else _torchs(q, k, v, scores)
 
 
 _AUTOCASTING = frozenset(
@@ -126,29 +124,15 @@ def autocasts(x: Tensor) -> bool:
 
 
 def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scores) -> bool:
-    """Whether attention of so many queries keeps its scores for the backward pass: the composed forms do, and a CPU's
-    fused kernel has neither dropout nor gradients of biases, so that torch composes it too.
-    """
-    backend = chosen_backend(backend, q.device, q.dtype, tokens)
-    learned = isinstance(scores.mask, Tensor) and scores.mask.requires_grad
-    if not getattr(scores.mask, "keeps_scores", True):
-        return False
-    lacks = q.device.type == "cpu" and (scores.dropout > 0 or learned)
-    return backend in ("plain", "math") or (backend == "sdpa" and lacks)
+    """Whether attention of samples with this number of tokens keeps its scores for the backward pass."""
+    queries = getattr(scores.mask, "block", tokens)  # a mask that cuts samples into blocks
+    kept = choices.holds_scores(kernel_for(backend, q, scores, queries))
+    return kept and getattr(scores.mask, "keeps_scores", True)
 
 
-def composes(q: Tensor, dropout: float) -> bool:
-    """Whether torch would compose attention of several operators, with its own dropout and half types in fp32, which is
-    slower than the plain form."""
-    quick = q.element_size() >= 4 or (q.dtype == torch.bfloat16 and this_cpu().avx512)
-    return bool(dropout) and q.device.type == "cpu" and quick
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+def _torchs(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     mask = scores.mask
     assert mask is None or isinstance(mask, Tensor)
-    if composes(q, scores.dropout):
-        return plain_attention(q, k, v, scores)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     return F.scaled_dot_product_attention(
@@ -162,7 +146,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) ->
     Long causal attention is computed in blocks of queries on a CPU, none of which looks at later keys.
     """
     tokens = q.shape[-2]
-    if q.is_cuda or not scores.causal or tokens < 2 * CAUSAL_BLOCK or tokens != k.shape[-2]:
+    if not choices.cuts_causal(q.device.type, tokens, k.shape[-2], causal=scores.causal):
         return _composed(q, k, v, scores)
     parts = []
     for start in range(0, tokens, CAUSAL_BLOCK):
@@ -212,7 +196,7 @@ def _added(scores: Scores, q: Tensor, k: Tensor, samples: int) -> Tensor | None:
 def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
     try:
         with sdpa_kernel(PINNED[backend]):
-            return _fused(q, k, v, scores)
+            return _torchs(q, k, v, scores)
     except RuntimeError as error:
         about = f" for {q.dtype} on {q.device.type} with {q.shape[-1]} features per head"
         raise_without_kernel(error, backend, about)

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.attention import Scores
+from penstock.kernels.attention import Scores, kernel_for
+from penstock.kernels.choices import holds_scores
 from penstock.kernels.token_cut import Cut
 
 QUERIES = 1024
@@ -63,7 +64,9 @@ class Shared:
         scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
         # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it again.
         seed = int(torch.randint(1 << 31, ())) if scores.dropout else 0
-        how = _How(self, scale, scores.dropout, seed, backend in ("plain", "math"))
+        how = _How(
+            self, scale, scores.dropout, seed, holds_scores(kernel_for(backend, q, scores, shared=True))
+        )
         return _Exchanged.apply(q, k, v, self.biases, how)  # type: ignore[no-any-return, no-untyped-call]
 
     def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from penstock.config.plan import LOSS_PIECE
 from penstock.dtypes import sums_type, widened
+from penstock.kernels.choices import loss_piece
 from penstock.kernels.native_losses import IGNORED as IGNORED
 from penstock.kernels.native_losses import native_gradients_, native_losses, takes_rows
 
@@ -164,6 +164,6 @@ def _counted(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
-    step = max(1, LOSS_PIECE["cuda" if logits.is_cuda else "cpu"] // max(1, logits.shape[1]))
+    step = max(1, loss_piece(logits.device.type) // max(1, logits.shape[1]))
     for first in range(0, len(logits), step):
         yield slice(first, first + step)

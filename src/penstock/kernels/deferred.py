@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.plan import LOSS_BUDGET
+from penstock.kernels.choices import loss_budget
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -186,7 +186,7 @@ def _cross_entropy(
     if not (x.is_cuda or torch.compiler.is_compiling()):  # a GPU would have to be waited for
         rows = counted.nonzero().squeeze(1)
         x, targets = x.index_select(0, rows), targets.index_select(0, rows)
-    budget = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"]
+    budget = loss_budget(x.device.type)
     # A loss may be made after autocast has ended.
     with torch.autocast(x.device.type, dtype=logits.product) if logits.product != x.dtype else nullcontext():
         loss = linear_cross_entropy(x, head.weight, bias, targets, smoothing=label_smoothing, budget=budget)

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.plan import LOGIT_BYTES
 from penstock.dtypes import sums_type, widened
+from penstock.kernels.choices import rows_in_chunk
 from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
 from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
 from penstock.kernels.logit_rows import fuses_rows, logit_rows_
@@ -159,8 +159,7 @@ def padded_entries(entries: Tensor) -> Tensor:
 def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype, *, fused: bool = False) -> int:
     """Rows of a chunk: all chunks are as good as equal, and none takes more than the budget. Where the kernel is
     `fused`, nothing is made of logits but their gradient, in their place."""
-    each = dtype.itemsize if fused else LOGIT_BYTES[dtype.itemsize]
-    most = max(1, budget // (each * columns))
+    most = rows_in_chunk(budget, columns, dtype.itemsize, fused=fused)
     return -(-rows // -(-rows // most)) if rows else 1
 
 

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.dtypes import sums_type
+from penstock.dtypes import format_of, sums_type
 from penstock.errors import ConfigError
+from penstock.kernels import choices
 from penstock.kernels.cross_entropy import IGNORED, row_losses, take_target_
 from penstock.kernels.distil import divergences_and_gradients
 from penstock.kernels.has_triton import runs_triton
@@ -70,10 +71,10 @@ def logit_rows_(
 
 
 def fuses_rows(device: torch.device, dtype: torch.dtype, *, taught: bool = False) -> bool:
-    """Whether a kernel takes logits of this type there, on a CPU without a teacher's."""
-    if runs_triton(device):
-        return dtype != torch.float64
-    return not taught and has_rows(device, dtype)
+    """Whether a kernel takes logits of this type there, and can run: see `penstock.kernels.choices.fuses_rows`."""
+    triton = runs_triton(device)
+    able = choices.fuses_rows("cuda" if triton else device.type, format_of(dtype), taught=taught)
+    return able and (triton or has_rows(device, dtype))
 
 
 @torch.library.custom_op("penstock::logit_rows_", mutates_args=("logits",))

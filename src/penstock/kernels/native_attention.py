@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.cpu import this_cpu
+from penstock.dtypes import format_of
 from penstock.errors import ConfigError
+from penstock.kernels.choices import HEAD_MULTIPLE, native_obstacle
 from penstock.kernels.native import address, direct, direct_function, library, threads_for
-
-_WIDEST_HEAD, _VECTOR = 256, 16
 
 
 def native_attention(
@@ -77,13 +77,13 @@ def _prepare(
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
     """The first property of these inputs that the kernel cannot take, in words, or None."""
-    width = q.shape[-1]
-    if q.device.type != "cpu" or not this_cpu().bf16_pairs:
-        return "devices other than x86 CPUs with AVX512-BF16"
-    if {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}:
-        return f"{q.dtype}, only for bf16: plan.precision O1, O2 or O3 with dtype=bf16"
-    if width % _VECTOR or width > _WIDEST_HEAD or v.shape[-1] != width:
-        return f"heads of {width} features, only for multiples of {_VECTOR} up to {_WIDEST_HEAD}"
+    for one in (q, k, v):
+        pairs = this_cpu().bf16_pairs
+        reason = native_obstacle(q.device.type, format_of(one.dtype), one.shape[-1], bf16_pairs=pairs)
+        if reason is not None:
+            return reason
+    if v.shape[-1] != q.shape[-1]:
+        return "values of other sizes than keys"
     if mask is not None and (mask.requires_grad or mask.shape[1:3] != (1, 1)):
         return "biases of scores, or masks that differ between queries or heads"
     return "a causal mask over fewer keys than queries" if causal and q.shape[-2] > k.shape[-2] else None
@@ -94,7 +94,7 @@ def _added(mask: Tensor, samples: int) -> Tensor:
     mask = mask[:, 0, 0]
     if not mask.is_floating_point():
         mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-    return F.pad(mask.float(), (0, -mask.shape[-1] % _VECTOR)).expand(samples, -1).contiguous()
+    return F.pad(mask.float(), (0, -mask.shape[-1] % HEAD_MULTIPLE)).expand(samples, -1).contiguous()
 
 
 def _kernels() -> Any:

@@ -10,13 +10,15 @@ Shapes: B samples, N tokens, T tokens that are computed, D features.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.config.plan import UNPADDED_MEAN, AttentionBackend
+from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, attention
+from penstock.kernels.choices import least_mean_unpadded
 from penstock.kernels.varlen import varlen_attention
 
 SIZES = 16
@@ -98,10 +100,9 @@ class Unpadded:
     @staticmethod
     def pays(lengths: Tensor, dtype: torch.dtype, *, varlen: bool) -> bool:
         """Whether attention from sample to sample is quicker than with padding and a mask."""
-        long = lengths.device.type == "cpu" and int(lengths.sum()) >= UNPADDED_MEAN[dtype.itemsize] * len(
-            lengths
-        )
-        return varlen or long
+        least = least_mean_unpadded(lengths.device.type, dtype.itemsize, varlen=varlen)
+        # Lengths are read where they decide only: a GPU would be waited for.
+        return least == 0.0 or (least < math.inf and int(lengths.sum()) >= least * len(lengths))
 
     def starts(self, *, rest: bool) -> tuple[Tensor, int]:
         """Where samples begin and where the last ends, int32, and the length of the longest; the `rest` is one, too."""

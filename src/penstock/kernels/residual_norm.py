@@ -9,9 +9,9 @@ it was rounded to its type. Forward reads x and the branch and writes s and its 
 where single operators take 6. Backward reads the gradients of the norm and of s, and s, and writes one gradient for
 both inputs, with those of weight and bias summed on the way: 4 passes, where single operators take 8.
 
-On a CPU the kernel is C++ (`native/fused.cpp`). On a GPU it is `penstock.kernels.seeded_norm`, which keeps a seed in
-place of a mask. `reference` is the form in torch's own operators, and what other
-devices and types compute.
+What dropout (Srivastava et al., JMLR 2014) keeps is a mask or a seed. On a CPU the kernel is C++ (`native/fused.cpp`)
+and reads a mask, a byte for each element. On a GPU with Triton one kernel does each pass (`triton/seeded_norm.py`): it
+draws the mask from the seed in both passes, and keeps none. `reference` is what other devices and types compute.
 """
 
 from __future__ import annotations
@@ -28,16 +28,61 @@ from penstock.errors import ConfigError
 from penstock.kernels.dropout import mask_of
 from penstock.kernels.has_triton import runs_triton
 from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
-from penstock.kernels.seeded_norm import seeded_norm
+
+_LEVELS = 1 << 24
+_WORD = 0xFFFFFFFF
+MOST = 1 << 13
+"""Features up to which a Triton kernel holds a row."""
+
+
+def seed_of(device: torch.device, p: float) -> tuple[Tensor, float]:
+    """A seed, (1,) int64, of torch's generator, for a mask of dropout with probability `p`, and the factor of what it
+    keeps. A recomputation under the same state of the generator draws the same. Raises ConfigError for other `p`."""
+    if not 0.0 <= p < 1.0:
+        raise ConfigError(f"Dropout has p={p}, but p is at least 0 and below 1.")
+    return torch.randint(-(1 << 62), 1 << 62, (1,), device=device), _LEVELS / (_LEVELS - round(p * _LEVELS))
+
+
+def drawn(seed: Tensor, rows: int, columns: int, level: int) -> Tensor:
+    """Elements (R, D) that a seed keeps, bool: those whose 24 bits of Philox-4x32-10 (Salmon et al., SC 2011), under
+    the counter (column // 4, row, 0, 0) and the seed's key, are not below `level` of 2²⁴."""
+    device = seed.device
+    quarter = torch.arange(-(-columns // 4), device=device).expand(rows, -1)
+    line = torch.arange(rows, device=device)[:, None].expand_as(quarter)
+    words = [quarter, line, torch.zeros_like(line), torch.zeros_like(line)]
+    keys = [seed & _WORD, (seed >> 32) & _WORD]
+    for _ in range(10):
+        # Products of 64 bits wrap around, and their bits stay right.
+        odd, even = words[2] * 0xCD9E8D57, words[0] * 0xD2511F53
+        words = [
+            ((odd >> 32) & _WORD) ^ words[1] ^ keys[0], odd & _WORD,
+            ((even >> 32) & _WORD) ^ words[3] ^ keys[1], even & _WORD,
+        ]  # fmt: skip
+        keys = [(keys[0] + 0x9E3779B9) & _WORD, (keys[1] + 0xBB67AE85) & _WORD]
+    return torch.stack(words, -1).flatten(1)[:, :columns] >> 8 >= level
+
+
+def _level(scale: float) -> int:
+    """The level of `drawn` at which dropout keeps what it multiplies by `scale`."""
+    return round((1.0 - 1.0 / scale) * _LEVELS)
+
+
+def _mask(kept: Tensor | None, like: Tensor, scale: float) -> Tensor | None:
+    """The elements that are kept, bool."""
+    if kept is None or kept.dtype == torch.bool:
+        return kept
+    rows = like.numel() // max(1, like.shape[-1])
+    return drawn(kept, rows, like.shape[-1], _level(scale)).view(like.shape)
 
 
 def reference(
     x: Tensor, branch: Tensor, kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None,
     eps: float, rms: bool, out: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """s, in the type of x, and its norm in the type `out`, by torch's operators. Shapes (…, D); `kept` is bool."""
-    added = branch if kept is None else torch.where(kept, branch, 0.0) * scale
-    s = x + added.to(x.dtype)
+    """s, in the type of x, and its norm in the type `out`, by torch's operators. Shapes (…, D); `kept` as in
+    `add_norm`."""
+    added, mask = widened(branch), _mask(kept, x, scale)
+    s = (x + (added if mask is None else torch.where(mask, added * scale, 0.0))).to(x.dtype)
     wide = widened(s)
     vectors = [None if one is None else one.to(wide.dtype) for one in (weight, bias)]
     shape = s.shape[-1:]
@@ -55,8 +100,19 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """s, its norm, and the mean and the inverse deviation of each row, fp32."""
     shape, n = x.shape, x.shape[-1]
-    kernels = library() if _fits(x, branch, weight, out) else None
     means, inverses = (x.new_empty(shape[:-1], dtype=sums_type(x.dtype)) for _ in range(2))
+    if _launches(kept, x, branch):
+        weight, bias = _vector(weight), _vector(bias)
+        s, seed = torch.empty_like(x, memory_format=torch.contiguous_format), means if kept is None else kept
+        normed = torch.empty_like(s, dtype=out)
+        if x.numel():
+            from penstock.kernels.triton.seeded_norm import forward
+
+            rows = branch.reshape(-1, n).contiguous(), x.reshape(-1, n).contiguous()
+            results = normed.view(-1, n), s.view(-1, n), means.view(-1), inverses.view(-1)
+            forward(*rows, weight, bias, seed, _level(scale), scale, eps, not rms, *results)
+        return s, normed, means, inverses
+    kernels = library() if _fits(x, branch, kept, weight, out) else None
     if kernels is None:
         s, normed = reference(x, branch, kept, scale, weight, bias, eps, rms, out)
         wide = s.to(means.dtype)
@@ -95,7 +151,25 @@ def _make_gradient(
     """Gradients of x, branch, weight and bias; empty where it is the gradient of x too, or where there is none."""
     n = s.shape[-1]
     own_gradient = kept is not None or branch_type != s.dtype
-    kernels = library() if _fits(s, normed_gradient, weight, branch_type) else None
+    if _launches(kept, s, normed_gradient):
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _gradient_shapes(
+            normed_gradient, sum_gradient, s, means, inverses, kept, scale, weight, bias, rms, branch_type
+        )
+        if s.numel():
+            from penstock.kernels.triton.seeded_norm import backward
+
+            given, total = normed_gradient.reshape(-1, n).contiguous(), s.reshape(-1, n).contiguous()
+            more = None if sum_gradient is None else sum_gradient.reshape(-1, n).contiguous()
+            sums = backward(
+                given, more, total, _vector(weight), bias is not None, means.view(-1), inverses.view(-1),
+                means if kept is None else kept, _level(scale), scale, not rms,
+                results[1].view(-1, n) if own_gradient else results[1], results[0].view(-1, n),
+            )  # fmt: skip
+            for result, vector_sum in zip(results[2:], sums):
+                if result.numel():
+                    result.copy_(vector_sum)
+        return results
+    kernels = library() if _fits(s, normed_gradient, kept, weight, branch_type) else None
     if kernels is None:
         return _plain_gradient(
             normed_gradient, sum_gradient, s, means, inverses, kept, scale, weight, bias, rms, branch_type
@@ -107,7 +181,9 @@ def _make_gradient(
     into_x = torch.empty_like(s)
     into_branch = torch.empty_like(s, dtype=branch_type) if own_gradient else s.new_empty(0)
     # Outputs of an operator may not share memory, not even of no elements.
-    into_weight, into_bias = (s.new_empty(0) if one is None else _zeros(one) for one in (weight, bias))
+    into_weight, into_bias = (
+        s.new_empty(0) if one is None else torch.zeros_like(one) for one in (weight, bias)
+    )
     if s.numel():
         kernels.penstock_add_norm_gradient(
             address(given), address(more), address(s), address(means), address(inverses), address(kept), c_float(scale),
@@ -130,7 +206,9 @@ def _gradient_shapes(
     own_gradient = kept is not None or branch_type != s.dtype
     empty = torch.empty_like(s, memory_format=torch.contiguous_format)
     into_branch = torch.empty_like(empty, dtype=branch_type) if own_gradient else s.new_empty(0)
-    into_weight, into_bias = (s.new_empty(0) if one is None else _zeros(one) for one in (weight, bias))
+    into_weight, into_bias = (
+        s.new_empty(0) if one is None else torch.zeros_like(one) for one in (weight, bias)
+    )
     return empty, into_branch, into_weight, into_bias
 
 
@@ -149,7 +227,8 @@ def _plain_gradient(
     into_x = inner * inverses[..., None]
     if sum_gradient is not None:
         into_x = into_x + sum_gradient.to(wide)
-    into_branch = into_x if kept is None else torch.where(kept, into_x, 0.0) * scale
+    mask = _mask(kept, s, scale)
+    into_branch = into_x if mask is None else torch.where(mask, into_x, 0.0) * scale
     own_gradient = kept is not None or branch_type != s.dtype
     return (
         into_x.to(s.dtype),
@@ -213,10 +292,11 @@ def residual_norm(
     bias = None if isinstance(norm, nn.RMSNorm) else norm.bias
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     rms = isinstance(norm, nn.RMSNorm)
-    if place != "cpu" or runs_triton(x.device):
-        normed, s = seeded_norm(branch, x, norm.weight, bias, p=dropout, eps=eps, centred=not rms, dtype=out)
-        return s, normed
-    kept, scale = mask_of(branch, dropout) if dropout else (None, 1.0)
+    kept: Tensor | None = None
+    scale = 1.0
+    if dropout:
+        seeded = place != "cpu" or runs_triton(x.device)
+        kept, scale = seed_of(x.device, dropout) if seeded else mask_of(branch, dropout)
     return add_norm(x, branch, norm.weight, bias, eps, rms=rms, out=out, kept=kept, scale=scale)
 
 
@@ -232,7 +312,8 @@ def add_norm(
     kept: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """`residual_norm` with the norm's weights, (D,), and with what dropout keeps, bool like x, and its factor."""
+    """`residual_norm` with the norm's weights, (D,), and with what dropout keeps, bool like x or a seed (1,) int64 on
+    the device (see `drawn`), and its factor. The branch is no wider than x."""
     inputs = (x, branch, kept, scale, weight, bias, eps, rms, out or x.dtype)
     if direct(x):
         return _DirectNorm.apply(*inputs)  # type: ignore[no-any-return]
@@ -240,14 +321,19 @@ def add_norm(
     return s, normed
 
 
-def _fits(x: Tensor, other: Tensor, weight: Tensor | None, out: torch.dtype) -> bool:
-    """Whether the C++ kernel takes them: on a CPU, of fp32 and bf16."""
+def _launches(kept: Tensor | None, *tensors: Tensor) -> bool:
+    """Whether the Triton kernels take these (…, D)."""
+    narrow = all(t.dtype != torch.float64 for t in tensors)
+    seeded = kept is None or kept.dtype == torch.int64
+    return seeded and narrow and tensors[0].shape[-1] <= MOST and runs_triton(tensors[0].device)
+
+
+def _fits(x: Tensor, other: Tensor, kept: Tensor | None, weight: Tensor | None, out: torch.dtype) -> bool:
+    """Whether the C++ kernel takes them: on a CPU, of fp32 and bf16, with a mask."""
     vector = torch.float32 if weight is None else weight.dtype
+    if kept is not None and kept.dtype != torch.bool:
+        return False
     return x.device.type == "cpu" and {x.dtype, other.dtype, vector, out} <= TYPES.keys()
-
-
-def _zeros(vector: Tensor) -> Tensor:
-    return torch.zeros_like(vector, memory_format=torch.contiguous_format)
 
 
 def _vector(value: Tensor | None) -> Tensor | None:

@@ -19,14 +19,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend
+from penstock.cpu import this_cpu
+from penstock.dtypes import format_of
 from penstock.kernels.attention import (
     PINNED,
     Scores,
     attention,
-    chosen_backend,
     keeps_scores,
     raise_without_kernel,
 )
+from penstock.kernels.choices import auto_attention
 
 
 def own_sdpa(
@@ -90,7 +92,8 @@ class Watch(TorchFunctionMode):
         switch = self.switch
         switch.note()
         query = args[0] if args else options["query"]
-        backend = chosen_backend(switch.backend, query.device, query.dtype, query.shape[-2])
+        form = query.device.type, format_of(query.dtype), query.shape[-2]
+        backend = auto_attention(switch.backend, *form, avx512=this_cpu().avx512)
         own = backend in ("plain", "native")
         attend = functools.partial(own_sdpa, backend=backend) if own else func
         if switch.again and backend in PINNED:  # pinned when it is computed again, too

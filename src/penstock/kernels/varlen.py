@@ -16,11 +16,6 @@ from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores
 
 
-def serves(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention with this backend goes through the kernel."""
-    return backend == "flash" and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
 class Varlen:
     """Where sequences begin in a batch whose samples are taken for one: a `Sight`."""
 

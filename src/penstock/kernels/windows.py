@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.plan import WINDOW_BLOCK, AttentionBackend
+from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, attention
+from penstock.kernels.choices import window_blocks
 
 _OUTSIDE = -2
 _PADDING = -1
@@ -49,10 +50,10 @@ class Windows(NamedTuple):
         """The blocks of a window, or None where they would compute no less than all tokens together. The arguments are
         those of `penstock.models.positions.visible`.
         """
-        before, after = (window - 1, 0) if causal else (window // 2, window // 2)
-        block = max(before, after, WINDOW_BLOCK)
-        if before + block + after > tokens // 2:
+        cut = window_blocks(window, tokens, causal=causal)
+        if cut is None:
             return None
+        block, before, after = cut
         numbers = torch.zeros(1, tokens, dtype=torch.long, device=device) if documents is None else documents
         if lengths is not None and not causal:
             places = torch.arange(tokens, device=device)

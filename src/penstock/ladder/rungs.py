@@ -11,10 +11,12 @@ from penstock.config.convert import nearest
 from penstock.config.formats import HalfDtype
 from penstock.config.fused import FUSED, FusedName
 from penstock.config.model import stacks, with_stacks
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
+from penstock.kernels.choices import attention_kernel
 from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only
 
 
@@ -57,15 +59,17 @@ def _has_class_token(setting: Setting, situation: Situation) -> str | None:
 
 def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
     def obstacle(setting: Setting, situation: Situation) -> str | None:
-        if backend == "flash" and situation.machine.device == "cpu" and setting.plan.attention == "sdpa":
-            return "on a CPU torch's own choice is flash already"
-        if backend == "native" and situation.machine.device == "cpu":
-            from penstock.cpu import this_cpu  # late: it imports torch
+        from penstock.cpu import this_cpu  # late: it imports torch
 
-            if this_cpu().bf16_pairs:
-                return None
+        machine, now, dtype = situation.machine, setting.plan.attention, numerics_of(setting.plan).compute
+        if backend == "native" and machine.device == "cpu" and not this_cpu().bf16_pairs:
             return "this CPU does not multiply bf16 in AVX-512"
-        return None
+        lengths = (1 << 30,) if setting.model is None else setting.model.graph.lengths
+        new, old = (
+            [attention_kernel(one, machine.device, dtype, n, avx512=this_cpu().avx512) for n in lengths]
+            for one in (backend, now)
+        )
+        return f"attention={now} takes that kernel here already" if new == old and backend != now else None
 
     return Rung(
         name=f"attention-{backend}",
@@ -294,14 +298,10 @@ for _rung in (
         apply=plan(token_order="batch_second"),
     ),
     _attention(
-        "plain",
-        600,
-        "Two batched products with the scores in memory: more traffic, but quick products for short ones.",
+        "plain", 600, "Two batched products with the scores in memory, which are quick for short sequences."
     ),
     _attention("flash", 610, "Pins the FlashAttention kernel of torch, which keeps no scores in memory."),
-    _attention(
-        "efficient", 620, "Pins the memory-efficient kernel of torch, which keeps no scores in memory."
-    ),
+    _attention("efficient", 620, "Pins torch's memory-efficient kernel, which keeps no scores in memory."),
     _attention(
         "native",
         605,

@@ -26,10 +26,9 @@ from penstock.config.plan import SWITCHES, Plan
 from penstock.config.recipes import plan_option
 from penstock.config.run import Recipe
 from penstock.config.tasks import TaskName
-from penstock.cpu import this_cpu
+from penstock.cpu import kind_of, this_cpu
 from penstock.data import Loader
 from penstock.data.source import Source
-from penstock.kernels.gains import kind_of
 from penstock.ladder.rung import Setting, Situation
 from penstock.ladder.settings import LadderConfig, data_words
 from penstock.models import create

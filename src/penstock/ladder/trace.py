@@ -143,7 +143,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = "activation" if function else kind
         count = sum(tensor.numel() for tensor in written)
         # Of a table only the rows that are looked up are read.
-        reads = count if name in _LOOKING_UP else sum(tensor.numel() for tensor in read)
+        reads = (
+            count if name in _LOOKING_UP else sum({id(tensor): tensor.numel() for tensor in read}.values())
+        )
         # Backward, a product that reads no weight makes the gradient of one.
         learns = kind == "gemm" and not self.forward
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.config.activations import ACTIVATIONS, KERNELS, UNGATED, Mlp
 from penstock.config.fused import FUSED, Fuse, FusedName
 from penstock.config.gains import variants_that_pay
-from penstock.config.stack import UNGATED
+from penstock.cpu import kind_of
 from penstock.errors import ConfigError
-from penstock.kernels.bias_activation import Activation, bias_activation
-from penstock.kernels.gains import kind_of
+from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.residual_norm import residual_norm
 from penstock.models.anatomy import ELSEWHERE, Anatomy, anatomy_of, uncompiled
 from penstock.models.block import Block
@@ -69,16 +69,12 @@ def fuse(
     chosen = [name for name in FUSED if name in names or "auto" in names]
     counts: dict[FusedName, int] = {}
     for name in chosen:
-        find = _FUSIONS.get((name, place))
-        places = list(find(model, anatomy_of(model))) if find else []
+        able = place in FUSED[name].devices
+        places = list(_FINDERS[name](model, anatomy_of(model))) if able else []
         if not places and name in names:
             raise ConfigError(
                 f"plan.fuse={name} fits nowhere in {type(model).__qualname__} on {place}: "
-                + (
-                    f"it has kernels for {' and '.join(FUSED[name].devices)} only"
-                    if find is None
-                    else _NOWHERE[name]
-                )
+                + (_NOWHERE[name] if able else f"it has kernels for {' and '.join(FUSED[name].devices)} only")
                 + "; leave it out."
             )
         if name not in names:
@@ -102,8 +98,10 @@ def places_for(model: nn.Module, device: str) -> dict[FusedName, int]:
         anatomy = anatomy_of(model)
     except ConfigError:
         return dict.fromkeys(FUSED, 0)
-    finders = {name: _FUSIONS.get((name, device)) for name in FUSED}
-    return {name: len([*find(model, anatomy)]) if find else 0 for name, find in finders.items()}
+    return {
+        name: len([*_FINDERS[name](model, anatomy)]) if device in row.devices else 0
+        for name, row in FUSED.items()
+    }
 
 
 def unfuse(model: nn.Module) -> None:
@@ -122,7 +120,8 @@ def unfuse(model: nn.Module) -> None:
 
 _NOWHERE = {
     "residual_norm": "no norm of it follows a sum that Penstock knows",
-    "bias_activation": "no plain linear of it is followed by an activation that Penstock knows",
+    "bias_activation": "no plain linear of it is followed by one of the activations that have a kernel "
+    f"({', '.join(sorted(KERNELS))})",
 }
 
 
@@ -158,7 +157,7 @@ class _ActivatedLinear(_Swapped):
         return bias_activation(product, own.bias, own.activation, gated=own.gated)
 
 
-def _activate(linear: Any, activation: Activation, *, gated: bool = False, transposed: bool = False) -> None:
+def _activate(linear: Any, activation: Mlp, *, gated: bool = False, transposed: bool = False) -> None:
     linear.activation, linear.gated, linear.transposed = activation, gated, transposed
     _swap(linear, _ActivatedLinear)
 
@@ -172,17 +171,13 @@ class _GatedPerceptron(_Swapped):
         return down(bias_activation(gate(x), None, own.gate_activation, second=up(x)))  # type: ignore[no-any-return]
 
 
-GATED: dict[str, str] = {activation: gated for gated, activation in UNGATED.items()}
+GATED: dict[Mlp, Mlp] = {activation: gated for gated, activation in UNGATED.items()}
 """The variant of a gated perceptron by the activation of its gate."""
-_KINDS: dict[str, Activation] = {
-    "GELU": "gelu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh", "FastGELUActivation": "gelu_tanh", "QuickGELUActivation": "gelu_quick",
-    "QuickGELU": "gelu_quick", "SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu",
-}  # fmt: skip
-"""Activations by the name of their module's class, in torch, timm and transformers."""
+_KINDS: dict[str, Mlp] = {word: name for name in KERNELS for word in ACTIVATIONS[name].classes}
+"""Activations by the class of their module."""
 
 
-def _activation_of(module: nn.Module) -> Activation | None:
+def _activation_of(module: nn.Module) -> Mlp | None:
     """The activation that a module computes, if there is a kernel for it."""
     if isinstance(module, nn.GELU) and module.approximate == "tanh":
         return "gelu_tanh"
@@ -205,7 +200,8 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
         if not plain:
             continue
         if isinstance(parent, MLP):
-            yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
+            if parent.activation in KERNELS:
+                yield Place(role.up.name, parent.activation, functools.partial(_activate_ours, parent))
             continue
         inside = [(name, kind) for name, child in parent.named_children() if (kind := _activation_of(child))]
         if len(inside) == 1 and role.up.fused == (1,):
@@ -218,7 +214,7 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
             )
 
 
-def _gated_kind(parent: nn.Module, names: tuple[str, ...]) -> Activation | None:
+def _gated_kind(parent: nn.Module, names: tuple[str, ...]) -> Mlp | None:
     """The activation of a module that is gate, up, down and an activation, and nothing else."""
     children = dict(parent.named_children())
     others = [child for name, child in children.items() if name not in names]
@@ -229,19 +225,19 @@ def _gated_kind(parent: nn.Module, names: tuple[str, ...]) -> Activation | None:
     return kind if kind in GATED else None
 
 
-def _activate_gated(parent: Any, names: tuple[str, ...], activation: Activation) -> None:
+def _activate_gated(parent: Any, names: tuple[str, ...], activation: Mlp) -> None:
     parent.gated_parts, parent.gate_activation = names, activation
     _swap(parent, _GatedPerceptron)
 
 
 def _activate_ours(mlp: MLP) -> None:
     activation = UNGATED.get(mlp.activation, mlp.activation)
-    _activate(mlp.up, cast(Activation, activation), gated=mlp.activation in UNGATED)
+    _activate(mlp.up, activation, gated=mlp.activation in UNGATED)
     mlp.activated = True
 
 
 def _activate_foreign(
-    parent: nn.Module, linear: nn.Module, name: str, activation: Activation, *, transposed: bool
+    parent: nn.Module, linear: nn.Module, name: str, activation: Mlp, *, transposed: bool
 ) -> None:
     setattr(parent, name, _Passed(getattr(parent, name)))
     _activate(linear, activation, transposed=transposed)
@@ -287,9 +283,6 @@ def _adds_input(module: nn.Module) -> bool:
     )
 
 
-_FUSIONS: dict[tuple[FusedName, str], Callable[[nn.Module, Anatomy], Iterable[Place]]] = {
-    ("residual_norm", "cpu"): _norm_places,
-    ("residual_norm", "cuda"): _norm_places,
-    ("bias_activation", "cpu"): _activation_places,
-}
-"""The function that finds the places of a fused operator, by its name and torch's name of a kind of device."""
+_FINDERS: dict[FusedName, Callable[[nn.Module, Anatomy], Iterable[Place]]] = {
+    "residual_norm": _norm_places, "bias_activation": _activation_places,
+}  # fmt: skip

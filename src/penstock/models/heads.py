@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.config.activations import UNGATED
 from penstock.config.graph import Condition, VectorHead
-from penstock.config.plan import LOSS_BUDGET
-from penstock.config.stack import UNGATED, Stack
+from penstock.config.stack import Stack
 from penstock.dtypes import widened
 from penstock.kernels.attention import autocasts
+from penstock.kernels.choices import loss_budget
 from penstock.kernels.distil import Taught
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.sample_losses import sample_losses
@@ -56,7 +57,7 @@ class Vocabulary(nn.Linear):
         linear = linear_apart if added and not autocasts(x) else F.linear
         if targets is None:
             return linear(x, self.weight, self.bias)
-        most = LOSS_BUDGET["cuda" if x.is_cuda else "cpu"]
+        most = loss_budget(x.device.type)
         if by_sample:
             assert self.share is None
             assert self.taught is None

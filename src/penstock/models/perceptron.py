@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.config.stack import UNGATED, Layer, Mlp, Stack
+from penstock.config.activations import UNGATED, Mlp
+from penstock.config.stack import Layer, Stack
 from penstock.kernels.bias_activation import apply_activation, gelu_tanh_in_inference
 from penstock.kernels.dropout import Dropout
 

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from penstock.config.graph import Run
 from penstock.config.plan import AttentionBackend, Padding
 from penstock.config.stack import Stack
+from penstock.dtypes import format_of
 from penstock.errors import ConfigError
 from penstock.kernels.attention import Sight, type_of_scores
+from penstock.kernels.choices import knows_lengths
 from penstock.kernels.documents import AlikeSamples, Batches, Documents
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real, Unpadded
-from penstock.kernels.varlen import Varlen, serves
+from penstock.kernels.varlen import Varlen
 from penstock.kernels.windows import Windows
 from penstock.models.block import Block, Context, Past, make_norm
 from penstock.models.positions import (
@@ -181,9 +183,8 @@ class TokenStack(nn.Module):
 
     def _knows_lengths(self, x: Tensor) -> bool:
         """Whether attention of x goes through a kernel of variable lengths."""
-        sizes = self.sizes
-        plain = not sizes.biased and not (self.training and sizes.weights_dropout)
-        return plain and serves(self.backend, x.device, type_of_scores(x))
+        drops, dtype = self.training and self.sizes.weights_dropout > 0, format_of(type_of_scores(x))
+        return knows_lengths(self.backend, x.device.type, dtype, dropout=drops, biased=self.sizes.biased)
 
     def _context(
         self,

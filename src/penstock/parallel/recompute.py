@@ -21,9 +21,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop as early_stop
 
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.cpu import this_cpu
+from penstock.cpu import kind_of, this_cpu
 from penstock.errors import ConfigError
-from penstock.kernels.gains import kind_of
 from penstock.models.anatomy import Block, anatomy_of, set_switch
 from penstock.models.experts import mixtures_of
 from penstock.models.roles import Attention, Experts, Perceptron, Role, walk

@@ -6,12 +6,13 @@ width, A features of the device's query heads, K those of its KV heads, M hidden
 
 from __future__ import annotations
 
-from penstock.config.plan import CAUSAL_BLOCK, UNPADDED_MEAN, WINDOW_BLOCK
+from penstock.config.activations import ACTIVATIONS, KERNELS
 from penstock.config.stack import Stack
 from penstock.planner.collectives import distinct_places
 from penstock.planner.listing import Lister
 from penstock.planner.operators import Op
 from penstock.planner.shapes import BlockKind
+from penstock.planner.terms import Form
 
 WARP_SOFTMAX = 1024
 """Numbers of a row up to which torch's softmax keeps it in registers (its `PersistentSoftmax.cuh`)."""
@@ -42,7 +43,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
     if block.layer.normed and before:
         to.norm("norm1", stream_rows, stack, modulated=block.modulated)
     seen, queries = t.cached + block.tokens, whole
-    if not block.causal and _unpadded(to, block.tokens):
+    if not block.causal and t.unpads(stack, block.tokens):
         # Keys that a token sees on average, of lengths that lie evenly around their mean.
         queries, seen = rows, round(block.tokens * (t.real + min(t.real, 1 - t.real) ** 2 / (3 * t.real)))
     before_split(to, rows, d)
@@ -53,7 +54,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
     if block.cross:
         if not fuses:
             to.norm("cross_norm", stream_rows, stack)
-        memory = round(block.cross * t.real) if _unpadded(to, block.cross) else block.cross
+        memory = round(block.cross * t.real) if t.unpads(stack, block.cross) else block.cross
         before_split(to, rows, d)
         with to.inside("cross"):
             _attend(to, block, rows, memory, cross=True, computed=rows)
@@ -98,13 +99,6 @@ def modulation(to: Lister, name: str, stack: Stack, parts: int, *, share: float 
     samples, d = to.terms.samples * share, stack.width
     to.activate(f"{name}.activation", samples * d, "silu", (to.terms.stream, to.terms.stream))
     to.gemm(name, samples, parts * d, d, bias=True, narrow=False, group="norms")
-
-
-def _unpadded(to: Lister, tokens: int) -> bool:
-    """Whether attention goes from sample to sample, so that it computes no padding: see `penstock.kernels.padding`."""
-    t = to.terms
-    long = t.host and tokens * t.real >= UNPADDED_MEAN[int(t.product)]
-    return t.cp == 1 and t.real < 1 and (t.varlen or long)
 
 
 def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> None:
@@ -163,6 +157,7 @@ def _attend(
     d, f, name = stack.width, stack.head_width, "attention.cross" if cross else "attention"
     heads, kv_heads = max(1, block.layer.heads // t.tp), max(1, block.layer.kv // t.tp)
     a, kv = heads * f, kv_heads * f
+    form, window = t.form(block, rows, seen, cross=cross, causal=causal)
     if cross:
         others = max(1.0, t.samples * block.share * seen / t.cp)
         to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
@@ -191,10 +186,11 @@ def _attend(
         copied = queries * c if heads != kv_heads and not cross and not t.fused else 0.0
         to.move(
             f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=2 * each * f,
-            tensors=2 * each, kept=_kept_by_head_norms(to, stack, own, normed, copied, rows * (heads + kv_heads)),
+            tensors=2 * each,
+            kept=_kept_by_head_norms(to, stack, form, own, normed, copied, rows * (heads + kv_heads)),
         )  # fmt: skip
-        kept = normed * c + (rows * kv * c if t.form == "plain" and t.copies else 0.0)
-    if t.form == "plain" and heads != kv_heads:
+        kept = normed * c + (rows * kv * c if form == "plain" and t.copies else 0.0)
+    if form == "plain" and heads != kv_heads:
         kept = 3 * queries * c  # keys and values are written again for each query that shares them
     gathered, made = 2.0 * keys * c * t.cp, 2 * keys * c
     if t.cp > 1 and t.gathers_keys:
@@ -206,33 +202,28 @@ def _attend(
     elif t.cp > 1:
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
-    window = 0 if cross or block.layer.window >= seen else block.layer.window
-    if t.host:
-        window = _keys_in_blocks(
-            block.layer.window if window else 0, seen, causal=causal, plain=t.form == "plain"
-        )
     again = queries * c if block.inputs > 1 else 0.0  # what kernels keep is put together, and kept once more
     core = Op(
         name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
         kept=kept + rows * heads * 4.0 + again, group="attention", causal=causal, window=window,
     )  # fmt: skip
-    if t.form == "fused":
+    if form == "fused":
         read, written = (4 * queries + 2 * keys) * c, queries * c + made
         to.add(core, core._replace(forward=False, read=read, written=written))
-    elif t.form == "plain":
-        _composed(to, block, core, keys, own, kept, cross=cross)
+    elif form == "plain":
+        _composed(to, block, core, form, keys, own, kept, cross=cross)
     else:
         # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless these
         # are fp32 in place.
         values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else own * c
-        _composed(to, block, core, keys, own, (queries + keys) * 4.0 + values, cross=cross)
+        _composed(to, block, core, form, keys, own, (queries + keys) * 4.0 + values, cross=cross)
     if t.cp > 1:
         _add_parts(to, f"{name}.parts", queries, 2 * keys, causal=block.causal and not cross)
     if computed < rows:
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
     # A fused kernel keeps its outputs itself.
-    beside = computed * a * c if t.form == "fused" else 0.0
+    beside = computed * a * c if form == "fused" else 0.0
     to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention", beside=beside)
 
 
@@ -255,7 +246,7 @@ def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bo
 
 
 def _kept_by_head_norms(
-    to: Lister, stack: Stack, own: float, normed: float, copied: float, rows: float
+    to: Lister, stack: Stack, form: Form, own: float, normed: float, copied: float, rows: float
 ) -> float:
     """Bytes that norms of queries and keys keep of `own` projected numbers, `normed` of which are normalised in `rows`
     rows; `copied` bytes of queries were copied before.
@@ -269,21 +260,12 @@ def _kept_by_head_norms(
     if c == 4:
         return own * c + copied + normed * 4 + rows * 4
     # Their inputs were cast. Values stay in the projection, unless attention copies them.
-    values = 0.0 if t.form != "fused" and t.copies else own * c
+    values = 0.0 if form != "fused" and t.copies else own * c
     return values + normed * 8 + rows * 4
 
 
-def _keys_in_blocks(window: int, tokens: int, *, causal: bool, plain: bool) -> int:
-    """Keys that a query is compared with on average on a CPU, where queries are taken in blocks; 0 is all."""
-    if window:
-        around = window - 1 if causal else 2 * (window // 2)
-        seen = around + max(window - 1 if causal else window // 2, WINDOW_BLOCK)
-        return seen if seen <= tokens // 2 else 0
-    return (tokens + CAUSAL_BLOCK) // 2 if plain and causal and tokens >= 2 * CAUSAL_BLOCK else 0
-
-
 def _composed(
-    to: Lister, block: BlockKind, core: Op, keys: float, own: float, kept: float, *, cross: bool
+    to: Lister, block: BlockKind, core: Op, form: Form, keys: float, own: float, kept: float, *, cross: bool
 ) -> None:
     """The operators that the fused kernel `core` would replace: scores, softmax and values.
 
@@ -291,7 +273,7 @@ def _composed(
     """
     t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
     scores = core.batch * core.m * (core.window or core.n)
-    group, each = "scores", 4.0 if t.form == "math" else c
+    group, each = "scores", 4.0 if form == "math" else c
     if t.copies:
         to.move(f"{name}.split", own, (c, c), kind="copy")
 
@@ -316,7 +298,7 @@ def _composed(
         to.move(f"{name}.bias", scores, (each, each), (0, 0), scores=True)
     _softmax(to, core, scores, each, group)
     if block.stack.weights_dropout:
-        to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=t.form == "math", scores=True)
+        to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=form == "math", scores=True)
     to.add(
         product("values", tokens, f, seen, scores + keys, queries, True),
         product("values.left", tokens, seen, f, queries + keys, scores),
@@ -365,7 +347,8 @@ def _mlp(
     d, gated = stack.width, int(stack.gated)
     wide, size = (1 + gated) * hidden, batch * rows * hidden
     packed = (hidden,) * (1 + gated)
-    merged = t.fuses_as("bias_activation", stack.mlp) and batch == 1 and not block.layer.mixture and t.tp == 1
+    fuses = stack.mlp in KERNELS and t.fuses_as("bias_activation", stack.mlp)
+    merged = fuses and batch == 1 and not block.layer.mixture and t.tp == 1
     to.gemm(
         f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None, pieces=packed,
         sums_bias=not merged,
@@ -377,8 +360,7 @@ def _mlp(
             activation, size, stack.mlp, (2 * c, c), (3 * c, 2 * c), kept=kept, group="mlp", fused=merged
         )
     else:
-        # ReLU keeps its outputs, which the next product keeps anyway.
-        stays = stack.mlp == "relu" and not stack.hidden_dropout and t.kept == c
+        stays = ACTIVATIONS[stack.mlp].keeps_output and not stack.hidden_dropout and t.kept == c
         kept = 0.0 if stays else (1 + gated) * size * c
         to.activate(activation, size, stack.mlp, (c, c), (2 * c, c), kept=kept, group="mlp", fused=merged)
         if gated:

@@ -25,16 +25,24 @@ from penstock.config.graph import (
     WordHead,
 )
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, stacks
+from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
-from penstock.config.plan import AUTO_PLAIN_TOKENS, LOGIT_BYTES, LOSS_BUDGET, LOSS_PIECE, Plan
+from penstock.config.plan import Plan
+from penstock.kernels.choices import (
+    fuses_rows,
+    logit_bytes,
+    loss_budget,
+    loss_piece,
+    rows_in_chunk,
+)
 from penstock.planner.blocks import before_split, list_block, modulation, turning_copies
-from penstock.planner.listing import Form, Lister, OpTerms
+from penstock.planner.listing import Lister
 from penstock.planner.loads import EVEN
 from penstock.planner.operators import Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.stored import Storing
+from penstock.planner.terms import OpTerms
 
 
 def describe(
@@ -62,9 +70,9 @@ def describe(
     terms = OpTerms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.products,
-        attention_form(plan, model, device, avx512), plan.compile != "none", plan.compile == "whole",
+        plan.attention, numerics.compute, avx512, plan.compile != "none", plan.compile == "whole",
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
-        real=real if plan.padding == "remove" else 1.0, varlen=knows_lengths(plan, model, device),
+        real=real if plan.padding == "remove" else 1.0,
         gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), loops=plan.experts == "loop",
         fuses=fused_operators(plan, device, kind), software=software, norms=BYTES[numerics.norms],
     )  # fmt: skip
@@ -94,30 +102,6 @@ def fused_operators(plan: Plan, device: str, kind: str) -> frozenset[str]:
         for name in able
         for variant in variants_that_pay(name, kind, dtype, compiled=plan.compile != "none")
     )
-
-
-def knows_lengths(plan: Plan, model: ModelConfig, device: str) -> bool:
-    """Whether attention goes through a kernel of variable lengths where it can: see `penstock.kernels.varlen`."""
-    plain = not any(stack.biased or stack.weights_dropout for stack in stacks(model))
-    return plain and plan.attention == "flash" and device != "cpu" and BYTES[numerics_of(plan).compute] == 2
-
-
-def attention_form(plan: Plan, model: ModelConfig, device: str, avx512: bool) -> Form:
-    """Whether an attention backend keeps the scores (`plain`, `math`) or computes them again (`fused`)."""
-    backend, compute = plan.attention, numerics_of(plan).compute
-    if backend == "auto":
-        short = (
-            device == "cpu" and compute == "bf16" and avx512 and model.graph.lengths[0] <= AUTO_PLAIN_TOKENS
-        )
-        backend = "plain" if short else "sdpa"
-    if backend in ("plain", "math"):
-        return backend
-    if device != "cpu" or backend == "native":
-        return "fused"
-    # torch's fused kernel of a CPU has neither dropout of weights nor gradients of biases.
-    if any(stack.weights_dropout for stack in stacks(model)):
-        return "math" if compute == "fp16" or (compute == "bf16" and not avx512) else "plain"
-    return "math" if any(stack.positions == "relative" for stack in stacks(model)) else "fused"
 
 
 @lru_cache(maxsize=4096)
@@ -374,8 +358,9 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     t, c = to.terms, to.terms.product
     # One kernel reads the logits of a chunk twice and writes their gradient over them.
     fused = _fuses_rows(t)
-    alive = (int(c) if fused else LOGIT_BYTES[int(c)]) * columns
-    chunks = math.ceil(rows / max(1, LOSS_BUDGET["cpu" if t.host else "cuda"] // alive))
+    most = rows_in_chunk(loss_budget(t.device), columns, int(c), fused=fused)
+    alive = logit_bytes(int(c), fused=fused) * columns
+    chunks = math.ceil(rows / most)
     some, size, weights = rows / chunks, rows * columns, columns * d
     biases, learns = columns if head.bias else 0, not head.tied
     learned = weights * learns + biases
@@ -410,7 +395,7 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
 
 def _fuses_rows(terms: OpTerms) -> bool:
     """Whether loss and gradient of logits are made in their place: see `penstock.kernels.logit_rows`."""
-    return terms.tp == 1 and terms.product < 8 and terms.software.loss == "penstock"
+    return terms.tp == 1 and terms.software.loss == "penstock" and fuses_rows(terms.device, terms.compute)
 
 
 def _of_all_words(to: Lister, rows: float) -> None:
@@ -462,7 +447,7 @@ def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
     """Cross-entropy as `penstock.kernels.cross_entropy` makes it. What a CPU makes of the logits stays in its caches; a
     GPU writes it, in fp32, and reads it again."""
     size, c, host = rows * columns, to.terms.product, to.terms.host
-    piece = LOSS_PIECE["cpu" if host else "cuda"]
+    piece = loss_piece(to.terms.device)
     made, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
     # Half logits are also cast on a CPU.
     alive = max(columns, min(piece, size)) * (8.0 if host and c < 4 else 4.0)

@@ -13,7 +13,7 @@ from penstock.config import rules
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
-from penstock.planner.describe import attention_form
+from penstock.planner.describe import describe_on
 
 LEAST_TOKENS = 8192
 CONTEXT_DEGREES = (1, 2, 4, 8, 16)
@@ -57,10 +57,8 @@ def layouts(
     """Every legal layout in `space` that has the `fixed` fields of `base`."""
     fixed_values = {name: getattr(base, name) for name in SEARCHED if name in fixed}
     space = replace(space, **{name: (value,) for name, value in fixed_values.items() if name in AXES})
-    if (
-        "selective" in space.recompute
-        and attention_form(base, model, machine.device, machine.avx512) == "fused"
-    ):
+    scores = (op.scores for _, op in describe_on(machine, model, base).operators())
+    if "selective" in space.recompute and not any(scores):
         # Nothing keeps scores that could be computed again.
         space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
     per_node, experts = machine.devices_per_node, max(stack.experts * stack.mixes for stack in stacks(model))

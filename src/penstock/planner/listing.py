@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
-from penstock.config.formats import BYTES, PRODUCTS, Products
-from penstock.config.fused import FUSED_FORM, FusedName
+from penstock.config.activations import ACTIVATIONS, UNGATED, Mlp
+from penstock.config.formats import BYTES, PRODUCTS
+from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import ProductForm
-from penstock.config.stack import UNGATED, Mlp, Stack
+from penstock.config.stack import Stack
 from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part, Place
 from penstock.planner.shapes import BlockKind
-from penstock.planner.software import PENSTOCK, Software
+from penstock.planner.terms import OpTerms
 
 RMS_KERNELS = 8
 """Operators of which torch composes an RMSNorm where it has no kernel for it: on a CPU, and before its 2.9 on a GPU."""
@@ -24,91 +25,8 @@ ROUNDING_BYTES = 36.0
 """Bytes that single kernels move for each number that they round to int8, besides reading it and writing the result: to
 fp32 (4), its magnitude (8), the largest (4), scaled (8), rounded (8), and read for the last time (4)."""
 
-Form = Literal["plain", "fused", "math"]
 Bytes = tuple[float, float]
 """Bytes that are read and written for each element."""
-
-
-class OpTerms(NamedTuple):
-    """Settings besides the model that a list of operators depends on."""
-
-    samples: int = 1
-    tp: int = 1
-    sp: bool = False
-    cp: int = 1
-    ep: int = 1
-    stream: float = 4.0
-    """Bytes of an element of the residual stream."""
-    product: float = 4.0
-    """Bytes of an element that goes into a matrix product."""
-    casts: bool = False
-    """Whether autocast makes a copy of each weight in the type of products."""
-    products: Products = "plain"
-    """How linear layers of blocks multiply."""
-    form: Form = "fused"
-    fused: bool = False
-    """Whether neighbouring pointwise operators are one kernel."""
-    whole: bool = False
-    """Whether the loss is compiled too."""
-    copies: bool = False
-    """Whether samples come before tokens: plain attention copies queries, keys and values, and sequence parallelism
-    what devices send."""
-    host: bool = False
-    """Whether the device is a CPU."""
-    loops: bool = False
-    """Whether experts multiply one after the other."""
-    exact: bool = False
-    """Whether products are in fp32 at every precision."""
-    serving: bool = False
-    """Whether text is generated: tensor parallel devices split experts too, `ep` of them whole ones."""
-    one_pass: bool = False
-    """Whether a layer whose `products` store its weights rounds, multiplies and scales in one operator."""
-    heads: bool = False
-    """Whether heads multiply as `products` says, too."""
-    gathers_keys: bool = False
-    """Whether context parallel devices gather all keys and values before attention, instead of passing them round."""
-    cached: int = 0
-    """Tokens of each sequence whose keys and values are in the cache."""
-    weight: float = 0.0
-    """Bytes of a weight as it is read, where it differs from `product`."""
-    cache: float = 0.0
-    """The same for an element of the cache."""
-    chunked: bool = False
-    """Whether the loss over a vocabulary is computed for some tokens at a time."""
-    real: float = 1.0
-    """Share of an encoder's tokens that are computed."""
-    varlen: bool = False
-    """Whether attention's kernel knows the lengths of samples."""
-    words: float = 1.0
-    """Share of tokens that the output and the loss are computed for."""
-    uneven: float = 1.0
-    """Visits that the busiest of the devices that split experts has, over the mean."""
-    fuses: frozenset[str] = frozenset()
-    """Fused operators of `Plan.fuse` that the device has kernels for, alone or with a variant: see
-    `penstock.planner.describe.fused_operators`."""
-    norms: float = 4.0
-    """Bytes of a number that norms compute with."""
-    software: Software = PENSTOCK
-
-    def fuses_as(self, name: FusedName, variant: str) -> bool:
-        """Whether a variant of an operator, the kind of its norm or activation, is computed by the fused one."""
-        return not self.fuses.isdisjoint((name, f"{name} {variant}"))
-
-    @property
-    def spread(self) -> int:
-        """Devices that split the rows of those activations that tensor parallelism leaves whole."""
-        return self.tp if self.sp else 1
-
-    @property
-    def kept(self) -> float:
-        """Bytes of an element of a linear layer's input that stays for the backward pass."""
-        row = PRODUCTS[self.products]
-        return BYTES[row.kept] if row.kept else self.product
-
-    @property
-    def statistic(self) -> float:
-        """Bytes of a norm's or softmax's statistic of a row: fp32 on a GPU."""
-        return self.stream if self.host else 4.0
 
 
 class Lister:
@@ -349,25 +267,24 @@ class Lister:
         group: str = "", fused: bool = False,
     ) -> None:  # fmt: skip
         """An activation of `size` elements, of the first half where `mlp` is gated. Those that are `fused` compute as
-        the kernels of `plan.fuse` do. So do compiled code and inference on a CPU of GELU's tanh form, with no tanh.
-        x · σ(1.702 x) is three operators, or one kernel that computes as SiLU's does."""
-        t, function = self.terms, UNGATED.get(mlp, mlp)
-        if mlp == "gelu_quick" and not (fused or t.fused):
-            c = ahead[0]
-            self.move(f"{name}.scale", size, (c, c))
-            self.move(
-                name, size, (c, c), (2 * c, c), kind="activation", kept=kept, group=group, function="sigmoid"
-            )
-            # Backward two products, and the sum of both gradients of x: four launches in all.
-            self.move(
-                f"{name}.gate", size, (2 * c, c), (6 * c, 3 * c), kept=size * c, group=group, launches=2
-            )
+        the kernels of `plan.fuse` do. So do compiled code and inference on a CPU of GELU's tanh form, with no tanh."""
+        t, function, c = self.terms, UNGATED.get(mlp, mlp), ahead[0]
+        row = ACTIVATIONS[function]
+        if row.passes and not (fused or t.fused):
+            for one in row.passes:
+                read, written = (c * count for count in one.ahead)
+                self.move(
+                    f"{name}.{one.name}" if one.name else name, size, (read, written),
+                    (c * one.behind[0], c * one.behind[1]), kind="activation" if one.function else "pointwise",
+                    kept=kept if one.function else size * c * one.keeps, group=group, launches=one.launches,
+                    function=one.function,
+                )  # fmt: skip
             return
-        function = "silu" if mlp == "gelu_quick" else function
-        fused = fused or ((t.fused or t.serving) and t.host and function == "gelu_tanh")
+        rated = row.merged or function
+        fused = fused or ((t.fused or t.serving) and t.host and rated == "gelu_tanh")
         self.move(
             name, size, ahead, behind, kind="activation", kept=kept, group=group,
-            function=f"{FUSED_FORM}{function}" if fused else function,
+            function=f"{FUSED_FORM}{rated}" if fused else rated,
         )  # fmt: skip
 
     def modulate(self, name: str, size: float, *, launches: int = 1) -> None:

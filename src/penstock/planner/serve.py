@@ -18,12 +18,12 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.planner.collectives import send_seconds
 from penstock.planner.describe import totals, workload_of
-from penstock.planner.listing import OpTerms
 from penstock.planner.operators import Part
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import rates_of
 from penstock.planner.shapes import counted_tokens
 from penstock.planner.stored import assumption, joined, storing
+from penstock.planner.terms import OpTerms
 
 WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""

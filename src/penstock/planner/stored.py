@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from penstock.config.activations import KERNELS, UNGATED
 from penstock.config.formats import BYTES, PRODUCTS, Products
 from penstock.config.machine import GemmSample, Machine
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.config.stack import UNGATED
-from penstock.planner.listing import OpTerms
 from penstock.planner.operators import Op, Part
 from penstock.planner.shapes import BlockKind
+from penstock.planner.terms import OpTerms
 
 ATTENTION = "attention_block"
 """The rate of attention in such a call, by its name in `Machine.kernels`."""
@@ -91,7 +91,7 @@ def in_one_call(block: BlockKind) -> bool:
         block.causal or block.cross or layer.window or block.inputs > 1 or stack.positions in _IN_ATTENTION
     )
     more = block.modulated or stack.parallel or stack.qk_norm or stack.layer_scale is not None
-    alike = layer.heads == layer.kv and stack.head_width % 16 == 0 and stack.mlp not in UNGATED
+    alike = layer.heads == layer.kv and stack.head_width % 16 == 0 and stack.mlp in KERNELS - UNGATED.keys()
     return alike and not (masked or more or layer.mixture or layer.routed)
 
 

@@ -27,9 +27,8 @@ from penstock.config.machine import (
     match_datasheet,
     save_machine,
 )
-from penstock.cpu import this_cpu
+from penstock.cpu import kind_of, this_cpu
 from penstock.errors import EnvironmentProblem, PenstockError
-from penstock.kernels.gains import kind_of
 from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
 from penstock.probe.products import gemm_samples, measured_again, reading_samples, stored_samples, sustained

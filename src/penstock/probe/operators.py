@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.config.activations import Mlp
 from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import KernelSample
 from penstock.config.plan import Matmul
-from penstock.kernels.bias_activation import Activation, bias_activation
+from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.dropout import dropout
 from penstock.kernels.native_blocks import attend_samples, computes_blocks
 from penstock.matmul import matmul_precision
@@ -43,7 +44,7 @@ _ROWS, _WIDTH = 512, 384
 _SCORES = ((12608, 16), (1024, 197), (100, 2017))
 """Rows of softmax and their length: numbers of short ones take longer, most of all in half types, whose vectors they
 do not fill."""
-_FUSED: tuple[Activation, ...] = ("gelu", "gelu_tanh", "silu")
+_FUSED: tuple[Mlp, ...] = ("gelu", "gelu_tanh", "silu")
 """Activations that take longer than their numbers move, as `plan.fuse` computes them."""
 _LAYERS = 8
 _OPERATORS_PER_LAYER = 8
@@ -200,7 +201,7 @@ class _Kernels:
 
 
 def _fused(
-    product: Tensor, bias: Tensor, gradient: Tensor, function: Activation
+    product: Tensor, bias: Tensor, gradient: Tensor, function: Mlp
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """An activation as `plan.fuse` computes it, with the bias, and its gradient with that of the bias."""
     with torch.enable_grad():

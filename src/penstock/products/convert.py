@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.decoding import Weights
-from penstock.config.formats import PRODUCTS, Product, Products
+from penstock.config.formats import PRODUCTS, Dtype, Product, Products
 from penstock.config.graph import TokenInput
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -35,11 +35,8 @@ from penstock.products.shortlist import Shortlist
 from penstock.products.stored import Bf16, OneDnn, Stored, StoredExperts, in_place_of
 
 _log = logging.getLogger(__name__)
-TRAINED: dict[Products, type[nn.Linear]] = {
-    "plain": nn.Linear, "fp8": Fp8Linear, "fp8_tensorwise": Fp8Linear, "int8": Int8Linear, "int8_all": Int8Linear,
-    "int8_pact": Int8Linear,
-}  # fmt: skip
-"""Classes of linear layers in training."""
+TRAINED: dict[Dtype | None, type[nn.Linear]] = {None: nn.Linear, "fp8": Fp8Linear, "int8": Int8Linear}
+"""Classes of linear layers in training, by the format of weights as they multiply."""
 STORED: dict[Products, type[Stored]] = {
     "packed": OneDnn, "fp8": Fp8, "int8": Int8, "int8_weights": Int8Weights, "int4": Int4,
 }  # fmt: skip
@@ -128,9 +125,10 @@ def convert_linears(
     Raises:
         ConfigError: the device does not multiply so, or no layer can be converted.
     """
-    if products not in TRAINED:
+    if products not in PRODUCTS or not PRODUCTS[products].trains:
         raise ConfigError(
-            f"No model is trained with products={products!r}; choose one of {', '.join(TRAINED)}."
+            f"No model is trained with products={products!r}; choose one of "
+            f"{', '.join(name for name, row in PRODUCTS.items() if row.trains)}."
         )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}
     if products == "plain":
@@ -153,7 +151,7 @@ def convert_linears(
         _restore(linears[name])
     for name in chosen:
         expert = isinstance(linears[name], ExpertLinear)
-        linears[name].__class__ = RoundedExpertLinear if expert else TRAINED[products]
+        linears[name].__class__ = RoundedExpertLinear if expert else TRAINED[row.weights]
         linears[name].__dict__.update(products=products, emulate=emulate)
         linears[name]._parameters.pop(CLIP, None)
         if row.clips:

@@ -40,7 +40,7 @@ _COMPUTING = (
     (("DirectAttention", "penstock::attend"), "attention"),
     (("_CrossEntropyInPlace", "_SplitCrossEntropy", "_ContrastLoss", "_SampleLosses", "penstock::cross_entropy",
       "penstock::linear_cross_entropy", "penstock::logit_rows_"), "loss"),
-    (("_DirectNorm", "penstock::add_norm", "penstock::seeded_norm"), "norms"),
+    (("_DirectNorm", "penstock::add_norm"), "norms"),
     (("_DirectActivation", "penstock::bias_activation"), "activations"),
     (("penstock::kept",), "dropout"),
 )  # fmt: skip

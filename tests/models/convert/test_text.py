@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2-options": (
         "GPT2LMHeadModel",
-        {**GPT2, "n_inner": 40, "activation_function": "relu", "tie_word_embeddings": False, "attn_pdrop": 0.3},
+        {**GPT2, "n_inner": 40, "activation_function": "relu2", "tie_word_embeddings": False, "attn_pdrop": 0.3},
     ),
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama-options": (

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
+from penstock.config.activations import Mlp
 from penstock.config.convert import Positive, Probability, Range
 from penstock.config.graph import Condition, Graph, NoiseKind, PatchInput, PixelHead, Run, Target, TokenInput
 from penstock.config.model.family import ModelFamily, Pixels, Tokens, Words
-from penstock.config.stack import Mlp, Router, Stack
+from penstock.config.stack import Router, Stack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from penstock.config.activations import GATED_NAMES, PLAIN_NAMES, Mlp
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, TextConfig
-from penstock.config.stack import Mlp, Rotary, Stack
+from penstock.config.stack import Rotary, Stack
 from penstock.config.theirs import names as tables
 
 FREE = frozenset({
@@ -36,21 +37,7 @@ FREE = frozenset({
 """Options that change nothing that a model computes: names, tokens, how weights are drawn, defaults of generation, and
 what stands in files on the hub though transformers' models do not read it. So do those that begin with an underscore.
 """
-ACTIVATIONS: dict[str, Mlp] = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu",
-    "quick_gelu": "gelu_quick",
-}  # fmt: skip
-"""Functions by transformers' names, of which the first is written."""
-GATED: dict[str, Mlp] = {
-    "silu": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "swish": "swiglu",
-}
-FEED_FORWARD: dict[str, Mlp] = {
-    "relu": "relu", "gelu": "gelu", "silu": "silu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu",
-}  # fmt: skip
+FEED_FORWARD: dict[str, Mlp] = {**PLAIN_NAMES, "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
 """T5's, whose `gated-gelu` is the tanh approximation."""
 Option = tuple[Any, tuple[str, ...]]
 """transformers' default, and our fields; the default names another option behind a `=`."""
@@ -118,7 +105,7 @@ _LLAMA: dict[str, Option] = {
     "attention_dropout": (0.0, ("attention_dropout",)),
 }
 _LIKE_LLAMA: dict[str, Any] = {
-    "activation": ("hidden_act", GATED), "default": "silu", "names": tables.llama_names, "prefix": "model.",
+    "activation": ("hidden_act", GATED_NAMES), "default": "silu", "names": tables.llama_names, "prefix": "model.",
     "heads": ("lm_head.",), "ignored": r"rotary_emb\.inv_freq$", "rotary": True,
 }  # fmt: skip
 _QWEN: dict[str, Option] = {
@@ -228,7 +215,7 @@ LIBRARIES: tuple[Library, ...] = (
             **_CAUSAL, "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
             "reorder_and_upcast_attn": (False,), "add_cross_attention": (False,),
         },
-        activation=("activation_function", ACTIVATIONS), default="gelu_new",
+        activation=("activation_function", PLAIN_NAMES), default="gelu_new",
         names=tables.gpt2_names, prefix="transformer.", heads=("lm_head.",), ignored=r"\.attn\.(masked_)?bias$",
     ),
     Library(
@@ -313,7 +300,7 @@ LIBRARIES: tuple[Library, ...] = (
         base=_ENCODER,
         options=_BERT,
         must=_BERT_MUST,
-        activation=("hidden_act", ACTIVATIONS), **_LIKE_BERT,
+        activation=("hidden_act", PLAIN_NAMES), **_LIKE_BERT,
     ),
     *(
         Library(
@@ -326,7 +313,7 @@ LIBRARIES: tuple[Library, ...] = (
             # Numbers of positions begin behind that of the padding. In training, transformers' head for classes has one
             # more dropout than BERT's.
             must={**_BERT_MUST, "pad_token_id": (1,)}, shift=2,
-            activation=("hidden_act", ACTIVATIONS), **_LIKE_BERT, written=False,
+            activation=("hidden_act", PLAIN_NAMES), **_LIKE_BERT, written=False,
         )
         for kind, name, words in (
             ("roberta", "Roberta", 50265), ("xlm-roberta", "XLMRoberta", 30522), ("camembert", "Camembert", 30522),
@@ -344,7 +331,7 @@ LIBRARIES: tuple[Library, ...] = (
             "attention_dropout": (0.1, ("attention_dropout",)), "tie_word_embeddings": (True, ("tied",)),
         },
         must={"is_encoder_decoder": (False,), "is_decoder": (False,)},
-        activation=("activation", ACTIVATIONS), **_LIKE_BERT, written=False,
+        activation=("activation", PLAIN_NAMES), **_LIKE_BERT, written=False,
     ),
     Library(
         model_type="modernbert",
@@ -425,7 +412,7 @@ LIBRARIES: tuple[Library, ...] = (
             "feed_forward_proj",
         }),
         mixtures={"num_sparse_encoder_layers": "num_layers", "num_sparse_decoder_layers": "num_decoder_layers"},
-        activation=("dense_act_fn", ACTIVATIONS), default="relu", names=tables.switch_names, prefix="", heads=(),
+        activation=("dense_act_fn", PLAIN_NAMES), default="relu", names=tables.switch_names, prefix="", heads=(),
         ignored=_LIKE_T5["ignored"],
     ),
     Library(
@@ -453,7 +440,7 @@ LIBRARIES: tuple[Library, ...] = (
             "expert_capacity", "normalize_router_prob_before_dropping", "output_router_logits",
             "router_ignore_padding_tokens",
         }),
-        activation=("activation_function", ACTIVATIONS), default="relu",
+        activation=("activation_function", PLAIN_NAMES), default="relu",
         names=tables.nllb_moe_names, prefix="model.", heads=("lm_head.",),
         ignored=r"embed_positions\.weights?$",
     ),
@@ -463,7 +450,7 @@ LIBRARIES: tuple[Library, ...] = (
         base=Seq2SeqConfig(encoder=_POST, decoder=_POST, embedding_norm=True),
         options=_BART,
         must={**_BART_MUST, "normalize_embedding": (True,), "static_position_embeddings": (False,)},
-        activation=("activation_function", ACTIVATIONS), default="gelu",
+        activation=("activation_function", PLAIN_NAMES), default="gelu",
         names=tables.bart_names, prefix="model.", heads=("lm_head.", "final_logits_bias"),
         ignored=r"^final_logits_bias$",
     ),
@@ -478,7 +465,7 @@ LIBRARIES: tuple[Library, ...] = (
             **_BART_MUST, "share_encoder_decoder_embeddings": (True,), "normalize_embedding": (False,),
             "static_position_embeddings": (True,),
         },
-        activation=("activation_function", ACTIVATIONS), default="gelu",
+        activation=("activation_function", PLAIN_NAMES), default="gelu",
         names=tables.bart_names, prefix="model.", heads=("lm_head.", "final_logits_bias"),
         ignored=r"embed_positions\.weight$|^final_logits_bias$", own=("output_bias",),
         last_token=("pad_token_id", "decoder_start_token_id"),

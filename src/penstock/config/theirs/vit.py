@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.boundary.files import quoted
+from penstock.config.activations import ACTIVATIONS, PLAIN_NAMES, UNGATED
 from penstock.config.convert import Count, Positive, Probability
 from penstock.config.kinds import field_types
 from penstock.config.load import from_dict
 from penstock.config.model import PRESETS, Pixels, ViTConfig
-from penstock.config.stack import Mlp
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,6 @@ _NAMES = {
     "qkv_bias": "qkv_bias",
 }
 """Fields that both have, by transformers' name."""
-_ACTIVATIONS: dict[str, Mlp] = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-}
-"""Functions by transformers' names, of which the first is written."""
 _TIMM_SIZES = {
     "tiny": "vit-ti16", "small": "vit-s16", "base": "vit-b16", "large": "vit-l16", "huge": "vit-h14",
     "giant": "vit-g14",
@@ -65,7 +58,7 @@ def unrepresentable(config: ViTConfig) -> list[str]:
         "model.kv_heads": config.kv != config.heads,
         "model.head_features": config.head_width * config.heads != config.width,
         "model.unequal": config.layers != replace(config, unequal=()).layers,
-        f"model.mlp {config.mlp!r}": config.mlp not in ("gelu", "gelu_tanh"),
+        f"model.mlp {config.mlp!r}": config.mlp in UNGATED,
     }
     plain = ViTConfig()
     checks |= {f"model.{name}": getattr(config, name) != getattr(plain, name) for name in _PLAIN}
@@ -89,7 +82,7 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
         **{option: getattr(config, name) for option, name in _NAMES.items()},
-        "hidden_act": next(option for option, name in _ACTIVATIONS.items() if name == config.mlp),
+        "hidden_act": "gelu_pytorch_tanh" if config.mlp == "gelu_tanh" else ACTIVATIONS[config.mlp].names[0],
         "attention_probs_dropout_prob": 0.0,
         "initializer_range": 0.02,
         "encoder_stride": config.patch_size,
@@ -132,8 +125,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
     problems = []
     if options.model_type != "vit":
         problems.append(f"config.json is of model_type {quoted(options.model_type)}; only 'vit' can be read.")
-    if options.hidden_act not in _ACTIVATIONS:
-        known_ones = ", ".join(_ACTIVATIONS)
+    if options.hidden_act not in PLAIN_NAMES:
+        known_ones = ", ".join(PLAIN_NAMES)
         problems.append(f"config.json has hidden_act {quoted(options.hidden_act)}; known are {known_ones}.")
     if problems:
         raise ConfigError(problems)
@@ -145,7 +138,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
     settings = {setting: getattr(options, name) for name, setting in _NAMES.items()}
     settings |= {name: _side(options, name) for name in ("image_size", "patch_size")}
     settings["classes"] = options.num_labels if options.id2label is None else len(options.id2label)
-    settings |= {"mlp": _ACTIVATIONS[options.hidden_act], "drop_path": options.penstock.get("drop_path", 0.0)}
+    settings |= {"mlp": PLAIN_NAMES[options.hidden_act], "drop_path": options.penstock.get("drop_path", 0.0)}
     return from_dict(ViTConfig, settings, origin="config.json")
 
 

@@ -1,4 +1,4 @@
-"""Dropout, residual and norm in one pass each way: see penstock/kernels/seeded_norm.py for what they compute.
+"""Dropout, residual and norm in one pass each way: see penstock/kernels/residual_norm.py for what they compute.
 
 A tile has whole rows. The forward pass reads branch and residual and writes their sum and its norm. The backward pass
 reads the sum and two gradients and writes two. The mask is drawn again there: Philox (Salmon et al., SC 2011) of

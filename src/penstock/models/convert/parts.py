@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.config.activations import PLAIN_NAMES
 from penstock.config.graph import Graph, Input, PatchInput, Run, TokenInput, VectorHead
 from penstock.config.model import ModelConfig
-from penstock.config.theirs.libraries import ACTIVATIONS
 from penstock.config.theirs.read import read_json
 from penstock.errors import ConfigError
 from penstock.models.convert.files import read_state_dict
@@ -199,7 +199,7 @@ def tower_in(folder: Path, one: Input) -> Tower | None:
     if not whole and values["model_type"] != f"clip_{side}_model":
         there = {}
     activation = options.get("hidden_act", "quick_gelu")
-    if not there or activation not in ACTIVATIONS:
+    if not there or activation not in PLAIN_NAMES:
         lacking = (
             f"no {side}_model"
             if not there
@@ -221,7 +221,7 @@ def tower_in(folder: Path, one: Input) -> Tower | None:
     head = {"weight": state.get("visual_projection.weight" if side == "vision" else "text_projection.weight")}
     if head["weight"] is not None:
         head["learned"] = state.get("logit_scale", torch.tensor(math.log(1 / 0.07))).reshape(1)
-    sizes = {"heads": heads, "mlp": ACTIVATIONS[activation], "norm_eps": options.get("layer_norm_eps", 1e-5)}
+    sizes = {"heads": heads, "mlp": PLAIN_NAMES[activation], "norm_eps": options.get("layer_norm_eps", 1e-5)}
     sizes |= {"norm_first": True, "norm": "layer", "positions": "learned"}
     return Tower(_there(weights), _there(head), sizes, causal=side == "text")
 

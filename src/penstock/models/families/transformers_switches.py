@@ -18,13 +18,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config.plan import AttentionBackend, LossForm, Padding
+from penstock.dtypes import format_of
 from penstock.errors import ConfigError
-from penstock.kernels.attention import BACKENDS, Scores, Sight, attention, composes, keeps_scores
+from penstock.kernels.attention import (
+    BACKENDS,
+    Scores,
+    Sight,
+    attention,
+    keeps_scores,
+    kernel_for,
+)
+from penstock.kernels.choices import knows_lengths
 from penstock.kernels.deferred import make_at_once, put_off
 from penstock.kernels.documents import Documents
 from penstock.kernels.padding import Padded, Real, Unpadded
 from penstock.kernels.sdpa import Switch, set_sdpa, switch_of, under_sdpa
-from penstock.kernels.varlen import Varlen, serves
+from penstock.kernels.varlen import Varlen
 
 _AGAIN = "penstock_scores_again"
 _LENGTHS = "penstock_lengths"
@@ -149,8 +158,9 @@ def _with_lengths(
     if handed is None:
         return usual(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)  # type: ignore[no-any-return]
     content, switch = handed
-    # The kernel that knows lengths has no dropout.
-    varlen = switch is not None and not dropout and serves(switch.backend, query.device, query.dtype)
+    varlen = switch is not None and knows_lengths(
+        switch.backend, query.device.type, format_of(query.dtype), dropout=dropout > 0
+    )
     attend = content.sight(query.dtype, varlen=varlen).attend
     backend = _backend(switch, query, dropout)
     if switch is not None:
@@ -163,9 +173,8 @@ def _with_lengths(
 
 def _backend(switch: Switch | None, query: Tensor, dropout: float) -> AttentionBackend:
     """`plain` where no call of torch's attention would follow; what is set around the block answers such calls."""
-    if switch is None or switch.backend in ("sdpa", "auto"):
-        return "plain" if composes(query, dropout) else "sdpa"
-    return "plain" if switch.backend == "plain" else "sdpa"
+    backend: AttentionBackend = "sdpa" if switch is None or switch.backend == "auto" else switch.backend
+    return "plain" if kernel_for(backend, query, Scores(dropout=dropout)) == "plain" else "sdpa"
 
 
 class _MaskContent:

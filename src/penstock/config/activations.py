@@ -1,0 +1,81 @@
+"""Activations of perceptrons. A new one is a row here and its formula in `penstock.kernels.bias_activation`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Mlp = Literal["gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"]
+
+
+class Pass(NamedTuple):
+    """One of several operators of torch that compute an activation."""
+
+    name: str
+    function: str = ""
+    """The function that it computes, as a probe names it; "" of sums and products."""
+    ahead: tuple[float, float] = (1, 1)
+    """Elements read and written for each element, forward."""
+    behind: tuple[float, float] = (1, 1)
+    """The same backward."""
+    launches: int = 1
+    keeps: bool = False
+    """Whether it keeps an element for each beside what the first operator reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationRow:
+    """One activation."""
+
+    names: tuple[str, ...] = ()
+    """transformers' names, of which the first is written; of a gated one, those of its gate's function."""
+    classes: tuple[str, ...] = ()
+    """Classes of its modules in torch, timm and transformers."""
+    gate: Mlp | None = None
+    """The function that a gated one computes of its gate; None: it has none."""
+    kernel: int | None = None
+    """Its number in the C++ kernels, which compute a gated one by its gate's; None: torch's operators compute it."""
+    merged: str = ""
+    """The function by whose rate one kernel of it is priced; "": its own."""
+    passes: tuple[Pass, ...] = ()
+    """Operators of torch that compute it; none: it has an operator of its own."""
+    keeps_output: bool = False
+    """Whether its gradient is made of its output, which the next product keeps anyway."""
+
+
+ACTIVATIONS: dict[Mlp, ActivationRow] = {
+    "gelu": ActivationRow(names=("gelu", "gelu_python"), classes=("GELU", "GELUActivation"), kernel=0),
+    "gelu_tanh": ActivationRow(
+        names=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        classes=("GELUTanh", "NewGELUActivation", "PytorchGELUTanh", "FastGELUActivation"), kernel=1,
+    ),
+    "gelu_quick": ActivationRow(
+        names=("quick_gelu",), classes=("QuickGELUActivation", "QuickGELU"), kernel=4, merged="silu",
+        # Backward two products, and the sum of both gradients of x.
+        passes=(
+            Pass("scale"), Pass("", "sigmoid", behind=(2, 1)),
+            Pass("gate", ahead=(2, 1), behind=(6, 3), launches=2, keeps=True),
+        ),
+    ),
+    "relu": ActivationRow(names=("relu",), classes=("ReLU",), kernel=3, keeps_output=True),
+    "relu2": ActivationRow(
+        names=("relu2",), classes=("ReLUSquaredActivation",), merged="relu",
+        passes=(Pass("", "relu", behind=(2, 1)), Pass("square", behind=(6, 3), launches=2)),
+    ),
+    "silu": ActivationRow(names=("silu", "swish"), classes=("SiLU", "SiLUActivation"), kernel=2),
+    "swiglu": ActivationRow(names=("silu", "swish"), gate="silu"),
+    "geglu": ActivationRow(names=("gelu",), gate="gelu"),
+    "geglu_tanh": ActivationRow(names=("gelu_pytorch_tanh",), gate="gelu_tanh"),
+}  # fmt: skip
+UNGATED: dict[Mlp, Mlp] = {name: row.gate for name, row in ACTIVATIONS.items() if row.gate is not None}
+"""The function that a gated activation computes of its gate."""
+KERNELS = frozenset(
+    name for name, row in ACTIVATIONS.items() if ACTIVATIONS[row.gate or name].kernel is not None
+)
+"""Activations that a fused kernel computes; torch's operators compute the others."""
+PLAIN_NAMES: dict[str, Mlp] = {
+    word: name for name, row in ACTIVATIONS.items() if row.gate is None for word in row.names
+}
+"""Activations without a gate, by transformers' names."""
+GATED_NAMES: dict[str, Mlp] = {word: name for name in UNGATED for word in ACTIVATIONS[name].names}
+"""Gated activations, by transformers' names of the function of their gate."""

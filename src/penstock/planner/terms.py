@@ -1,0 +1,141 @@
+"""Settings besides the model that a list of operators depends on."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from penstock.config.formats import BYTES, PRODUCTS, Dtype, Products
+from penstock.config.fused import FusedName
+from penstock.config.plan import AttentionBackend
+from penstock.config.stack import Stack
+from penstock.kernels.choices import (
+    CAUSAL_BLOCK,
+    attention_kernel,
+    cuts_causal,
+    holds_scores,
+    knows_lengths,
+    least_mean_unpadded,
+    window_blocks,
+)  # fmt: skip
+from penstock.planner.shapes import BlockKind
+from penstock.planner.software import PENSTOCK, Software
+
+Form = Literal["plain", "fused", "math"]
+
+
+class OpTerms(NamedTuple):
+    """How the operators of a model run."""
+
+    samples: int = 1
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    ep: int = 1
+    stream: float = 4.0
+    """Bytes of an element of the residual stream."""
+    product: float = 4.0
+    """Bytes of an element that goes into a matrix product."""
+    casts: bool = False
+    """Whether autocast makes a copy of each weight in the type of products."""
+    products: Products = "plain"
+    """How linear layers of blocks multiply."""
+    attention: AttentionBackend = "sdpa"
+    compute: Dtype = "fp32"
+    """The type of matrix products."""
+    avx512: bool = True
+    """Whether a CPU has AVX-512."""
+    fused: bool = False
+    """Whether neighbouring pointwise operators are one kernel."""
+    whole: bool = False
+    """Whether the loss is compiled too."""
+    copies: bool = False
+    """Whether samples come before tokens: plain attention copies queries, keys and values, and sequence parallelism
+    what devices send."""
+    host: bool = False
+    """Whether the device is a CPU."""
+    loops: bool = False
+    """Whether experts multiply one after the other."""
+    exact: bool = False
+    """Whether products are in fp32 at every precision."""
+    serving: bool = False
+    """Whether text is generated: tensor parallel devices split experts too, `ep` of them whole ones."""
+    one_pass: bool = False
+    """Whether a layer whose `products` store its weights rounds, multiplies and scales in one operator."""
+    heads: bool = False
+    """Whether heads multiply as `products` says, too."""
+    gathers_keys: bool = False
+    """Whether context parallel devices gather all keys and values before attention, instead of passing them round."""
+    cached: int = 0
+    """Tokens of each sequence whose keys and values are in the cache."""
+    weight: float = 0.0
+    """Bytes of a weight as it is read, where it differs from `product`."""
+    cache: float = 0.0
+    """The same for an element of the cache."""
+    chunked: bool = False
+    """Whether the loss over a vocabulary is computed for some tokens at a time."""
+    real: float = 1.0
+    """Share of an encoder's tokens that are computed."""
+    words: float = 1.0
+    """Share of tokens that the output and the loss are computed for."""
+    uneven: float = 1.0
+    """Visits that the busiest of the devices that split experts has, over the mean."""
+    fuses: frozenset[str] = frozenset()
+    """Fused operators of `Plan.fuse` that the device has kernels for, alone or with a variant: see
+    `penstock.planner.describe.fused_operators`."""
+    norms: float = 4.0
+    """Bytes of a number that norms compute with."""
+    software: Software = PENSTOCK
+
+    def fuses_as(self, name: FusedName, variant: str) -> bool:
+        """Whether a variant of an operator, the kind of its norm or activation, is computed by the fused one."""
+        return not self.fuses.isdisjoint((name, f"{name} {variant}"))
+
+    def form(
+        self, block: BlockKind, rows: float, seen: int, *, cross: bool, causal: bool
+    ) -> tuple[Form, int]:
+        """How attention of `rows` to `seen` tokens of each sample is computed: by a kernel that never holds all scores
+        (`fused`), by ours that does (`plain`), or composed by torch in fp32 (`math`); and how many keys a query is
+        compared with, on average where there are blocks of them; 0 is all."""
+        stack, queries = block.stack, round(rows * self.cp / (self.samples * block.share * block.samples))
+        window = 0 if cross or block.layer.window >= seen else block.layer.window
+        cut = (
+            window_blocks(window, seen, causal=causal) if window and self.host and not stack.biased else None
+        )
+        kernel = attention_kernel(
+            self.attention, self.device, self.compute, cut[0] if cut else queries, avx512=self.avx512,
+            dropout=stack.weights_dropout > 0 and not self.serving, shared=self.cp > 1,
+            learned_bias=stack.positions == "relative" and not cross and not self.serving,
+        )  # fmt: skip
+        form: Form = "fused" if not holds_scores(kernel) else "plain" if kernel == "plain" else "math"
+        if self.host and window:
+            return form, sum(cut) if cut else 0
+        halved = form == "plain" and cuts_causal(self.device, seen, seen, causal=causal)
+        return form, (seen + CAUSAL_BLOCK) // 2 if halved else window
+
+    def unpads(self, stack: Stack, tokens: int) -> bool:
+        """Whether attention goes from sample to sample, and so computes no padding: see `penstock.kernels.padding`."""
+        drops = stack.weights_dropout > 0
+        varlen = knows_lengths(self.attention, self.device, self.compute, dropout=drops, biased=stack.biased)
+        least = least_mean_unpadded(self.device, self.product, varlen=varlen)
+        return self.cp == 1 and self.real < 1 and tokens * self.real >= least
+
+    @property
+    def device(self) -> str:
+        """The kind of device, under torch's name."""
+        return "cpu" if self.host else "cuda"
+
+    @property
+    def spread(self) -> int:
+        """Devices that split the rows of those activations that tensor parallelism leaves whole."""
+        return self.tp if self.sp else 1
+
+    @property
+    def kept(self) -> float:
+        """Bytes of an element of a linear layer's input that stays for the backward pass."""
+        row = PRODUCTS[self.products]
+        return BYTES[row.kept] if row.kept else self.product
+
+    @property
+    def statistic(self) -> float:
+        """Bytes of a norm's or softmax's statistic of a row: fp32 on a GPU."""
+        return self.stream if self.host else 4.0

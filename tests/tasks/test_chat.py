@@ -288,7 +288,7 @@ def test_a_model_is_tuned_exported_with_its_template_and_asked(tmp_path: Path) -
     from penstock.serve.parse import chat
 
     tokenizer = in_folder(export)
-    asked = chat({"messages": ASKED[:1]}, template_of(tokenizer))
+    asked = chat({"messages": ASKED[:1]}, template_of(tokenizer), {})
     assert asked.marked
     ids = tokenizer.encode_marked([str(asked.prompts[0])])[0][0].tolist()
     transformers = pytest.importorskip("transformers")

@@ -132,14 +132,16 @@ def test_what_is_missing_is_told(
     assert said in capsys.readouterr().err
 
 
-def test_stop_texts_are_taken_as_they_are_typed() -> None:
+def test_stop_texts_are_taken_as_they_are_typed(folder: Path) -> None:
     """Also spaces, commas and ends of lines, and several of them; other lists are cut, and may be given again too."""
     from penstock.cli.generate import generate
     from penstock.cli.train import train
 
     def stops(*words: str) -> tuple[str, ...]:
         options = [one for word in words for one in ("--stop", word)]
-        _, bound, _ = app.parse_args(["generate", "model", *options], exit_on_error=False, print_error=False)
+        _, bound, _ = app.parse_args(
+            ["generate", str(folder), *options], exit_on_error=False, print_error=False
+        )
         return generate.read(bound.args, dict(bound.kwargs)).decoding.stop  # type: ignore[attr-defined, no-any-return]
 
     assert stops(" x") == (" x",)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from penstock.ladder import page  # noqa: F401  # registers how a report looks in a notebook
 from penstock.ladder.account import Account
 from penstock.ladder.arena import Arena, busy_seconds, failure
 from penstock.ladder.contender import Contenders

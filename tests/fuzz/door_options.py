@@ -156,7 +156,7 @@ _INSTEAD: dict[str, Any] = {
     "penstock.probe.keep": lambda machine: None,
     "penstock.doctor.findings": lambda **_: [],
     "penstock.launch.agent.launch": lambda command, settings, tell, replicas: 0,
-    "penstock.cli.plan_layouts.explore": _enough,
+    "penstock.cli.plan_page.explore": _enough,
     "penstock.cli.run.run_script": _enough,
     "penstock.cli.pack.pack_source": _enough,
     "penstock.checkpoint.reader.open_verified": _enough,

@@ -13,15 +13,23 @@ from penstock.boundary.manifests import sealed
 STEP = Path("steps/step-2")
 
 
+def _save_steps(folder: Path) -> None:
+    from helpers.checkpoints import Trainee
+    from penstock import checkpoint
+
+    trainee = Trainee("fsdp")
+    for _ in range(2):
+        trainee.train(1)
+        checkpoint.save(folder, trainee.snapshot())
+
+
 @functools.cache
 def steps() -> dict[str, bytes]:
     """All files of both steps by path; of two ranks, so that tensors are in parts."""
-    from helpers.checkpoints import numbered
-    from penstock import checkpoint
+    from helpers.spawn import spawn
 
     logging.disable()  # what is refused is logged
-    for step in (1, 2):
-        checkpoint.convert(checkpoint.save(Path("whole"), numbered(step)), STEP.parent, ranks=2)
+    spawn(_save_steps, 2, STEP.parent.resolve())
     files = sorted(path for path in STEP.parent.rglob("*") if path.is_file())
     return {str(path.relative_to(STEP.parent)): path.read_bytes() for path in files}
 

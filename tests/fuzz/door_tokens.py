@@ -22,9 +22,9 @@ _PACK = Path("pack")
 def _files() -> dict[str, bytes]:
     from penstock.data.text.packing import TextPacking, pack_text
 
-    Path("pairs.tsv").write_text(
-        "premise\thypothesis\tlabel\n" + "one two\tthree\tyes\nfour\tfive six\tno\n" * 20
-    )
+    # Rows that share a first text stay together, so each has its own, or none would be left for validation.
+    rows = "".join(f"one {n:03}\tthree\tyes\nf{n:03}\tfive six\tno\n" for n in range(20))
+    Path("pairs.tsv").write_text("premise\thypothesis\tlabel\n" + rows)
     pack_text("pairs:pairs.tsv", _PACK, TextPacking())
     return {path.name: path.read_bytes() for path in sorted(_PACK.iterdir())}
 

@@ -211,6 +211,11 @@ def test_a_floor_does_not_stand_beside_a_scatter_that_hides_more() -> None:
     assert "Noise floor" not in words
     assert "(-37.0% to +72.0%)" in words
     assert "small gains stay undecided" in words
+    for low in (0.0, 0.01):  # a few rounds on a busy machine; below the smallest number the start is zero
+        endless = replace(
+            scattered, control=replace(scattered.control, ratio=replace(wide, low=low, rounds=2))
+        )
+        assert "(2 rounds give no interval): rounds scatter" in " ".join(remarks(endless))
 
 
 def test_a_plan_of_unproven_rungs_is_not_said_to_be_of_none_that_pay() -> None:

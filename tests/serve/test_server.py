@@ -708,7 +708,7 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
             assert len(graphs) == before
         assert made[family, "none"] == made[family, "whole"]
         assert len(set(map(tuple, made[family, "none"]))) > 1
-    with pytest.raises(ConfigError, match="makes vectors"):
+    with pytest.raises(ConfigError, match="for steps that make tokens"):
         opened(_settings(config, tiny("bert-tiny", tmp_path / "bert")), Limits())
     with pytest.raises(ConfigError, match="use cache=slots"):
         ServeConfig(compile="whole")

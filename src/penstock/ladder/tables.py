@@ -187,7 +187,7 @@ QUIET = 0.1
 SCATTERED = 6.0
 """Width of the baseline's interval to itself, in noise floors, above which the floor is not what hides small gains."""
 MOST_RATIO = 100.0
-"""An interval that ends above this says nothing: too few rounds gave it."""
+"""An interval whose end is more than this many times its start says nothing: too few rounds gave it."""
 
 
 def noise_words(report: LadderReport) -> str:
@@ -195,10 +195,11 @@ def noise_words(report: LadderReport) -> str:
     if report.control is None:
         return ""
     ratio, floor = report.control.ratio, report.control.floor
+    decided = ratio.high <= MOST_RATIO * ratio.low
     interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
-    if ratio.high > MOST_RATIO:
+    if not decided:
         interval = f"{ratio.rounds} rounds give no interval"
     twice = f"the baseline, built twice, differs from itself by {ratio.value - 1:+.1%} ({interval})"
-    if math.log(ratio.high / ratio.low) > SCATTERED * math.log1p(floor):
+    if not decided or math.log(ratio.high / ratio.low) > SCATTERED * math.log1p(floor):
         return f"{twice[0].upper()}{twice[1:]}: rounds scatter more than builds do, so that small gains stay undecided."
     return f"Noise floor {floor:.1%}: {twice}."

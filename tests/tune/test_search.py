@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import pytest
 from penstock.config.load import to_dict
 from penstock.config.machine import Machine, load_machine
 from penstock.errors import ConfigError, OutOfMemory
+from penstock.ladder.page import to_html
 from penstock.ladder.result import LadderReport
 from penstock.ladder.show import ending, remarks, table, write
 from penstock.report.page import plain_console
@@ -379,6 +381,8 @@ def test_too_little_time_is_said(tuned: Callable[..., LadderReport]) -> None:
     assert _statuses(report)["optimizer-fused"] == "not run"
     assert "Time was too short for fused optimizer; --budget 2 gives them more." in report.notes
     assert ending(report)[-1][0].startswith("Same results: nothing that applies here was measured")
+    json.dumps(report.to_dict(), allow_nan=False)  # a rate that is not known is null
+    assert "none pays" not in to_html(report)
 
 
 def test_rungs_that_no_script_can_have_are_refused(tuned: Callable[..., LadderReport]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -64,8 +65,14 @@ class Account:
     def rate(self, setting: Setting) -> Estimate | None:
         """Samples per second: the baseline's at the machine's usual pace, times the ratio to it."""
         speed = self.ratio(setting, self.first)
-        usual = self.contenders.samples(self.first) / self.arena.wall.joint().seconds(self.first)
-        return speed and speed.times(usual)
+        step = self.arena.wall.joint().seconds(self.first)
+        if math.isnan(step):  # no round fitted into the time: the step that warmed it up
+            step = self.arena.step_seconds.get(self.first, math.nan)
+        return (
+            None
+            if speed is None or math.isnan(step)
+            else speed.times(self.contenders.samples(self.first) / step)
+        )
 
     def with_figures(self, result: RungResult, setting: Setting, before: Setting) -> RungResult:
         """A result with all that was measured of a setting."""
@@ -95,7 +102,6 @@ class Account:
         """A Plan that the ladder ends with."""
         speedup, rate = self.ratio(setting, self.first), self.rate(setting)
         assert speedup is not None
-        assert rate is not None
         memory, forecast = self._memory.get(setting), self.forecast(setting, self.first)
         return Chosen(
             plan=setting.words, model=changes(self.first, setting), rungs=tuple(rungs),

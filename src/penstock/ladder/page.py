@@ -23,6 +23,7 @@ from penstock.ladder.tables import (
     plan_words,
     ratio,
     seconds,
+    stays,
     times,
     titles,
 )
@@ -76,7 +77,7 @@ def notebook(report: LadderReport) -> str:
 def picture(report: LadderReport) -> str:
     """The rungs that pay, as an SVG file of its own, for a README or a slide."""
     text = f"{report.title}: {report.speedup:.2f}× the speed with the same results"
-    if report.nearest is not None:
+    if report.nearest is not None or not report.same.rungs:
         text = f"{report.title}: {beyond_words(report.nearest)} on this machine"
     if report.fastest is not None:
         text += f", {report.fastest.speedup.value:.2f}× with others"
@@ -104,7 +105,9 @@ def _lead(report: LadderReport) -> str:
         f"{len(report.tried)} of {report.candidates:,} combinations built, " if report.candidates else ""
     )
     paying = f"{paid} of them pay and leave results as they are"
-    if not paid and report.nearest is None:
+    if not tried:
+        paying = f"so {stays(report)}"
+    elif not paid and report.nearest is None:
         paying = (
             f"none pays beyond the noise by itself, but the {len(report.same.rungs)} of the Plan together do"
         )
@@ -118,12 +121,12 @@ def _tiles(report: LadderReport) -> list[Tile]:
     best, first, same = report.best, report.baseline, report.same
     tiles = [
         Tile(value=times(same.speedup), words=f"the speed of {plain(report)}, same results", lead=True)
-        if report.nearest is None
+        if same.rungs and report.nearest is None
         else Tile(value="1.00×", words=f"{plain(report)}: {beyond_words(report.nearest)}", lead=True)
     ]
     if report.fastest is not None:
         tiles.append(Tile(value=times(report.fastest.speedup), words="with what changes results"))
-    if first.samples_per_second:
+    if first.samples_per_second and same.samples_per_second:
         before = number(first.samples_per_second.value)
         tiles.append(
             Tile(value=f"{number(same.samples_per_second.value)}/s", words=f"{report.unit}, from {before}")

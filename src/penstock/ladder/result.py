@@ -195,7 +195,8 @@ class Chosen:
     """The command that trains with it, or the Python call for a model of one's own."""
     speedup: Estimate
     """Speed over the baseline's."""
-    samples_per_second: Estimate
+    samples_per_second: Estimate | None
+    """None where not even the baseline took a step."""
     predicted: float | None
     """`speedup` as the planner alone predicts it; None of a script with operators that it does not know."""
     memory_bytes: int | None

@@ -120,13 +120,18 @@ def plain(report: LadderReport) -> str:
     return "the plain baseline" if report.script is None else "the script as it is"
 
 
+def stays(report: LadderReport) -> str:
+    """The advice where nothing is faster."""
+    return "the plain Plan stands" if report.script is None else "the script stays as it is"
+
+
 def plan_words(report: LadderReport, chosen: Chosen) -> str:
     """A Plan's speedup, the Plan itself, and its effect on the loss."""
     gain = chosen.speedup
     if report.nearest is not None and chosen is report.same:
         return nothing_words(report, report.nearest)
-    if report.script is not None and not chosen.rungs:
-        return "nothing that applies here was measured, so the script stays as it is."
+    if chosen is report.same and not chosen.rungs:
+        return f"{beyond_words(None)}, so {stays(report)}."
     predicted = "" if chosen.predicted is None else f", predicted {chosen.predicted:.2f}×"
     speed = "the baseline's speed" if report.script is None else "the speed of the script as it is"
     words = f"{times(gain)} {speed} ({gain.low:.2f} to {gain.high:.2f}){predicted}. "
@@ -152,7 +157,9 @@ def percent(share: float) -> str:
     return f"{math.ceil(1000 * share) / 10:.1f} %"
 
 
-def beyond_words(nearest: Nearest) -> str:
+def beyond_words(nearest: Nearest | None) -> str:
+    if nearest is None:
+        return "nothing that applies here was measured in this time"
     if nearest.width >= 1:
         return "no gain could be told from noise"
     return f"nothing beyond ±{percent(nearest.width)}"
@@ -161,13 +168,9 @@ def beyond_words(nearest: Nearest) -> str:
 def nothing_words(report: LadderReport, nearest: Nearest) -> str:
     """Words, and advice, where no Plan is faster than the baseline beyond the noise."""
     best, others_busy = nearest.ratio, report.others_busy
-    stays, climb = (
-        ("the plain Plan stands", "climb")
-        if report.script is None
-        else ("the script stays as it is", "tuning")
-    )
+    climb = "climb" if report.script is None else "tuning"
     words = (
-        f"{beyond_words(nearest).capitalize()} on this machine, so {stays}. "
+        f"{beyond_words(nearest).capitalize()} on this machine, so {stays(report)}. "
         f"The most promising, {nearest.plan}, "
     )
     if best.high < 1.0:

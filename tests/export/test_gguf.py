@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,49 @@ def test_transformers_reads_the_model_that_was_written(kind: str, tmp_path: Path
     tokens = torch.randint(0, 300, (2, 40))
     with torch.no_grad():
         torch.testing.assert_close(read(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+LLAMA_CPP = """
+import json, sys, xllamacpp
+path, prompt, text = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.cpuparams.n_threads = path, 256, 1
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+server = xllamacpp.Server(params)
+how = {"max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+shown = server.handle_completions({"prompt": prompt, **how})["choices"][0]["logprobs"]["content"]
+cut = server.handle_completions({"prompt": text, "max_tokens": 1})["usage"]["prompt_tokens"]
+print(json.dumps([[[token["id"], token["logprob"]] for token in shown], cut]))
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_llama_cpp_makes_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = made(kind, tmp_path / "model")
+    path, _ = export(folder, tmp_path / "out", "gguf")
+    theirs, text = AutoModelForCausalLM.from_pretrained(folder).eval(), "Hello, wörld! 12345 a  b\nc"
+    torch.manual_seed(1)
+    tokens = torch.randint(3, 250, (1, 40))
+    prompt, expected = tokens[0].tolist(), []
+    for _ in range(8):
+        with torch.no_grad():
+            best = theirs(tokens).logits[0, -1].log_softmax(-1).max(-1)
+        expected.append((int(best.indices), float(best.values)))
+        tokens = torch.cat((tokens, best.indices.view(1, 1)), 1)
+    words = [sys.executable, "-c", LLAMA_CPP, str(path), json.dumps(prompt), text]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    shown, cut = json.loads(done.stdout.splitlines()[-1])
+    assert cut == len(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
+    assert shown
+    rest = iter(expected)
+    for token, score in shown:  # it shows no token that ends within a character
+        wanted = next((score for other, score in rest if other == token), None)
+        assert wanted == pytest.approx(score, abs=0.002)
 
 
 def test_the_tokenizer_and_the_settings_are_in_the_file(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ from penstock.serve.deploy import Layout
 from penstock.serve.measure import Client, replay, step_costs
 from penstock.serve.scheduler import Limits
 from penstock.serve.settings import DeployConfig
-from penstock.serve.simulate import simulate
-from penstock.serve.traffic import Arrival, Rate, Served
+from penstock.serve.traffic import Arrival, Rate, Served, simulate
 
 SMALL: Any = PRESETS["gpt2"]
 LLAMA: Any = PRESETS["llama-tiny"]

@@ -38,7 +38,7 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.trainable import require_vision
 from penstock.errors import PenstockError
-from penstock.ladder.tensor_memory import TensorMemory
+from penstock.ladder.trace import TensorMemory
 from penstock.models import create
 from penstock.precision import matmul_precision
 from penstock.probe import machine_for

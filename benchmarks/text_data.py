@@ -25,8 +25,8 @@ import torch
 from penstock.config.run import DataConfig
 from penstock.data import Loader, Source
 from penstock.data.text.open import open_tokenizer
-from penstock.data.text.packing import TextPacking, pack_text
 from penstock.data.text.rows import open_rows
+from penstock.data.text.sources import TextPacking, pack_text
 from penstock.data.text.tokens import TokenSource, open_tokens
 from ways import Way, in_turn
 

@@ -19,7 +19,7 @@ from penstock.compress.smooth import norm_readers, smooth
 from penstock.config.model import PRESETS
 from penstock.config.quantise import QuantiseOptions, StoredFormat
 from penstock.errors import ConfigError
-from penstock.ladder.tensor_memory import TensorMemory
+from penstock.ladder.trace import TensorMemory
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows

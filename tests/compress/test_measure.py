@@ -12,7 +12,7 @@ from helpers.toy import TOY
 from penstock.config.model import PRESETS, with_stacks
 from penstock.config.plan import Plan
 from penstock.export.export import inputs_of
-from penstock.ladder.tensor_memory import TensorMemory
+from penstock.ladder.trace import TensorMemory
 from penstock.models import create
 from penstock.models.anatomy import set_switch
 from penstock.planner.prediction import predict_pass_bytes

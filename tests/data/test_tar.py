@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.images import encoded, smooth, write_tar
-from penstock.boundary import compressed
+from penstock.boundary import archives
 from penstock.boundary.images import MAX_BYTES
 from penstock.data.tar import read_tar, shards_of
 from penstock.errors import DataError
@@ -220,8 +220,8 @@ def test_a_label_that_expands_to_200_megabytes_is_refused(tmp_path: Path, name: 
 def test_an_archive_that_expands_without_end_is_refused(
     tmp_path: Path, tool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compressed._FREE_BYTES < 100_000_000
-    monkeypatch.setattr(compressed, "_FREE_BYTES", 1 << 20)  # so that the test takes less time
+    assert archives._FREE_BYTES < 100_000_000
+    monkeypatch.setattr(archives, "_FREE_BYTES", 1 << 20)  # so that the test takes less time
     _refused(
         tmp_path / "s.tar", tool.compress(_header(b"0", 3 << 20) + bytes(3 << 20)), "expand to more than"
     )

@@ -20,7 +20,7 @@ _PACK = Path("pack")
 
 @functools.cache
 def _files() -> dict[str, bytes]:
-    from penstock.data.text.packing import TextPacking, pack_text
+    from penstock.data.text.sources import TextPacking, pack_text
 
     # Rows that share a first text stay together, so each has its own, or none would be left for validation.
     rows = "".join(f"one {n:03}\tthree\tyes\nf{n:03}\tfive six\tno\n" for n in range(20))

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
 from penstock.models import create
 from penstock.models.convert import from_pretrained, read_state_dict, save_pretrained
-from penstock.models.convert.gated import gated
+from penstock.models.convert.upcycle import gated
 from penstock.models.experts import mixtures_of
 from penstock.models.model import Model
 

@@ -15,8 +15,7 @@ import torch
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
 from penstock.ladder import models
-from penstock.ladder.arena import Arena, failure
-from penstock.ladder.deadline import OutOfTime, stopped_at
+from penstock.ladder.arena import Arena, OutOfTime, failure, stopped_at
 from penstock.ladder.models import Models
 from penstock.ladder.own import subject_of
 from penstock.ladder.settings import LadderConfig

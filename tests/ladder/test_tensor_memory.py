@@ -13,8 +13,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.ladder.tensor_memory import TensorMemory
-from penstock.ladder.trace import trace
+from penstock.ladder.trace import TensorMemory, trace
 from penstock.planner import predict
 from penstock.planner.prediction import predict_workload
 

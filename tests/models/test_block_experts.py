@@ -22,8 +22,7 @@ from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.models import Model, create
 from penstock.models.convert import load_weights
-from penstock.models.convert.gated import gated
-from penstock.models.convert.upcycle import Upcycling, dense_twin
+from penstock.models.convert.upcycle import Upcycling, dense_twin, gated
 from penstock.optim.groups import parameter_groups
 from penstock.planner.describe import totals
 

@@ -10,8 +10,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.planner.serve import StepCosts
 from penstock.serve.scheduler import Limits, TooLong
-from penstock.serve.simulate import simulate
-from penstock.serve.traffic import Arrival, Outcome, Rate, Served, Spread, read_trace, requests_of
+from penstock.serve.traffic import Arrival, Outcome, Rate, Served, Spread, read_trace, requests_of, simulate
 
 ENDLESS = 1 << 20
 FLAT = StepCosts(((1.0, 0.0), (2.0, 0.0)), ((1.0, 0.01, 0.0),))
@@ -96,7 +95,7 @@ def test_steps_taken_together_are_those_taken_one_by_one() -> None:
         prefill = staticmethod(costs.prefill)
         decode = staticmethod(costs.decode)
 
-    from penstock.serve import simulate as module
+    from penstock.serve import traffic as module
 
     taken = module._steps
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from penstock.boundary.compressed import BROKEN, expanded
+from penstock.boundary.archives import BROKEN, expanded
 from penstock.boundary.files import AnyPath, open_regular
 
 LINE_BYTES = 16 << 20

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.boundary.files import quoted
 from penstock.data.pack import verify as verify_images
 from penstock.data.packing import Packing, pack_source
-from penstock.data.text.packing import TextPacking, is_text, pack_text
+from penstock.data.text.sources import TextPacking, is_text, pack_text
 from penstock.data.text.tokenpack import PARTS, is_token_pack
 from penstock.data.text.tokenpack import verify as verify_text
 from penstock.errors import ConfigError

@@ -24,7 +24,7 @@ from penstock.data import Loader
 from penstock.data.text.open import found_in
 from penstock.errors import ConfigError
 from penstock.export.export import inputs_of
-from penstock.ladder.tensor_memory import TensorMemory
+from penstock.ladder.trace import TensorMemory
 from penstock.models import create
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model

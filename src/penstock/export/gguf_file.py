@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, NumericError
 from penstock.export import ExportType
 from penstock.infer.load import tokenizer_in
 from penstock.models.convert.files import settings_in
-from penstock.models.convert.text import text_pending
+from penstock.models.convert.names import text_pending
 from penstock.models.model import Model
 
 FILE = "model.gguf"

@@ -6,6 +6,7 @@ memory traffic. Views cost nothing and are left out.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,6 @@ from penstock.config.fused import FUSED_FORM
 from penstock.containers import tensors
 from penstock.errors import ConfigError
 from penstock.kernels.linear_cross_entropy import in_chunks
-from penstock.ladder.tensor_memory import TensorMemory
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Experts
 from penstock.planner.operators import Module, Op, OpKind, Workload
@@ -239,3 +239,50 @@ def _product(
         return "conv", (1, m, n, flops // max(2 * m * n, 1))
     m, n = result.shape[0], result.numel() // max(result.shape[0], 1)
     return "gemm", (1, m, n, flops // max(2 * m * n, 1))
+
+
+# -- the most memory that tensors take at one time. What a process grows by says little of small models: allocators
+# keep, libraries cache, pages are shared.
+
+
+class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, counts the bytes of every storage that operators return, once, for as long as it lives.
+
+    `held` are tensors that are there already and count; `ignored` (a batch of the caller's) do not. What an operator
+    allocates and frees within itself is not seen.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        for tensor in ignored:
+            self._known.add(tensor.untyped_storage())
+        for tensor in held:
+            self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors(out):
+            self._add(tensor)
+        return out

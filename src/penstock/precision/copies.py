@@ -1,4 +1,5 @@
-"""Copies and pickles of accelerated models.
+"""Copies and pickles of accelerated models, and how half weights get to disk and back as the fp32 values that they
+stand for: by hooks on each module.
 
 A copy is accelerated as its original is. A pickle, and what `torch.save` writes of a whole model, is the plain model
 in fp32: it loads where there is no Penstock, and under `torch.serialization.safe_globals`.
@@ -8,27 +9,263 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from penstock.containers import tensors
-from penstock.precision.state_hooks import (
-    Fp32State,
-    HalfWeight,
-    adopt_weights,
-    fp32_state_of,
-    is_half,
-    own_buffers,
-    own_parameters,
-    remove_hooks,
-    take_masters,
-)
-from penstock.precision.subclass import StandIns, asked_by
+from penstock.errors import ConfigError
 from penstock.products.convert import restore_linears
+
+
+def take_masters(model: nn.Module) -> None:
+    """Put the master weights into a copy of a model in place of the half ones. Under autocast it computes the same;
+    averages of its weights, and whatever else is done to its state dict, then show in what it computes.
+
+    What shares its weights with the original, as a shallow copy does, is left alone.
+    """
+    for module, stored in _all_fp32_states(model):
+        for key, half in own_parameters(module):
+            if half not in stored.masters or _marked(half):
+                continue
+            setattr(module, key, stored.masters[half])
+
+
+def adopt_weights(model: nn.Module) -> None:
+    """Take weights that were written in place over into the masters."""
+    for _, stored in _all_fp32_states(model):
+        for half, master in stored.masters.items():
+            adopt(half, master)
+
+
+def give_master(model: nn.Module, half: Parameter, master: Parameter) -> None:
+    """From now on the state dict has the value of `master` for a half weight of the model."""
+    for module, stored in _all_fp32_states(model):
+        if any(parameter is half for _, parameter in own_parameters(module)):
+            stored.masters[half] = master
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Whether a tensor is of a half type."""
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def fp32_state_of(module: nn.Module) -> Fp32State | None:
+    """How a module's own half weights get to disk; None where it has none."""
+    return module.__dict__.get("_penstock_stored")
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, Parameter]]:
+    """The parameters of a module itself, each under every name that it has."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers of a module itself."""
+    return list(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def keep_handles(module: nn.Module, *handles: RemovableHandle) -> None:
+    """Remember hooks of ours, so that `remove_hooks` finds them, in a copy of the module too."""
+    module.__dict__.setdefault("_penstock_hooks", []).extend(handles)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take all hooks of ours off a module."""
+    for handle in module.__dict__.pop("_penstock_hooks", []):
+        handle.remove()
+
+
+def _all_fp32_states(model: nn.Module) -> Iterator[tuple[nn.Module, Fp32State]]:
+    for module in model.modules():
+        stored = fp32_state_of(module)
+        if stored is not None:
+            yield module, stored
+
+
+class Fp32State:
+    """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.masters: dict[Parameter, Parameter] = {}
+        self.wide: dict[Parameter, Tensor] = {}
+        """Values being loaded, between the two hooks."""
+
+    def fp32(self, weight: Tensor) -> Tensor:
+        """The exact value of a half weight or buffer."""
+        master = self.masters.get(weight) if isinstance(weight, Parameter) else None
+        if master is None:
+            return weight.detach().float()
+        adopt(weight, master)
+        return master.detach()
+
+    @torch.no_grad()
+    def take(self, weight: Parameter, value: Tensor) -> None:
+        """Give a half weight its exact value."""
+        master = self.masters[weight]
+        master.copy_(value)
+        publish([weight], [master])
+
+    def attach(self, module: nn.Module) -> None:
+        """From now on, handle what is saved of a module and loaded into it."""
+        target: Any = module
+        module.__dict__["_penstock_stored"] = self
+        keep_handles(
+            module,
+            target.register_state_dict_post_hook(self),
+            target.register_load_state_dict_pre_hook(self._loading),
+            target.register_load_state_dict_post_hook(self._loaded),
+        )
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """A state dict was made. torch marks this hook by an attribute, which a method could not take."""
+        for key, value in (*own_parameters(module), *own_buffers(module)):
+            if prefix + key in state and value.dtype == self.dtype:
+                state[prefix + key] = self.fp32(value)
+
+    def _loading(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ConfigError(
+                "load_state_dict(assign=True) would replace the half weights that master weights stand behind; load "
+                "without assign, or load before the model is accelerated."
+            )
+        self.wide = {}
+        for key, parameter in own_parameters(module):
+            value = state.get(prefix + key)
+            # torch reports a tensor of another shape.
+            if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self.masters:
+                self.wide[parameter] = value
+
+    def _loaded(self, module: nn.Module, _: Any) -> None:
+        for parameter, value in self.wide.items():
+            self.take(parameter, value)
+        self.wide = {}
+
+
+def publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(halves), list(masters))
+    for half in halves:
+        mark(half)
+
+
+def mark(half: Tensor) -> None:
+    # With the identity: a copy that was unpickled with this mark has another count, which is no change.
+    half._penstock_version = (id(half), half._version)  # type: ignore[attr-defined]
+
+
+def _marked(half: Tensor) -> bool:
+    """Whether this is the tensor that was published, and no copy of it."""
+    return bool(getattr(half, "_penstock_version", (0, 0))[0] == id(half))
+
+
+def adopt(half: Tensor, master: Tensor) -> None:
+    """Take over a half weight that was written since it was published: in place, or perhaps through `.data`."""
+    if not _marked(half):
+        return
+    touched = isinstance(half, HalfWeight) and half.__dict__.pop("_penstock_touched", False)
+    if touched or half._penstock_version[1] != half._version:  # type: ignore[attr-defined]
+        with torch.no_grad():
+            # Where nothing was written, the master's other bits stay.
+            kept = (master.to(half.dtype) == half) | half.isnan()
+            master.copy_(torch.where(kept, master, half.to(master.dtype)))
+        mark(half)
+
+
+class HalfWeight(Parameter):
+    """A half weight with a master. A write through `.data` raises no version, so that reading `.data` counts as one."""
+
+    @property
+    def data(self) -> Tensor:
+        self.__dict__["_penstock_touched"] = True
+        values: Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.__dict__["_penstock_touched"] = True
+        _DATA.__set__(self, value)
+
+
+_DATA: Any = inspect.getattr_static(Tensor, "data")
+
+
+_CLASS: Any = object.__dict__["__class__"]
+
+
+class _Quiet:
+    """The first base of a class while it is made, so that the original's `__init_subclass__` is not called: registries
+    of classes keep the original, and arguments that such a hook needs are not missing.
+    """
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+class StandIns:
+    """One stand-in for each class, made when it is first needed: a subclass that goes by the name of the original.
+
+    `attributes(cls)` are its own methods. An object's `__class__` still reads as the original, which pickle looks up by
+    name. torch.compile alone reads the stand-in where it looks up methods. Code that assigns another class, as
+    sharding and parametrizations do, gets a stand-in for that class.
+    """
+
+    def __init__(self, attributes: Callable[[Any], dict[str, Any]]) -> None:
+        self._attributes = attributes
+        self._made: dict[type, type] = {}
+
+    def put_on(self, value: Any) -> None:
+        """Let a stand-in take the place of an object's class."""
+        _CLASS.__set__(value, self._for(type(value)))
+
+    def take_off(self, value: Any) -> None:
+        """Give an object its original class back; nothing happens where it has that."""
+        if self.on(value):
+            _CLASS.__set__(value, type(value).__mro__[1])
+
+    def on(self, value: Any) -> bool:
+        """Whether an object's class is one of these stand-ins."""
+        kind = type(value)
+        return self._made.get(kind.__mro__[1]) is kind if len(kind.__mro__) > 1 else False
+
+    def _for(self, cls: type) -> type:
+        if cls not in self._made:
+            kept = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+            original = vars(cls).get("_penstock_original", cls)  # one may stand in for another
+            shown = property(
+                lambda value: (
+                    type(value)
+                    if not torch.compiler.is_dynamo_compiling() and asked_by(*_METHODS_IN_DYNAMO)
+                    else original
+                ),
+                lambda value, new: _CLASS.__set__(value, self._for(new)),
+            )
+            names = {**kept, "__class__": shown, "_penstock_original": original, **self._attributes(cls)}
+            made = type(cls.__name__, (_Quiet, cls), names)
+            made.__bases__ = (cls,)
+            made.__qualname__ = cls.__qualname__
+            self._made[cls] = made
+        return self._made[cls]
+
+
+_METHODS_IN_DYNAMO = "torch._dynamo", "lookup_class_mro_attr"
+"""Where torch.compile looks up an object's methods. Elsewhere it must read what compiled code will read."""
+
+
+def asked_by(package: str, function: str = "") -> bool:
+    """Whether code of a package, or a function of it, reads the property whose own function calls this."""
+    frame = sys._getframe(2)
+    own = str(frame.f_globals.get("__name__")).startswith(package)
+    return own and function in ("", frame.f_code.co_name)
+
 
 _KINDS: list[ModuleStandIns] = []
 """Every kind of stand-in that modules may wear."""

@@ -21,9 +21,7 @@ from penstock.models.anatomy import is_norm
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.groups import parameters_of
 from penstock.optim.one_pass import Copies, OnePassAdamW
-from penstock.precision.forward import living
-from penstock.precision.lists import OpLists, fp32_modules_of
-from penstock.precision.state_hooks import (
+from penstock.precision.copies import (
     Fp32State,
     HalfWeight,
     adopt,
@@ -35,6 +33,8 @@ from penstock.precision.state_hooks import (
     own_parameters,
     publish,
 )
+from penstock.precision.forward import living
+from penstock.precision.lists import OpLists, fp32_modules_of
 
 _log = logging.getLogger(__name__)
 

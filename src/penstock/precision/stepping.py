@@ -10,9 +10,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError, ConfigError
+from penstock.precision.copies import StandIns
 from penstock.precision.scaling import Gradients
 from penstock.precision.session import Session
-from penstock.precision.subclass import StandIns
 
 _KEY = "penstock"
 _log = logging.getLogger(__name__)

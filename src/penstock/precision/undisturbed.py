@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from penstock.containers import replaced, tensors
 from penstock.errors import ConfigError
-from penstock.precision.copies import plain
+from penstock.precision.copies import is_half, own_buffers, plain
 from penstock.precision.forward import precision_on
-from penstock.precision.state_hooks import is_half, own_buffers
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Runs the model on a batch and returns a 0-d loss."""

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
+from penstock.precision.copies import is_half
 from penstock.precision.forward import apply_precision, precision_on, unwrap_forward, unwrapped
 from penstock.precision.histogram import LARGEST, GradientHistogram, Histogram, Meter, power_of_two
 from penstock.precision.lists import restore_modules
 from penstock.precision.overflow import Overflow, OverflowTrace, tensors_of
 from penstock.precision.session import device_of
 from penstock.precision.settings import Precision, properties_of
-from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
 from penstock.precision.undisturbed import Loss, checked, default_loss, gradients, in_fp32, moved, undisturbed
 from penstock.report.precision_figures import percent

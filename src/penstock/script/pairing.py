@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.groups import parameters_of
+from penstock.precision.copies import is_half
 from penstock.precision.forward import (
     living,
     precision_on,
@@ -25,7 +26,6 @@ from penstock.precision.forward import (
     unwrapped,
 )
 from penstock.precision.settings import Precision, properties_of
-from penstock.precision.state_hooks import is_half
 from penstock.precision.stepping import gradients_beside
 from penstock.script.accelerate import accelerate
 from penstock.script.account import Account

@@ -1,6 +1,6 @@
 """Which layout serves some traffic in time on the fewest devices: types, degrees, replicas, slots and cache.
 
-Each candidate that fits the memory is simulated over the whole traffic; see `penstock.serve.simulate`. Layouts are
+Each candidate that fits the memory is simulated over the whole traffic; see `penstock.serve.traffic`. Layouts are
 tried from one replica up, until one is in time, because more replicas only cost more. A pipeline is tried only where
 tensor parallelism inside a node does not make the model fit: it shortens no request.
 """
@@ -34,8 +34,7 @@ from penstock.planner.stored import assumption
 from penstock.serve.balance import slots_by, spare_for, unevenness_of
 from penstock.serve.scheduler import Limits
 from penstock.serve.settings import DeployConfig, WeightType
-from penstock.serve.simulate import simulate
-from penstock.serve.traffic import Arrival, Served
+from penstock.serve.traffic import Arrival, Served, simulate
 
 CHANGES: tuple[Dtype, ...] = ("int8", "fp8", "int4")
 """Types that change results, and are chosen only if named."""

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from penstock.errors import EnvironmentProblem
 from penstock.planner.serve import LENGTHS, StepCosts
 from penstock.serve.scheduler import Limits
-from penstock.serve.simulate import simulate
-from penstock.serve.traffic import Arrival, Outcome, Served
+from penstock.serve.traffic import Arrival, Outcome, Served, simulate
 
 REPEATS = 3
 MOST_TIMED = 32

@@ -37,8 +37,8 @@ from penstock.models.fuse import places_for
 from penstock.optim.groups import parameters_of
 from penstock.planner.operators import Workload
 from penstock.planner.prediction import predict_workload
+from penstock.precision.copies import is_half
 from penstock.precision.forward import replaced_forward
-from penstock.precision.state_hooks import is_half
 from penstock.probe import machine_for
 from penstock.products.convert import device_problem
 from penstock.tune.facts import FORMS, PRODUCTS, SWITCHED, Facts

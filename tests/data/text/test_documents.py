@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.boundary import compressed
+from penstock.boundary import archives
 from penstock.boundary.text import LINE_BYTES, read_json_texts, read_lines
 from penstock.config.run import DataConfig
 from penstock.data.splits import split_files
 from penstock.data.text.build import Bad, RowOrBad, Shape, TextRow
 from penstock.data.text.columns import TextColumns
 from penstock.data.text.documents import files_of, read_files
-from penstock.data.text.packing import TextPacking, pack_text
+from penstock.data.text.sources import TextPacking, pack_text
 from penstock.errors import ConfigError, DataError
 
 DOCUMENTS = TextColumns("document", (), Shape(form="documents"))
@@ -193,7 +193,7 @@ def _peak_of(action: object) -> int:
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "_FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(archives, "_FREE_BYTES", 1 << 20)
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"x" * 100 + b"\n" + bytes(30 << 20)))
     (problem,) = problems(path)

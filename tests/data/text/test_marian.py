@@ -15,8 +15,8 @@ from helpers.marian import BPE, CODE, LETTERS, NUMBERS, SOURCE, SPACE, model, wr
 from penstock.config.run import DataConfig
 from penstock.data.text.marian import Marian
 from penstock.data.text.open import open_tokenizer
-from penstock.data.text.packing import TextPacking, pack_text
 from penstock.data.text.rows import open_rows
+from penstock.data.text.sources import TextPacking, pack_text
 from penstock.data.text.tokenizers import Bytes, Tokenizer
 from penstock.errors import ConfigError, DataError
 

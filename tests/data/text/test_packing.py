@@ -11,8 +11,8 @@ from penstock.cli import main
 from penstock.config.run import DataConfig
 from penstock.data.source import BadSample
 from penstock.data.text.open import open_tokenizer
-from penstock.data.text.packing import TextPacking, pack_text
 from penstock.data.text.rows import open_rows
+from penstock.data.text.sources import TextPacking, pack_text
 from penstock.data.text.tokenizers import Bytes, LibraryTokenizer
 from penstock.data.text.tokenpack import BLOCK_BYTES, TokenPack, verify
 from penstock.data.text.tokens import open_tokens

@@ -25,9 +25,8 @@ from penstock.precision.lists import (
     differences,
     region,
 )
-from penstock.precision.lists.kernels import registered
 from penstock.precision.lists.names import functions_of, name_of
-from penstock.precision.lists.op_lists import intercepted
+from penstock.precision.lists.op_lists import intercepted, registered
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -13,14 +13,14 @@ from penstock.models.convert.load import Loaded as Loaded
 from penstock.models.convert.load import fitted as fitted
 from penstock.models.convert.load import load_weights as load_weights
 from penstock.models.convert.load import require_as_large as require_as_large
+from penstock.models.convert.names import text_from_hf as text_from_hf
+from penstock.models.convert.names import text_to_hf as text_to_hf
 from penstock.models.convert.parts import branch_of as branch_of
 from penstock.models.convert.parts import load_part as load_part
 from penstock.models.convert.pretrained import from_pretrained as from_pretrained
 from penstock.models.convert.pretrained import model_in as model_in
 from penstock.models.convert.pretrained import require_theirs as require_theirs
 from penstock.models.convert.pretrained import save_pretrained as save_pretrained
-from penstock.models.convert.text import text_from_hf as text_from_hf
-from penstock.models.convert.text import text_to_hf as text_to_hf
 from penstock.models.convert.vit import from_hf as from_hf
 from penstock.models.convert.vit import from_timm as from_timm
 from penstock.models.convert.vit import resize_positions as resize_positions

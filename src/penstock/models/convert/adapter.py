@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.config.model import ModelConfig, TextConfig
 from penstock.config.run import Lora
 from penstock.errors import ConfigError
-from penstock.models.convert.text import text_to_hf
+from penstock.models.convert.names import text_to_hf
 from penstock.models.lora import FIRST, SECOND, scale_of
 
 _PEFT = "base_model.model."

@@ -31,7 +31,7 @@ from penstock.config.model import ModelConfig, TextConfig, ViTConfig
 from penstock.config.quantise import StoredFormat
 from penstock.config.theirs.read import CHANNELS, GROUPS, METHOD
 from penstock.errors import ConfigError
-from penstock.models.convert.text import text_library, text_to_hf
+from penstock.models.convert.names import text_library, text_to_hf
 from penstock.models.convert.vit import to_hf
 from penstock.models.rounded import RoundedWeight, packed_words, zero_points
 

@@ -19,9 +19,7 @@ from penstock.models import create
 from penstock.models.anatomy import WHOLE
 from penstock.models.convert.files import described, read_state_dict, settings_in
 from penstock.models.convert.hub import local_weights
-from penstock.models.convert.names import misfit
-from penstock.models.convert.spellings import respelled
-from penstock.models.convert.text import text_from_hf
+from penstock.models.convert.names import misfit, respelled, text_from_hf
 from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copies, upcycled
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.former_names import renamed

@@ -24,10 +24,10 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
 from penstock.models.convert.compressed_tensors import compressed_tensors
 from penstock.models.convert.files import described, read_state_dict, settings_in
-from penstock.models.convert.gated import gated, read_gated
 from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
-from penstock.models.convert.text import text_pending
+from penstock.models.convert.names import text_pending
+from penstock.models.convert.upcycle import gated, read_gated
 from penstock.models.convert.vit import to_hf
 from penstock.models.model import Model
 from penstock.models.rounded import RoundedWeight, plain_state, rounded_by_clips, rounded_in, without_clips
@@ -256,7 +256,7 @@ def from_pretrained(
 ) -> Model:
     """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
     `penstock.config.theirs.libraries`, wrote. With `labels`, numbers of those that choose its experts, the others'
-    experts are not read: see `penstock.models.convert.gated`.
+    experts are not read: see `penstock.models.convert.upcycle`.
 
     Raises ConfigError for another family, CheckpointError for broken files.
     """

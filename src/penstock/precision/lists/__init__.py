@@ -6,14 +6,14 @@ on the device, so that a list without differences costs nothing.
 
 from __future__ import annotations
 
-from penstock.precision.lists.functions import Registration as Registration
-from penstock.precision.lists.functions import fp32_function as fp32_function
-from penstock.precision.lists.functions import half_function as half_function
-from penstock.precision.lists.functions import promote_function as promote_function
-from penstock.precision.lists.functions import register_fp32_function as register_fp32_function
-from penstock.precision.lists.functions import register_half_function as register_half_function
-from penstock.precision.lists.functions import register_promote_function as register_promote_function
+from penstock.precision.lists.mode import Registration as Registration
+from penstock.precision.lists.mode import fp32_function as fp32_function
+from penstock.precision.lists.mode import half_function as half_function
+from penstock.precision.lists.mode import promote_function as promote_function
 from penstock.precision.lists.mode import region as region
+from penstock.precision.lists.mode import register_fp32_function as register_fp32_function
+from penstock.precision.lists.mode import register_half_function as register_half_function
+from penstock.precision.lists.mode import register_promote_function as register_promote_function
 from penstock.precision.lists.modules import apply_modules as apply_modules
 from penstock.precision.lists.modules import fp32_modules_of as fp32_modules_of
 from penstock.precision.lists.modules import restore_modules as restore_modules

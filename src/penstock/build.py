@@ -17,6 +17,7 @@ from penstock.config.fused import FusedName
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
+from penstock.config.optimizers import OPTIMIZERS
 from penstock.config.plan import Plan
 from penstock.config.recipes import INSIDE, require_recipe
 from penstock.config.rules import require
@@ -102,7 +103,7 @@ def build(
     Raises ConfigError when the Plan contradicts model, machine or ranks.
     """
     recipe = recipe or Recipe()
-    device = torch.device(device)
+    plan, device = recipe.planned(plan), torch.device(device)
     config = None if isinstance(model, nn.Module) or callable(model) else model
     require(plan, run=True)
     require_recipe(recipe, plan, preferences=isinstance(loss, Preferences))
@@ -215,16 +216,21 @@ def _with_companions(loss: Loss, module: nn.Module, setup: Setup) -> Loss:
 
 
 def _optimizer(module: nn.Module, plan: Plan, recipe: Recipe) -> Optimizer:
-    if plan.algorithm == "adamw" and numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
+    if plan.algorithm in ("adamw", "muon") and numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
         _log.warning(
             "recipe.eps is %g, but with plan.precision=O3 plan.dtype=fp16 AdamW's second moment is kept in fp16, where "
             "what lies below 6e-8 is zero: updates would be divided by eps alone and training would end in NaN. Use "
             "recipe.eps=1e-4, or dtype=bf16.",
             recipe.eps,
         )
-    groups = parameter_groups(module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay)
-    betas = (recipe.beta1, recipe.beta2)
-    return make_optimizer(groups, plan.optimizer, plan.algorithm, lr=recipe.lr, betas=betas, eps=recipe.eps)
+    groups = parameter_groups(
+        module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay,
+        matrices=OPTIMIZERS[plan.algorithm].matrices == "orthogonal",
+    )  # fmt: skip
+    return make_optimizer(
+        groups, plan.optimizer, plan.algorithm, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps,
+        muon_momentum=recipe.muon_momentum,
+    )  # fmt: skip
 
 
 def _scaler(recipe: Recipe, device: torch.device, dims: ParallelDims) -> LossScaler:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -136,24 +136,79 @@ def whole_of(tensor: Tensor) -> Tensor:
     if not hasattr(sharded, "placements"):
         return tensor
     part: Tensor = sharded.to_local()
-    steps, shape = [], list(tensor.shape)
-    for cut in cuts(sharded):
-        steps.append((cut, shape[cut.dim]))
-        shape[cut.dim] = cut.length(shape[cut.dim])
-    for cut, size in reversed(steps):
+    for cut, size in reversed(_sized_cuts(sharded)):
         part = _united(part, cut, size, sharded.device_mesh.get_group(cut.mesh_dim))
     return part
 
 
-def _united(part: Tensor, cut: Cut, size: int, group: distributed.ProcessGroup) -> Tensor:
-    """All places' parts of a dimension of `size` elements, in the order of the whole."""
+def _sized_cuts(tensor: Any) -> list[tuple[Cut, int]]:
+    """A DTensor's cuts, each with the size that its dimension has here before it."""
+    sized, shape = [], list(tensor.shape)
+    for cut in cuts(tensor):
+        sized.append((cut, shape[cut.dim]))
+        shape[cut.dim] = cut.length(shape[cut.dim])
+    return sized
+
+
+def _place_of(owner: int, tensor: Any) -> list[int]:
+    """Place in each cut of rank `owner` of those that share a DTensor."""
+    place = []
+    for cut in reversed(cuts(tensor)):
+        owner, index = divmod(owner, cut.count)
+        place.insert(0, index)
+    return place
+
+
+def gather_to(tensor: Any, part: Tensor, *, owner: int) -> Tensor | None:
+    """On rank `owner` of those that share a DTensor, the whole that a `part` like its own is of; None on the others.
+    All its ranks must call this."""
+    mesh = tensor.device_mesh
+    for (cut, size), index in zip(reversed(_sized_cuts(tensor)), reversed(_place_of(owner, tensor))):
+        part = _united(part, cut, size, mesh.get_group(cut.mesh_dim), owner=index)
+        if cut.index != index:
+            return None
+    return part
+
+
+def scatter_from(tensor: Any, whole: Tensor | None, part: Tensor, *, owner: int) -> Tensor:
+    """This rank's part of the `whole` that rank `owner` has, cut as a DTensor is; in the shape and type of `part`. All
+    its ranks must call this."""
+    shape, to = list(tensor.shape), _place_of(owner, tensor)
+    here = [cut.index for cut in cuts(tensor)]
+    for number, (cut, size) in enumerate(_sized_cuts(tensor)):
+        lengths = [cut.length(size, index) for index in range(cut.count)]
+        if here[number + 1 :] == to[number + 1 :]:  # the others are given theirs by a later cut
+            shape[cut.dim] = max(lengths)
+            given, parts = part.new_empty(shape), None
+            if whole is not None:
+                parts = [given.new_zeros(shape) for _ in lengths]
+                for index, (one, length) in enumerate(zip(parts, lengths)):
+                    one.narrow(cut.dim, 0, length).copy_(replace(cut, index=index).of(whole))
+            group = tensor.device_mesh.get_group(cut.mesh_dim)
+            distributed.scatter(given, parts, group=group, group_src=to[number])
+            whole = given.narrow(cut.dim, 0, lengths[cut.index])
+        shape[cut.dim] = lengths[cut.index]
+    assert whole is not None
+    return whole
+
+
+def _united(
+    part: Tensor, cut: Cut, size: int, group: distributed.ProcessGroup, *, owner: int | None = None
+) -> Tensor:
+    """All places' parts of a dimension of `size` elements, in the order of the whole; with `owner`, in that place
+    alone."""
     lengths = [cut.length(size, index) for index in range(cut.count)]
     shape = list(part.shape)
     shape[cut.dim] = max(lengths)
     padded = part.new_zeros(shape)
     padded.narrow(cut.dim, 0, part.shape[cut.dim]).copy_(part)
-    every = [torch.empty_like(padded) for _ in lengths]
-    distributed.all_gather(every, padded, group=group)
+    every = [torch.empty_like(padded) for _ in lengths] if owner in (None, cut.index) else []
+    if owner is None:
+        distributed.all_gather(every, padded, group=group)
+    else:
+        distributed.gather(padded, every or None, group=group, group_dst=owner)
+        if not every:
+            return part
     every = [each.narrow(cut.dim, 0, length) for each, length in zip(every, lengths)]
     pieces = [each.chunk(cut.pieces, cut.dim) if cut.pieces > 1 else (each,) for each in every]
     return torch.cat([parts[piece] for piece in range(cut.pieces) for parts in pieces], cut.dim)

@@ -23,6 +23,13 @@ BROKEN = {
         "h100",
         "cannot skip an overflowed step",
     ),
+    "optimizer_has_the_form": (
+        "algorithm=muon optimizer=contiguous",
+        "gpt2",
+        "h100",
+        "flat buffers hold no matrices",
+    ),
+    "matrices_are_whole": ("algorithm=adafactor tp=2", "gpt2", "h100", "means of whole rows and columns"),
     "products_have_gradients": ("precision=O1 products=int4", "vit-s16", "h100", "nothing would train them"),
     "budget_is_of_its_recomputation": ("budget=2", "vit-s16", "h100", "use recompute=budget"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),

@@ -9,7 +9,7 @@ by parameter name, so that it does not depend on the parameters' order or groupi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,6 +133,12 @@ def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str,
     """
     home = {name: group for group in stored["param_groups"] for name in group["params"]}
     plain = by_name(current)
+    was, now = (_optimizer_of(each["param_groups"]) for each in (stored, plain))
+    if was != now:
+        raise CheckpointError(
+            f"The checkpoint holds the state of {was}, but the optimizer is {now}; use recipe.optimizer={was}, or "
+            "start from its weights alone (init_from), with a new state."
+        )
     names = [name for group in plain["param_groups"] for name in group["params"]]
     if set(names) != set(home):
         unknown, missing = sorted(set(home) - set(names)), sorted(set(names) - set(home))
@@ -156,3 +162,9 @@ def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str,
     }
     state = {number[name]: entry for name, entry in stored["state"].items()}
     return {**stored, "state": state, "param_groups": groups}
+
+
+def _optimizer_of(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The optimizer that parameter groups are of: its name in them, which AdamW's and SGD's are without."""
+    name = groups[0].get("algorithm") if groups else None
+    return str(name or ("sgd" if groups and "nesterov" in groups[0] else "adamw"))

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 from penstock.config.formats import HALVES, Dtype, Products
+from penstock.config.optimizers import OPTIMIZERS, Algorithm
 from penstock.config.plan import Plan
 
 Masters = Literal["none", "copy", "shards"]
@@ -18,8 +19,6 @@ Masters = Literal["none", "copy", "shards"]
 MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "shards": 0.0}
 """Bytes of a master weight, in addition to the weight that forward and backward read. With `shards`, each device holds
 a shard of the fp32 weights, and half weights are gathered from them."""
-MOMENTS = {"adamw": 2, "sgd": 1}
-"""Elements that an optimizer keeps per weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +51,7 @@ class Numerics:
     moments: Dtype
     """Type of the numbers that the optimizer keeps per weight."""
     moments_per_weight: int
+    """Elements that the optimizer keeps per weight, of a matrix where it treats matrices by themselves."""
     loss_scale: bool
     """Whether the loss is scaled, so that small gradients do not vanish in fp16."""
 
@@ -83,7 +83,7 @@ def numerics_of(plan: Plan) -> Numerics:
 
 @lru_cache(maxsize=512)
 def _numerics(
-    precision: str, dtype: Dtype, matmul: str, sharding: str, gradients: str, algorithm: str,
+    precision: str, dtype: Dtype, matmul: str, sharding: str, gradients: str, algorithm: Algorithm,
     products: Products, norms: str,
 ) -> Numerics:  # fmt: skip
     sharded = sharding in ("fsdp", "hsdp")
@@ -117,6 +117,6 @@ def _numerics(
         reduction=reduction,
         masters=masters,
         moments=moments,
-        moments_per_weight=MOMENTS[algorithm],
+        moments_per_weight=OPTIMIZERS[algorithm].moments,
         loss_scale=compute == "fp16",
     )

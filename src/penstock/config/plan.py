@@ -13,13 +13,14 @@ from penstock.config.formats import HalfDtype, Products
 from penstock.config.fused import Fuse
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, dump_toml, from_dict
+from penstock.config.optimizers import Algorithm as Algorithm
+from penstock.config.optimizers import OptimizerForm as OptimizerForm
 from penstock.config.removed import removal
 from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
 Norms = Literal["fp32", "half"]
 Matmul = Literal["highest", "high", "medium"]
-OptimizerForm = Literal["loop", "foreach", "fused", "contiguous"]
 TokenOrder = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math", "native"]
 LossForm = Literal["whole", "chunked"]
@@ -30,7 +31,6 @@ HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Recompute = Literal["none", "selective", "operators", "early", "full", "budget"]
-Algorithm = Literal["adamw", "sgd"]
 ContextExchange = Literal["ring", "gather"]
 GradientType = Literal["weights", "fp32", "half"]
 TensorOverlap = Literal["none", "weights", "all"]
@@ -169,7 +169,8 @@ class Plan(Checked, where="plan"):
     or not (`int8_all`), or with one learned scale for a layer's inputs (`int8_pact`). The other forms are for
     inference."""
     algorithm: Algorithm = field(default="adamw", metadata=_MODEL)
-    """The optimizer's algorithm: AdamW with two moments per weight, or SGD with one, its momentum `recipe.beta1`."""
+    """The optimizer, which a run names as `recipe.optimizer`: what it keeps per weight, moves and computes is predicted
+    from one table, `penstock.config.optimizers`."""
     gradients: GradientType = field(default="weights", metadata=_PRECISION | {"trains": "weights"})
     """Type in which gradients are accumulated and reduced: that of the weights that the optimizer updates
     (fp32 if these are sharded), fp32, or half precision."""

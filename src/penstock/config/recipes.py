@@ -14,6 +14,7 @@ from penstock.config.graph import FeatureHead, Graph, PatchInput, TokenInput
 from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, option_words, stacks, title
+from penstock.config.optimizers import OPTIMIZERS
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe, RunConfig
@@ -100,12 +101,35 @@ def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
     have no use. `preferences`: whether it trains by them.
     """
     problems = [
+        *_unscheduled(recipe, plan),
         *(_unteachable(recipe, plan) if recipe.teacher is not None else _idle(recipe)),
         *_incomparable(recipe, plan, preferences),
         *(_unadaptable(recipe, plan, preferences) if recipe.lora.base != "plain" else ()),
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _unscheduled(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Settings that the schedule or the optimizer has no use for."""
+    usual = Recipe()
+    if recipe.schedule != "wsd" and recipe.decay_share != usual.decay_share:
+        yield (
+            f"recipe.decay_share is {recipe.decay_share:g}, but recipe.schedule={recipe.schedule} has no such part; "
+            "use schedule=wsd, or leave decay_share out."
+        )
+    if recipe.schedule == "constant" and recipe.min_lr:
+        yield f"recipe.min_lr is {recipe.min_lr:g}, but recipe.schedule=constant never comes down; leave min_lr out."
+    if plan.algorithm != "muon" and recipe.muon_momentum != usual.muon_momentum:
+        yield (
+            f"recipe.muon_momentum is {recipe.muon_momentum:g}, but recipe.optimizer is {plan.algorithm}; use "
+            "optimizer=muon, or leave muon_momentum out."
+        )
+    if recipe.weight_decay and not OPTIMIZERS[plan.algorithm].decays:
+        yield (
+            f"recipe.weight_decay is {recipe.weight_decay:g}, but recipe.optimizer={plan.algorithm} has none; use "
+            "weight_decay=0."
+        )
 
 
 def _idle(recipe: Recipe) -> Iterator[str]:

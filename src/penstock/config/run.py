@@ -31,6 +31,7 @@ from penstock.config.convert import (
     nearest,
 )
 from penstock.config.model import PRESETS, ModelConfig
+from penstock.config.optimizers import Algorithm
 from penstock.config.plan import Plan
 from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
@@ -270,7 +271,18 @@ class Recipe(Checked, where="recipe"):
     lr: Positive = 1e-3
     """Peak learning rate, reached after the warm-up."""
     min_lr: NotNegative = 0.0
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the schedule."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Learning rate after the warm-up: half a cosine down to `min_lr`, a line, constant, or constant and then a line
+    (`wsd`, warm-up–stable–decay)."""
+    decay_share: PositiveShare = 0.2
+    """Share of all steps in which `wsd` comes down."""
+    optimizer: Algorithm | None = None
+    """Optimizer; none: that of the Plan, AdamW. `muon` orthogonalises updates of the blocks' matrices, and leaves all
+    else to AdamW; `lion` wants a third to a tenth of AdamW's `lr`; the others are torch's (see
+    `docs/how-to/optimizers.md`)."""
+    muon_momentum: Probability = 0.95
+    """Decay of Muon's mean of gradients."""
     warmup_steps: Natural | None = None
     """Steps over which the learning rate rises linearly; none: as many as `warmup_share` says."""
     warmup_share: Share | None = None
@@ -278,9 +290,9 @@ class Recipe(Checked, where="recipe"):
     weight_decay: NotNegative = 0.05
     """Rate of weight decay, not applied to biases, norms and other one-dimensional parameters."""
     beta1: Probability = 0.9
-    """Decay of AdamW's mean of gradients, or SGD's momentum."""
+    """Decay of the mean of gradients of AdamW and its kin, and Lion's weight of that mean; SGD's momentum."""
     beta2: Probability = 0.999
-    """Decay of AdamW's mean of squared gradients."""
+    """Decay of AdamW's mean of squared gradients, and of Lion's mean."""
     eps: Positive = 1e-8
     """Added to the root of that mean before AdamW divides by it."""
     clip_norm: Positive | None = 1.0
@@ -340,6 +352,17 @@ class Recipe(Checked, where="recipe"):
     def total_steps(self, samples: int, batch: int) -> int:
         """Steps of a run over `samples` training samples, `batch` of them in each; 0 where epochs are too few."""
         return self.steps if self.steps is not None else round((self.epochs or EPOCHS) * samples / batch)
+
+    def planned(self, plan: Plan) -> Plan:
+        """The Plan with this recipe's optimizer. Raises ConfigError where it names another."""
+        if self.optimizer is None or self.optimizer == plan.algorithm:
+            return plan
+        if plan.algorithm != Plan.__dataclass_fields__["algorithm"].default:
+            raise ConfigError(
+                f"recipe.optimizer={self.optimizer} and plan.algorithm={plan.algorithm} name different optimizers; "
+                "leave plan.algorithm out."
+            )
+        return replace(plan, algorithm=self.optimizer)
 
     def warmup(self, total_steps: int) -> int:
         """Steps of the warm-up in a run of `total_steps`. Raises ConfigError when it does not fit into the run."""
@@ -405,6 +428,10 @@ class RunConfig(Checked):
     answers with a restart. Whatever one rank does while others wait, such as compiling or saving, must fit."""
     log_every: Count = 10
     """Steps between log lines; numbers stay on the device in between."""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        object.__setattr__(self, "plan", self.recipe.planned(self.plan))
 
     @property
     def reads_like(self) -> str | None:

@@ -9,12 +9,10 @@ from penstock.config.formats import PRODUCTS
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
+from penstock.config.optimizers import OPTIMIZERS, form_problems
 from penstock.config.plan import Plan
 from penstock.config.rule import Rules, divisors
 from penstock.config.trainable import mixture_problems, plan_problems
-
-SKIPS_ON_DEVICE = ("fused", "contiguous")
-"""Optimizer forms that can skip an overflowed step without making the host wait."""
 
 RUN_RULES = Rules()
 
@@ -22,10 +20,39 @@ RUN_RULES = Rules()
 @RUN_RULES.of("run")
 def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
     """fp16 needs a loss scale, which needs an optimizer that can skip a step on the device."""
-    if numerics_of(plan).loss_scale and plan.optimizer not in SKIPS_ON_DEVICE:
+    skips = OPTIMIZERS[plan.algorithm].skips
+    if numerics_of(plan).loss_scale and plan.optimizer not in skips:
+        name = f"plan.optimizer={plan.optimizer}" if skips else f"recipe.optimizer={plan.algorithm}"
+        remedy = f"optimizer={' or '.join(skips)}, or dtype=bf16" if skips else "dtype=bf16"
         yield (
-            f"plan.dtype=fp16 needs a loss scale, and plan.optimizer={plan.optimizer} cannot skip an overflowed "
-            f"step without making the host wait; use optimizer={' or '.join(SKIPS_ON_DEVICE)}, or dtype=bf16."
+            f"plan.dtype=fp16 needs a loss scale, and {name} cannot skip an overflowed step without making the host "
+            f"wait; use {remedy}."
+        )
+
+
+@RUN_RULES.of("run")
+def _optimizer_has_the_form(plan: Plan) -> Iterator[str]:
+    """The optimizer has the form that the Plan launches it in."""
+    yield from form_problems(plan.algorithm, plan.optimizer)
+
+
+@RUN_RULES.of("run")
+def _matrices_are_whole(plan: Plan) -> Iterator[str]:
+    """What looks at whole matrices has them: `adafactor` whole weights, `muon` its states on the device."""
+    matrices = OPTIMIZERS[plan.algorithm].matrices
+    if matrices == "factored":
+        split = [name for name in ("tp", "ep") if getattr(plan, name) > 1]
+        split += ["sharding"] * (plan.sharding != "ddp" and plan.dp > 1)
+        for name in split:
+            value = {"sharding": "ddp"}.get(name, "1")
+            yield (
+                f"recipe.optimizer={plan.algorithm} keeps means of whole rows and columns, which plan.{name}="
+                f"{getattr(plan, name)} splits over devices; use {name}={value}, or recipe.optimizer=muon."
+            )
+    if matrices == "orthogonal" and plan.offload == "optimizer":
+        yield (
+            f"recipe.optimizer={plan.algorithm} multiplies matrices, which plan.offload=optimizer would do in host "
+            "memory; use offload=none, or recipe.optimizer=adamw."
         )
 
 

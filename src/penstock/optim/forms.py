@@ -1,4 +1,4 @@
-"""AdamW and SGD in the four forms a Plan can choose: each gives the same weights by fewer launches."""
+"""Optimizers by name, in the forms a Plan can choose: each gives the same weights by fewer launches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.config.plan import Algorithm, OptimizerForm
+from penstock.config.optimizers import OPTIMIZERS, Algorithm, OptimizerForm, form_problems
 from penstock.errors import ConfigError
 from penstock.optim.contiguous import contiguous, in_own_form
 from penstock.optim.fold import loses_updates
+from penstock.optim.lion import Lion
+from penstock.optim.muon import Muon
 from penstock.optim.one_pass import OnePassAdamW, takes_one_pass
 
 _FLAGS: dict[OptimizerForm, dict[str, bool]] = {
@@ -20,6 +22,8 @@ _FLAGS: dict[OptimizerForm, dict[str, bool]] = {
     "fused": {"foreach": False, "fused": True},
     "contiguous": {"foreach": False, "fused": True},
 }
+
+_OWN: dict[Algorithm, type[Optimizer]] = {"muon": Muon, "lion": Lion}
 
 
 def make_optimizer(
@@ -31,26 +35,33 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    muon_momentum: float = 0.95,
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter, ICLR 2019) over parameters or groups, in one of the forms of `Plan.optimizer`; or
-    SGD, whose momentum is the first of `betas`, and whose weight decay is part of the gradient, as torch has it.
+    another of `OPTIMIZERS`. The momentum of SGD is the first of `betas`; weight decay is part of the gradient in those
+    of torch that have it so. Muon orthogonalises what is in groups of `parameter_groups(…, matrices=True)`.
 
     `loop` launches several kernels per tensor, `foreach` several per chunk of tensors, `fused` one per chunk, and
     `contiguous` one per group and dtype, over flat buffers. Groups may carry an `lr_scale` (see `parameter_groups`).
     A state dict of any form loads into any other, and the optimizer keeps its own form (torch alone would switch to
-    that of the file). Raises ConfigError for an unknown form or one that the parameters' device does not have.
+    that of the file). Raises ConfigError for a form that there is not, or that the parameters' device does not have,
+    and for an optimizer that does not fit.
     """
     if form not in _FLAGS:
         raise ConfigError(f"There is no optimizer form {form!r}; choose one of {', '.join(_FLAGS)}.")
     listed: list[Any] = list(groups)
     if not listed:
         raise ConfigError("The optimizer was given no parameters; is every part of the model frozen?")
-    options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, **_FLAGS[form])
-    kind: type[Optimizer] = torch.optim.AdamW if algorithm == "adamw" else torch.optim.SGD
-    options |= {"betas": betas, "eps": eps} if algorithm == "adamw" else {"momentum": betas[0]}
+    if problems := [*form_problems(algorithm, form)]:
+        raise ConfigError(problems)
+    row, values = OPTIMIZERS[algorithm], {"betas": betas, "momentum": betas[0], "alpha": betas[1], "eps": eps}
+    options = {"lr": lr, **_flags(algorithm, form), **{name: values[name] for name in row.settings}}
+    options |= {"weight_decay": weight_decay} if row.decays else {}
+    options |= {"momentum": muon_momentum} if algorithm == "muon" else {}
+    kind = _OWN[algorithm] if algorithm in _OWN else getattr(torch.optim, row.torch)
     try:
         if form == "contiguous":
-            optimizer: Optimizer = contiguous(kind, listed, **options)
+            optimizer: Optimizer = contiguous(kind, listed, elementwise=kind is Lion, **options)
         else:
             if form == "fused" and algorithm == "adamw" and takes_one_pass(listed):
                 kind = OnePassAdamW
@@ -69,7 +80,14 @@ def make_optimizer(
         )
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+        if algorithm not in ("adamw", "sgd"):  # older checkpoints hold states of these, which have no name
+            group["algorithm"] = algorithm
     return optimizer
+
+
+def _flags(algorithm: Algorithm, form: OptimizerForm) -> dict[str, Any]:
+    """The options of an optimizer that choose a form."""
+    return dict(_FLAGS[form]) if "fused" in OPTIMIZERS[algorithm].forms else {"foreach": form != "loop"}
 
 
 def form_flags(form: OptimizerForm) -> dict[str, bool]:
@@ -84,7 +102,7 @@ def keep_form(optimizer: Optimizer) -> None:
         kept = in_own_form(optimizer, state_dict)
         states = kept["state"] = dict(state_dict["state"])
         for group in kept["param_groups"]:
-            if not group["fused"]:  # these forms read the counter on the host at every step
+            if not group.get("fused"):  # these forms read the counter on the host at every step
                 for index in group["params"]:
                     if isinstance(states.get(index, {}).get("step"), torch.Tensor):
                         states[index] = {**states[index], "step": states[index]["step"].cpu()}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from penstock.config.convert import PositiveShare, nearest, require
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
-from penstock.models.anatomy import Anatomy, anatomy_of, uncompiled
+from penstock.models.anatomy import Anatomy, anatomy_of, closest_part, uncompiled
 from penstock.models.former_names import present_patterns
 from penstock.models.roles import Embedding, Linear, Role
 from penstock.optim.tensors import mesh_of
@@ -26,7 +26,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def parameter_groups(
-    model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0
+    model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0, matrices: bool = False
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: with and without decay, for each depth and way of being sharded over ranks.
 
@@ -36,16 +36,18 @@ def parameter_groups(
 
     With `layer_decay` below 1 block i of n learns at `layer_decay ** (n - i)` times the rate, the head at the full
     rate and what comes before the blocks at the lowest (Bao et al., BEiT, ICLR 2022, appendix; Clark et al., ELECTRA,
-    ICLR 2020); the factor is the group's `lr_scale`, which `set_learning_rate` multiplies in. Every parameter is in
-    exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside (0, 1], a model without
-    trainable parameters, or one whose blocks cannot be found while `layer_decay` needs them.
+    ICLR 2020); the factor is the group's `lr_scale`, which `set_learning_rate` multiplies in. With `matrices`
+    the weights of the blocks' linear layers, stacks of experts' among them, are in groups whose `orthogonal` is true.
+    Every parameter is in exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside
+    (0, 1], a model without trainable parameters, or one whose blocks cannot be found while they are needed.
     """
     require("recipe.layer_decay", layer_decay, PositiveShare)
-    anatomy = _anatomy(model, required=layer_decay != 1.0)
+    anatomy = _anatomy(model, required=layer_decay != 1.0 or matrices)
+    linears = _block_matrices(uncompiled(model), anatomy) if anatomy and matrices else set()
     listed = getattr(model, "no_weight_decay", None)
     undecayed = set(listed()) if callable(listed) else set()
     last = anatomy.depth + 1 if anatomy else 0
-    groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, int, bool], dict[str, Any]] = {}
     kinds: list[Hashable] = []
     for name, parameter in uncompiled(model).named_parameters():
         if not parameter.requires_grad:
@@ -57,12 +59,13 @@ def parameter_groups(
         if kind not in kinds:
             kinds.append(kind)
         group = groups.setdefault(
-            (depth, decayed, kinds.index(kind)),
+            (depth, decayed, kinds.index(kind), name not in linears),
             {
                 "params": [],
                 "param_names": [],
                 "weight_decay": weight_decay if decayed else 0.0,
                 "lr_scale": layer_decay ** (last - depth),
+                **({"orthogonal": name in linears} if matrices else {}),
             },
         )
         group["params"].append(parameter)
@@ -72,7 +75,7 @@ def parameter_groups(
             f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
             f"call requires_grad_(True) on the parts that should learn."
         )
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1], key[2]))]
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1], *key[2:]))]
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -101,8 +104,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def learning_rate(step: int, recipe: Recipe, total_steps: int, began: int = 0) -> float:
     """Rate of step `step` (from 0) of a schedule from step `began` on: a linear warm-up over `recipe.warmup_steps`, or
-    `recipe.warmup_share` of its steps, then half a cosine from `recipe.lr` down to `recipe.min_lr` (Loshchilov and
-    Hutter, SGDR, ICLR 2017, equation 5, without restarts).
+    `recipe.warmup_share` of its steps, then `recipe.schedule` from `recipe.lr` down to `recipe.min_lr`: half a cosine
+    (Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, without restarts), a line, a constant rate, or a constant rate
+    with a line over the last `recipe.decay_share` of all steps (`wsd`; Hu et al., "MiniCPM", 2024, section 4.2).
 
     The first step is not wasted on a rate of 0, and steps after `total_steps` keep `min_lr`. Raises
     ConfigError when the warm-up does not fit into the run.
@@ -111,8 +115,14 @@ def learning_rate(step: int, recipe: Recipe, total_steps: int, began: int = 0) -
     warmup = recipe.warmup(total_steps)
     if step < warmup:
         return recipe.lr * (step + 1) / warmup
-    progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
-    return recipe.min_lr + (recipe.lr - recipe.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    if recipe.schedule == "constant":
+        return recipe.lr
+    begin = warmup
+    if recipe.schedule == "wsd":
+        begin = max(warmup, total_steps - round(recipe.decay_share * total_steps))
+    progress = min(max((step - begin) / max(total_steps - begin, 1), 0.0), 1.0)
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if recipe.schedule == "cosine" else 1.0 - progress
+    return recipe.min_lr + (recipe.lr - recipe.min_lr) * left
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -130,6 +140,20 @@ def _maps_features(name: str, parameter: nn.Parameter, role: Role | None) -> boo
     if isinstance(role, Linear) and name == f"{role.name}.bias":
         return False  # of several experts: (E, out)
     return parameter.ndim >= 2
+
+
+def _block_matrices(model: nn.Module, anatomy: Anatomy) -> set[str]:
+    """Names of the weights of linear layers in blocks; in those whose parts are not known, of torch's `nn.Linear`."""
+    blocks, names = dict.fromkeys(anatomy.blocks, True), set()
+    for name, parameter in model.named_parameters():
+        module, _, attribute = name.rpartition(".")
+        role = anatomy.role_of(name)
+        linear = isinstance(role, Linear) and not name.endswith(".bias") and name != role.bias
+        if role is None and not linear:
+            linear = attribute == "weight" and isinstance(model.get_submodule(module), nn.Linear)
+        if linear and parameter.ndim in (2, 3) and closest_part(blocks, name):
+            names.add(name)
+    return names
 
 
 def _anatomy(model: nn.Module, *, required: bool) -> Anatomy | None:

@@ -24,7 +24,9 @@ SECOND_WORDS = {
     "tensor": "tensor parallel collectives, exposed", "expert": "expert parallel exchanges",
     "context": "context parallel exchanges, exposed", "pipeline": "transfers between stages, exposed",
     "bubble": "pipeline bubble", "data": "data parallel collectives, exposed",
-    "optimizer": "optimizer, and adding up gradients", "offload": "copies to the host's memory and back, exposed",
+    "optimizer": "optimizer, and adding up gradients",
+    "owners": "updates sent to the owners of matrices and back",
+    "offload": "copies to the host's memory and back, exposed",
     "host_wait": "host work between steps", "straggling": "waiting for the slowest replica",
     "launch": "waiting for the host", "pages": "pages of freed memory mapped again",
 }  # fmt: skip

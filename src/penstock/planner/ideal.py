@@ -19,7 +19,7 @@ from penstock.planner.operators import COLLECTIVE, MATRIX, Op
 from penstock.planner.price import products_of
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.serve import Passes, Serving
-from penstock.planner.states import device_share, update_bytes
+from penstock.planner.states import device_share, orthogonal_share, update_bytes
 
 FORMS: tuple[ProductForm, ...] = ("forward", "input", "weight")
 BETWEEN = "between products"
@@ -60,7 +60,7 @@ def least_of_step(
             if op.kind not in COLLECTIVE:
                 row, times = row_of(op, compiled=compiled), part.count * plan.accumulate / plan.pp
                 least[row] = Least(*[a + times * b for a, b in zip(least[row], _least(op, rates))])
-    moved = device_share(work, plan).updated * update_bytes(plan)
+    moved = device_share(work, plan).updated * update_bytes(plan, orthogonal_share(work, plan))
     least["optimizer"] = Least(0.0, moved, moved / rates.memory)
     return dict(least)
 

@@ -21,7 +21,13 @@ from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, MATRIX, Part, Workload
 from penstock.planner.pipeline import most_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
-from penstock.planner.states import DeviceShare, device_share, updated_bytes
+from penstock.planner.states import (
+    DeviceShare,
+    device_share,
+    orthogonalising_bytes,
+    state_elements,
+    updated_bytes,
+)
 
 CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
 """Bytes that nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages,
@@ -155,7 +161,7 @@ def memory(
     weights = share.sharded if share.gathers else share.parameters
     parts = {
         "weights": work.weight_bytes(BYTES[numerics.weights]) * weights,
-        "optimizer": share.updated * numerics.moments_per_weight * BYTES[numerics.moments],
+        "optimizer": state_elements(work, plan, share) * BYTES[numerics.moments],
         "master_weights": share.updated * numerics.master_bytes,
     }
     if plan.offload == "optimizer":
@@ -250,6 +256,7 @@ def _temporary(work: Workload, plan: Plan, share: DeviceShare) -> float:
     the root of the second moment, per tensor or of all at once."""
     numerics, number = numerics_of(plan), updated_bytes(plan)
     cast = 4.0 * share.updated if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
+    cast += orthogonalising_bytes(work, plan)
     if plan.optimizer == "foreach":
         return cast + share.updated * number
     if plan.optimizer == "loop":

@@ -8,20 +8,19 @@ from typing import NamedTuple
 
 from penstock.config.formats import BYTES
 from penstock.config.numerics import numerics_of
+from penstock.config.optimizers import OPTIMIZERS
 from penstock.config.plan import Plan
-from penstock.planner.operators import Workload
+from penstock.planner.operators import MATRIX, Op, Workload
 from penstock.planner.pipeline import stage_blocks
 
 HOST_LAUNCHES = {"loop": 26, "foreach": 22, "fused": 12, "contiguous": 5}
 """Small operators of a CPU's update for each tensor: clearing its gradient, its norm, its count of steps, what updates
 it, and Python, which is most of it. Counted in seconds of ViT-digits' update, less the bytes that it moves."""
+ORTHOGONALISING = 19
+"""Operators of Newton–Schulz iterations on one matrix: its cast, norm, limit and division, and five times three."""
 HOST_UPDATE_LAUNCHES = 150
 """The same of the update as a whole: with eight numbers in each tensor, 20 to 320 tensors took 0.2 ms more than their
 own share."""
-OPTIMIZER_OPERATORS = 10
-"""Operators of one AdamW update written as single operations: decay, two moments, root, division, …"""
-OPTIMIZER_ACCESSES = 20
-"""Numbers that these operators read and write per weight, with two moments."""
 MULTI_TENSOR_ELEMENTS = 320 * 65536
 """Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
 
@@ -91,23 +90,88 @@ def _device_share(
     )  # fmt: skip
 
 
-def update_bytes(plan: Plan) -> float:
-    """Bytes per weight that one update reads and writes, gradient clipping among them; of AdamW (Loshchilov and Hutter,
-    ICLR 2019, algorithm 2) unless the plan says otherwise.
+def orthogonal_share(work: Workload, plan: Plan) -> float:
+    """Share of the parameters on a device whose updates the optimizer orthogonalises: matrices of the blocks."""
+    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
+        return 0.0
+    elements = sum(count * op.batch * op.n * op.k for count, op in learned_matrices(work))
+    return min(1.0, elements / (work.learned * work.parameters))
+
+
+@lru_cache(maxsize=1024)
+def learned_matrices(work: Workload) -> tuple[tuple[int, Op], ...]:
+    """The blocks' products whose weights learn, each with how often it is there: (n, k), `batch` of them; adapters
+    where there are any."""
+    every = [
+        (part.count, op) for part in work.blocks for op in part.forward if op.kind == "gemm" and op.weights
+    ]
+    adapters = [(count, op) for count, op in every if op.adapter]
+    return tuple((count, op) for count, op in adapters or every if op.weights >= op.batch * op.n * op.k)
+
+
+def orthogonal_tensors(work: Workload, plan: Plan) -> int:
+    """Tensors of these, a stack of experts' matrices as one."""
+    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
+        return 0
+    return sum(count for count, _ in learned_matrices(work))
+
+
+def orthogonalising_bytes(work: Workload, plan: Plan) -> float:
+    """Temporary bytes of orthogonalising the largest matrix or stack: the update in fp32 and in bf16, three steps of
+    the iteration, and two products with its transpose."""
+    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
+        return 0.0
+    sizes = ((op.batch * op.n * op.k, op.batch * min(op.n, op.k) ** 2) for _, op in learned_matrices(work))
+    return max((12.0 * whole + 4.0 * square for whole, square in sizes), default=0.0)
+
+
+def state_elements(work: Workload, plan: Plan, share: DeviceShare) -> float:
+    """Elements that the optimizer keeps on a device: its moments, of what it orthogonalises one, and of what it keeps
+    means of rows and columns these."""
+    row = OPTIMIZERS[plan.algorithm]
+    if row.matrices == "orthogonal":
+        rest = OPTIMIZERS["adamw"].moments - row.moments
+        return share.updated * (row.moments + rest * (1.0 - orthogonal_share(work, plan)))
+    if row.matrices == "factored":
+        return share.updated * _factored(work) / work.parameters
+    return share.updated * row.moments
+
+
+@lru_cache(maxsize=1024)
+def _factored(work: Workload) -> float:
+    """Rows and columns of all tensors of two dimensions or more, and the elements of the others."""
+    kept = 0.0
+    for part in work.parts:
+        for op in part.forward:
+            matrix = op.batch * op.n * op.k if op.kind in MATRIX else 0.0
+            if op.weights >= matrix > 0:
+                kept += part.count * (op.batch * (op.n + op.k) + op.weights - matrix)
+            elif op.module == "table" and op.n:
+                kept += part.count * (op.weights / op.n + op.n * op.tensors)
+            elif op.kind not in MATRIX:
+                kept += part.count * op.weights
+    return kept
+
+
+def update_bytes(plan: Plan, orthogonal: float = 0.0) -> float:
+    """Bytes per weight that one update reads and writes, gradient clipping among them, by the row of `OPTIMIZERS`; with
+    the share `orthogonal` of the weights by Muon, whose products are operators of their own, and the rest by AdamW.
 
     A fused update reads weight, gradient and moments and writes all but the gradient; on flat buffers (`contiguous`)
-    the backward pass moves each gradient there, two more accesses. Written as single operators it makes twenty. The
+    the backward pass moves each gradient there, two more accesses. Written as single operators AdamW makes twenty. The
     norm that gradients are clipped by reads them once more, and what is not fused then scales them. Master weights add
     a gradient in fp32, its unscaling where the type is fp16, and the copy back.
     """
     numerics, number = numerics_of(plan), updated_bytes(plan)
-    moments = numerics.moments_per_weight
+    matrices = OPTIMIZERS[plan.algorithm]
+    row = OPTIMIZERS["adamw"] if matrices.matrices == "orthogonal" else matrices
     gradient, moment = BYTES[numerics.reduction], BYTES[numerics.moments]
-    if plan.optimizer in ("loop", "foreach"):
-        moved = (OPTIMIZER_ACCESSES * (1 + moments) / 3 + 3) * number
+    if plan.optimizer in ("loop", "foreach") or "fused" not in row.forms:
+        moved = (row.accesses + 3) * number
     else:
         # Weight in and out, the gradient for its norm and for the update.
-        moved = (4 + 2 * (plan.optimizer == "contiguous")) * number + 2 * moments * moment
+        moved = (4 + 2 * (plan.optimizer == "contiguous")) * number + 2 * row.moments * moment
+    moved += orthogonal * ((matrices.accesses + 3) * number - moved)
     if numerics.masters == "copy":
         # The gradient becomes one in fp32, and the new weight one in half.
         moved += (gradient + 4.0) * (gradient == 2) + 8.0 * numerics.loss_scale + 4.0 + 2.0
@@ -120,16 +184,21 @@ def updated_bytes(plan: Plan) -> float:
     return 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
 
 
-def update_launches(parameters: float, tensors: float, plan: Plan, *, cpu: bool = False) -> int:
+def update_launches(
+    parameters: float, tensors: float, plan: Plan, *, cpu: bool = False, matrices: float = 0.0
+) -> int:
     """Operators that one update of these numbers of parameters and tensors launches. On a GPU `loop` launches every
     operator for every tensor, and `foreach` one per chunk of tensors; on a CPU torch has no such kernel and loops
-    inside, and Python's part is counted in operators too."""
+    inside, and Python's part is counted in operators too. `matrices` of the tensors are orthogonalised one by one."""
+    row = OPTIMIZERS["adamw" if matrices else plan.algorithm]
+    alone = math.ceil(matrices) * (OPTIMIZERS[plan.algorithm].operators + ORTHOGONALISING)
+    tensors -= matrices
     if cpu:
-        return math.ceil(tensors) * HOST_LAUNCHES[plan.optimizer] + HOST_UPDATE_LAUNCHES
+        return math.ceil(tensors) * HOST_LAUNCHES[plan.optimizer] + HOST_UPDATE_LAUNCHES + alone
     chunks = max(1, math.ceil(parameters / MULTI_TENSOR_ELEMENTS))
     if plan.optimizer in ("loop", "foreach"):
-        return math.ceil(tensors if plan.optimizer == "loop" else chunks) * (OPTIMIZER_OPERATORS + 2)
-    return 2 * chunks if plan.optimizer == "fused" else 3
+        return math.ceil(tensors if plan.optimizer == "loop" else chunks) * (row.operators + 2) + alone
+    return (2 * chunks if plan.optimizer == "fused" else 3) + alone
 
 
 def accumulation_bytes(plan: Plan, share: DeviceShare, *, casts: bool = False) -> float:

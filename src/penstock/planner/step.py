@@ -33,12 +33,13 @@ from penstock.planner import traffic
 from penstock.planner.collectives import exposed_seconds
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Place, Workload
+from penstock.planner.orthogonal import owner_seconds
 from penstock.planner.pipeline import StageTimes, stage_blocks, zero_bubble_idle
 from penstock.planner.price import collective_seconds, seconds
 from penstock.planner.rates import Rates
 from penstock.planner.recompute import Recompute, computed_again
 from penstock.planner.software import PENSTOCK, Software
-from penstock.planner.states import DeviceShare, device_share, update_launches
+from penstock.planner.states import DeviceShare, device_share, orthogonal_tensors, update_launches
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
@@ -234,6 +235,9 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
         "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0, "bubble": 0.0,
     }  # fmt: skip
+    if owned := owner_seconds(work, rates, plan, share):
+        by_part["optimizer"] += owned.products
+        by_part["owners"] = owned.sent
     result = StepTime(by_part, 0.0, forward, backward, n * block.weights)
     if plan.pp > 1:
         by_part["bubble"] = _bubble(work, plan, times, stage)
@@ -312,7 +316,8 @@ def _host(
 ) -> dict[str, float]:
     """Seconds that the host adds to the device's. A CPU runs what it launches; a GPU's launches run ahead of it."""
     launches = plan.accumulate / plan.pp * launched
-    updates = update_launches(share.updated, share.tensors, plan, cpu=rates.cpu)
+    matrices = orthogonal_tensors(work, plan) / plan.pp
+    updates = update_launches(share.updated, share.tensors, plan, cpu=rates.cpu, matrices=matrices)
     if not rates.cpu:
         host = (launches + updates) * rates.machine.launch_seconds
         if software.block_host_seconds:

@@ -20,7 +20,7 @@ from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks
 from penstock.planner.rates import Rates
 from penstock.planner.software import PENSTOCK, Software
-from penstock.planner.states import DeviceShare, accumulation_bytes, update_bytes
+from penstock.planner.states import DeviceShare, accumulation_bytes, orthogonal_share, update_bytes
 
 IN_PLACE = 0.75
 """Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
@@ -162,8 +162,8 @@ def update_seconds(
     work: Workload, rates: Rates, plan: Plan, share: DeviceShare, software: Software = PENSTOCK
 ) -> float:
     """Seconds per step of the update, on the device or in host memory, and of adding up gradients, unless products
-    do."""
-    moved, added = share.updated * update_bytes(plan), 0.0
+    do; without what `owner_seconds` has."""
+    moved, added = share.updated * update_bytes(plan, orthogonal_share(work, plan)), 0.0
     if not software.adds_in_products:
         added = accumulation_bytes(plan, share, casts=software.casts_gradients)
     if plan.offload == "optimizer":

@@ -46,11 +46,11 @@ _WRITTEN = (
     *_OUTPUTS[1:], "run.toml", "taught.npz", "names", "tokenizer", "export.tmp", "experts/loads.json",
     "experts/loads.html", "trace/pipeline.html", "trace/pipeline.json", "profile/trace.json", "profile/operators.txt",
 )  # fmt: skip
-# Nothing of the run's arithmetic depends on these, so a resumed run may change them.
+# Nothing of the run's arithmetic depends on these, so a resumed run may change them; the optimizer is `plan.algorithm`.
 _FREE = (
     "output", "keep", "log_every", "wait_seconds", "checkpoint_every", "save_in_background", "machine", "device",
     "init_from", "upcycle_noise", "data.workers", "recipe.eval_every_epochs", "export_best", "recipe.patience",
-    "recipe.longer",
+    "recipe.longer", "recipe.optimizer",
 )  # fmt: skip
 # These change which steps are taken, and not what is computed: allowed, and logged.
 _LOGGED = ("recipe.spikes", "recipe.spike_deviations")

@@ -1,0 +1,224 @@
+"""Steps and seconds to one validation loss, with AdamW and with Muon, each at its best learning rate.
+
+    python benchmarks/time_to_loss.py --output benchmarks/results/time_to_loss_cpu.json
+
+Each job is a preset with its own data. After a short warm-up the learning rate is constant, so that nobody has to know
+beforehand how many steps there will be, and what is evaluated are averages of the weights. The rates of `RATES` are
+tried with seed 0, and a try ends when it has taken as many steps as the best before it; the best rate then runs with
+the other seeds. A run ends at the first of its evaluations, every few steps on the same samples, that reaches the
+target.
+
+Seconds are those of the processor in steps alone, on one thread: others may use the machine at the same time. Runs that
+the file has are not made again, and --runs says how many are made before the program ends; it then returns 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.build import Built, build
+from penstock.config.recipes import load_run
+from penstock.data.loader import Loader
+from penstock.optim import learning_rate, set_learning_rate
+from penstock.planner.prediction import predict
+from penstock.probe import machine_for
+from penstock.report.record import environment
+from penstock.tasks import task_of
+from penstock.train.evaluate import evaluate
+
+OPTIMIZERS = ("adamw", "muon")
+RATES = (2e-3, 4e-3, 1e-3)
+"""From the middle, so that the first try is a good one; while the best is the first or last, half or twice of it is
+tried too."""
+SEEDS = (0, 1, 2, 3, 4)
+
+
+class Job(NamedTuple):
+    """A preset, and the figure of its evaluation that a run is to reach."""
+
+    figure: str
+    target: float
+    above: bool
+    """Whether more is better."""
+    steps: int
+    """Steps after which a run has failed."""
+    every: int
+    """Steps between evaluations."""
+    batches: int
+    """Batches of an evaluation."""
+
+    def reached(self, value: float) -> bool:
+        """Whether a run ends here."""
+        return value >= self.target if self.above else value <= self.target
+
+
+JOBS = {
+    "vit-digits": Job("top1", 0.98, True, 600, 20, 100),
+    "gpt-tiny": Job("loss", 2.7, False, 300, 10, 8),
+    "marian-tiny": Job("loss", 0.1, False, 600, 20, 6),
+    "bert-tiny": Job("loss", 3.4, False, 400, 20, 16),
+}
+
+
+def trained(name: str, optimizer: str, rate: float, seed: int, most: int) -> dict[str, Any]:
+    """One run until the target, or until it has taken `most` steps."""
+    job = JOBS[name]
+    config = load_run(overrides={"model": name})
+    task = task_of(config.model, config.task)
+    train, val = (task.open(config.data, config.model, split) for split in ("train", "val"))
+    model = task.fit(config.model, train)
+    recipe = replace(
+        config.recipe,
+        optimizer=optimizer,
+        lr=rate,
+        schedule="constant",
+        warmup_steps=20,
+        warmup_share=None,
+        ema_decay=0.95,
+    )
+    plan = replace(config.plan, optimizer="fused")
+    built = build(model, plan, recipe=recipe, loss=task, seed=seed)
+
+    def loader(source: Any, endless: bool) -> Loader:
+        prepare = task.prepare(source, model, augment=recipe.augment if endless else None, seed=seed)
+        return Loader(
+            source, prepare, batch=plan.micro_batch, seed=seed if endless else 0, device=built.device, workers=0,
+            rank=0, world=1, endless=endless, group=plan.micro_batch,
+        )  # fmt: skip
+
+    batches, curve, seconds = loader(train, True), [], []
+    for step in range(most):
+        set_learning_rate(built.optimizer, learning_rate(step, recipe, job.steps))
+        batch = next(batches)
+        began = time.process_time()
+        built.step([batch])
+        seconds.append(time.process_time() - began)
+        if (step + 1) % job.every == 0:
+            value = figure(job, built, loader(val, False))
+            curve.append([step + 1, round(value, 5)])
+            if job.reached(value):
+                break
+    return {
+        "job": name, "optimizer": optimizer, "lr": rate, "seed": seed, "reached": job.reached(curve[-1][1]),
+        "steps": len(seconds), "seconds": sum(seconds), "seconds_per_step": statistics.median(seconds), "curve": curve,
+    }  # fmt: skip
+
+
+def figure(job: Job, built: Built, samples: Loader) -> float:
+    """The job's figure over the first batches of its validation split."""
+    task: Any = built.loss
+    with samples, built.inference():
+        first = islice(samples, job.batches)
+        record = evaluate(task, built.model, first).record()
+    return float(record[job.figure])
+
+
+def following(runs: list[dict[str, Any]], name: str, optimizer: str) -> tuple[float, int, int] | None:
+    """Rate, seed and most steps of the next run of a job; None where all are made."""
+    mine = [run for run in runs if (run["job"], run["optimizer"]) == (name, optimizer)]
+    tried = {run["lr"]: run for run in mine if run["seed"] == 0}
+    done = [run["steps"] for run in tried.values() if run["reached"]]
+    best = best_rate(mine) if mine else RATES[0]
+    beyond = {min(tried, default=best): best / 2, max(tried, default=best): best * 2}.get(best)
+    for rate in (*RATES, *([] if beyond is None or len(tried) < len(RATES) else [beyond])):
+        if rate not in tried:
+            return rate, 0, min(done, default=JOBS[name].steps)
+    seeds = {run["seed"] for run in mine if run["lr"] == best}
+    return next(((best, seed, JOBS[name].steps) for seed in SEEDS if seed not in seeds), None)
+
+
+def best_rate(mine: list[dict[str, Any]]) -> float:
+    """The rate that took fewest steps with seed 0."""
+    tried = [run for run in mine if run["seed"] == 0]
+    return float(min(tried, key=lambda run: (not run["reached"], run["steps"]))["lr"])
+
+
+def table(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per job and optimizer: the best rate, and what its seeds took; and Muon's share of AdamW's."""
+    rows: dict[str, Any] = {}
+    for name in JOBS:
+        for optimizer in OPTIMIZERS:
+            mine = [run for run in runs if (run["job"], run["optimizer"]) == (name, optimizer)]
+            if not mine or not any(run["reached"] for run in mine):
+                continue
+            best = [run for run in mine if run["lr"] == best_rate(mine)]
+            reached = [run for run in best if run["reached"]]
+            rows.setdefault(name, {})[optimizer] = {
+                "lr": best[0]["lr"], "seeds": len(best), "reached": len(reached),
+                "steps": statistics.median(run["steps"] for run in reached),
+                "steps_of_each": sorted(run["steps"] for run in reached),
+                "seconds": statistics.median(run["seconds"] for run in reached),
+                "seconds_per_step": statistics.median(run["seconds_per_step"] for run in reached),
+            }  # fmt: skip
+        if len(rows.get(name, {})) == len(OPTIMIZERS):
+            adamw, muon = (rows[name][optimizer] for optimizer in OPTIMIZERS)
+            rows[name]["muon/adamw"] = {key: muon[key] / adamw[key] for key in ("steps", "seconds")}
+    return rows
+
+
+def predicted() -> dict[str, dict[str, float]]:
+    """Seconds of a step as the planner has them, by job and optimizer."""
+    machine, found = machine_for("cpu"), {}
+    for name in JOBS:
+        config = load_run(overrides={"model": name})
+        task = task_of(config.model, config.task)
+        source = task.open(config.data, config.model, "train")
+        full = task.fullness(source, task.fit(config.model, source), config.plan.micro_batch)
+        plans = {one: replace(config.plan, optimizer="fused", algorithm=one) for one in OPTIMIZERS}
+        found[name] = {
+            one: predict(full.model, machine, plan, real=full.real, words=full.words).iteration_seconds
+            for one, plan in plans.items()
+        }
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", choices=list(JOBS), help="may be given again")
+    parser.add_argument("--runs", type=int, default=1 << 30, help="runs that are made before it ends")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds at the best learning rate")
+    parser.add_argument(
+        "--predict", action="store_true", help="store what the planner predicts, and make no run"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="runs in it are not made again")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    stored = json.loads(options.output.read_text()) if options.output.exists() else {}
+    runs, left = stored.get("runs", []), 0 if options.predict else options.runs
+    if options.predict:
+        stored["predicted_seconds_per_step"] = predicted()
+    for name in options.only or JOBS:
+        for optimizer in OPTIMIZERS:
+            while (following_run := following(runs, name, optimizer)) and following_run[1] < options.seeds:
+                if not left:
+                    return write(options.output, stored, runs, code=0 if options.predict else 3)
+                left -= 1
+                rate, seed, most = following_run
+                runs.append(trained(name, optimizer, rate, seed, most))
+                print({key: value for key, value in runs[-1].items() if key != "curve"}, flush=True)
+                write(options.output, stored, runs)
+    return write(options.output, stored, runs)
+
+
+def write(path: Path, stored: dict[str, Any], runs: list[dict[str, Any]], code: int = 0) -> int:
+    """Store all runs and their table; returns `code`."""
+    jobs = {name: job._asdict() for name, job in JOBS.items()}
+    written = stored | {"jobs": jobs, "table": table(runs), "runs": runs, "environment": environment()}
+    path.write_text(json.dumps(written, indent=1) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Muon: momentum whose matrices are orthogonalised (Jordan et al., 2024), scaled so that learning rates and weight
+decay of AdamW carry over (Liu et al., "Muon is Scalable for LLM Training", 2025, equation 4), and AdamW for all else.
+
+Its steps are those of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which takes no stack of experts' matrices, no
+shards, and skips no step on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.optim.tensors import local
+from penstock.shards import cuts, gather_to, scatter_from
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration: as steep at 0 as can be, so that five steps bring singular values between about 0.7 and
+1.2."""
+ITERATIONS = 5
+RMS = 0.2
+"""Root mean square of AdamW's updates, which those of matrices are scaled to."""
+_TINY = 1e-7
+
+
+def orthogonalised(update: Tensor) -> Tensor:
+    """The nearest orthogonal matrix to each of (…, out, in), roughly, by Newton–Schulz iterations in bf16."""
+    a, b, c = COEFFICIENTS
+    x = update.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    added = torch.addmm if x.ndim == 2 else torch.baddbmm
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_TINY)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = added(x, added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for groups whose `orthogonal` is true, whose parameters are matrices (out, in) or stacks of them (E, out,
+    in); AdamW, with `options`, for the other groups.
+
+    Of a matrix that several ranks share as a DTensor each keeps its part of the momentum. The ranks own matrices in
+    turn: the owner gathers the update in bf16, as it computes, orthogonalises it, and scatters it. All ranks must step
+    together, with gradients for the same parameters.
+    """
+
+    def __init__(self, params: Iterable[Any], *, momentum: float = 0.95, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group.setdefault("orthogonal", False)
+            group.setdefault("algorithm", "muon")
+            if group["orthogonal"]:
+                group.setdefault("momentum", momentum)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks each state for a count of steps
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        try:
+            update: Any = torch.optim.AdamW.step
+            # Once somebody has built an AdamW, its step calls the hooks, as that of this class does already.
+            (update.__wrapped__ if getattr(update, "hooked", False) else update)(self)
+        finally:
+            self.param_groups = groups
+        with torch.no_grad():
+            for group in groups:
+                if group["orthogonal"]:
+                    self._step_matrices(group)
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        for turn in _turns([p for p in group["params"] if p.grad is not None]):
+            updates = [self._momentum(parameter, group["momentum"]) for parameter in turn]
+            for parameter, direction in zip(turn, _orthogonalised(turn, updates)):
+                rate = group["lr"] * RMS * math.sqrt(max(parameter.shape[-2:]))
+                kept: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+                weight, stops = local(parameter), self._scalar("found_inf", parameter)
+                if stops is not None:
+                    kept = torch.where(stops > 0, 1.0, kept)
+                    direction = direction * (stops == 0)
+                weight.mul_(kept).add_(direction, alpha=-rate)
+
+    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+        """The rows here of the update that is to be orthogonalised: the gradient moved towards its running mean, which
+        moves too unless the step is to be skipped."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
+        gradient, mean = local(parameter.grad), local(state["momentum_buffer"])  # type: ignore[arg-type]
+        scale, stops = self._scalar("grad_scale", parameter), self._scalar("found_inf", parameter)
+        gradient = gradient if scale is None else gradient / scale
+        if stops is None:
+            mean.lerp_(gradient, 1 - momentum)
+        else:
+            gradient = torch.where(stops > 0, 0.0, gradient)
+            mean.lerp_(gradient, (1 - momentum) * (stops == 0).to(mean.dtype))
+        return gradient.lerp(mean, momentum).bfloat16()
+
+    def _scalar(self, name: str, parameter: Tensor) -> Tensor | None:
+        """A scalar that GradScaler or `clipped_step` sets during a step, on the parameter's device, if it is set."""
+        value: Tensor | None = getattr(self, name, None)
+        return None if value is None else value.to(local(parameter).device, torch.float32).view(())
+
+
+def _owners(parameter: Any) -> int:
+    """The ranks that share matrices of a parameter; 0 where each has whole ones."""
+    if not hasattr(parameter, "placements"):
+        return 0
+    every = cuts(parameter)
+    return math.prod(cut.count for cut in every) if any(cut.dim >= parameter.ndim - 2 for cut in every) else 0
+
+
+def _turns(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters one by one; of those whose matrices ranks share, as many as each rank owns one of."""
+    turn: list[Tensor] = []
+    for parameter in parameters:
+        if not (owners := _owners(parameter)):
+            yield [parameter]
+            continue
+        turn.append(parameter)
+        if len(turn) == owners:
+            yield turn
+            turn = []
+    if turn:
+        yield turn
+
+
+def _orthogonalised(turn: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+    """The orthogonalised part here of each update."""
+    if not _owners(turn[0]):
+        return [orthogonalised(update) if update.numel() else update for update in updates]
+    wholes = [gather_to(*each, owner=owner) for owner, each in enumerate(zip(turn, updates))]
+    made = [None if whole is None else orthogonalised(whole) for whole in wholes]
+    return [scatter_from(*each, owner=owner) for owner, each in enumerate(zip(turn, made, updates))]

@@ -35,7 +35,7 @@ class UpdateRule:
     settings: tuple[str, ...] = ()
     """Options that it takes from a recipe, whose beta1 is `momentum` and whose beta2 is `alpha`; others are torch's."""
     matrices: Literal["", "orthogonal", "factored"] = ""
-    """What it does to a matrix as a whole: orthogonalises its update, or keeps means of its rows and columns."""
+    """Its treatment of whole matrices: it orthogonalises their updates, or keeps means of their rows and columns."""
     decays: bool = True
     """Whether it has weight decay."""
     refused: str = ""

@@ -38,7 +38,7 @@ def _optimizer_has_the_form(plan: Plan) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _matrices_are_whole(plan: Plan) -> Iterator[str]:
-    """What looks at whole matrices has them: `adafactor` whole weights, `muon` its states on the device."""
+    """`adafactor` has whole weights on each device, and `muon` computes on the device, not in host memory."""
     matrices = OPTIMIZERS[plan.algorithm].matrices
     if matrices == "factored":
         split = [name for name in ("tp", "ep") if getattr(plan, name) > 1]

@@ -18,8 +18,8 @@ from penstock.optim.tensors import local
 from penstock.shards import cuts, gather_to, scatter_from
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: as steep at 0 as can be, so that five steps bring singular values between about 0.7 and
-1.2."""
+"""Coefficients of the quintic iteration: as steep at 0 as can be, so that five steps bring singular values between
+about 0.7 and 1.2."""
 ITERATIONS = 5
 RMS = 0.2
 """Root mean square of AdamW's updates, which those of matrices are scaled to."""

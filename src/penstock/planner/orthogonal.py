@@ -47,8 +47,8 @@ def newton_schulz(op: Op) -> tuple[Op, ...]:
 
 
 def update_operators(work: Workload, plan: Plan, share: DeviceShare) -> Iterator[tuple[float, Op]]:
-    """What one device computes and sends for an update that is orthogonalised, with how often; a collective once for
-    each matrix, with its bytes. Nothing for another optimizer."""
+    """The operators by which one device orthogonalises updates, each with how often it runs; a collective once for each
+    matrix, with its bytes. None for another optimizer."""
     if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
         return
     adapted = any(op.adapter for _, op in learned_matrices(work))

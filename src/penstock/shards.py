@@ -152,7 +152,7 @@ def _sized_cuts(tensor: Any) -> list[tuple[Cut, int]]:
 
 def _place_of(owner: int, tensor: Any) -> list[int]:
     """Place in each cut of rank `owner` of those that share a DTensor."""
-    place = []
+    place: list[int] = []
     for cut in reversed(cuts(tensor)):
         owner, index = divmod(owner, cut.count)
         place.insert(0, index)

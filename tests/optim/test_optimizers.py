@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def recipe(name: str, **more: Any) -> Recipe:
     decay = 0.1 * OPTIMIZERS[name].decays  # type: ignore[index]
     return Recipe(optimizer=name, lr=1e-2, beta2=0.99, weight_decay=decay, clip_norm=None, **more)  # type: ignore[arg-type]
+
+
+def _telling(where: str) -> Callable[[str], str]:
+    """The message of a difference, with where it is."""
+    return lambda text: f"{where}: {text}"
 
 
 def train(built: Built, steps: range) -> None:
@@ -105,7 +111,7 @@ def test_steps_are_those_of_torchs_plain_optimizer(name: str) -> None:
                             _lion_step(group, parameters[n], means[n])
         for n, p in model.named_parameters():
             got = dict(built.model.named_parameters())[n]
-            torch.testing.assert_close(got, p, msg=lambda text, n=n, f=form: f"{f}: {n}: {text}")
+            torch.testing.assert_close(got, p, msg=_telling(f"{form}: {n}"))
 
 
 @pytest.mark.parametrize("line", ["baseline", "precision=O2"])
@@ -134,10 +140,11 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(name: str, line: str)
         )
 
 
-MIXTURE = replace(PRESETS["mixtral-tiny"], vocabulary=64, depth=2)
+SMALL: dict[str, Any] = {"vocabulary": 64, "depth": 2}
+MIXTURE = replace(PRESETS["mixtral-tiny"], **SMALL)
 
 
-@pytest.mark.parametrize("model", [TINY, MIXTURE, replace(PRESETS["gpt-tiny"], vocabulary=64)])
+@pytest.mark.parametrize("model", [TINY, MIXTURE, replace(PRESETS["gpt-tiny"], **SMALL)])
 @pytest.mark.parametrize("name", USABLE)
 def test_states_take_the_predicted_bytes(name: str, model: ModelConfig) -> None:
     built = build(model, Plan(), recipe=recipe(name))
@@ -265,7 +272,7 @@ def test_two_ranks_orthogonalise_what_one_process_does() -> None:
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
-                got[name], value, rtol=1e-9, atol=1e-9, msg=lambda t, n=f"{line} {name}": f"{n}: {t}"
+                got[name], value, rtol=1e-9, atol=1e-9, msg=_telling(f"{line}: {name}")
             )
 
 
@@ -312,7 +319,7 @@ def test_schedules_begin_and_end_where_they_say() -> None:
     assert rates(schedule="wsd", decay_share=0.1)[3] == pytest.approx(0.918, abs=1e-3)
     for wrong in ({"decay_share": 0.5}, {"schedule": "constant", "min_lr": 0.1}):
         with pytest.raises(ConfigError, match=r"leave \w+ out"):
-            build(TINY, Plan(), recipe=Recipe(**wrong))  # type: ignore[arg-type]
+            build(TINY, Plan(), recipe=Recipe(**wrong))
 
 
 def test_an_unknown_stack_of_matrices_is_orthogonalised_one_by_one() -> None:
@@ -326,6 +333,6 @@ def test_an_unknown_stack_of_matrices_is_orthogonalised_one_by_one() -> None:
     mine = make_optimizer(groups, "loop", "muon", lr=1e-2)
     assert isinstance(mine, Muon)
     theirs = torch.optim.Muon(singles, lr=1e-2, adjust_lr_fn="match_rms_adamw")
-    mine.step()
-    theirs.step()
+    for optimizer in (mine, theirs):
+        optimizer.step()
     torch.testing.assert_close(stack.detach(), torch.stack([one.detach() for one in singles]))

@@ -23,7 +23,7 @@ class Lion(Optimizer):
         super().__init__(params, defaults | {"algorithm": "lion"})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss."""
         loss = None
         if closure is not None:

@@ -21,12 +21,13 @@ from penstock.checkpoint import rewrite
 from penstock.config import kinds, model
 from penstock.config.decoding import Decoding
 from penstock.config.graph import ClassHead, Graph, Run, TokenInput, WordHead
+from penstock.config.layer import LayerSizes
 from penstock.config.load import from_dict, to_dict
 from penstock.config.machine import load_machine
 from penstock.config.model import ModelFamily
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig, Recipe, RunConfig
-from penstock.config.stack import Layer, Stack
+from penstock.config.stack import Stack
 from penstock.config.tasks import TASKS
 from penstock.decode.engine import Engine, Request
 from penstock.decode.static import Compiled
@@ -64,7 +65,7 @@ class Gist(ModelFamily, where="model"):
     @cached_property
     def graph(self) -> Graph:
         sizes: dict[str, Any] = {"width": self.width, "heads": 4, "mlp_width": 32, "head_features": 4}
-        layers = (Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16))
+        layers = (LayerSizes(heads=4, kv=2, hidden=32), LayerSizes(heads=2, kv=2, hidden=16))
         unequal = Stack(**sizes, depth=2, unequal=layers, positions="rotary", norm="rms")
         plain, wide = Stack(**sizes, depth=2), Stack(**sizes, depth=1, mlp="swiglu", kv_heads=2)
         rows = self.max_positions or self.sequence

@@ -202,11 +202,12 @@ def _shape(model: ModelConfig) -> str:
     """The sizes of the first stack, or of the one over images, and the depth of all."""
     depth = " + ".join(str(stack.depth) for stack in stacks(model))
     first = model if isinstance(model, DiffusionConfig) else stacks(model)[0]
-    heads = f"{first.heads} heads"
-    if first.head_width * first.heads != first.width:
-        heads += f" of {first.head_width}"
-    if first.kv != first.heads:
-        heads += f", {first.kv} of keys and values"
+    layer = first.layers[0]
+    heads = f"{layer.heads} heads"
+    if layer.head_width * layer.heads != first.width:
+        heads += f" of {layer.head_width}"
+    if layer.kv_heads != layer.heads:
+        heads += f", {layer.kv_heads} of keys and values"
     each = "each a whole block" if first.experts_in == "block" else f"{first.experts_per_token} a token"
     experts = f", {first.experts} experts, {each}" if first.experts else ""
     image = f", {model.image_size} px" if isinstance(model, ViTConfig | DiffusionConfig) else ""

@@ -52,12 +52,12 @@ def _unequal(form: str) -> Model:
     for run in model.graph.runs:
         name, stack = run.name, run.stack
         if not stack.biased:
-            kept = [sorted(generator.sample(range(layer.kv), max(1, layer.kv - i % 2))) for i, layer in
+            kept = [sorted(generator.sample(range(layer.kv_heads), max(1, layer.kv_heads - i % 2))) for i, layer in
                     enumerate(stack.layers)]  # fmt: skip
             model = keep_heads(model, name, kept, kept if run.memories else None)
         columns: list[Any] = []
         for i, layer in enumerate(stack.layers):
-            row = torch.arange(layer.hidden - 3 * (i % 2))
+            row = torch.arange(layer.perceptron.width - 3 * (i % 2))
             columns.append(row.expand(stack.experts, -1) if layer.mixture else row)
         shared = [torch.arange(stack.shared_experts * one.shape[-1]) for one in columns]
         model = keep_hidden(model, name, columns, shared if stack.shared_experts else None)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from helpers.families import ENROLLED, batches, flat, small
 from penstock.compress.prune import keep_experts, keep_heads, keep_hidden, keep_layers
+from penstock.config.layer import LayerSizes
 from penstock.config.model import ModelConfig, with_stacks
-from penstock.config.stack import Layer
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert import from_pretrained, save_pretrained
@@ -85,26 +85,27 @@ def test_masked_parts_are_removed_parts(form: str) -> None:
     for run in model.graph.runs:
         stack, blocks = run.stack, getattr(model, run.name).blocks
         groups, cross, columns, shared = [], [], [], []
-        same = _some(generator, stack.layers[0].kv)
+        same = _some(generator, stack.layers[0].kv_heads)
         for block, layer in zip(blocks, stack.layers):
-            size = layer.heads // layer.kv * stack.head_width
-            groups.append(same if stack.biased else _some(generator, layer.kv))
-            masks.enter_context(_masked(block.attention.out, _mask(groups[-1], layer.kv, size)))
+            size = layer.queries_per_key * layer.head_width
+            groups.append(same if stack.biased else _some(generator, layer.kv_heads))
+            masks.enter_context(_masked(block.attention.out, _mask(groups[-1], layer.kv_heads, size)))
             if block.cross is not None:
-                cross.append(sorted(generator.sample(range(layer.kv), len(groups[-1]))))
-                masks.enter_context(_masked(block.cross.out, _mask(cross[-1], layer.kv, size)))
-            left = generator.randint(layer.hidden // 2, layer.hidden - 1)
+                cross.append(sorted(generator.sample(range(layer.kv_heads), len(groups[-1]))))
+                masks.enter_context(_masked(block.cross.out, _mask(cross[-1], layer.kv_heads, size)))
+            hidden = layer.perceptron.width
+            left = generator.randint(hidden // 2, hidden - 1)
             rows = [
-                sorted(generator.sample(range(layer.hidden), left))
+                sorted(generator.sample(range(hidden), left))
                 for _ in range(stack.experts if layer.mixture else 1)
             ]
             kept = torch.tensor(rows)
             columns.append(kept if layer.mixture else kept[0])
-            mask = torch.stack([_mask(row, layer.hidden) for row in rows])
+            mask = torch.stack([_mask(row, hidden) for row in rows])
             masks.enter_context(_masked(block.mlp.down, mask if layer.mixture else mask[0]))
             shared.append(None)
             if layer.mixture and stack.shared_experts:
-                whole = layer.hidden * stack.shared_experts
+                whole = hidden * stack.shared_experts
                 shared[-1] = torch.tensor(sorted(generator.sample(range(whole), left * stack.shared_experts)))
                 masks.enter_context(_masked(block.mlp.shared.down, _mask(shared[-1].tolist(), whole)))
         smaller = keep_hidden(keep_heads(smaller, run.name, groups, cross or None), run.name, columns, shared)
@@ -193,9 +194,9 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 
 def _unequal(generator: random.Random, stack: Any) -> Any:
     """The stack with other layers, of sizes by chance."""
-    layers = list[Layer]()
+    layers = list[LayerSizes]()
     for _ in range(generator.randint(1, 4)):
-        layer = stack.layers[generator.randrange(len(stack.layers))]
+        layer = stack.layers[generator.randrange(len(stack.layers))].sizes
         if not stack.biased:  # a bias by distance is one of as many heads in every layer
             kv = generator.randint(1, 3)
             layer = replace(layer, kv=kv, heads=kv * generator.randint(1, 2))
@@ -227,4 +228,4 @@ def test_layers_that_are_alike_need_no_list() -> None:
     model = _model(small("llama-tiny", depth=4, heads=4, kv_heads=2, head_features=4))
     smaller: Any = keep_heads(model, "decoder", [[1]] * 4).config
     assert smaller.unequal == ()
-    assert smaller.layers == (Layer(heads=2, kv=1, hidden=32),) * 4
+    assert [layer.sizes for layer in smaller.layers] == [LayerSizes(heads=2, kv=1, hidden=32)] * 4

@@ -71,7 +71,7 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
     last = from_pretrained(tmp_path / "out")
     layers = last.graph.runs[0].stack.layers
     assert sum(layer.heads for layer in layers) in (4, 5)  # rounds round, too
-    assert sum(layer.hidden for layer in layers) == 96
+    assert sum(layer.perceptron.width for layer in layers) == 96
     assert report["rows"][-1]["parameters"] == sum(p.numel() for p in last.parameters())
     for row in report["rows"]:
         assert row["seconds"] > 0

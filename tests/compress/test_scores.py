@@ -98,7 +98,7 @@ def test_what_adds_nothing_goes_first(form: str, criterion: Criterion) -> None:
     made = list(cuts(model, options, data, loss, multiple=8))
     smaller = made[-1].model
     for run in smaller.graph.runs:
-        assert {(layer.heads, layer.hidden) for layer in run.stack.layers} == {(1, 24)}
+        assert {(layer.heads, layer.perceptron.width) for layer in run.stack.layers} == {(1, 24)}
     with torch.no_grad():
         assert float(loss(smaller, data[0])) == pytest.approx(expected, rel=1e-5)
     assert made[0].words.endswith("heads 4 → 2") or form == "modernbert"
@@ -157,7 +157,7 @@ def test_unequal_blocks_come_out_where_parts_matter_unequally() -> None:
         model.decoder.blocks[1].attention.out.weight.mul_(1e-3)
     made = list(cuts(model, Prune(heads=0.375, hidden=0.5), _data(config), loss, multiple=16))
     first, second = made[-1].model.graph.runs[0].stack.layers
-    assert (first.heads, first.hidden) == (4, 16)
-    assert (second.heads, second.hidden) == (1, 48)
+    assert (first.heads, first.perceptron.width) == (4, 16)
+    assert (second.heads, second.perceptron.width) == (1, 48)
     with pytest.raises(ConfigError, match="removes nothing"):
         list(cuts(model, Prune(hidden=0.01), _data(config), loss, multiple=16))

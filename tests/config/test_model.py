@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.layer import LayerSizes
 from penstock.config.load import dump_toml, from_dict, load, to_dict
 from penstock.config.model import (
     PRESETS,
@@ -23,7 +24,6 @@ from penstock.config.model import (
     title,
 )
 from penstock.config.run import RunConfig
-from penstock.config.stack import Layer
 from penstock.errors import ConfigError
 
 
@@ -136,8 +136,8 @@ def test_a_router_that_cannot_learn_or_choose_is_refused() -> None:
 
 def test_leading_blocks_may_be_dense() -> None:
     config = DecoderConfig(depth=6, experts=4, expert_every=2, dense_layers=2, expert_width=8)
-    assert [layer.mixture for layer in config.layers] == [False, False, False, True, False, True]
-    assert [layer.hidden for layer in config.layers[2:4]] == [3072, 8]
+    assert [layer.sizes.mixture for layer in config.layers] == [False, False, False, True, False, True]
+    assert [layer.perceptron.width for layer in config.layers[2:4]] == [3072, 8]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -146,7 +146,7 @@ def test_a_preset_is_its_name(name: str) -> None:
 
 
 def test_unequal_layers_are_written_and_read_again() -> None:
-    layers = tuple(Layer(heads=12, kv=12, hidden=64 * (i + 1)) for i in range(12))
+    layers = tuple(LayerSizes(heads=12, kv=12, hidden=64 * (i + 1)) for i in range(12))
     model = replace(PRESETS["gpt2"], unequal=layers)
     name, option = option_words(model)
     _, text = shlex.split(option)
@@ -154,8 +154,11 @@ def test_unequal_layers_are_written_and_read_again() -> None:
     config = RunConfig(model=model)
     assert from_dict(RunConfig, tomllib.loads(dump_toml(config))) == config
     assert title(model) == "gpt2 (unequal)"
-    assert model.kinds == dict.fromkeys(layers, 1)
-    assert replace(PRESETS["gpt2"], unequal=PRESETS["gpt2"].layers).layers == PRESETS["gpt2"].layers
+    assert [layer.sizes for layer in model.kinds] == list(layers)
+    assert (
+        replace(PRESETS["gpt2"], unequal=tuple(layer.sizes for layer in PRESETS["gpt2"].layers)).layers
+        == PRESETS["gpt2"].layers
+    )
 
 
 def test_what_differs_from_a_preset_is_said() -> None:

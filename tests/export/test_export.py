@@ -19,9 +19,9 @@ from penstock.compress.data import task_data
 from penstock.compress.pad import write_transformers
 from penstock.compress.quantise import quantise_folder
 from penstock.config.graph import PatchInput
+from penstock.config.layer import Rotary
 from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig
-from penstock.config.stack import Rotary
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType, onnx_cache

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from fuzz.door_model import door
+from penstock.config.layer import Rotary
 from penstock.config.model import PRESETS
-from penstock.config.stack import Rotary
 
 _SIZES = {"width": 8, "depth": 2, "heads": 2, "mlp_width": 16}
 _TEXT: dict[str, Any] = {"vocabulary": 12, "sequence": 8}

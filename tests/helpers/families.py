@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.config.layer import LayerSizes
 from penstock.config.model import (
     DecoderConfig,
     DiffusionConfig,
@@ -23,7 +24,7 @@ from penstock.config.model import (
     preset,
     with_stacks,
 )
-from penstock.config.stack import Layer, Stack
+from penstock.config.stack import Stack
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks import ImageClassification
 from penstock.tasks.denoise import NoisyBatch
@@ -67,8 +68,8 @@ _DIFFUSION = DiffusionConfig(
 _WIDE = Stack(width=24, depth=1, heads=2, mlp_width=32)
 """A run of another width than those that attend to it."""
 _LAYERS = (
-    Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16), Layer(heads=4, kv=2, hidden=32),
-    Layer(heads=8, kv=4, hidden=24),
+    LayerSizes(heads=4, kv=2, hidden=32), LayerSizes(heads=2, kv=2, hidden=16), LayerSizes(heads=4, kv=2, hidden=32),
+    LayerSizes(heads=8, kv=4, hidden=24),
 )  # fmt: skip
 _SMALL = Stack(width=16, depth=1, heads=2, mlp_width=32)
 PRUNED = small("llama-tiny", depth=4, heads=4, kv_heads=2, head_features=4, unequal=_LAYERS)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.config.layer import LayerSizes
 from penstock.config.model import PRESETS, Seq2SeqConfig
-from penstock.config.stack import Layer
 from penstock.data.text.tokenizers import Bytes, Numbers
 from penstock.decode.engine import Engine, Request
 from penstock.models import create
@@ -42,7 +42,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "pruned": {
         "positions": "rotary",
-        "unequal": (Layer(heads=4, kv=2, hidden=32), Layer(heads=2, kv=2, hidden=16)),
+        "unequal": (LayerSizes(heads=4, kv=2, hidden=32), LayerSizes(heads=2, kv=2, hidden=16)),
     },
 }
 BOTH = ("t5-tiny", "marian-tiny", "bart-tiny", "nllb-moe-tiny")

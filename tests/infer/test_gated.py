@@ -136,7 +136,7 @@ def test_texts_of_a_label_come_from_its_experts_alone(tmp_path: Path) -> None:
 def test_a_perceptron_is_as_wide_as_the_expert() -> None:
     config = gated(routed("gpt", "by number").config, [2])
     assert not config.graph.routed
-    assert [(layer.mixture, layer.hidden) for layer in config.graph.runs[0].stack.layers] == [
+    assert [(layer.sizes.mixture, layer.sizes.hidden) for layer in config.graph.runs[0].stack.layers] == [
         (False, 32),
         (False, 24),
     ]

@@ -181,7 +181,7 @@ def test_every_preset_can_be_compressed_and_computes_less(name: str) -> None:
     once = replace(FIRST, model=replace(PRESETS["vit-digits"], depth=1))
     assert (rung.hindrance(once, situation) is None) == (name == "compress-width")
     pruned: Any = PRESETS["vit-digits"]
-    pruned = replace(pruned, unequal=tuple(replace(layer, hidden=8) for layer in pruned.layers))
+    pruned = replace(pruned, unequal=tuple(replace(layer.sizes, hidden=8) for layer in pruned.layers))
     assert (rung.hindrance(replace(FIRST, model=pruned), situation) is None) == (name == "compress-depth")
     if name == "compress-depth":
         shallow: Any = rung.apply(replace(FIRST, model=pruned), situation)

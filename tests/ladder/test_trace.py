@@ -152,7 +152,7 @@ def test_activations_of_several_operators_are_counted_as_they_run(mlp: Mlp) -> N
     rows = config.sequence
     work = trace(MLP(stack, stack.layers[0]), torch.randn(rows, stack.width), _square, 1)
     (block,) = describe(config, Plan(micro_batch=1), "cpu").blocks
-    size = rows * stack.layers[0].hidden
+    size = rows * stack.layers[0].perceptron.width
     traced = [op for _, op in work.operators() if op.elements == size and op.kind != "gemm"]
     listed = [op for op in (*block.forward, *block.backward) if op.name.startswith("mlp.activation")]
     for forward in (True, False):

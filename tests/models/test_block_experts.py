@@ -28,6 +28,7 @@ from penstock.planner.describe import totals
 
 CONFIG: Any = replace(ENROLLED["experts of blocks"].config, depth=3, experts=3)
 """Blocks 0, and 1 to 3 in place of one, and 4."""
+SIZES = tuple(layer.sizes for layer in CONFIG.layers)
 TEXTS: Any = replace(CONFIG, classes=0, text=Stack(width=16, depth=1, heads=2, mlp_width=32), vocabulary=13)
 
 
@@ -58,9 +59,9 @@ def test_layers_say_which_blocks_are_of_experts() -> None:
     assert CONFIG.experts_of_blocks == (None, 0, 1, 2, None)
     assert [layer.routed for layer in CONFIG.layers] == [False, True, True, True, False]
     assert not any(layer.mixture for layer in CONFIG.layers)
-    listed = replace(CONFIG, unequal=CONFIG.layers)
+    listed = replace(CONFIG, unequal=SIZES)
     assert listed.experts_of_blocks == CONFIG.experts_of_blocks
-    first, second, *others = CONFIG.layers
+    first, second, *others = SIZES
     for layers in ((first, second, others[-1]), (first, replace(second, hidden=8), *others)):
         with pytest.raises(ConfigError, match="for each block there must be 3 alike, one for each expert"):
             replace(CONFIG, unequal=layers)
@@ -129,7 +130,7 @@ def test_routes_are_those_of_experts() -> None:
     torch.testing.assert_close(same(**_inputs(CONFIG, [0, 3, 2])), model(**_inputs(CONFIG, [2, 1, 0])))
 
 
-@pytest.mark.parametrize("config", [CONFIG, TEXTS, replace(CONFIG, unequal=CONFIG.layers)])
+@pytest.mark.parametrize("config", [CONFIG, TEXTS, replace(CONFIG, unequal=SIZES)])
 def test_experts_begin_as_copies_of_the_dense_model(config: Any) -> None:
     dense = _drawn(dense_twin(config)).float()
     routed = create(config)
@@ -199,7 +200,7 @@ def test_compiled_blocks_learn_the_same(backend: str, monkeypatch: pytest.Monkey
         ({"capacity": 1.25}, "capacity is 1.25"),
         ({"sample_capacity": 4}, "sample_capacity is 4"),
         ({"window": 4}, "window is 4"),
-        ({"experts_in": "mlp", "unequal": CONFIG.layers}, "routed true"),
+        ({"experts_in": "mlp", "unequal": SIZES}, "routed true"),
     ],
 )
 def test_stacks_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:

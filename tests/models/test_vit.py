@@ -107,11 +107,13 @@ def _norm(config: ViTConfig, x: Tensor, p: dict[str, Any], name: str) -> Tensor:
 
 
 def _reference_attention(config: ViTConfig, p: dict[str, Any], x: Tensor) -> Tensor:
-    qkv = (x @ p["attention.qkv.weight"].T + p["attention.qkv.bias"]).split(config.head_width, dim=1)
+    qkv = (x @ p["attention.qkv.weight"].T + p["attention.qkv.bias"]).split(
+        config.layers[0].head_width, dim=1
+    )
     heads = []
     for head in range(config.heads):
         q, k, v = qkv[3 * head : 3 * head + 3]
-        weights = (q @ k.T / config.head_width**0.5).exp()
+        weights = (q @ k.T / config.layers[0].head_width ** 0.5).exp()
         heads.append(weights / weights.sum(1, keepdim=True) @ v)
     return torch.cat(heads, dim=1) @ p["attention.out.weight"].T + p["attention.out.bias"]
 

@@ -111,7 +111,7 @@ def test_flops_of_variants_equal_torchs(variant: str, token_order: str) -> None:
 
 def test_a_fused_kernel_recomputes_the_scores() -> None:
     plan, samples = Plan(attention="sdpa"), 2
-    shape = (samples, TINY.heads, TINY.tokens, TINY.head_width)
+    shape = (samples, TINY.heads, TINY.tokens, TINY.layers[0].head_width)
     kernels = [(n, op) for n, op in operators(TINY, samples, plan) if op.kind == "attention"]
     backward = sum(n * (op.flops + op.repeated_flops) for n, op in kernels if not op.forward)
     assert backward == TINY.depth * sdpa_backward_flop_count(shape, shape, shape, shape)

@@ -191,7 +191,10 @@ def test_all_keys_gathered_at_once_hide_behind_nothing() -> None:
     assert isinstance(model, DecoderConfig)
     ring, gather = (at(model, cp=8, recompute="full", cp_exchange=kind) for kind in ("ring", "gather"))
     rates = rates_of(H100, HALF)
-    each = gather_seconds(group_of(rates, 8, 1), 2.0 * model.sequence * model.kv * model.head_width * 2)
+    each = gather_seconds(
+        group_of(rates, 8, 1),
+        2.0 * model.sequence * model.layers[0].kv_heads * model.layers[0].head_width * 2,
+    )
     # Forward and again for the backward pass, whose gradients are scattered; recomputation gathers a third time.
     assert gather.seconds["context"] == pytest.approx(3 * model.depth * each)
     assert ring.seconds["context"] == pytest.approx(3 * model.depth * rates.collective_share * each)
@@ -250,7 +253,7 @@ def test_parts_of_attention_are_weighed_and_added_up(kind: str) -> None:
 
     # Of four parts its own takes all queries, twice where two of its pieces see one half, and the others 3 / 4 of them.
     queries = LLAMA.sequence / 4 * LLAMA.width
-    keys = 2 * queries * LLAMA.kv / LLAMA.heads
+    keys = 2 * queries * LLAMA.layers[0].kv_heads / LLAMA.heads
     seen = queries * (1.5 + 3 * 0.75)
     assert moved(Software()) == [seen * 42, seen * 18 + 4 * keys * 34]
     assert moved(Software(adds_parts=True)) == [seen * 6, seen * 6 + 4 * keys * 6]

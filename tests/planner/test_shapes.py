@@ -49,7 +49,7 @@ def hugging_face(name: str) -> torch.nn.Module:
             )  # fmt: skip
         return transformers.T5ForConditionalGeneration(
             transformers.T5Config(
-                d_model=config.encoder.width, d_kv=config.encoder.head_width, d_ff=config.encoder.mlp_width,
+                d_model=config.encoder.width, d_kv=config.encoder.layers[0].head_width, d_ff=config.encoder.mlp_width,
                 num_layers=config.encoder.depth, num_heads=config.encoder.heads, vocab_size=config.vocabulary,
             )
         )  # fmt: skip

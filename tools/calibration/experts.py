@@ -136,9 +136,10 @@ def training() -> Iterator[Row]:
 
 def _flops(model: DecoderConfig) -> float:
     """FLOPs of a sample as Megatron counts them."""
-    width, heads = model.width, model.heads * model.head_width
-    attention = width * (2 * heads + 2 * model.kv * model.head_width) + model.sequence * heads
-    mixture = 3 * width * model.layers[0].hidden * model.experts_per_token + width * model.experts
+    width, layer = model.width, model.layers[0]
+    heads = layer.heads * layer.head_width
+    attention = width * 2 * (heads + layer.kv_heads * layer.head_width) + model.sequence * heads
+    mixture = 3 * width * layer.perceptron.width * model.experts_per_token + width * model.experts
     return 6.0 * model.sequence * (model.depth * (attention + mixture) + width * model.vocabulary)
 
 

@@ -20,8 +20,9 @@ from penstock.compress.prune import (
 from penstock.compress.scores import BlockScores, Loss, expert_scores, layers_to_keep, part_scores
 from penstock.config.compress import Prune
 from penstock.config.graph import Run
+from penstock.config.layer import Layer
 from penstock.config.model import ModelConfig
-from penstock.config.stack import Layer, Stack
+from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.models.model import Model
 from penstock.planner.products import VECTOR
@@ -68,10 +69,10 @@ def cuts(
         yield PruneCut(f"{name}: heads {before} → {after}", model)
     for name in (run.name for run in model.graph.runs if options.hidden):
         run = model.graph.run(name)
-        before = sum(layer.hidden for layer in run.stack.layers)
+        before = sum(layer.perceptron.width for layer in run.stack.layers)
         scores = part_scores(model, batches, loss, options.by)[name]
         model = _cut_hidden(model, run, options, scores, multiple)
-        after = sum(layer.hidden for layer in model.graph.run(name).stack.layers)
+        after = sum(layer.perceptron.width for layer in model.graph.run(name).stack.layers)
         yield PruneCut(f"{name}: hidden features {before:,} → {after:,}", model)
 
 
@@ -82,9 +83,10 @@ def sized(model: ModelConfig, options: Prune, *, multiple: int) -> ModelConfig:
         run = model.graph.run(name)
         stack, layers = run.stack, list[Layer]()
         for layer in stack.layers[: _left(stack.depth, options.layers)]:
-            kv = layer.kv if stack.positions == "alibi" else _left(layer.kv, options.heads)
-            hidden = _aligned(layer.hidden * (1.0 - options.hidden), layer.hidden, multiple)
-            layers.append(replace(layer, kv=kv, heads=kv * (layer.heads // layer.kv), hidden=hidden))
+            kv = layer.kv_heads if stack.positions == "alibi" else _left(layer.kv_heads, options.heads)
+            width = layer.perceptron.width
+            hidden = _aligned(width * (1.0 - options.hidden), width, multiple)
+            layers.append(layer.resized(kv_heads=kv, hidden=hidden))
         model = with_layers(model, run, layers)
         run = model.graph.run(name)
         model = with_stack(model, run, replace(run.stack, experts=_experts_left(run.stack, options.experts)))
@@ -141,11 +143,11 @@ def _cut_heads(model: Model, run: Run, options: Prune, blocks: Sequence[BlockSco
     beside = [block.cross for block in blocks if block.cross is not None]
     if stack.biased:
         # Blocks share the biases of their heads, and so the choice of heads; ALiBi is refused where heads are removed.
-        count = _left(stack.layers[0].kv, options.heads)
+        count = _left(stack.layers[0].kv_heads, options.heads)
         kept = [_best(torch.stack(_comparable(own, options)).sum(0), count)] * len(own)
         return keep_heads(model, run.name, kept, [_best(row, count) for row in beside] or None)
     if options.even:
-        counts = [_left(layer.kv, options.heads) for layer in stack.layers]
+        counts = [_left(layer.kv_heads, options.heads) for layer in stack.layers]
     else:
         ranked = [row.sort(descending=True).values for row in _comparable(own, options)]
         for number, row in enumerate(_comparable(beside, options)):
@@ -163,9 +165,8 @@ def _cut_hidden(
     """Without the share of hidden features that matter least; each expert loses its own."""
     stack = run.stack
     if options.even:
-        counts = [
-            _aligned(layer.hidden * (1.0 - options.hidden), layer.hidden, multiple) for layer in stack.layers
-        ]
+        widths = [layer.perceptron.width for layer in stack.layers]
+        counts = [_aligned(width * (1.0 - options.hidden), width, multiple) for width in widths]
     else:
         every = _comparable([block.hidden for block in blocks], options)
         ranked = [rows.sort(-1, descending=True).values.reshape(-1, rows.shape[-1]).mean(0) for rows in every]

@@ -8,7 +8,6 @@ speed.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from penstock.compress.prune import State, made_like, with_layers
 from penstock.config.graph import Run
-from penstock.config.stack import Layer, Stack
+from penstock.config.layer import Layer
 from penstock.errors import ConfigError, NumericError
 from penstock.export.export import inputs_of
 from penstock.models.convert import from_pretrained
@@ -74,36 +73,38 @@ def padded(model: Model, *, whole: bool = False) -> Model:
 
 def _padded_run(model: Model, run: Run, whole: bool) -> Model:
     stack = run.stack
-    ratios = {layer.heads // layer.kv for layer in stack.layers}
+    ratios = {layer.queries_per_key for layer in stack.layers}
     if len(ratios) > 1:
         raise ConfigError(
             f"Blocks of {run.name} share a KV head over {' and '.join(map(str, sorted(ratios)))} queries, which no "
             "padding makes equal; keep the folder as it is."
         )
-    shared, features = ratios.pop(), stack.head_width
-    kv = max(layer.kv for layer in stack.layers)
+    shared, features = ratios.pop(), stack.layers[0].head_width
+    kv = max(layer.kv_heads for layer in stack.layers)
     if whole:
         kv = max(kv, stack.width // features // shared)
+    every = [layer.sizes for layer in stack.layers]
     widest = {
-        mixture: max((layer.hidden for layer in stack.layers if layer.mixture == mixture), default=0)
+        mixture: max((one.hidden for one in every if one.mixture == mixture), default=0)
         for mixture in (False, True)
     }
     state, layers = dict(model.state_dict()), list[Layer]()
     for number, layer in enumerate(stack.layers):
-        name, more = f"{run.name}.blocks.{number}", kv - layer.kv
+        name, more = f"{run.name}.blocks.{number}", kv - layer.kv_heads
         _grow(state, f"{name}.attention.qkv", 0, more * (shared + 2) * features)
         _grow(state, f"{name}.attention.out", 1, more * shared * features)
         if run.memories:
             _grow(state, f"{name}.cross.q", 0, more * shared * features)
             _grow(state, f"{name}.cross.kv", 0, more * 2 * features)
             _grow(state, f"{name}.cross.out", 1, more * shared * features)
-        wider = widest[layer.mixture] - layer.hidden
-        _grow_hidden(state, f"{name}.mlp", wider, stack)
-        if layer.mixture and stack.shared_experts:
-            _grow_hidden(state, f"{name}.mlp.shared", wider * stack.shared_experts, stack)
-        layers.append(replace(layer, kv=kv, heads=kv * shared, hidden=widest[layer.mixture]))
+        hidden = widest[layer.mixture is not None]
+        wider = hidden - layer.perceptron.width
+        _grow_hidden(state, f"{name}.mlp", wider, layer)
+        if layer.mixture and layer.mixture.shared_experts:
+            _grow_hidden(state, f"{name}.mlp.shared", wider * layer.mixture.shared_experts, layer)
+        layers.append(layer.resized(kv_heads=kv, hidden=hidden))
     if stack.positions == "relative":
-        _grow(state, f"{run.name}.relative", 1, (kv - stack.layers[0].kv) * shared)
+        _grow(state, f"{run.name}.relative", 1, (kv - stack.layers[0].kv_heads) * shared)
     return made_like(model, with_layers(model.config, run, layers), state)
 
 
@@ -120,6 +121,6 @@ def _grow(state: State, name: str, dim: int, count: int, parts: int = 1) -> None
         state[f"{name}.bias"] = grown(state[f"{name}.bias"], -1)
 
 
-def _grow_hidden(state: State, name: str, count: int, stack: Stack) -> None:
-    _grow(state, f"{name}.up", 0, count, parts=2 if stack.gated else 1)
+def _grow_hidden(state: State, name: str, count: int, layer: Layer) -> None:
+    _grow(state, f"{name}.up", 0, count, parts=2 if layer.perceptron.gated else 1)
     _grow(state, f"{name}.down", 1, count)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.graph import Run
+from penstock.config.layer import Layer
 from penstock.config.model import ModelConfig
-from penstock.config.stack import Layer, Stack
+from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.model import Model
@@ -72,24 +73,23 @@ def keep_heads(
         raise ConfigError(
             f"{run} has {len(layers)} blocks{' with cross attention' * bool(here.memories)}; give heads for each."
         )
-    state, narrower, features = dict(model.state_dict()), list[Layer](), stack.head_width
+    state, narrower = dict(model.state_dict()), list[Layer]()
     for number, layer in enumerate(layers):
-        shared = layer.heads // layer.kv
+        shared, features = layer.queries_per_key, layer.head_width
         name = f"{run}.blocks.{number}"
-        _require_numbers(f"the KV heads of {name}.attention", kept[number], layer.kv)
+        _require_numbers(f"the KV heads of {name}.attention", kept[number], layer.kv_heads)
         _take_rows(state, f"{name}.attention.qkv", kept[number], (shared + 2) * features)
         _take_columns(state, f"{name}.attention.out", kept[number], shared * features)
         if beside:
-            _require_numbers(f"the KV heads of {name}.cross", beside[number], layer.kv)
+            _require_numbers(f"the KV heads of {name}.cross", beside[number], layer.kv_heads)
             if len(beside[number]) != len(kept[number]):
                 raise ConfigError(f"{name} must keep as many heads in cross attention as in self-attention.")
             _take_rows(state, f"{name}.cross.q", beside[number], shared * features)
             _take_rows(state, f"{name}.cross.kv", beside[number], 2 * features)
             _take_columns(state, f"{name}.cross.out", beside[number], shared * features)
-        count = len(kept[number])
-        narrower.append(replace(layer, heads=count * shared, kv=count))
+        narrower.append(layer.resized(kv_heads=len(kept[number])))
     if stack.positions == "relative":
-        _take_columns(state, f"{run}.relative", kept[0], layers[0].heads // layers[0].kv)
+        _take_columns(state, f"{run}.relative", kept[0], layers[0].queries_per_key)
     return made_like(model, with_layers(model.config, here, narrower), state)
 
 
@@ -104,11 +104,11 @@ def keep_hidden(
     here = _run_of(model, run)
     stack, state, narrower = here.stack, dict(model.state_dict()), list[Layer]()
     for number, (layer, kept) in enumerate(zip(stack.layers, columns, strict=True)):
-        name, width = f"{run}.blocks.{number}.mlp", layer.hidden
+        name, width = f"{run}.blocks.{number}.mlp", layer.perceptron.width
         for row in kept.reshape(-1, kept.shape[-1]).tolist():
             _require_numbers(f"the hidden features of {name}", row, width)
         if layer.mixture:
-            rows = torch.cat([kept, kept + width], dim=1) if stack.gated else kept
+            rows = torch.cat([kept, kept + width], dim=1) if layer.perceptron.gated else kept
             for part, numbers, dim in (("up", rows, 1), ("down", kept, 2)):
                 weight = state[f"{name}.{part}.weight"]
                 shape = [-1, -1, weight.shape[2]] if dim == 1 else [-1, weight.shape[1], -1]
@@ -117,15 +117,15 @@ def keep_hidden(
             if f"{name}.up.bias" in state:
                 state[f"{name}.up.bias"] = state[f"{name}.up.bias"].gather(1, rows)
         else:
-            _take_hidden(state, name, kept, width, stack)
-        if layer.mixture and stack.shared_experts:
-            common = None if shared is None else shared[number]
-            if common is None or len(common) != kept.shape[-1] * stack.shared_experts:
+            _take_hidden(state, name, kept, layer)
+        if layer.mixture and layer.mixture.shared_experts:
+            common, count = None if shared is None else shared[number], layer.mixture.shared_experts
+            if common is None or len(common) != kept.shape[-1] * count:
                 raise ConfigError(
-                    f"{name} has {stack.shared_experts} shared experts; keep as many times the hidden features of one."
+                    f"{name} has {count} shared experts; keep as many times the hidden features of one."
                 )
-            _take_hidden(state, f"{name}.shared", common, width * stack.shared_experts, stack)
-        narrower.append(replace(layer, hidden=kept.shape[-1]))
+            _take_hidden(state, f"{name}.shared", common, layer.resized(hidden=width * count))
+        narrower.append(layer.resized(hidden=kept.shape[-1]))
     return made_like(model, with_layers(model.config, here, narrower), state)
 
 
@@ -141,7 +141,9 @@ def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]
             f"The experts of {run} are given with each sample, so that none can be removed; remove hidden features."
         )
     left = {len(kept) for kept in experts if kept is not None}
-    if len(left) != 1 or [kept is not None for kept in experts] != [layer.mixture for layer in stack.layers]:
+    if len(left) != 1 or [kept is not None for kept in experts] != [
+        layer.mixture is not None for layer in stack.layers
+    ]:
         raise ConfigError(f"All mixtures of {run} have one number of experts; keep as many in each.")
     for number, kept in enumerate(experts):
         if kept is None:
@@ -186,8 +188,8 @@ def _take_columns(state: State, name: str, numbers: Sequence[int], size: int) ->
     state[f"{name}.weight"] = grouped[:, torch.tensor(list(numbers), device=whole.device)].flatten(1, 2)
 
 
-def _take_hidden(state: State, name: str, kept: Tensor, width: int, stack: Stack) -> None:
-    rows = torch.cat([kept, kept + width]) if stack.gated else kept
+def _take_hidden(state: State, name: str, kept: Tensor, layer: Layer) -> None:
+    rows = torch.cat([kept, kept + layer.perceptron.width]) if layer.perceptron.gated else kept
     _take_rows(state, f"{name}.up", rows.tolist(), 1)
     _take_columns(state, f"{name}.down", kept.tolist(), 1)
 
@@ -220,15 +222,15 @@ def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> Model
             "start the experts from it."
         )
     stack, first = run.stack, layers[0]
-    dense = [layer.hidden for layer in layers if not layer.mixture]
-    mixed = [layer.hidden for layer in layers if layer.mixture]
+    dense = [layer.perceptron.width for layer in layers if not layer.mixture]
+    mixed = [layer.perceptron.width for layer in layers if layer.mixture]
     heads: dict[str, Any] = {}
-    if (first.heads, first.kv) != (stack.heads, stack.kv):
-        whole = stack.kv_heads is None and first.kv == first.heads
+    if (first.heads, first.kv_heads) != (stack.heads, stack.kv_heads or stack.heads):
+        whole = stack.kv_heads is None and first.kv_heads == first.heads
         heads = {
             "heads": first.heads,
-            "kv_heads": None if whole else first.kv,
-            "head_features": stack.head_width,
+            "kv_heads": None if whole else first.kv_heads,
+            "head_features": first.head_width,
         }
     width = dense[0] if dense else stack.mlp_width if stack.expert_width else mixed[0]
     expert = mixed[0] if mixed and (stack.expert_width or mixed[0] != width) else stack.expert_width
@@ -236,7 +238,8 @@ def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> Model
     if equal.layers == tuple(layers):
         return with_stack(config, run, equal)
     shared = heads if stack.biased else {}
-    return with_stack(config, run, replace(stack, depth=len(layers), unequal=tuple(layers), **shared))
+    sizes = tuple(layer.sizes for layer in layers)
+    return with_stack(config, run, replace(stack, depth=len(layers), unequal=sizes, **shared))
 
 
 def with_stack(config: ModelConfig, run: Run, stack: Stack) -> ModelConfig:

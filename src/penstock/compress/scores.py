@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from penstock.compress.prune import keep_layers, take_experts
 from penstock.config.compress import Criterion, LayerCriterion
-from penstock.config.stack import Layer, Stack
+from penstock.config.layer import Layer
+from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.models.anatomy import evaluating
 from penstock.models.expert_linear import ExpertLinear
@@ -58,10 +59,9 @@ def part_scores(
     """The scores of heads and hidden features of each block, by run. `batches` may be empty for `magnitude`."""
     gauges: dict[str, list[dict[str, _Gauge]]] = {}
     for run in model.graph.runs:
-        features = run.stack.head_width
         blocks = gauges[run.name] = []
         for block, layer in zip(getattr(model, run.name).blocks, run.stack.layers, strict=True):
-            size = layer.heads // layer.kv * features
+            size = layer.queries_per_key * layer.head_width
             gauges_of = {"heads": _Gauge(block.attention.out, size), "hidden": _Gauge(block.mlp.down, 1)}
             if block.cross is not None:
                 gauges_of["cross"] = _Gauge(block.cross.out, size)
@@ -223,7 +223,8 @@ def expert_scores(
             continue
         mixture: MixtureOfExperts = block.mlp
         sums = torch.zeros(mixture.experts, dtype=torch.float64)
-        layer, sizes = stack.layers[number], replace(stack, experts=stack.experts - 1)
+        sizes = replace(stack, experts=stack.experts - 1)
+        layer = sizes.layers[number]
         if by_error:
             handle = mixture.register_forward_hook(partial(_add_errors, sums, stack, sizes, layer))
         else:

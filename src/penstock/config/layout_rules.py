@@ -156,7 +156,7 @@ def heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator
     if plan.tp == 1:
         return
     layers = [layer for stack in stacks(model) for layer in stack.kinds]
-    for heads, kv in dict.fromkeys((layer.heads, layer.kv) for layer in layers):
+    for heads, kv in dict.fromkeys((layer.heads, layer.kv_heads) for layer in layers):
         if heads % plan.tp:
             yield (
                 f"plan.tp={plan.tp} cannot split the model's {heads} attention heads evenly; "
@@ -169,7 +169,7 @@ def heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator
             )
     # With ep, experts are whole.
     whole = plan.ep > 1 and not any(stack.shared_experts for stack in stacks(model))
-    for width in dict.fromkeys(layer.hidden for layer in layers if not (whole and layer.mixture)):
+    for width in dict.fromkeys(layer.perceptron.width for layer in layers if not (whole and layer.mixture)):
         if width % plan.tp:
             yield (
                 f"plan.tp={plan.tp} cannot split the MLP's hidden width {width} evenly; use a tp that divides it."
@@ -234,7 +234,7 @@ def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """Flash attention supports heads of at most 256 features."""
     if plan.attention != "flash":
         return
-    widest = max(stack.head_width for stack in stacks(model))
+    widest = max(stack.layers[0].head_width for stack in stacks(model))
     if widest > FLASH_HEAD_WIDTH:
         yield (
             f"plan.attention=flash takes heads of at most {FLASH_HEAD_WIDTH} features, but this model's have "

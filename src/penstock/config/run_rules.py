@@ -91,7 +91,7 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
 @RUN_RULES.of("run")
 def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """In training, `tp` divides the KV heads."""
-    for kv in dict.fromkeys(layer.kv for stack in stacks(model) for layer in stack.kinds):
+    for kv in dict.fromkeys(layer.kv_heads for stack in stacks(model) for layer in stack.kinds):
         if plan.tp > 1 and kv % plan.tp and not plan.tp % kv:
             yield (
                 f"plan.tp={plan.tp} would copy the model's {kv} KV heads, which can be predicted but not "

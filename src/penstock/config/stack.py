@@ -4,67 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count, groupby
 from typing import Annotated, Literal
 
 from penstock.config.activations import Mlp
 from penstock.config.convert import Count, NotNegative, Positive, Probability, Range
+from penstock.config.layer import (
+    ExpertMixture,
+    Features,
+    FeedForward,
+    Heads,
+    Layer,
+    LayerSizes,
+    Norm,
+    NormKind,
+    Rotary,
+    Router,
+)
 
-Norm = Literal["layer", "rms"]
-Features = Annotated[int, Range(1, 1 << 20)]
-Heads = Annotated[int, Range(1, 1 << 16)]
 Depth = Annotated[int, Range(1, 1 << 14)]
 Experts = Annotated[int, Range(0, 1 << 16)]
 Positions = Literal["learned", "sinusoidal", "fairseq", "rotary", "alibi", "relative", "none"]
-Scaling = Literal["none", "linear", "llama3", "yarn"]
-Router = Literal["softmax", "sigmoid", "given"]
 ExpertsIn = Literal["mlp", "block"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """Rotary positions: pairs of features turn, each at its own rate (Su et al., 2021, "RoFormer", section 3.2)."""
-
-    base: Positive = 10000.0
-    """The slowest pair turns once in about 2π times so many positions."""
-    scaling: Scaling = "none"
-    """How longer texts than those of training are fitted in: `linear` slows all pairs down (Chen et al., 2023);
-    `llama3` (Grattafiori et al., 2024) and `yarn` (Peng et al., ICLR 2024) the slow ones only."""
-    factor: Annotated[float, Range(1, 1 << 20)] = 1.0
-    """How many times longer texts become."""
-    trained: Count = 8192
-    """Positions of training, for `llama3` and `yarn`."""
-    low: Positive = 1.0
-    """Pairs that turn fewer times within `trained` positions are slowed down by the whole factor."""
-    high: Positive = 4.0
-    """Pairs that turn more often are left as they are; those between are slowed down in part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """Sizes in which the blocks of a stack may differ. Blocks of equal layers are of one kind."""
-
-    heads: Heads
-    """Attention heads."""
-    kv: Heads
-    """Heads of keys and values."""
-    hidden: Features
-    """Width of the MLP, or of one expert."""
-    mixture: bool = False
-    """Whether the MLP is a mixture of experts."""
-    window: Annotated[int, Range(0, 1 << 28)] = 0
-    """Tokens that a token attends to; 0 is all."""
-    normed: bool = True
-    """Whether a norm comes before its attention, or after it."""
-    routed: bool = False
-    """Whether it computes the samples of one expert alone. Such layers come one for each expert, in their order."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Sizes of a stack of Transformer blocks (Vaswani et al., NeurIPS 2017), equal but for what `layers` tells.
+    """A stack of Transformer blocks as users write it (Vaswani et al., NeurIPS 2017): a pattern that makes `layers`.
 
     Widths count features. `mlp_width` is the MLP's hidden width and not a ratio, because ViT-g/14's ratio
     (6144 / 1408) is not a round number.
@@ -186,7 +154,7 @@ class Stack:
     such labels sets it. With a router that is given, they are what is given."""
     expert_of: tuple[Experts, ...] = ()
     """The expert of each label, or its group of experts, with a router that is given; none: that of its number."""
-    unequal: tuple[Layer, ...] = ()
+    unequal: tuple[LayerSizes, ...] = ()
     """The layers one by one, as a pruned model has them: `depth` of them, of experts in whole blocks one for each
     expert, whose sizes replace those above. None: all follow from the fields above."""
 
@@ -197,21 +165,6 @@ class Stack:
         checks = getattr(super(), "__post_init__", None)
         if checks is not None:
             checks()
-
-    @property
-    def head_width(self) -> int:
-        """Features of one attention head."""
-        return self.head_features or self.width // self.heads
-
-    @property
-    def kv(self) -> int:
-        """Heads of keys and values."""
-        return self.kv_heads or self.heads
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate."""
-        return self.mlp in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def biased(self) -> bool:
@@ -229,21 +182,6 @@ class Stack:
         return self.dropout if self.mlp_dropout is None else self.mlp_dropout
 
     @property
-    def normalises(self) -> bool:
-        """Whether the weights of a token's experts are divided by their sum."""
-        return self.experts_per_token > 1 if self.router_normalised is None else self.router_normalised
-
-    @property
-    def learns_routes(self) -> bool:
-        """Whether a router chooses experts, or some of the given group."""
-        return self.router != "given" or self.router_groups > 1
-
-    @property
-    def balances(self) -> bool:
-        """Whether routers have a balance loss."""
-        return self.balance > 0 and self.learns_routes and self.router != "sigmoid"
-
-    @property
     def chooses_by_sample(self) -> bool:
         """Whether the choice of a token's experts depends on the other tokens of its sample."""
         return self.experts > 0 and self.sample_capacity is not None
@@ -254,26 +192,56 @@ class Stack:
         return self.experts > 0 and (self.router_jitter > 0 or self.expert_dropout > 0)
 
     @cached_property
+    def norm_kind(self) -> NormKind:
+        """The kind of its norms."""
+        return NormKind(kind=self.norm, eps=self.norm_eps, bias=self.norm_bias and self.norm == "layer")
+
+    @cached_property
+    def mixture(self) -> ExpertMixture:
+        """Its experts and how they are chosen, for those of its layers that have any."""
+        own = {one.name: getattr(self, one.name) for one in fields(ExpertMixture) if one.name != "expert"}
+        if self.router_normalised is None:
+            own["router_normalised"] = self.experts_per_token > 1
+        width = self.expert_width or self.mlp_width
+        return ExpertMixture(expert=FeedForward(width=width, activation=self.mlp), **own)
+
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The layer of each block, in the order in which they run; blocks of different experts one after the other."""
-        return self.unequal or tuple(layer for block in range(self.depth) for layer in self._layers(block))
+        every = self.unequal or tuple(one for block in range(self.depth) for one in self._sizes(block))
+        made = {one: self._layer(one) for one in dict.fromkeys(every)}
+        return tuple(made[one] for one in every)
 
-    def _layers(self, block: int) -> tuple[Layer, ...]:
-        """The layer that all samples go through at a depth, or one for each expert."""
+    def _sizes(self, block: int) -> tuple[LayerSizes, ...]:
+        """The sizes of the layer that all samples go through at a depth, or of one for each expert."""
         sparse = block >= self.dense_layers and block % self.expert_every == self.expert_every - 1
         mixture = self.experts > 0 and sparse
         routed = mixture and self.experts_in == "block"
         sees_all = self.window is None or (self.global_every and block % self.global_every == 0)
-        layer = Layer(
+        sizes = LayerSizes(
             heads=self.heads,
-            kv=self.kv,
+            kv=self.kv_heads or self.heads,
             hidden=(self.expert_width if mixture else None) or self.mlp_width,
             mixture=mixture and not routed,
             window=0 if sees_all else self.window or 0,
             normed=self.first_norm or block > 0,
             routed=routed,
         )
-        return (layer,) * (self.experts if routed else 1)
+        return (sizes,) * (self.experts if routed else 1)
+
+    def _layer(self, sizes: LayerSizes) -> Layer:
+        """The layer of these sizes, which is in all else as this stack says."""
+        rotary = self.rotary if self.positions == "rotary" else None
+        if rotary is not None and sizes.window and self.window_base is not None:
+            rotary = replace(rotary, base=self.window_base)
+        perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
+        names = ("norm_first", "qk_norm", "attention_scale", "parallel", "bias", "qkv_bias", "layer_scale")
+        return Layer(
+            heads=sizes.heads, kv_heads=sizes.kv, head_width=self.head_features or self.width // self.heads,
+            feed=replace(self.mixture, expert=perceptron) if sizes.mixture else perceptron,
+            norm=self.norm_kind, rotary=rotary, window=sizes.window, normed=sizes.normed, routed=sizes.routed,
+            **{name: getattr(self, name) for name in names},
+        )  # fmt: skip
 
     @cached_property
     def experts_of_blocks(self) -> tuple[int | None, ...]:
@@ -303,9 +271,10 @@ class Stack:
                 f"{where}.kv_heads is {self.kv_heads}, but must divide {where}.heads {self.heads}, "
                 "because each serves as many query heads."
             )
-        if self.positions == "rotary" and self.head_width % 2:
+        features = self.layers[0].head_width
+        if self.positions == "rotary" and features % 2:
             yield (
-                f"{where}.positions rotary turns pairs of features, but a head has {self.head_width}; choose "
+                f"{where}.positions rotary turns pairs of features, but a head has {features}; choose "
                 f"{where}.heads or {where}.head_features so that it has an even number."
             )
         if self.rotary.low >= self.rotary.high:
@@ -360,17 +329,17 @@ class Stack:
     def _router_problems(self, where: str) -> Iterator[str]:
         """Every reason why experts cannot be chosen so."""
         chosen, groups, taken = self.experts_per_token, self.router_groups, self.groups_per_token
-        if not self.learns_routes and chosen > 1:
+        if not self.mixture.learns_routes and chosen > 1:
             yield (
                 f"{where}.router given sends each token to the one expert that is given, but {where}.experts_per_token "
                 f"is {chosen}; set it to 1, or set {where}.router_groups, of which one is given."
             )
-        if self.learns_routes and self.normalises and chosen == 1:
+        if self.mixture.learns_routes and self.mixture.router_normalised and chosen == 1:
             yield (
                 f"{where}.router_normalised makes the weight of a token's only expert 1, from which the router cannot "
                 f"learn; leave it out, or set {where}.experts_per_token to 2 or more."
             )
-        if self.expert_dropout and not self.learns_routes:
+        if self.expert_dropout and not self.mixture.learns_routes:
             yield (
                 f"{where}.expert_dropout masks visits by their weights, which {where}.router given has none of; leave "
                 "it out."
@@ -406,11 +375,11 @@ class Stack:
             )
         if self.experts and self.router == "given":
             most = max(self.expert_of, default=self.labels - 1)
-            if most >= (self.router_groups if self.learns_routes else self.experts):
+            if most >= (self.router_groups if self.mixture.learns_routes else self.experts):
                 yield (
                     f"{where}.labels need expert {most}, but there are {self.experts} {where}.experts, from 0 "
                     f"on; use more, or let labels share experts with {where}.expert_of."
-                    if not self.learns_routes
+                    if not self.mixture.learns_routes
                     else f"{where}.labels need group {most}, but there are {self.router_groups} {where}.router_groups, "
                     f"from 0 on; use more, or let labels share groups with {where}.expert_of."
                 )

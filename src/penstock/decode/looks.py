@@ -80,7 +80,7 @@ class Continuing:
     def _turns(self, stack: Any) -> dict[str, Rotation]:
         if (name := f"turns {self.run}") not in self.tables:
             every = torch.arange(int(self.positions), device=self.places.device)
-            self.tables[name] = rotations(stack.sizes, every, sequence_first=False)
+            self.tables[name] = rotations(stack.turns, every, sequence_first=False)
         return rotations_at(self.tables[name], self._rows, sequence_first=stack.sequence_first)
 
     def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:

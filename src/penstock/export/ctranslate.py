@@ -184,8 +184,9 @@ def _converter(ctranslate2: Any, folder: Path, source: Loaded, names: _Names) ->
 def _omitted_settings(sizes: Stack) -> dict[str, Any]:
     """Settings of an attention that the converters of some families leave out."""
     settings: dict[str, Any] = {}
-    if sizes.heads * sizes.head_width != sizes.width:
-        settings["head_dim"] = np.int32(sizes.head_width)
+    layer = sizes.layers[0]
+    if layer.heads * layer.head_width != sizes.width:
+        settings["head_dim"] = np.int32(layer.head_width)
     rotary = sizes.rotary
     if sizes.positions == "rotary" and rotary.scaling == "llama3":
         settings |= {

@@ -95,7 +95,7 @@ class _TensorPast(Past):
 
     def _turns(self, stack: Any) -> dict[str, Rotation]:
         # A table of all positions, which serves many passes, would be made again in each.
-        return rotations(stack.sizes, self.places, sequence_first=stack.sequence_first)
+        return rotations(stack.turns, self.places, sequence_first=stack.sequence_first)
 
 
 class _Generating(nn.Module):
@@ -253,7 +253,7 @@ def _words(model: Model, rows: int, count: int) -> Tensor:
 def _empty(model: Model, rows: int, columns: int) -> list[Tensor]:
     """Keys and values of `columns` columns for each block, all zero."""
     return [
-        torch.zeros(rows, layer.kv, columns, run.stack.head_width)
+        torch.zeros(rows, layer.kv_heads, columns, layer.head_width)
         for run in model.graph.written
         for layer in run.stack.layers
         for _ in range(2)

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.config.layer import Layer, NormKind
 from penstock.config.plan import AttentionBackend
-from penstock.config.stack import Layer, Stack
+from penstock.config.stack import Stack
 from penstock.kernels.attention import (
     Scores,
     Sight,
@@ -45,7 +46,7 @@ class Context(NamedTuple):
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
     near_rotation: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine for blocks with a sliding window, where they differ."""
+    """Cosine and sine for blocks with a sliding window."""
     memory: Tensor | None = None
     """Features that cross attention reads, in the order of the tokens."""
     memory_mask: Tensor | Sight | None = None
@@ -106,13 +107,13 @@ class OneCall(Protocol):
     def __call__(self, block: Block, x: Tensor, context: Context) -> Tensor | None: ...
 
 
-def make_norm(sizes: Stack, features: int, *, affine: bool = True, **where: Any) -> nn.LayerNorm | nn.RMSNorm:
-    """A norm over so many features, of the kind that a stack has; unless `affine`, without weights."""
-    if sizes.norm == "rms":
-        return nn.RMSNorm(features, eps=sizes.norm_eps, elementwise_affine=affine, **where)
-    return nn.LayerNorm(
-        features, eps=sizes.norm_eps, elementwise_affine=affine, bias=sizes.norm_bias, **where
-    )
+def make_norm(
+    norm: NormKind, features: int, *, affine: bool = True, **where: Any
+) -> nn.LayerNorm | nn.RMSNorm:
+    """A norm over n features; unless `affine`, without weights."""
+    if norm.kind == "rms":
+        return nn.RMSNorm(features, eps=norm.eps, elementwise_affine=affine, **where)
+    return nn.LayerNorm(features, eps=norm.eps, elementwise_affine=affine, bias=norm.bias, **where)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -142,10 +143,10 @@ class _Attending(nn.Module):
     and never its result.
     """
 
-    def __init__(self, sizes: Stack) -> None:
+    def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
         super().__init__()
-        self.head_width = sizes.head_width
-        self.scale = sizes.attention_scale
+        self.head_width = layer.head_width
+        self.scale = layer.attention_scale
         self.rate = sizes.weights_dropout
         self.causal = False
         self.backend: AttentionBackend = "sdpa"
@@ -154,6 +155,9 @@ class _Attending(nn.Module):
         """Whether the backward pass computes scores again, where they would be kept for it."""
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
+        if layer.qk_norm:
+            self.q_norm = make_norm(layer.norm, layer.head_width, **where)
+            self.k_norm = make_norm(layer.norm, layer.head_width, **where)
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sight | None, causal: bool | None = None
@@ -194,19 +198,16 @@ class Attention(_Attending):
     """
 
     def __init__(self, sizes: Stack, layer: Layer, *, causal: bool = False, **where: Any) -> None:
-        super().__init__(sizes)
+        super().__init__(sizes, layer, **where)
         self.causal, self.windowed = causal, layer.window > 0
-        self.shared = layer.heads // layer.kv
+        self.shared = layer.queries_per_key
         self.looked: list[tuple[Tensor, ...]] | None = None
         """Where queries, keys and values are put, for one who looks at them, and behind them queries and keys as they
         multiply, normed and rotated; none: nowhere."""
-        rows = (layer.heads + 2 * layer.kv) * sizes.head_width
+        rows = (layer.heads + 2 * layer.kv_heads) * layer.head_width
         # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
-        self.qkv = nn.Linear(sizes.width, rows, bias=sizes.qkv_bias, **where)
-        if sizes.qk_norm:
-            self.q_norm = make_norm(sizes, sizes.head_width, **where)
-            self.k_norm = make_norm(sizes, sizes.head_width, **where)
-        self.out = nn.Linear(layer.heads * sizes.head_width, sizes.width, bias=sizes.bias, **where)
+        self.qkv = nn.Linear(sizes.width, rows, bias=layer.qkv_bias, **where)
+        self.out = nn.Linear(layer.heads * layer.head_width, sizes.width, bias=layer.bias, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
         packed = self.qkv(x)
@@ -216,7 +217,7 @@ class Attention(_Attending):
         q, k, v = split_heads(packed, self.head_width, self.shared)
         projected = q, k, v
         q, k = self.normed(q, k, v)
-        turn = context.near_rotation if self.windowed and context.near_rotation else context.rotation
+        turn = context.near_rotation if self.windowed else context.rotation
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
             if self.q_norm is None:
@@ -245,15 +246,12 @@ class CrossAttention(_Attending):
     section 3.2.3)."""
 
     def __init__(self, sizes: Stack, layer: Layer, width: int, **where: Any) -> None:
-        super().__init__(sizes)
-        inner = layer.heads * sizes.head_width
-        self.q = nn.Linear(sizes.width, inner, bias=sizes.qkv_bias, **where)
+        super().__init__(sizes, layer, **where)
+        inner = layer.heads * layer.head_width
+        self.q = nn.Linear(sizes.width, inner, bias=layer.qkv_bias, **where)
         # Rows are ordered (head, {k, v}, K).
-        self.kv = nn.Linear(width, 2 * layer.kv * sizes.head_width, bias=sizes.qkv_bias, **where)
-        if sizes.qk_norm:
-            self.q_norm = make_norm(sizes, sizes.head_width, **where)
-            self.k_norm = make_norm(sizes, sizes.head_width, **where)
-        self.out = nn.Linear(inner, sizes.width, bias=sizes.bias, **where)
+        self.kv = nn.Linear(width, 2 * layer.kv_heads * layer.head_width, bias=layer.qkv_bias, **where)
+        self.out = nn.Linear(inner, sizes.width, bias=layer.bias, **where)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         assert context.memory is not None
@@ -353,21 +351,23 @@ class Block(nn.Module):
         self.expert, self.sequence_first = expert, False
         self.joins = False
         """Whether other ranks take part in it, so that it computes even where none of its samples are here."""
-        self.norm_first = sizes.norm_first
+        self.norm_first = layer.norm_first
         self.fused_norms = False
         """Whether a branch is added and normed in one pass (`penstock.kernels.residual_norm`)."""
         self.modulation = ZeroLinear(sizes.width, 6 * sizes.width, **where) if modulated else None
-        self.norm1 = make_norm(sizes, sizes.width, affine=affine, **where) if layer.normed else nn.Identity()
+        self.norm1 = (
+            make_norm(layer.norm, sizes.width, affine=affine, **where) if layer.normed else nn.Identity()
+        )
         self.attention = Attention(sizes, layer, causal=causal, **where)
         self.branch1 = Branch(sizes, **branch, **where)
         self.cross: CrossAttention | None = None
         if cross:
-            self.cross_norm = make_norm(sizes, sizes.width, **where)
+            self.cross_norm = make_norm(layer.norm, sizes.width, **where)
             self.cross = CrossAttention(sizes, layer, cross, **where)
             self.cross_branch = Branch(sizes, **branch, **where)
         self.whole: OneCall | None = None
         """Computes the block in inference where that is faster: see `penstock.products.blocks`."""
-        self.norm2 = None if sizes.parallel else make_norm(sizes, sizes.width, affine=affine, **where)
+        self.norm2 = None if layer.parallel else make_norm(layer.norm, sizes.width, affine=affine, **where)
         self.mlp: MLP | MixtureOfExperts = (MixtureOfExperts if layer.mixture else MLP)(sizes, layer, **where)
         self.branch2 = Branch(sizes, **branch, **where)
 

@@ -138,7 +138,7 @@ class _Tokens:
         if stack.padding == "remove" and lengths is not None and not stack.causal:
             own_places = self.cut.places(self.cut.rank, self.count, x.device)
             real = Real.of(lengths, own_places, sequence_first=stack.sequence_first)
-        turns: dict[str, Any] = rotations(sizes, self.places, sequence_first=stack.sequence_first)
+        turns: dict[str, Any] = rotations(stack.turns, self.places, sequence_first=stack.sequence_first)
         return Context(
             real=real,
             memory=memory,

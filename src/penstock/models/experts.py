@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.config.stack import Layer, Stack
+from penstock.config.layer import Layer
+from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import put_rows
@@ -94,38 +95,40 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
         super().__init__()
-        self.kind, self.normalises = sizes.router, sizes.normalises
-        self.experts, self.chosen = sizes.experts, sizes.experts_per_token
-        self.groups, self.taken = sizes.router_groups, sizes.groups_per_token
-        self.balance = sizes.balance if sizes.balances else 0.0
-        self.z_loss, self.bias_rate = sizes.z_loss, sizes.bias_rate
-        self.masked = sizes.expert_dropout
-        self.capacity, self.sample_capacity = sizes.capacity, sizes.sample_capacity
-        self.activation = sizes.mlp
-        self.router = Router(sizes, **where) if sizes.learns_routes else None
-        rows = layer.hidden * (2 if sizes.gated else 1)
-        self.up = ExpertLinear(sizes.experts, sizes.width, rows, bias=sizes.bias, **where)
+        assert layer.mixture is not None
+        mixture, expert = layer.mixture, layer.perceptron
+        self.kind, self.normalises = mixture.router, mixture.router_normalised
+        self.experts, self.chosen = mixture.experts, mixture.experts_per_token
+        self.groups, self.taken = mixture.router_groups, mixture.groups_per_token
+        self.balance = mixture.balance if mixture.balances else 0.0
+        self.z_loss, self.bias_rate = mixture.z_loss, mixture.bias_rate
+        self.masked = mixture.expert_dropout
+        self.capacity, self.sample_capacity = mixture.capacity, mixture.sample_capacity
+        self.activation = expert.activation
+        self.router = Router(sizes.width, mixture, **where) if mixture.learns_routes else None
+        rows = expert.width * (2 if expert.gated else 1)
+        self.up = ExpertLinear(self.experts, sizes.width, rows, bias=layer.bias, **where)
         self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
-        self.down = ExpertLinear(sizes.experts, layer.hidden, sizes.width, bias=sizes.bias, **where)
+        self.down = ExpertLinear(self.experts, expert.width, sizes.width, bias=layer.bias, **where)
         self.shared: MLP | None = None
-        if sizes.shared_experts:
+        if mixture.shared_experts:
             # Several that every token visits are one of their common width.
-            self.shared = MLP(sizes, layer, hidden=layer.hidden * sizes.shared_experts, **where)
+            self.shared = MLP(sizes, layer, hidden=expert.width * mixture.shared_experts, **where)
         self.stepped = False
         """Whether `balance` follows each step."""
         self.exchange: Exchange | None = None
         """How other ranks take part; None where all tokens and experts are here."""
         self.neighbours: Callable[[Tensor], Tensor] | None = None
         """Brings together numbers (V,) of the ranks that have other tokens of the same samples, if there are any."""
-        none = torch.zeros(sizes.experts, dtype=torch.int64, device=where.get("device"))
-        self.register_buffer("bias", none.to(torch.int32) if sizes.router == "sigmoid" else None)
+        none = torch.zeros(self.experts, dtype=torch.int64, device=where.get("device"))
+        self.register_buffer("bias", none.to(torch.int32) if mixture.router == "sigmoid" else None)
         self.register_buffer("loads", none, persistent=False)
         self.register_buffer("last", none.clone())
-        self.labels, self._table = sizes.labels, sizes.expert_of
-        visits = none.new_zeros(max(1, sizes.labels), sizes.experts)
+        self.labels, self._table = mixture.labels, mixture.expert_of
+        visits = none.new_zeros(max(1, self.labels), self.experts)
         self.register_buffer("visits", visits, persistent=False)
         self.register_buffer(
-            "expert_of", none.new_zeros(sizes.labels) if self._table else None, persistent=False
+            "expert_of", none.new_zeros(self.labels) if self._table else None, persistent=False
         )
         self.init_weights()
 

@@ -87,7 +87,7 @@ class Transform(nn.Module):
         super().__init__()
         self.activation = UNGATED.get(sizes.mlp, sizes.mlp)
         self.dense = nn.Linear(sizes.width, sizes.width, bias=sizes.bias, **where)
-        self.norm = make_norm(sizes, sizes.width, **where)
+        self.norm = make_norm(sizes.norm_kind, sizes.width, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(activate(self.dense(x), self.activation))  # type: ignore[no-any-return]

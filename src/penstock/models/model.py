@@ -141,7 +141,7 @@ class Model(nn.Module):
             setattr(self, head.name, Vocabulary(sizes.width, head.vocabulary, bias=head.bias, **where))
         elif isinstance(head, ClassHead):
             if head.before == "norm":
-                setattr(self, part_of(head, "norm"), make_norm(sizes, sizes.width, **where))
+                setattr(self, part_of(head, "norm"), make_norm(sizes.norm_kind, sizes.width, **where))
             else:
                 pooler = Pooler if head.before == "tanh" else Transform
                 setattr(self, part_of(head, "pooler"), pooler(sizes, **where))
@@ -152,7 +152,9 @@ class Model(nn.Module):
         elif isinstance(head, PixelHead):
             plain, one = self.graph.condition is None, self.graph.input_of(self.graph.run(head.run))
             assert isinstance(one, PatchInput)
-            setattr(self, part_of(head, "norm"), make_norm(sizes, sizes.width, affine=plain, **where))
+            setattr(
+                self, part_of(head, "norm"), make_norm(sizes.norm_kind, sizes.width, affine=plain, **where)
+            )
             if not plain:
                 modulation = ZeroLinear(sizes.width, 2 * sizes.width, **where)
                 setattr(self, part_of(head, "modulation"), modulation)

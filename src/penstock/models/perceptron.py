@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.config.activations import UNGATED, Mlp
-from penstock.config.stack import Layer, Stack
+from penstock.config.layer import Layer
+from penstock.config.stack import Stack
 from penstock.kernels.bias_activation import apply_activation, gelu_tanh_in_inference
 from penstock.kernels.dropout import Dropout
 
@@ -30,14 +31,14 @@ class MLP(nn.Module):
 
     def __init__(self, sizes: Stack, layer: Layer, *, hidden: int | None = None, **where: Any) -> None:
         super().__init__()
-        self.activation = sizes.mlp
+        self.activation = layer.perceptron.activation
         self.activated = False
         """Whether `up` returns the activation already (`penstock.models.fuse`)."""
-        hidden = hidden or layer.hidden
-        rows = hidden * (2 if sizes.gated else 1)
-        self.up = nn.Linear(sizes.width, rows, bias=sizes.bias, **where)
+        hidden = hidden or layer.perceptron.width
+        rows = hidden * (2 if layer.perceptron.gated else 1)
+        self.up = nn.Linear(sizes.width, rows, bias=layer.bias, **where)
         self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
-        self.down = nn.Linear(hidden, sizes.width, bias=sizes.bias, **where)
+        self.down = nn.Linear(hidden, sizes.width, bias=layer.bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)

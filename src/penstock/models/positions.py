@@ -10,13 +10,13 @@ fp32 once per pass, and all blocks share them.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.config.stack import Rotary, Stack
+from penstock.config.layer import Rotary
+from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 
 
@@ -60,19 +60,28 @@ Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of each position's angles for `rotate`, in fp32, broadcast over heads and samples."""
 
 
-def rotations(sizes: Stack, places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
+Turns = tuple[tuple[Rotary, int, tuple[str, ...]], ...]
+"""Rotary positions, over how many features of a head, and the entries of a `Context` that they are for."""
+
+
+def turns_of(sizes: Stack) -> Turns:
+    """The rotary positions of a stack's layers."""
+    entries: dict[tuple[Rotary, int], dict[str, None]] = {}
+    for layer in sizes.kinds:
+        if layer.rotary is not None:
+            name = "near_rotation" if layer.window else "rotation"
+            entries.setdefault((layer.rotary, layer.head_width), {})[name] = None
+    return tuple((*key, tuple(names)) for key, names in entries.items())
+
+
+def rotations(turns: Turns, places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
     """The entries of a stack's `Context` for rotary positions; none for other stacks."""
-    if sizes.positions != "rotary":
-        return {}
-    entries = {"rotation": _rotation(sizes, sizes.rotary, places, sequence_first=sequence_first)}
-    if sizes.window_base is not None:
-        near = replace(sizes.rotary, base=sizes.window_base)
-        entries["near_rotation"] = _rotation(sizes, near, places, sequence_first=sequence_first)
-    return entries
+    made = [_rotation(*turn[:2], places, sequence_first=sequence_first) for turn in turns]
+    return {name: rotation for (_, _, names), rotation in zip(turns, made) for name in names}
 
 
-def _rotation(sizes: Stack, rotary: Rotary, places: Tensor, *, sequence_first: bool) -> Rotation:
-    angles = places.unsqueeze(-1) * frequencies(rotary, sizes.head_width, places.device)  # (…, N, K/2)
+def _rotation(rotary: Rotary, features: int, places: Tensor, *, sequence_first: bool) -> Rotation:
+    angles = places.unsqueeze(-1) * frequencies(rotary, features, places.device)  # (…, N, K/2)
     if angles.dim() == 2:
         angles = angles.unsqueeze(0)
     if sequence_first:

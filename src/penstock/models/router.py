@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.stack import Stack
+from penstock.config.layer import ExpertMixture
 from penstock.dtypes import widened
 
 
 class Router(nn.Linear):
     """The logits of tokens over experts, in fp32 under every precision (fp64 stays)."""
 
-    def __init__(self, sizes: Stack, **where: Any) -> None:
-        super().__init__(sizes.width, sizes.experts, bias=False, **where)
-        self.jitter = sizes.router_jitter
+    def __init__(self, width: int, mixture: ExpertMixture, **where: Any) -> None:
+        super().__init__(width, mixture.experts, bias=False, **where)
+        self.jitter = mixture.router_jitter
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) to logits (T, E)."""

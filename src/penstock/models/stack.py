@@ -33,6 +33,7 @@ from penstock.models.positions import (
     is_real,
     places_of,
     rotations,
+    turns_of,
     visible,
     within,
 )
@@ -57,6 +58,7 @@ class TokenStack(nn.Module):
         self.sizes, self.causal, self.crosses = sizes, causal, bool(run.memories)
         self.begins = True
         """Whether it is the first that a text goes through."""
+        self.turns = turns_of(sizes)
         self.windows = tuple(layer.window for layer in sizes.layers)
         """Tokens that a token of each block attends to; 0 is all."""
         self.sequence_first = False
@@ -72,7 +74,7 @@ class TokenStack(nn.Module):
         elif enters and sizes.positions in ("sinusoidal", "fairseq"):
             self.places = Sinusoidal(sizes.width, fairseq=sizes.positions == "fairseq")
         self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None
-        self.embedding_norm = make_norm(sizes, sizes.width, **where) if run.embedding_norm else None
+        self.embedding_norm = make_norm(sizes.norm_kind, sizes.width, **where) if run.embedding_norm else None
         self.dropout = Dropout(sizes.dropout) if enters and sizes.dropout else None
         self.deepens = tuple(expert in (None, sizes.experts - 1) for expert in sizes.experts_of_blocks)
         """Whether all samples have gone through a block at its depth once it has run."""
@@ -80,11 +82,13 @@ class TokenStack(nn.Module):
         for i, (layer, expert) in enumerate(zip(sizes.layers, sizes.experts_of_blocks)):
             depth = sum(self.deepens[:i])
             rate = sizes.drop_path * depth / max(sizes.depth - 1, 1) if sizes.drop_path else None
-            branch = {"layer_scale": sizes.layer_scale, "drop_path": rate}
+            branch = {"layer_scale": layer.layer_scale, "drop_path": rate}
             cross = (memory or sizes.width) if run.memories else 0
             form: dict[str, Any] = {"causal": causal, "cross": cross, "modulated": run.modulated}
             self.blocks.append(Block(sizes, layer, branch, expert=expert, **form, **where))
-        self.norm = make_norm(sizes, sizes.width, **where) if sizes.norm_first and run.last_norm else None
+        self.norm = (
+            make_norm(sizes.norm_kind, sizes.width, **where) if sizes.norm_first and run.last_norm else None
+        )
 
     def forward(
         self,
@@ -199,7 +203,7 @@ class TokenStack(nn.Module):
     ) -> Context:
         """`tokens` are those of the longest sample; for `causal` and `batches` see `forward`."""
         sizes = self.sizes
-        turns: dict[str, Any] = rotations(sizes, places, sequence_first=self.sequence_first)
+        turns: dict[str, Any] = rotations(self.turns, places, sequence_first=self.sequence_first)
         bias = None
         if self.relative is not None:
             bias = self.relative(tokens, tokens)

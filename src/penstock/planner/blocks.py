@@ -7,6 +7,7 @@ width, A features of the device's query heads, K those of its KV heads, M hidden
 from __future__ import annotations
 
 from penstock.config.activations import ACTIVATIONS, KERNELS
+from penstock.config.layer import ExpertMixture, Layer
 from penstock.config.stack import Stack
 from penstock.planner.collectives import distinct_places
 from penstock.planner.listing import Lister
@@ -28,20 +29,20 @@ CHOICE_LAUNCHES, CHOICE_EAGER_LAUNCHES = 6, 16
 
 def list_block(to: Lister, block: BlockKind) -> None:
     """One block, attention before the MLP. Norms cost the same before the branches and after the sums."""
-    t, stack = to.terms, block.stack
+    t, stack, layer = to.terms, block.stack, block.layer
     whole, d = t.samples * block.share * block.samples * block.tokens / t.cp, stack.width
     rows = whole if block.causal else whole * t.real
     stream_rows = rows / t.spread
 
-    if block.layer.routed:
+    if layer.routed:
         _take_samples(to, block, stream_rows * d)
     if block.modulated:
         modulation(to, "modulation", stack, 6, share=block.share)
-    fuses = t.fuses_as("residual_norm", "rms_norm" if stack.norm == "rms" else "layer_norm")
-    fuses = fuses and block.layer.normed and not (block.modulated or stack.parallel)
-    before = not fuses or stack.norm_first
-    if block.layer.normed and before:
-        to.norm("norm1", stream_rows, stack, modulated=block.modulated)
+    fuses = t.fuses_as("residual_norm", f"{layer.norm.kind}_norm")
+    fuses = fuses and layer.normed and not (block.modulated or layer.parallel)
+    before = not fuses or layer.norm_first
+    if layer.normed and before:
+        to.norm("norm1", stream_rows, d, layer.norm, modulated=block.modulated)
     seen, queries = t.cached + block.tokens, whole
     if not block.causal and t.unpads(stack, block.tokens):
         # Keys that a token sees on average, of lengths that lie evenly around their mean.
@@ -53,24 +54,24 @@ def list_block(to: Lister, block: BlockKind) -> None:
     _branch(to, "branch1", block, stream_rows, normed=fuses)
     if block.cross:
         if not fuses:
-            to.norm("cross_norm", stream_rows, stack)
+            to.norm("cross_norm", stream_rows, d, layer.norm)
         memory = round(block.cross * t.real) if t.unpads(stack, block.cross) else block.cross
         before_split(to, rows, d)
         with to.inside("cross"):
             _attend(to, block, rows, memory, cross=True, computed=rows)
         _after_split(to, rows, d)
         _branch(to, "cross_branch", block, stream_rows, normed=fuses)
-    if not stack.parallel and not fuses:
-        to.norm("norm2", stream_rows, stack, modulated=block.modulated)
-    if block.layer.mixture:
+    if not layer.parallel and not fuses:
+        to.norm("norm2", stream_rows, d, layer.norm, modulated=block.modulated)
+    if layer.mixture:
         _feed_experts(to, block, rows)
     else:
         before_split(to, rows, d)
         with to.inside("perceptron"):
-            _mlp(to, "mlp", block, rows, max(1, block.layer.hidden // t.tp), again=stack.parallel)
+            _mlp(to, "mlp", block, rows, max(1, layer.perceptron.width // t.tp), again=layer.parallel)
         _after_split(to, rows, d)
-    _branch(to, "branch2", block, stream_rows, normed=fuses and not stack.norm_first)
-    if block.layer.routed:
+    _branch(to, "branch2", block, stream_rows, normed=fuses and not layer.norm_first)
+    if layer.routed:
         e, experts = t.stream, stack.experts
         copied = (experts + 1) * e
         to.move("samples.put", stream_rows * d, (copied, copied), (copied, copied), kind="copy", launches=2)
@@ -153,41 +154,41 @@ def _attend(
     computed: float,
 ) -> None:
     """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
-    t, stack, c = to.terms, block.stack, to.terms.product
-    d, f, name = stack.width, stack.head_width, "attention.cross" if cross else "attention"
-    heads, kv_heads = max(1, block.layer.heads // t.tp), max(1, block.layer.kv // t.tp)
+    t, layer, c = to.terms, block.layer, to.terms.product
+    d, f, name = block.stack.width, layer.head_width, "attention.cross" if cross else "attention"
+    heads, kv_heads = max(1, layer.heads // t.tp), max(1, layer.kv_heads // t.tp)
     a, kv = heads * f, kv_heads * f
     form, window = t.form(block, rows, seen, cross=cross, causal=causal)
     if cross:
         others = max(1.0, t.samples * block.share * seen / t.cp)
-        to.gemm(f"{name}.q", rows, a, d, bias=stack.qkv_bias, learned=(d + stack.qkv_bias) * a)
+        to.gemm(f"{name}.q", rows, a, d, bias=layer.qkv_bias, learned=(d + layer.qkv_bias) * a)
         # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
         wide = block.cross_width
         cast = others * wide * c if t.stream == 4 and c == 2 and not t.fused else 0.0
-        to.gemm(f"{name}.kv", others, 2 * kv, wide, bias=stack.qkv_bias, kept=cast, pieces=(kv, kv))
+        to.gemm(f"{name}.kv", others, 2 * kv, wide, bias=layer.qkv_bias, kept=cast, pieces=(kv, kv))
     else:
         others = rows + t.samples * t.cached
-        to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=stack.qkv_bias, pieces=(a, kv, kv))
+        to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=layer.qkv_bias, pieces=(a, kv, kv))
         if computed < rows:
             to.move(f"{name}.pad", rows * (a + 2 * kv), (c, c), kind="copy")
     queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
     kept = (queries + 2 * keys) * c
     # The gradients of queries, keys and values become one of the packed projection.
     to.behind(Op(f"{name}.stack", "copy", False, read=kept, written=kept))
-    if stack.positions == "rotary" and not cross:
+    if layer.rotary and not cross:
         each = c if t.fused else ROTARY_EAGER_BYTES
         to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6)
-    if heads != kv_heads and not cross and stack.positions != "rotary":
+    if heads != kv_heads and not cross and not layer.rotary:
         # The queries of a group are copied together, and keys and values stay where the projection has put them.
         kept += queries * c
-    if stack.qk_norm:
-        normed, each = rows * (a + kv), 1 + (stack.norm == "layer" and stack.norm_bias)
+    if layer.qk_norm:
+        normed, each = rows * (a + kv), layer.norm.tensors
         # The queries of a group are copied together.
         copied = queries * c if heads != kv_heads and not cross and not t.fused else 0.0
         to.move(
             f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=2 * each * f,
             tensors=2 * each,
-            kept=_kept_by_head_norms(to, stack, form, own, normed, copied, rows * (heads + kv_heads)),
+            kept=_kept_by_head_norms(to, layer, form, own, normed, copied, rows * (heads + kv_heads)),
         )  # fmt: skip
         kept = normed * c + (rows * kv * c if form == "plain" and t.copies else 0.0)
     if form == "plain" and heads != kv_heads:
@@ -216,7 +217,7 @@ def _attend(
     else:
         # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless these
         # are fp32 in place.
-        values = keys * 4.0 if c != 4 or t.copies else 0.0 if stack.qk_norm else own * c
+        values = keys * 4.0 if c != 4 or t.copies else 0.0 if layer.qk_norm else own * c
         _composed(to, block, core, form, keys, own, (queries + keys) * 4.0 + values, cross=cross)
     if t.cp > 1:
         _add_parts(to, f"{name}.parts", queries, 2 * keys, causal=block.causal and not cross)
@@ -224,7 +225,7 @@ def _attend(
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
     # A fused kernel keeps its outputs itself.
     beside = computed * a * c if form == "fused" else 0.0
-    to.gemm(f"{name}.out", computed, d, a, bias=stack.bias, group="attention", beside=beside)
+    to.gemm(f"{name}.out", computed, d, a, bias=layer.bias, group="attention", beside=beside)
 
 
 def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bool) -> None:
@@ -246,13 +247,13 @@ def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bo
 
 
 def _kept_by_head_norms(
-    to: Lister, stack: Stack, form: Form, own: float, normed: float, copied: float, rows: float
+    to: Lister, layer: Layer, form: Form, own: float, normed: float, copied: float, rows: float
 ) -> float:
     """Bytes that norms of queries and keys keep of `own` projected numbers, `normed` of which are normalised in `rows`
     rows; `copied` bytes of queries were copied before.
     """
     t, c = to.terms, to.terms.product
-    if stack.norm == "layer":
+    if layer.norm.kind == "layer":
         return own * c + copied + 2 * rows * t.statistic
     if t.fused or not (t.host or t.software.norms_apart):
         return own * c + copied + rows * t.statistic
@@ -343,31 +344,29 @@ def _mlp(
 ) -> None:
     """Up, activation and down; `batch` experts of `rows` each, where it is a mixture's. `again` says that another
     product keeps the same input already."""
-    t, stack, c = to.terms, block.stack, to.terms.product
-    d, gated = stack.width, int(stack.gated)
+    t, stack, layer, c = to.terms, block.stack, block.layer, to.terms.product
+    d, mlp, gated = stack.width, layer.perceptron.activation, layer.perceptron.gated
     wide, size = (1 + gated) * hidden, batch * rows * hidden
     packed = (hidden,) * (1 + gated)
-    fuses = stack.mlp in KERNELS and t.fuses_as("bias_activation", stack.mlp)
-    merged = fuses and batch == 1 and not block.layer.mixture and t.tp == 1
+    fuses = mlp in KERNELS and t.fuses_as("bias_activation", mlp)
+    merged = fuses and batch == 1 and not layer.mixture and t.tp == 1
     to.gemm(
-        f"{name}.up", rows, wide, d, batch=batch, bias=stack.bias, kept=0.0 if again else None, pieces=packed,
+        f"{name}.up", rows, wide, d, batch=batch, bias=layer.bias, kept=0.0 if again else None, pieces=packed,
         sums_bias=not merged,
     )  # fmt: skip
     activation = f"{name}.activation"
     if gated and (t.fused or merged):
         kept = 2 * size * c
-        to.activate(
-            activation, size, stack.mlp, (2 * c, c), (3 * c, 2 * c), kept=kept, group="mlp", fused=merged
-        )
+        to.activate(activation, size, mlp, (2 * c, c), (3 * c, 2 * c), kept=kept, group="mlp", fused=merged)
     else:
-        stays = ACTIVATIONS[stack.mlp].keeps_output and not stack.hidden_dropout and t.kept == c
+        stays = ACTIVATIONS[mlp].keeps_output and not stack.hidden_dropout and t.kept == c
         kept = 0.0 if stays else (1 + gated) * size * c
-        to.activate(activation, size, stack.mlp, (c, c), (2 * c, c), kept=kept, group="mlp", fused=merged)
+        to.activate(activation, size, mlp, (c, c), (2 * c, c), kept=kept, group="mlp", fused=merged)
         if gated:
             to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
     if stack.hidden_dropout:
         to.dropout(f"{name}.dropout", size, c)
-    to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=stack.bias, group="mlp")
+    to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=layer.bias, group="mlp")
 
 
 def _feed_experts(to: Lister, block: BlockKind, rows: float) -> None:
@@ -399,9 +398,9 @@ def _routes_parts(to: Lister) -> bool:
 
 def _share_experts(to: Lister, block: BlockKind, rows: float) -> None:
     """The perceptron that every token visits."""
-    t, stack = to.terms, block.stack
-    if stack.shared_experts:
-        hidden = max(1, block.layer.hidden // t.tp) * stack.shared_experts
+    t, shared = to.terms, block.stack.shared_experts
+    if shared:
+        hidden = max(1, block.layer.perceptron.width // t.tp) * shared
         with to.inside("perceptron"):
             _mlp(to, "shared", block, rows, hidden, again=t.product == 4.0)
 
@@ -409,23 +408,25 @@ def _share_experts(to: Lister, block: BlockKind, rows: float) -> None:
 def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     """A router, tokens sent to their experts, the experts, and their results sent back (Lepikhin et al., ICLR
     2021)."""
-    t, stack, c = to.terms, block.stack, to.terms.product
-    d, chosen = stack.width, rows * stack.experts_per_token
-    if stack.learns_routes:
-        _route(to, stack, rows)
-    visits = chosen * min(1.0, 1.0 if stack.capacity is None else stack.capacity)
-    sent, hidden = visits * d * c, block.layer.hidden
-    met, brought = stack.experts, float(t.ep)
+    t, layer, c = to.terms, block.layer, to.terms.product
+    assert layer.mixture is not None
+    mixture, d = layer.mixture, block.stack.width
+    k = mixture.experts_per_token
+    chosen = rows * k
+    if mixture.learns_routes:
+        _route(to, mixture, rows, d, again=layer.parallel)
+    visits = chosen * min(1.0, 1.0 if mixture.capacity is None else mixture.capacity)
+    sent, hidden = visits * d * c, mixture.expert.width
+    met, brought = mixture.experts, float(t.ep)
     if not _routes_parts(to):
         # All devices of a group have the same tokens.
         brought, sent, hidden = 1.0, sent / t.tp, -(-hidden * t.ep // t.tp)
     if t.serving:
-        met = min(stack.experts, int(visits))
+        met = min(mixture.experts, int(visits))
     # All wait for the busiest device, which also sends back the most.
-    k = stack.experts_per_token
     once = k if t.software.sends_once and t.ep > 1 else 0
     # A token's experts are in some groups, which neighbours hold.
-    reach = stack.groups_per_token / stack.router_groups
+    reach = mixture.groups_per_token / mixture.router_groups
     exchange = Op(
         "exchange",
         "exchange",
@@ -434,11 +435,11 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
         read=sent * t.uneven,
         axis="expert",
         hides=t.software.hides_exchange,
-        beside=bool(stack.shared_experts) and _routes_parts(to),
+        beside=bool(mixture.shared_experts) and _routes_parts(to),
     )
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
-    numbers = visits * _NUMBER * (1 + stack.bias) + stack.experts * 4.0
-    weighed = chosen * (d + (c != 4.0)) * c if stack.learns_routes else 0.0
+    numbers = visits * _NUMBER * (1 + layer.bias) + mixture.experts * 4.0
+    weighed = chosen * (d + (c != 4.0)) * c if mixture.learns_routes else 0.0
     moved, arrived = visits * t.uneven * d, c * distinct_places(t.ep * reach, once) / k if once else c
     with to.inside("experts"):
         if not once:
@@ -480,21 +481,23 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
             )  # fmt: skip
 
 
-def _route(to: Lister, stack: Stack, rows: float) -> None:
-    """The router, which computes in fp32 at every precision, and the choice of experts."""
-    halved = 4.0 * stack.experts * stack.width if to.terms.stream != 4.0 else 0.0
+def _route(to: Lister, mixture: ExpertMixture, rows: float, width: int, *, again: bool) -> None:
+    """The router, which computes in fp32 at every precision, and the choice of experts. `again` says
+    that another product keeps the same input already, where it is in fp32."""
+    experts, k = mixture.experts, mixture.experts_per_token
+    halved = 4.0 * experts * width if to.terms.stream != 4.0 else 0.0
     with to.inside("router"), to.exact():
-        again = stack.parallel and to.terms.stream == 4.0 and not stack.router_jitter
-        kept = halved + rows * stack.width * 4.0 * (not again) * (2 if stack.router_jitter else 1)
-        to.gemm("router", rows, stack.experts, stack.width, kept=kept)
+        again = again and to.terms.stream == 4.0 and not mixture.router_jitter
+        kept = halved + rows * width * 4.0 * (not again) * (2 if mixture.router_jitter else 1)
+        to.gemm("router", rows, experts, width, kept=kept)
         # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
-        few = stack.router == "sigmoid" or stack.normalises
-        share = stack.experts_per_token if few else stack.experts
-        share += stack.experts * bool(stack.balances or stack.z_loss)
-        share += 2 * stack.experts_per_token * bool(stack.expert_dropout)
-        kept = rows * (4.0 * share + _NUMBER * stack.experts_per_token)
+        few = mixture.router == "sigmoid" or mixture.router_normalised
+        share = k if few else experts
+        share += experts * bool(mixture.balances or mixture.z_loss)
+        share += 2 * k * bool(mixture.expert_dropout)
+        kept = rows * (4.0 * share + _NUMBER * k)
         to.move(
-            "router.choose", rows * stack.experts, (4, 4), kept=kept, group="masks",
+            "router.choose", rows * experts, (4, 4), kept=kept, group="masks",
             launches=CHOICE_LAUNCHES if to.terms.fused else CHOICE_EAGER_LAUNCHES,
         )  # fmt: skip
 
@@ -502,24 +505,24 @@ def _route(to: Lister, stack: Stack, rows: float) -> None:
 def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: bool = False) -> None:
     """Operators between a branch's output and the residual stream, and the addition; `normed`, with the norm of the sum
     in one operator, which also drops out where nothing else is done to the branch."""
-    t, d = to.terms, block.stack.width
-    e, c, size = t.stream, t.product, rows * d
+    t, stack, layer = to.terms, block.stack, block.layer
+    e, c, d, size = t.stream, t.product, stack.width, rows * stack.width
     if block.modulated and name != "cross_branch":
         to.modulate(f"{name}.gate", size)
-    branch = e if block.stack.layer_scale is not None else c
-    inside = normed and block.stack.layer_scale is None and not block.stack.drop_path
-    if block.stack.dropout and not inside:
+    branch = e if layer.layer_scale is not None else c
+    inside = normed and layer.layer_scale is None and not stack.drop_path
+    if stack.dropout and not inside:
         to.dropout(f"{name}.dropout", size, c, merged=t.fused)
-    if block.stack.layer_scale is not None:
+    if layer.layer_scale is not None:
         to.move(
             f"{name}.scale", size, (c, e), (c + 2 * e, 2 * e), kept=size * c, group="masks", weights=d, tensors=1
         )  # fmt: skip
-    if block.stack.drop_path:
+    if stack.drop_path:
         to.move(f"{name}.drop_path", size, (c, c), kept=t.samples * branch, group="masks")
     if normed:
-        dropout = inside and block.stack.dropout > 0
+        dropout = inside and stack.dropout > 0
         to.add_norm(
-            f"{name}.norm", rows, block.stack, branch=branch, dropout=dropout, both=block.stack.norm_first
+            f"{name}.norm", rows, d, layer.norm, branch=branch, dropout=dropout, both=layer.norm_first
         )
         return
     to.move(f"{name}.residual", size, (e + branch, e), (2 * e, e))

@@ -202,7 +202,7 @@ def _entrance(to: Lister, graph: Graph) -> int:
             to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
         _shared_out(to, rows * stack.width)
         if run.embedding_norm:
-            to.norm("embedding_norm", rows, stack, cast=not stack.norm_first)
+            to.norm("embedding_norm", rows, stack.width, stack.norm_kind, cast=not stack.norm_first)
         if stack.dropout and one is not None:
             to.dropout("embedding.dropout", rows * d, e)
     return sum(tables[table] for table in dict.fromkeys(tied))
@@ -252,7 +252,8 @@ def _stem(to: Lister, images: PatchInput, run: Run) -> None:
     if learned := images.learned_tokens:
         to.move("class_token", tokens, (e, e), kind="copy", weights=learned * d, tensors=learned)
     if run.embedding_norm:
-        to.norm("embedding_norm", t.samples * images.length, stack, cast=not stack.norm_first)
+        rows = t.samples * images.length
+        to.norm("embedding_norm", rows, d, stack.norm_kind, cast=not stack.norm_first)
     if stack.dropout:
         to.dropout("dropout", tokens, e, "stem")
 
@@ -283,7 +284,7 @@ def _exit(to: Lister, graph: Graph) -> None:
     for run in graph.runs:
         each = t.samples * graph.samples(run) * graph.length(run) / t.cp
         if run.stack.norm_first and run.last_norm:
-            to.norm("norm", each / t.spread, run.stack)
+            to.norm("norm", each / t.spread, run.stack.width, run.stack.norm_kind)
         if any(run.name in other.memories for other in graph.runs):
             # All blocks of the decoder read the memory, and each device's add a part to its gradient.
             before_split(to, each, run.stack.width, hides=False)
@@ -311,7 +312,7 @@ def _pixels(to: Lister, graph: Graph, run: Run) -> None:
     rows, pixels = t.samples * one.patches, one.channels * one.patch_size**2
     if graph.condition is not None:
         modulation(to, "modulation", run.stack, 2)
-    to.norm("norm", rows, run.stack, modulated=graph.condition is not None)
+    to.norm("norm", rows, run.stack.width, run.stack.norm_kind, modulated=graph.condition is not None)
     with to.inside("head"):
         to.gemm("head", rows, pixels, d, bias=True, group="output", narrow=False)
         to.move("head.images", rows * pixels, (t.product, 4), kind="copy")
@@ -328,7 +329,7 @@ def _words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = F
         with to.inside("head"):
             to.gemm("head.dense", rows, d, d, bias=last.bias, narrow=False, group="output")
             to.activate("head.activation", size, last.mlp, (c, c), (2 * c, c), kept=size * c, group="output")
-        to.norm("head.norm", rows, last)
+        to.norm("head.norm", rows, last.width, last.norm_kind)
     if head.scaled:
         to.move("head.scale", rows * d, (c, c))
     before_split(to, rows, d, hides=False)
@@ -416,7 +417,7 @@ def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
         "pooler.activation", size, (c, c), kind="activation", group="output", kept=size * c, function="tanh" * tanh
     )  # fmt: skip
     if not tanh:
-        to.norm("pooler.norm", samples, stack)
+        to.norm("pooler.norm", samples, d, stack.norm_kind)
     if head.dropout:
         to.dropout("pooler.dropout", size, c, "output")
     with to.inside("head"):
@@ -520,7 +521,8 @@ def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
         to.move("class_row", t.samples * d, (0, 0), (read * e, tokens * e), kind="copy", launches=0)
     elif not head.norm_first:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
-    to.norm("norm", t.samples * (tokens if head.norm_first else read), run.stack, cast=not head.norm_first)
+    rows = t.samples * (tokens if head.norm_first else read)
+    to.norm("norm", rows, d, run.stack.norm_kind, cast=not head.norm_first)
     if head.norm_first:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
     with to.inside("head"):

@@ -12,8 +12,8 @@ from typing import Literal, get_args
 from penstock.config.activations import ACTIVATIONS, UNGATED, Mlp
 from penstock.config.formats import BYTES, PRODUCTS
 from penstock.config.fused import FUSED_FORM
+from penstock.config.layer import NormKind
 from penstock.config.machine import ProductForm
-from penstock.config.stack import Stack
 from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part, Place
 from penstock.planner.shapes import BlockKind
 from penstock.planner.terms import OpTerms
@@ -297,35 +297,44 @@ class Lister:
         )  # fmt: skip
 
     def norm(
-        self, name: str, rows: float, stack: Stack, *, cast: bool = True, modulated: bool = False
+        self,
+        name: str,
+        rows: float,
+        width: int,
+        kind: NormKind,
+        *,
+        cast: bool = True,
+        modulated: bool = False,
     ) -> None:
-        """A stack's norm over rows of its width, and under autocast the cast of its output to the type of products. If
+        """A norm over rows of `width` features, and under autocast the cast of its output to the type of products. If
         it is modulated it has no weights, and its output is shifted and scaled before the cast."""
         with self.inside("norm"):
-            self._norm(name, rows, stack, cast=cast, modulated=modulated)
+            self._norm(name, rows, width, kind, cast=cast, modulated=modulated)
 
     def add_norm(
-        self, name: str, rows: float, stack: Stack, *, branch: float, dropout: bool, both: bool
+        self, name: str, rows: float, width: int, kind: NormKind, *, branch: float, dropout: bool, both: bool
     ) -> None:
         """A branch of `branch` bytes an element added to the residual stream, and the norm of the sum, as one operator
         (`penstock.kernels.residual_norm`). `both` says that the sum is read too; else its norm is the stream. A GPU
         draws the mask of dropout again in place of keeping it."""
-        t, e, rms, size = self.terms, self.terms.stream, stack.norm == "rms", rows * stack.width
-        out, each = (t.product if both else e), 1 + (stack.norm_bias and not rms)
+        t, e, size = self.terms, self.terms.stream, rows * width
+        out = t.product if both else e
         if dropout and t.host:
             self.move(f"{name}.mask", size, (0.0, 1.0), (0.0, 0.0), kind="dropout", kept=size, group="masks")
         mask, own_gradient = float(dropout and t.host), dropout or branch != e
         with self.inside("norm"):
             behind = out + e * (1 + both) + mask, e + branch * own_gradient
             self.move(
-                name, size, (e + branch + mask, e + out), behind, kind="norm", group="norms", tensors=each,
-                kept=size * e + 8.0 * rows, weights=each * stack.width,
+                name, size, (e + branch + mask, e + out), behind, kind="norm", group="norms", tensors=kind.tensors,
+                kept=size * e + 8.0 * rows, weights=kind.tensors * width,
             )  # fmt: skip
 
-    def _norm(self, name: str, rows: float, stack: Stack, *, cast: bool, modulated: bool) -> None:
-        t, rms = self.terms, stack.norm == "rms"
-        tensors = 0 if modulated else 1 + (stack.norm_bias and not rms)
-        e, c, size = t.stream, t.product, rows * stack.width
+    def _norm(
+        self, name: str, rows: float, width: int, kind: NormKind, *, cast: bool, modulated: bool
+    ) -> None:
+        t, rms = self.terms, kind.kind == "rms"
+        tensors = 0 if modulated else kind.tensors
+        e, c, size = t.stream, t.product, rows * width
         autocast = e == 4 and c == 2
         out, launches = e if autocast else c, 1
         # An eager norm of half inputs that computes in fp32 keeps its copy of them.
@@ -337,7 +346,7 @@ class Lister:
             kept += size * 4 + (size * (4 - e) if t.host else size * c)
             ahead, behind, launches = (8 * e, e), (12 * e, 2 * e), RMS_KERNELS
         self.move(
-            name, size, ahead, behind, kind="norm", kept=kept, group="norms", weights=tensors * stack.width,
+            name, size, ahead, behind, kind="norm", kept=kept, group="norms", weights=tensors * width,
             tensors=tensors, launches=launches,
         )  # fmt: skip
         if modulated:

@@ -159,7 +159,7 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
     if not model.graph.generates:
         return 0.0
     heads = sum(
-        max(1.0, layer.kv / serving.tp) * run.stack.head_width
+        max(1.0, layer.kv_heads / serving.tp) * layer.head_width
         for run in model.graph.written
         for layer in run.stack.layers
     )
@@ -179,7 +179,7 @@ def operators_of(graph: Graph) -> int:
             "block": 1, "rotary": stack.positions == "rotary", "qk_norm": stack.qk_norm, "memory": remembers,
         }  # fmt: skip
         operators += stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items())
-        operators += BLOCK_OPERATORS["mixture"] * sum(layer.mixture for layer in stack.layers)
+        operators += BLOCK_OPERATORS["mixture"] * sum(layer.mixture is not None for layer in stack.layers)
     return operators
 
 

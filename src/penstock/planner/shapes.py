@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock.config.layer import Layer
 from penstock.config.model import ModelConfig
-from penstock.config.stack import Layer, Stack
+from penstock.config.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,12 +86,16 @@ def joined(part: Part, machine: Machine, plan: Plan, weights: Products) -> tuple
 
 def in_one_call(block: BlockKind) -> bool:
     """Whether that call takes a block, by its sizes; `penstock.products.blocks` asks its modules the same."""
-    stack, layer = block.stack, block.layer
+    stack, layer, mlp = block.stack, block.layer, block.layer.perceptron
     masked = (
         block.causal or block.cross or layer.window or block.inputs > 1 or stack.positions in _IN_ATTENTION
     )
-    more = block.modulated or stack.parallel or stack.qk_norm or stack.layer_scale is not None
-    alike = layer.heads == layer.kv and stack.head_width % 16 == 0 and stack.mlp in KERNELS - UNGATED.keys()
+    more = block.modulated or layer.parallel or layer.qk_norm or layer.layer_scale is not None
+    alike = (
+        layer.heads == layer.kv_heads
+        and layer.head_width % 16 == 0
+        and mlp.activation in KERNELS - UNGATED.keys()
+    )
     return alike and not (masked or more or layer.mixture or layer.routed)
 
 

@@ -588,4 +588,4 @@ def test_a_real_pretrained_encoder_gives_the_same_sentence_embeddings() -> None:
 def test_a_bigger_model_of_each_family_keeps_its_shape() -> None:
     config = read_text_config(transformers.T5Config(d_model=64, num_heads=2).to_dict())
     assert isinstance(config, Seq2SeqConfig)
-    assert replace(config.encoder, depth=1).head_width == 64
+    assert config.encoder.layers[0].head_width == 64

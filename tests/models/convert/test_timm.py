@@ -115,7 +115,7 @@ def test_qkv_rows_go_where_timm_reads_them() -> None:
     config = replace(TINY, depth=1)
     state = Model(config).state_dict()
     theirs = to_timm(state, config)["blocks.0.attn.qkv.weight"]
-    width, k = config.width, config.head_width
+    width, k = config.width, config.layers[0].head_width
     for kind, head, feature in [(0, 0, 0), (1, 2, 5), (2, 3, 11)]:
         ours = state["encoder.blocks.0.attention.qkv.weight"][head * 3 * k + kind * k + feature]
         assert torch.equal(theirs[kind * width + head * k + feature], ours)

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 from penstock.config.activations import Mlp
 from penstock.config.convert import Positive, Probability, Range
 from penstock.config.graph import Condition, Graph, NoiseKind, PatchInput, PixelHead, Run, Target, TokenInput
+from penstock.config.layer import Router
 from penstock.config.model.family import ModelFamily, Pixels, Tokens, Words
-from penstock.config.stack import Router, Stack
+from penstock.config.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)

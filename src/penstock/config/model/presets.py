@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from penstock.config.layer import Rotary
 from penstock.config.model.diffusion import DiffusionConfig
 from penstock.config.model.every import ModelConfig
 from penstock.config.model.family import NAMED, ModelFamily
@@ -12,7 +13,7 @@ from penstock.config.model.multimodal import MultimodalConfig
 from penstock.config.model.text import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from penstock.config.model.universal import UniversalConfig
 from penstock.config.model.vit import ViTConfig
-from penstock.config.stack import Rotary, Stack
+from penstock.config.stack import Stack
 
 
 def preset(name: str) -> ModelConfig:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from penstock.config.activations import GATED_NAMES, PLAIN_NAMES, Mlp
+from penstock.config.layer import Rotary
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, TextConfig
-from penstock.config.stack import Rotary, Stack
+from penstock.config.stack import Stack
 from penstock.config.theirs import names as tables
 
 FREE = frozenset({

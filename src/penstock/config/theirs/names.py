@@ -164,7 +164,11 @@ def t5_names(config: TextConfig, perceptron: str = "DenseReluDense") -> Names:
     ):
         prefix, here = f"{side}.blocks.{{i}}.", f"{side}.block.{{i}}."
         first, dense = here + "layer.0.", f"{here}layer.{last}.{perceptron}."
-        up = WeightPlaces((dense + "wi_0", dense + "wi_1"), "rows") if mlp.gated else _one(dense + "wi")
+        up = (
+            WeightPlaces((dense + "wi_0", dense + "wi_1"), "rows")
+            if mlp.layers[0].perceptron.gated
+            else _one(dense + "wi")
+        )
         table |= {
             f"{side}.relative": _one(f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias"),
             f"{side}.norm": _one(f"{side}.final_layer_norm"),

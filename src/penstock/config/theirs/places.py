@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, shown_value
-from penstock.config.stack import Rotary, Scaling
+from penstock.config.layer import Rotary, Scaling
 from penstock.config.theirs.libraries import Library
 
 

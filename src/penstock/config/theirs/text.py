@@ -231,17 +231,17 @@ def settled(config: TextConfig) -> TextConfig:
 
 def _settled(stack: Any) -> Any:
     changes: dict[str, Any] = {}
-    if stack.unequal == replace(stack, unequal=()).layers:
+    if stack.layers == replace(stack, unequal=()).layers:
         changes["unequal"] = ()
-    if stack.kv == stack.heads:
+    if stack.kv_heads == stack.heads:
         changes["kv_heads"] = None
-    if stack.head_width * stack.heads == stack.width:
+    if stack.head_features and stack.head_features * stack.heads == stack.width:
         changes["head_features"] = None
     if not any(layer.window for layer in stack.layers):
         changes |= {"window": None, "window_base": None, "global_every": 0}
     elif stack.global_every > stack.depth:
         changes["global_every"] = stack.depth
-    if stack.router_normalised == replace(stack, router_normalised=None).normalises:
+    if stack.router_normalised == (stack.experts_per_token > 1):
         changes["router_normalised"] = None
     if stack.expert_width == stack.mlp_width:
         changes["expert_width"] = None
@@ -321,12 +321,12 @@ def _at(config: TextConfig, path: str) -> Any:
     side, dot, name = path.rpartition(".")
     holder: Any = getattr(config, side) if dot else config
     known: dict[str, Callable[[], Any]] = {
-        "kv_heads": lambda: holder.kv,
-        "head_features": lambda: holder.head_width,
+        "kv_heads": lambda: holder.kv_heads or holder.heads,
+        "head_features": lambda: holder.layers[0].head_width,
         "attention_dropout": lambda: holder.weights_dropout,
         "mlp_dropout": lambda: holder.hidden_dropout,
-        "router_normalised": lambda: holder.normalises,
-        "expert_width": lambda: holder.expert_width or holder.mlp_width,
+        "router_normalised": lambda: holder.mixture.router_normalised,
+        "expert_width": lambda: holder.mixture.expert.width,
         "max_positions": lambda: config.max_positions or config.sequence,
     }
     return known[name]() if name in known else getattr(holder, name)

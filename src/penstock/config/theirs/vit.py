@@ -55,8 +55,8 @@ def unrepresentable(config: ViTConfig) -> list[str]:
         "model.qk_norm": config.qk_norm,
         "model.layer_scale": config.layer_scale is not None,
         "model.experts": config.experts > 0,
-        "model.kv_heads": config.kv != config.heads,
-        "model.head_features": config.head_width * config.heads != config.width,
+        "model.kv_heads": config.kv_heads not in (None, config.heads),
+        "model.head_features": config.layers[0].head_width * config.heads != config.width,
         "model.unequal": config.layers != replace(config, unequal=()).layers,
         f"model.mlp {config.mlp!r}": config.mlp in UNGATED,
     }

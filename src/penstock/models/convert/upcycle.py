@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.layer import LayerSizes
 from penstock.config.model import ModelConfig, with_stacks
-from penstock.config.stack import Layer, Stack
+from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert.files import read_state_dict
@@ -44,10 +45,10 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     return with_stacks(config, dense)
 
 
-def dense_layers(stack: Stack) -> tuple[Layer, ...]:
-    """The layers of a stack that a sample goes through, none of them with experts."""
+def dense_layers(stack: Stack) -> tuple[LayerSizes, ...]:
+    """The sizes of the layers of a stack that a sample goes through, none of them with experts."""
     every = zip(stack.layers, stack.experts_of_blocks)
-    return tuple(replace(layer, mixture=False, routed=False) for layer, expert in every if not expert)
+    return tuple(replace(layer.sizes, mixture=False, routed=False) for layer, expert in every if not expert)
 
 
 def require_copies(config: ModelConfig) -> None:
@@ -68,7 +69,7 @@ def require_copies(config: ModelConfig) -> None:
 
 def starts_equal(stack: Stack) -> bool:
     """Whether upcycled mixtures without noise give what the perceptrons gave."""
-    weighted = not stack.learns_routes or stack.normalises
+    weighted = not stack.mixture.learns_routes or stack.mixture.router_normalised
     return weighted and not stack.expert_dropout and stack.sample_capacity is None
 
 
@@ -123,17 +124,17 @@ def gated(config: ModelConfig, labels: Sequence[int]) -> ModelConfig:
         if stack.router != "given":
             return replace(stack, labels=len(labels)) if stack.labels else stack
         kept = _given(stack, labels)
-        if not stack.learns_routes and len(kept) == 1 and _is_a_perceptron(stack):
+        if not stack.mixture.learns_routes and len(kept) == 1 and _is_a_perceptron(stack):
             return _dense(stack)
         every = zip(stack.unequal, stack.experts_of_blocks)
-        stack = replace(stack, unequal=tuple(layer for layer, one in every if one is None or one in kept))
-        size = stack.experts // stack.router_groups if stack.learns_routes else 1
-        if stack.learns_routes and len(kept) == 1:
+        stack = replace(stack, unequal=tuple(sizes for sizes, one in every if one is None or one in kept))
+        size = stack.experts // stack.router_groups if stack.mixture.learns_routes else 1
+        if stack.mixture.learns_routes and len(kept) == 1:
             # A router that chooses in the only group chooses among all.
             alone: dict[str, Any] = {"router": "softmax", "router_groups": 1, "expert_of": ()}
             return replace(stack, experts=size, labels=len(labels), **alone)
         of = tuple(kept.index(_table(stack)[label]) for label in labels)
-        groups = len(kept) if stack.learns_routes else 1
+        groups = len(kept) if stack.mixture.learns_routes else 1
         return replace(
             stack, experts=size * len(kept), router_groups=groups, labels=len(labels), expert_of=of
         )
@@ -143,7 +144,7 @@ def gated(config: ModelConfig, labels: Sequence[int]) -> ModelConfig:
 
 def _table(stack: Stack) -> Sequence[int]:
     """The expert of each label, or its group."""
-    return stack.expert_of or range(stack.router_groups if stack.learns_routes else stack.experts)
+    return stack.expert_of or range(stack.router_groups if stack.mixture.learns_routes else stack.experts)
 
 
 def _given(stack: Stack, labels: Sequence[int]) -> list[int]:
@@ -159,7 +160,7 @@ def _is_a_perceptron(stack: Stack) -> bool:
 def _dense(stack: Stack) -> Stack:
     """The stack with a perceptron as wide as an expert in place of each mixture."""
     layers = dense_layers(stack)
-    widths = {layer.hidden for layer in layers}
+    widths = {sizes.hidden for sizes in layers}
     made = replace(stack, **DENSE, mlp_width=layers[0].hidden)
     return replace(made, unequal=layers) if stack.unequal or len(widths) > 1 else made
 
@@ -176,7 +177,7 @@ def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict
     stacks = [run.stack for run in config.graph.runs for layer in run.stack.layers if layer.mixture]
     for (name, mixture), stack in zip(named, stacks, strict=True):
         if stack.router == "given":
-            size = stack.experts // stack.router_groups if stack.learns_routes else 1
+            size = stack.experts // stack.router_groups if stack.mixture.learns_routes else 1
             kept = [group * size + place for group in _given(stack, labels) for place in range(size)]
             for part in mixture.state_dict():
                 if not part.startswith("shared."):

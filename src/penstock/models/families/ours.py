@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.config.graph import FeatureHead, Graph, Input, PatchInput, PixelHead, Run, VectorHead, WordHead
 from penstock.config.graph import Head as GraphHead
-from penstock.config.stack import Layer
+from penstock.config.layer import ExpertMixture, FeedForward, Layer
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Block, Family, Stack, Switches, enrol
 from penstock.models.model import Model, part_of
@@ -122,12 +122,8 @@ def _head(head: GraphHead, graph: Graph) -> tuple[Role, ...]:
 def _blocks(run: Run) -> tuple[Block, ...]:
     """The blocks of a run, each of the parts that its layer has."""
     sizes = run.stack
-    branch = (
-        *((Scale("{}.scale"),) if sizes.layer_scale is not None else ()),
-        *((Dropout("{}"),) if sizes.dropout or sizes.drop_path else ()),
-    )
     parts = {
-        layer: _block(sizes, layer, branch, cross=bool(run.memories), modulated=run.modulated)
+        layer: _block(sizes, layer, cross=bool(run.memories), modulated=run.modulated)
         for layer in sizes.kinds
     }
     return tuple(
@@ -136,22 +132,23 @@ def _blocks(run: Run) -> tuple[Block, ...]:
     )
 
 
-def _block(
-    sizes: Sizes, layer: Layer, branch: tuple[Role, ...], *, cross: bool = False, modulated: bool = False
-) -> tuple[Role, ...]:
-    """The parts of `Block`. `branch` are those of a residual branch, with `{}` for its name."""
+def _block(sizes: Sizes, layer: Layer, *, cross: bool = False, modulated: bool = False) -> tuple[Role, ...]:
+    """The parts of `Block`."""
 
     def closed(name: str) -> tuple[Role, ...]:
-        return tuple(type(part)(part.name.format(name)) for part in branch)
+        return (
+            *((Scale(f"{name}.scale"),) if layer.layer_scale is not None else ()),
+            *((Dropout(name),) if sizes.dropout or sizes.drop_path else ()),
+        )
 
     # Rows of queries, keys and values are ordered by head, so that they are split as one matrix.
-    inside = _attention(sizes, layer, "attention", (Linear("attention.qkv", "column"),))
+    inside = _attention(layer, "attention", (Linear("attention.qkv", "column"),))
     between: tuple[Role, ...] = ()
     if cross:
         projections = Linear("cross.q", "column"), Linear("cross.kv", "column")
         between = (
             Norm("cross_norm"),
-            _attention(sizes, layer, "cross", projections),
+            _attention(layer, "cross", projections),
             *closed("cross_branch"),
         )
     return (
@@ -160,38 +157,38 @@ def _block(
         inside,
         *closed("branch1"),
         *between,
-        *(() if sizes.parallel else (Norm("norm2"),)),
-        _experts(sizes) if layer.mixture else _perceptron(sizes, "mlp"),
+        *(() if layer.parallel else (Norm("norm2"),)),
+        _experts(layer.mixture) if layer.mixture else _perceptron(layer.perceptron, "mlp"),
         *((Dropout("mlp.dropout"),) if sizes.hidden_dropout else ()),
         *closed("branch2"),
     )
 
 
-def _perceptron(sizes: Sizes, name: str) -> Perceptron:
+def _perceptron(sizes: FeedForward, name: str) -> Perceptron:
     up = Linear(f"{name}.up", "column", fused=(1, 1) if sizes.gated else (1,))
     return Perceptron(name, up=up, down=Linear(f"{name}.down", "row"))
 
 
-def _experts(sizes: Sizes) -> Experts:
-    one = _perceptron(sizes, "mlp")
+def _experts(sizes: ExpertMixture) -> Experts:
+    one = _perceptron(sizes.expert, "mlp")
     return Experts(
         "mlp",
         router=Linear("mlp.router") if sizes.learns_routes else None,
         up=one.up,
         down=one.down,
         count=sizes.experts,
-        shared=_perceptron(sizes, "mlp.shared") if sizes.shared_experts else None,
+        shared=_perceptron(sizes.expert, "mlp.shared") if sizes.shared_experts else None,
     )
 
 
-def _attention(sizes: Sizes, layer: Layer, name: str, projections: tuple[Linear, ...]) -> Attention:
+def _attention(layer: Layer, name: str, projections: tuple[Linear, ...]) -> Attention:
     return Attention(
         name,
         projections=projections,
         out=Linear(f"{name}.out", "row"),
         heads=layer.heads,
-        kv_heads=layer.kv,
-        norms=(Norm(f"{name}.q_norm"), Norm(f"{name}.k_norm")) if sizes.qk_norm else (),
+        kv_heads=layer.kv_heads,
+        norms=(Norm(f"{name}.q_norm"), Norm(f"{name}.k_norm")) if layer.qk_norm else (),
         cross=len(projections) == 2,
     )
 

@@ -12,6 +12,7 @@ from penstock.config.activations import UNGATED, Mlp
 from penstock.config.convert import Count, Positive, Range
 
 Norm = Literal["layer", "rms"]
+Placement = Literal["before", "after", "both"]
 Features = Annotated[int, Range(1, 1 << 20)]
 Heads = Annotated[int, Range(1, 1 << 16)]
 Scaling = Literal["none", "linear", "llama3", "yarn"]
@@ -131,8 +132,9 @@ class Layer:
     """Features of one head."""
     feed: FeedForward | ExpertMixture
     norm: NormKind
-    norm_first: bool
-    """Whether norms come before attention and feed-forward, or after each residual sum."""
+    placement: Placement
+    """Where norms are: `before` attention and feed-forward, `after` each residual sum, or `both`: before each of these
+    parts, and on what it returns, before the sum."""
     normed: bool = True
     """Whether attention has such a norm."""
     qk_norm: bool = False

@@ -62,6 +62,9 @@ class Stack:
     norm_first: bool = True
     """Whether a norm comes before attention and MLP, and after the last block (pre-norm), or after each residual
     sum, as in Vaswani et al."""
+    sandwich_norms: bool = False
+    """Whether each of attention and MLP has a norm after it too, before its residual sum (Ding et al., 2021, "CogView",
+    section 2.4; Gemma 2 and 3)."""
     first_norm: bool = True
     """Whether the first block of a pre-norm stack normalises what its attention reads. ModernBERT's does not, because a
     norm follows its embeddings (Warner et al., 2024, section 2.1)."""
@@ -235,11 +238,12 @@ class Stack:
         if rotary is not None and sizes.window and self.window_base is not None:
             rotary = replace(rotary, base=self.window_base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
-        names = ("norm_first", "qk_norm", "attention_scale", "parallel", "bias", "qkv_bias", "layer_scale")
+        names = ("qk_norm", "attention_scale", "parallel", "bias", "qkv_bias", "layer_scale")
         return Layer(
             heads=sizes.heads, kv_heads=sizes.kv, head_width=self.head_features or self.width // self.heads,
             feed=replace(self.mixture, expert=perceptron) if sizes.mixture else perceptron,
-            norm=self.norm_kind, rotary=rotary, window=sizes.window, normed=sizes.normed, routed=sizes.routed,
+            norm=self.norm_kind, placement="both" if self.sandwich_norms else "before" if self.norm_first else "after",
+            rotary=rotary, window=sizes.window, normed=sizes.normed, routed=sizes.routed,
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
 
@@ -295,6 +299,11 @@ class Stack:
         if self.parallel and not self.norm_first:
             yield (
                 f"{where}.parallel blocks read one norm before both branches; set {where}.norm_first to true."
+            )
+        if self.sandwich_norms and (self.parallel or not self.norm_first or not self.first_norm):
+            yield (
+                f"{where}.sandwich_norms adds norms to those before each of attention and MLP; set {where}.norm_first "
+                f"and {where}.first_norm to true and {where}.parallel to false, or leave it out."
             )
         yield from self._unequal_problems(f"{where}.unequal")
         if self.experts and self.experts_per_token > self.experts:

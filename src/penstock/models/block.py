@@ -262,26 +262,26 @@ class CrossAttention(_Attending):
 
 
 class Branch(nn.Module):
-    """The operations on a residual branch before it is added: dropout, LayerScale, stochastic depth.
+    """The operations on a residual branch before it is added: a norm, where these are on both sides, dropout,
+    LayerScale, stochastic depth.
 
     LayerScale (Touvron et al., ICCV 2021, "Going deeper with Image Transformers", eq. 4) is a learned factor
-    per feature, at first `layer_scale`; none leaves it out. `drop_path` is the rate of stochastic depth, none leaves it
+    per feature. `drop_path` is the rate of stochastic depth, none leaves it
     out. It is held as an integer, which casting the model to half precision leaves alone, and as a tensor, so that
     blocks of different rates share one compiled graph.
     """
 
     drop_rate: Tensor
 
-    def __init__(
-        self, sizes: Stack, *, layer_scale: float | None = None, drop_path: float | None = None, **where: Any
-    ) -> None:
+    def __init__(self, sizes: Stack, layer: Layer, drop_path: float | None = None, **where: Any) -> None:
         super().__init__()
         self.sequence_first = False
         self.rate = drop_path
-        self.initial_scale = layer_scale
+        self.initial_scale = layer.layer_scale
+        self.norm = make_norm(layer.norm, sizes.width, **where) if layer.placement == "both" else None
         self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
         self.scale: nn.Parameter | None = None
-        if layer_scale is not None:
+        if layer.layer_scale is not None:
             self.scale = nn.Parameter(torch.empty(sizes.width, **where))
         self.stochastic = drop_path is not None  # read in `forward`: a rate there would be compiled in
         if self.stochastic:
@@ -299,11 +299,13 @@ class Branch(nn.Module):
     @property
     def dropout_alone(self) -> float | None:
         """The probability of dropout where a branch gets nothing else before it is added; None where it does."""
-        if self.scale is not None or self.stochastic:
+        if self.norm is not None or self.scale is not None or self.stochastic:
             return None
         return self.dropout.p if self.dropout is not None and self.training else 0.0
 
     def forward(self, branch: Tensor) -> Tensor:
+        if self.norm is not None:
+            branch = self.norm(branch)
         if self.dropout is not None:
             branch = self.dropout(branch)
         if self.scale is not None:
@@ -325,10 +327,10 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 class Block(nn.Module):
     """Attention and an MLP, or a mixture of experts, each added to the tokens: x + attention(norm(x)) (pre-norm), or
-    norm(x + attention(x)), as `norm_first` says. In a `parallel` block both read one norm. Cross attention to a memory
-    of `cross` features is between the two; 0: there is none.
+    norm(x + attention(x)), as the layer's `placement` says. In a `parallel` block both read one norm. Cross attention
+    to a memory of `cross` features is between the two; 0: there is none.
 
-    `branch` are the options of `Branch`. A block of an `expert` computes its samples alone, and the others stay as they
+    `drop_path` is as in `Branch`. A block of an `expert` computes its samples alone, and the others stay as they
     are. Where the layer has no norm, attention reads the tokens as they are. In a `modulated` block the condition in
     the context makes a shift, a scale and a gate of each of the two branches, where gates are 0 at first (adaLN-Zero):
     x + gate · attention(norm(x) · (1 + scale) + shift).
@@ -338,7 +340,7 @@ class Block(nn.Module):
         self,
         sizes: Stack,
         layer: Layer,
-        branch: dict[str, Any] | None = None,
+        drop_path: float | None = None,
         *,
         causal: bool = False,
         cross: int = 0,
@@ -347,11 +349,11 @@ class Block(nn.Module):
         **where: Any,
     ) -> None:
         super().__init__()
-        branch, affine = branch or {}, not modulated
+        affine = not modulated
         self.expert, self.sequence_first = expert, False
         self.joins = False
         """Whether other ranks take part in it, so that it computes even where none of its samples are here."""
-        self.norm_first = layer.norm_first
+        self.norm_first = layer.placement != "after"
         self.fused_norms = False
         """Whether a branch is added and normed in one pass (`penstock.kernels.residual_norm`)."""
         self.modulation = ZeroLinear(sizes.width, 6 * sizes.width, **where) if modulated else None
@@ -359,17 +361,17 @@ class Block(nn.Module):
             make_norm(layer.norm, sizes.width, affine=affine, **where) if layer.normed else nn.Identity()
         )
         self.attention = Attention(sizes, layer, causal=causal, **where)
-        self.branch1 = Branch(sizes, **branch, **where)
+        self.branch1 = Branch(sizes, layer, drop_path, **where)
         self.cross: CrossAttention | None = None
         if cross:
             self.cross_norm = make_norm(layer.norm, sizes.width, **where)
             self.cross = CrossAttention(sizes, layer, cross, **where)
-            self.cross_branch = Branch(sizes, **branch, **where)
+            self.cross_branch = Branch(sizes, layer, drop_path, **where)
         self.whole: OneCall | None = None
         """Computes the block in inference where that is faster: see `penstock.products.blocks`."""
         self.norm2 = None if layer.parallel else make_norm(layer.norm, sizes.width, affine=affine, **where)
         self.mlp: MLP | MixtureOfExperts = (MixtureOfExperts if layer.mixture else MLP)(sizes, layer, **where)
-        self.branch2 = Branch(sizes, **branch, **where)
+        self.branch2 = Branch(sizes, layer, drop_path, **where)
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
         if self.whole is not None and not torch.compiler.is_compiling():
@@ -398,21 +400,20 @@ class Block(nn.Module):
         return x.index_put((samples[:count],), made).transpose(0, along)
 
     def _compute(self, x: Tensor, context: Context) -> Tensor:
-        if self.norm2 is None:
-            seen = self.norm1(x)
-            x = x + self.branch1(self.attention(seen, context))
-            return x + self.branch2(self._feed(seen, context))  # type: ignore[no-any-return]
-        if not self.norm_first:
-            return self._norms_last(x, context)
+        """x + attention(norm(x)), then x + cross(norm(x)), then x + feed(norm(x)), with norms as they are placed."""
         if self.modulation is not None:
             return self._modulated(x, context)
-        branch = self.attention(self.norm1(x), context)
-        if self.cross is None:
-            x, seen = self._add(x, self.branch1, branch, self.norm2)
-        else:
-            x, seen = self._add(x, self.branch1, branch, self.cross_norm)
-            x, seen = self._add(x, self.cross_branch, self.cross(seen, context), self.norm2)
-        return x + self.branch2(self._feed(seen, context))  # type: ignore[no-any-return]
+        seen = self.norm1(x) if self.norm_first else x
+        if self.norm2 is None:
+            x = x + self.branch1(self.attention(seen, context))
+            return x + self.branch2(self._feed(seen, context))  # type: ignore[no-any-return]
+        norms = [self.norm2, None] if self.cross is None else [self.cross_norm, self.norm2, None]
+        if not self.norm_first:
+            norms = [self.norm1, *norms[:-1]]  # each sum has its own part's norm, and not the next one's
+        x, seen = self._add(x, self.branch1, self.attention(seen, context), norms[0])
+        if self.cross is not None:
+            x, seen = self._add(x, self.cross_branch, self.cross(seen, context), norms[1])
+        return self._add(x, self.branch2, self._feed(seen, context), norms[-1])[0]
 
     @property
     def adds_and_norms(self) -> bool:
@@ -421,17 +422,19 @@ class Block(nn.Module):
         norms += [] if self.cross is None else [self.cross_norm]
         return self.modulation is None and all(isinstance(norm, nn.LayerNorm | nn.RMSNorm) for norm in norms)
 
-    def _add(self, x: Tensor, part: Branch, branch: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """The tokens with a branch added, and the norm of them."""
-        if not self.fused_norms:
+    def _add(self, x: Tensor, part: Branch, branch: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+        """The tokens with a branch added, and the norm of them; where norms come after, twice the norm."""
+        if not self.fused_norms or norm is None:
             x = x + part(branch)
-            return x, norm(x)
-        rate = part.dropout_alone
-        if rate is None:
-            branch, rate = part(branch), 0.0
-        # A mixture's router reads the norm in its own type, and post-norm ones are the tokens of the next sum.
-        narrow = self.norm_first and not isinstance(self.mlp, MixtureOfExperts)
-        return residual_norm(x, branch, norm, dropout=rate, for_products=narrow)
+            seen = x if norm is None else norm(x)
+        else:
+            rate = part.dropout_alone
+            if rate is None:
+                branch, rate = part(branch), 0.0
+            # A mixture's router reads the norm in its own type, and post-norm ones are the tokens of the next sum.
+            narrow = self.norm_first and not isinstance(self.mlp, MixtureOfExperts)
+            x, seen = residual_norm(x, branch, norm, dropout=rate, for_products=narrow)
+        return (x if self.norm_first else seen), seen
 
     def _modulated(self, x: Tensor, context: Context) -> Tensor:
         assert self.modulation is not None
@@ -444,13 +447,6 @@ class Block(nn.Module):
         if self.cross is not None:
             x = x + self.cross_branch(self.cross(self.cross_norm(x), context))
         return x + gate2 * self.branch2(self._feed(modulate(self.norm2(x), shift2, scale2), context))  # type: ignore[no-any-return]
-
-    def _norms_last(self, x: Tensor, context: Context) -> Tensor:
-        assert self.norm2 is not None
-        x = self._add(x, self.branch1, self.attention(x, context), self.norm1)[1]
-        if self.cross is not None:
-            x = self._add(x, self.cross_branch, self.cross(x, context), self.cross_norm)[1]
-        return self._add(x, self.branch2, self._feed(x, context), self.norm2)[1]
 
     def _feed(self, x: Tensor, context: Context) -> Tensor:
         """The MLP of x, or the mixture of experts that takes its place."""

@@ -82,10 +82,9 @@ class TokenStack(nn.Module):
         for i, (layer, expert) in enumerate(zip(sizes.layers, sizes.experts_of_blocks)):
             depth = sum(self.deepens[:i])
             rate = sizes.drop_path * depth / max(sizes.depth - 1, 1) if sizes.drop_path else None
-            branch = {"layer_scale": layer.layer_scale, "drop_path": rate}
             cross = (memory or sizes.width) if run.memories else 0
             form: dict[str, Any] = {"causal": causal, "cross": cross, "modulated": run.modulated}
-            self.blocks.append(Block(sizes, layer, branch, expert=expert, **form, **where))
+            self.blocks.append(Block(sizes, layer, rate, expert=expert, **form, **where))
         self.norm = (
             make_norm(sizes.norm_kind, sizes.width, **where) if sizes.norm_first and run.last_norm else None
         )

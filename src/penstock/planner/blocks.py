@@ -40,7 +40,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
         modulation(to, "modulation", stack, 6, share=block.share)
     fuses = t.fuses_as("residual_norm", f"{layer.norm.kind}_norm")
     fuses = fuses and layer.normed and not (block.modulated or layer.parallel)
-    before = not fuses or layer.norm_first
+    before = not fuses or layer.placement != "after"
     if layer.normed and before:
         to.norm("norm1", stream_rows, d, layer.norm, modulated=block.modulated)
     seen, queries = t.cached + block.tokens, whole
@@ -70,7 +70,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
         with to.inside("perceptron"):
             _mlp(to, "mlp", block, rows, max(1, layer.perceptron.width // t.tp), again=layer.parallel)
         _after_split(to, rows, d)
-    _branch(to, "branch2", block, stream_rows, normed=fuses and not layer.norm_first)
+    _branch(to, "branch2", block, stream_rows, normed=fuses and layer.placement == "after")
     if layer.routed:
         e, experts = t.stream, stack.experts
         copied = (experts + 1) * e
@@ -509,8 +509,11 @@ def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: boo
     e, c, d, size = t.stream, t.product, stack.width, rows * stack.width
     if block.modulated and name != "cross_branch":
         to.modulate(f"{name}.gate", size)
-    branch = e if layer.layer_scale is not None else c
-    inside = normed and layer.layer_scale is None and not stack.drop_path
+    both = layer.placement == "both"
+    branch = e if both or layer.layer_scale is not None else c
+    inside = normed and not both and layer.layer_scale is None and not stack.drop_path
+    if both:
+        to.norm(f"{name}.after", rows, d, layer.norm, cast=False)
     if stack.dropout and not inside:
         to.dropout(f"{name}.dropout", size, c, merged=t.fused)
     if layer.layer_scale is not None:
@@ -522,7 +525,13 @@ def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: boo
     if normed:
         dropout = inside and stack.dropout > 0
         to.add_norm(
-            f"{name}.norm", rows, d, layer.norm, branch=branch, dropout=dropout, both=layer.norm_first
+            f"{name}.norm",
+            rows,
+            d,
+            layer.norm,
+            branch=branch,
+            dropout=dropout,
+            both=layer.placement != "after",
         )
         return
     to.move(f"{name}.residual", size, (e + branch, e), (2 * e, e))

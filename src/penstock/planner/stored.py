@@ -90,7 +90,13 @@ def in_one_call(block: BlockKind) -> bool:
     masked = (
         block.causal or block.cross or layer.window or block.inputs > 1 or stack.positions in _IN_ATTENTION
     )
-    more = block.modulated or layer.parallel or layer.qk_norm or layer.layer_scale is not None
+    more = (
+        block.modulated
+        or layer.placement == "both"
+        or layer.parallel
+        or layer.qk_norm
+        or layer.layer_scale is not None
+    )
     alike = (
         layer.heads == layer.kv_heads
         and layer.head_width % 16 == 0

@@ -55,7 +55,7 @@ def _kernel_of(block: Block) -> BlockKernel | None:
     """The kernel of a block; None where it has parts that the kernel does not know."""
     attention, mlp, norms = block.attention, block.mlp, (block.norm1, block.norm2)
     plain = block.cross is None and block.modulation is None and block.expert is None
-    alone = all(branch.scale is None for branch in (block.branch1, block.branch2))
+    alone = all(branch.scale is None and branch.norm is None for branch in (block.branch1, block.branch2))
     known = type(mlp) is MLP and mlp.activation in ACTIVATION_CODES and not mlp.activated
     heads = (
         attention.shared == 1 and attention.q_norm is None and not (attention.causal or attention.windowed)

@@ -137,6 +137,7 @@ def _block(sizes: Sizes, layer: Layer, *, cross: bool = False, modulated: bool =
 
     def closed(name: str) -> tuple[Role, ...]:
         return (
+            *((Norm(f"{name}.norm"),) if layer.placement == "both" else ()),
             *((Scale(f"{name}.scale"),) if layer.layer_scale is not None else ()),
             *((Dropout(name),) if sizes.dropout or sizes.drop_path else ()),
         )

@@ -42,13 +42,9 @@ class Controlled:
 
 
 def keep_within(
-    names: Sequence[str],
-    score: Callable[[Collection[str]], float],
-    drop: float,
-    harm: Callable[[str], float],
-    *,
-    before: float,
-) -> Controlled:
+    names: Sequence[str], score: Callable[[Collection[str]], float], drop: float, harm: Callable[[str], float],
+    *, before: float,
+) -> Controlled:  # fmt: skip
     """Choose which of the layers `names` are rounded, so that the score falls by at most `drop` points below `before`.
 
     `score` evaluates the model with these layers rounded, `harm` says how much rounding one alone changes outputs. Of

@@ -240,14 +240,9 @@ def _add_visits(visits: Tensor, _: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _add_errors(
-    errors: Tensor,
-    stack: Stack,
-    sizes: Stack,
-    layer: Layer,
-    mixture: nn.Module,
-    inputs: tuple[Any, ...],
+    errors: Tensor, stack: Stack, sizes: Stack, layer: Layer, mixture: nn.Module, inputs: tuple[Any, ...],
     output: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Add the relative change of a mixture's outputs without each of its experts, which are made one at a time."""
     for expert in range(stack.experts):
         state = dict(mixture.state_dict())

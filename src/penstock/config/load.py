@@ -51,14 +51,9 @@ MOST_PROBLEMS = 10
 
 
 def load(
-    cls: type[T],
-    *,
-    file: Path | str | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    base: T | None = None,
-    stored: Mapping[str, Any] | None = None,
-    origin: str = COMMAND_LINE,
-) -> T:
+    cls: type[T], *, file: Path | str | None = None, overrides: Mapping[str, Any] | None = None,
+    base: T | None = None, stored: Mapping[str, Any] | None = None, origin: str = COMMAND_LINE,
+) -> T:  # fmt: skip
     """Make a `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`. `stored` is what
     `file` holds, where it has been read already.
 
@@ -90,13 +85,9 @@ def from_dict(
     cls: UnionType, values: Mapping[str, Any], *, origin: str = ..., error: type[PenstockError] = ...
 ) -> Any: ...
 def from_dict(
-    cls: Any,
-    values: Mapping[str, Any],
-    *,
-    origin: str = "the given values",
-    error: type[PenstockError] = ConfigError,
-    base: Any = None,
-) -> Any:
+    cls: Any, values: Mapping[str, Any], *, origin: str = "the given values",
+    error: type[PenstockError] = ConfigError, base: Any = None,
+) -> Any:  # fmt: skip
     """Make a `cls` (a dataclass or a union of them) from typed values, as from `to_dict`, TOML or JSON.
 
     Absent fields keep their defaults, or what `base` has. Of two settings that say the same the first that is set

@@ -27,13 +27,9 @@ RULES = [*LAYOUT_RULES, *RUN_RULES]
 
 
 def problems(
-    plan: Plan,
-    model: ModelConfig | None = None,
-    machine: Machine | None = None,
-    *,
-    run: bool = False,
+    plan: Plan, model: ModelConfig | None = None, machine: Machine | None = None, *, run: bool = False,
     degrees: bool = True,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Every reason why `plan` is not allowed. Rules that need a model or a machine are skipped if it is not
     given.
 
@@ -74,13 +70,9 @@ def require(
 
 
 def inference_problems(
-    plan: Plan,
-    model: ModelConfig | None = None,
-    *,
-    weights: Weights = "auto",
-    shortlist: bool = False,
+    plan: Plan, model: ModelConfig | None = None, *, weights: Weights = "auto", shortlist: bool = False,
     prefix: str = "plan.",
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Every reason why a trained model cannot run as `plan` says, with its linear layers' weights kept in a way, and
     with or without a shortlist. Rules that need a model are skipped if it is not given. `prefix` is what stands before
     the Plan's fields where settings have these names.

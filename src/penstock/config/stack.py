@@ -222,14 +222,10 @@ class Stack:
         routed = mixture and self.experts_in == "block"
         sees_all = self.window is None or (self.global_every and block % self.global_every == 0)
         sizes = LayerSizes(
-            heads=self.heads,
-            kv=self.kv_heads or self.heads,
-            hidden=(self.expert_width if mixture else None) or self.mlp_width,
-            mixture=mixture and not routed,
-            window=0 if sees_all else self.window or 0,
-            normed=self.first_norm or block > 0,
-            routed=routed,
-        )
+            heads=self.heads, kv=self.kv_heads or self.heads,
+            hidden=(self.expert_width if mixture else None) or self.mlp_width, mixture=mixture and not routed,
+            window=0 if sees_all else self.window or 0, normed=self.first_norm or block > 0, routed=routed,
+        )  # fmt: skip
         return (sizes,) * (self.experts if routed else 1)
 
     def _layer(self, sizes: LayerSizes) -> Layer:

@@ -69,12 +69,9 @@ def open_session(path: Path) -> Any:
 
 
 def write_onnx(
-    program: torch.export.ExportedProgram,
-    path: Path,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
+    program: torch.export.ExportedProgram, path: Path, inputs: Sequence[str], outputs: Sequence[str],
     facts: Mapping[str, str] | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write a program with these names of its inputs and outputs and these `facts` as metadata, check its graph, and
     open it in ONNX Runtime."""
     onnx, _ = packages()

@@ -357,12 +357,9 @@ def numbered(names: Iterable[str], pattern: str) -> tuple[str, ...]:
 
 
 def stack(
-    blocks: Iterable[str],
-    parts: tuple[Role, ...],
-    *,
-    before: tuple[Role, ...] = (),
+    blocks: Iterable[str], parts: tuple[Role, ...], *, before: tuple[Role, ...] = (),
     after: tuple[Role, ...] = (),
-) -> Stack:
+) -> Stack:  # fmt: skip
     """A stack whose blocks have the same parts, named relative to each block."""
     return Stack(
         before=before, blocks=tuple(Block(block, placed(parts, f"{block}.")) for block in blocks), after=after

@@ -337,17 +337,9 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        sizes: Stack,
-        layer: Layer,
-        drop_path: float | None = None,
-        *,
-        causal: bool = False,
-        cross: int = 0,
-        modulated: bool = False,
-        expert: int | None = None,
-        **where: Any,
-    ) -> None:
+        self, sizes: Stack, layer: Layer, drop_path: float | None = None, *, causal: bool = False,
+        cross: int = 0, modulated: bool = False, expert: int | None = None, **where: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         affine = not modulated
         self.expert, self.sequence_first = expert, False

@@ -110,15 +110,10 @@ class _Tokens:
     remembers = False
 
     def __init__(
-        self,
-        cut: Cut,
-        count: int,
-        device: torch.device,
-        lengths: Tensor | None = None,
-        documents: Tensor | None = None,
-        memories: Sequence[tuple[int, _Tokens]] = (),
+        self, cut: Cut, count: int, device: torch.device, lengths: Tensor | None = None,
+        documents: Tensor | None = None, memories: Sequence[tuple[int, _Tokens]] = (),
         sees: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cut, self.count, self.memories, self.sees = cut, count, memories, sees
         self._known: dict[str, Any] = {"lengths": lengths, "documents": documents}
         places = places_of(count, documents, device)
@@ -140,13 +135,9 @@ class _Tokens:
             real = Real.of(lengths, own_places, sequence_first=stack.sequence_first)
         turns: dict[str, Any] = rotations(stack.turns, self.places, sequence_first=stack.sequence_first)
         return Context(
-            real=real,
-            memory=memory,
-            memory_mask=sight,
-            mask=Shared(self.cut, self.count, **known),
-            near=Shared(self.cut, self.count, window=sizes.window, **known),
-            **turns,
-        )
+            real=real, memory=memory, memory_mask=sight, mask=Shared(self.cut, self.count, **known),
+            near=Shared(self.cut, self.count, window=sizes.window, **known), **turns,
+        )  # fmt: skip
 
     def _biases(self, stack: TokenStack, device: torch.device) -> Tensor | None:
         """The values that a stack adds to scores by distance, as `Shared` takes them."""

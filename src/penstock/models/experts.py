@@ -145,13 +145,9 @@ class MixtureOfExperts(nn.Module):
         return self.up, self.down
 
     def forward(
-        self,
-        x: Tensor,
-        shares: Tensor | None = None,
-        routes: Tensor | None = None,
-        samples: Tensor | None = None,
-        places: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, shares: Tensor | None = None, routes: Tensor | None = None,
+        samples: Tensor | None = None, places: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """x (·, ·, D) to the same; `shares`, `routes`, `samples` and `places` (·, ·) are as in `Context`; without
         samples all tokens are of one, and without places they are in order. A router of its own needs routes in
         training, to count visits by label, if it has labels.
@@ -276,14 +272,9 @@ class MixtureOfExperts(nn.Module):
         return softmax * inner * weight
 
     def _visit(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor | None,
-        shares: Tensor | None,
-        places: Tensor | None,
+        self, x: Tensor, chosen: Tensor, weights: Tensor | None, shares: Tensor | None, places: Tensor | None,
         meanwhile: Callable[[], None],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The outputs of the chosen experts (T, k) for x (T, D), times their weights, summed. For `meanwhile` see
         `Exchange`."""
         k = chosen.shape[1]

@@ -46,13 +46,9 @@ class Place:
 
 
 def fuse(
-    model: nn.Module,
-    names: Sequence[Fuse] = ("auto",),
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    compiled: bool = False,
-) -> dict[FusedName, int]:
+    model: nn.Module, names: Sequence[Fuse] = ("auto",), *, device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None, compiled: bool = False,
+) -> dict[FusedName, int]:  # fmt: skip
     """Let `model` compute by fused operators, in place; returns the number of places of each.
 
     `names` are words of `Plan.fuse`; `auto` takes those that were measured to pay on this kind of machine for products

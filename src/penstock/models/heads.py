@@ -68,16 +68,9 @@ class Vocabulary(nn.Linear):
             bias = None if taught.bias is None else taught.bias[here]
             taught = taught._replace(weight=taught.weight[here], bias=bias)
         return linear_cross_entropy(
-            x,
-            self.weight,
-            self.bias,
-            targets,
-            smoothing=smoothing,
-            budget=budget,
-            share=self.share,
-            linear=linear,
-            taught=taught,
-        )
+            x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget, share=self.share,
+            linear=linear, taught=taught,
+        )  # fmt: skip
 
 
 class Transform(nn.Module):

@@ -46,12 +46,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         ) from None
     names = adapted(model, lora)
     config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.rank * scale_of(lora),
-        lora_dropout=lora.dropout,
-        target_modules=names,
+        r=lora.rank, lora_alpha=lora.rank * scale_of(lora), lora_dropout=lora.dropout, target_modules=names,
         fan_in_fan_out=any(linear.transposed for linear in _linears(model)),
-    )
+    )  # fmt: skip
     learning = [role.name for role in _of_classes(model)]
     parameters = [name for name, _ in model.named_parameters()]
     for pattern in lora.also:

@@ -84,12 +84,9 @@ class Model(nn.Module):
     """Whether tokens come before samples inside the blocks."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        device: torch.device | str | None = None,
+        self, config: ModelConfig, *, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config: Any = config
         self.graph: Graph = config.graph
@@ -344,15 +341,9 @@ class Model(nn.Module):
             )
 
     def words(
-        self,
-        x: Tensor,
-        targets: Tensor | None = None,
-        smoothing: float = 0.0,
-        *,
-        rows: Tensor | None = None,
-        head: WordHead | None = None,
-        by_sample: bool = False,
-    ) -> Tensor:
+        self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0, *, rows: Tensor | None = None,
+        head: WordHead | None = None, by_sample: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Features (…, D) to logits over the vocabulary (…, V), or to the summed loss of targets (…), with `by_sample`
         that of each sample."""
         head = head or self.graph.words
@@ -405,12 +396,9 @@ class Model(nn.Module):
         return outputs[self.graph.words.name] if isinstance(outputs, dict) else outputs  # type: ignore[no-any-return]
 
     def features(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        segments: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor | None = None, segments: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Each token's features (B, N, D) in the run that the last head reads, whatever the head is."""
         given = {
             self.graph.inputs[0].name: tokens, "lengths": lengths, "segments": segments, "documents": documents,

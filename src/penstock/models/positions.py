@@ -176,15 +176,9 @@ def places_of(tokens: int, documents: Tensor | None, device: torch.device) -> Te
 
 
 def visible(
-    tokens: int,
-    device: torch.device,
-    *,
-    causal: bool,
-    window: int | None = None,
-    lengths: Tensor | None = None,
-    documents: Tensor | None = None,
-    prefixes: Tensor | None = None,
-) -> Tensor | None:
+    tokens: int, device: torch.device, *, causal: bool, window: int | None = None,
+    lengths: Tensor | None = None, documents: Tensor | None = None, prefixes: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Which tokens see which: true where so, broadcast to (B, 1, N, N); None where the kernel's own causal mask, or
     no mask, is enough.
 

@@ -90,21 +90,12 @@ class TokenStack(nn.Module):
         )
 
     def forward(
-        self,
-        x: Tensor,
-        lengths: Tensor | None = None,
-        documents: Tensor | None = None,
-        prefixes: Tensor | None = None,
-        memory: Tensor | None = None,
-        memory_lengths: Tensor | None = None,
-        memory_seen: Tensor | None = None,
-        past: Past | None = None,
-        shares: Tensor | None = None,
-        routes: Tensor | None = None,
-        condition: Tensor | None = None,
-        batches: tuple[tuple[int, bool], ...] = (),
-        order: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, lengths: Tensor | None = None, documents: Tensor | None = None,
+        prefixes: Tensor | None = None, memory: Tensor | None = None, memory_lengths: Tensor | None = None,
+        memory_seen: Tensor | None = None, past: Past | None = None, shares: Tensor | None = None,
+        routes: Tensor | None = None, condition: Tensor | None = None,
+        batches: tuple[tuple[int, bool], ...] = (), order: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
         the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
         follow those whose keys and values it keeps, and it says where they stand. `shares` (B, N) are as in `Context`,
@@ -190,16 +181,10 @@ class TokenStack(nn.Module):
         return knows_lengths(self.backend, x.device.type, dtype, dropout=drops, biased=self.sizes.biased)
 
     def _context(
-        self,
-        x: Tensor,
-        places: Tensor,
-        tokens: int,
-        lengths: Tensor | None,
-        documents: Tensor | Unpadded | None,
-        prefixes: Tensor | None,
-        causal: bool,
+        self, x: Tensor, places: Tensor, tokens: int, lengths: Tensor | None,
+        documents: Tensor | Unpadded | None, prefixes: Tensor | None, causal: bool,
         batches: tuple[tuple[int, bool], ...],
-    ) -> Context:
+    ) -> Context:  # fmt: skip
         """`tokens` are those of the longest sample; for `causal` and `batches` see `forward`."""
         sizes = self.sizes
         turns: dict[str, Any] = rotations(self.turns, places, sequence_first=self.sequence_first)
@@ -245,18 +230,9 @@ class TokenStack(nn.Module):
         )
 
     def _sight(
-        self,
-        tokens: int,
-        window: int | None,
-        bias: Tensor | None,
-        documents: Tensor | Unpadded | None = None,
-        *,
-        causal: bool,
-        dtype: torch.dtype,
-        varlen: bool = False,
-        prefixes: Tensor | None = None,
-        **known: Any,
-    ) -> Tensor | Sight | None:
+        self, tokens: int, window: int | None, bias: Tensor | None, documents: Tensor | Unpadded | None = None,
+        *, causal: bool, dtype: torch.dtype, varlen: bool = False, prefixes: Tensor | None = None, **known: Any,
+    ) -> Tensor | Sight | None:  # fmt: skip
         """Which tokens see which, in the form that takes the least memory here."""
         if prefixes is not None:
             assert not isinstance(documents, Unpadded)  # whose tokens have no order

@@ -144,15 +144,9 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
 
 
 def _attend(
-    to: Lister,
-    block: BlockKind,
-    rows: float,
-    seen: int,
-    *,
-    cross: bool = False,
-    causal: bool = False,
+    to: Lister, block: BlockKind, rows: float, seen: int, *, cross: bool = False, causal: bool = False,
     computed: float,
-) -> None:
+) -> None:  # fmt: skip
     """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
     t, layer, c = to.terms, block.layer, to.terms.product
     d, f, name = block.stack.width, layer.head_width, "attention.cross" if cross else "attention"
@@ -316,16 +310,9 @@ def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> No
         to.move(f"{name}.cast", scores, (each, 4), (4, each), scores=True)
         to.move(f"{name}.scale", scores, (4, 4), scores=True)
         to.move(
-            softmax,
-            scores,
-            (4, 4),
-            (8, 4),
-            kind="softmax",
-            kept=4 * scores,
-            group=group,
-            row=core.n,
+            softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group, row=core.n,
             scores=True,
-        )
+        )  # fmt: skip
         to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group, scores=True)
         return
     unfused = not t.fused and not t.host
@@ -428,15 +415,9 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     # A token's experts are in some groups, which neighbours hold.
     reach = mixture.groups_per_token / mixture.router_groups
     exchange = Op(
-        "exchange",
-        "exchange",
-        m=reach,
-        k=once,
-        read=sent * t.uneven,
-        axis="expert",
-        hides=t.software.hides_exchange,
-        beside=bool(mixture.shared_experts) and _routes_parts(to),
-    )
+        "exchange", "exchange", m=reach, k=once, read=sent * t.uneven, axis="expert",
+        hides=t.software.hides_exchange, beside=bool(mixture.shared_experts) and _routes_parts(to),
+    )  # fmt: skip
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + layer.bias) + mixture.experts * 4.0
     weighed = chosen * (d + (c != 4.0)) * c if mixture.learns_routes else 0.0
@@ -447,14 +428,9 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
         if t.ep > 1:
             to.add(exchange, exchange._replace(forward=False))
             to.move(
-                "experts.regroup",
-                moved,
-                (arrived, c),
-                (c, arrived),
-                kind="copy",
-                kept=numbers * bool(once),
+                "experts.regroup", moved, (arrived, c), (c, arrived), kind="copy", kept=numbers * bool(once),
                 group="masks",
-            )
+            )  # fmt: skip
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
             to.move("experts.ungroup", moved, (c, arrived), (arrived, c), kind="copy")
@@ -465,14 +441,8 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
             to.move("experts.merge", rows * d, (c, c), kind="copy", kept=weighed, group="mlp")
         elif t.fused:
             to.move(
-                "experts.merge",
-                visits * d,
-                (c, c / k),
-                (c / k + c, c),
-                kind="copy",
-                kept=weighed,
-                group="mlp",
-            )
+                "experts.merge", visits * d, (c, c / k), (c / k + c, c), kind="copy", kept=weighed, group="mlp",
+            )  # fmt: skip
         else:
             to.move("experts.place", visits * d, (c, c), kind="copy")
             to.move(
@@ -525,13 +495,8 @@ def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: boo
     if normed:
         dropout = inside and stack.dropout > 0
         to.add_norm(
-            f"{name}.norm",
-            rows,
-            d,
-            layer.norm,
-            branch=branch,
-            dropout=dropout,
+            f"{name}.norm", rows, d, layer.norm, branch=branch, dropout=dropout,
             both=layer.placement != "after",
-        )
+        )  # fmt: skip
         return
     to.move(f"{name}.residual", size, (e + branch, e), (2 * e, e))

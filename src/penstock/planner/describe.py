@@ -46,18 +46,10 @@ from penstock.planner.terms import OpTerms
 
 
 def describe(
-    model: ModelConfig,
-    plan: Plan,
-    device: str = "cuda",
-    software: Software = PENSTOCK,
-    *,
-    avx512: bool = True,
-    kind: str = "",
-    real: float = 1.0,
-    words: float = 1.0,
-    uneven: Mapping[int, float] = EVEN,
+    model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK, *, avx512: bool = True,
+    kind: str = "", real: float = 1.0, words: float = 1.0, uneven: Mapping[int, float] = EVEN,
     storing: Storing | None = None,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
     `avx512` and `kind` are those of the `Machine`. Of a batch of text, `real` is the share of an encoder's tokens that
@@ -434,14 +426,9 @@ def _vector(to: Lister, head: VectorHead, run: Run, tokens: int) -> None:
         to.gemm("head", t.samples, head.features, d, bias=False, group="output", narrow=False)
     learned = 0 if head.scale is None else 1 + (head.offset is not None)
     to.move(
-        "unit",
-        t.samples * head.features,
-        (4, 4),
-        (8, 4),
-        kind="norm",
-        weights=learned,
+        "unit", t.samples * head.features, (4, 4), (8, 4), kind="norm", weights=learned,
         tensors=int(learned > 0),
-    )
+    )  # fmt: skip
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
@@ -455,14 +442,8 @@ def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
     if host and _fuses_rows(to.terms):
         made, pieces, alive = 0.0, 1, 0.0
     logs = Op(
-        "loss.softmax",
-        "softmax",
-        read=size * c,
-        written=made,
-        elements=size,
-        row=columns,
-        launches=2 * pieces,
-    )
+        "loss.softmax", "softmax", read=size * c, written=made, elements=size, row=columns, launches=2 * pieces,
+    )  # fmt: skip
     read = max(0.0, 2 * size * c + 2 * made - alive)
     to.add(
         logs,
@@ -480,15 +461,9 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
         in_rows = t.host and _fuses_rows(t)
         back = c, c + (2 if c == 2 and not in_rows else 0)
         to.move(
-            "loss",
-            size,
-            (c if in_rows else 2 * c, 0),
-            back,
-            kind="softmax",
-            kept=size * c,
-            group="output",
+            "loss", size, (c if in_rows else 2 * c, 0), back, kind="softmax", kept=size * c, group="output",
             row=columns,
-        )
+        )  # fmt: skip
     else:
         megatron = t.software.loss == "megatron"
         if c < 4:

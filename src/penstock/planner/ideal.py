@@ -39,14 +39,9 @@ class Least(NamedTuple):
 
 
 def least_of_step(
-    model: ModelConfig,
-    machine: Machine,
-    plan: Plan,
-    *,
-    real: float = 1.0,
-    words: float = 1.0,
+    model: ModelConfig, machine: Machine, plan: Plan, *, real: float = 1.0, words: float = 1.0,
     learns: Learning = WHOLE,
-) -> dict[str, Least]:
+) -> dict[str, Least]:  # fmt: skip
     """The least work of one optimizer step by rows: products, attention, all between them, loss, embedding, optimizer.
 
     `real`, `words` and `learns` are as `predict` takes them.

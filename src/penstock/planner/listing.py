@@ -60,16 +60,11 @@ class Lister:
         """The part that was listed, with the sums over its operators."""
         experts = sum(op.weights for op in self._forward if op.module == "experts")
         return Part(
-            place=place,
-            count=block.count if block else 1,
-            forward=tuple(self._forward),
+            place=place, count=block.count if block else 1, forward=tuple(self._forward),
             backward=tuple(op for gradients in reversed(self._gradients) for op in gradients),
-            entering=entering,
-            parameters=sum(op.weights for op in self._forward) - experts,
-            experts=experts,
-            tensors=sum(op.tensors for op in self._forward),
-            block=block,
-        )
+            entering=entering, parameters=sum(op.weights for op in self._forward) - experts, experts=experts,
+            tensors=sum(op.tensors for op in self._forward), block=block,
+        )  # fmt: skip
 
     def add(self, op: Op, *gradients: Op) -> None:
         """A forward operator, and those of its gradients; the last of these lets go of what it kept."""
@@ -297,15 +292,8 @@ class Lister:
         )  # fmt: skip
 
     def norm(
-        self,
-        name: str,
-        rows: float,
-        width: int,
-        kind: NormKind,
-        *,
-        cast: bool = True,
-        modulated: bool = False,
-    ) -> None:
+        self, name: str, rows: float, width: int, kind: NormKind, *, cast: bool = True, modulated: bool = False,
+    ) -> None:  # fmt: skip
         """A norm over rows of `width` features, and under autocast the cast of its output to the type of products. If
         it is modulated it has no weights, and its output is shifted and scaled before the cast."""
         with self.inside("norm"):

@@ -92,11 +92,8 @@ class StageBlocks(NamedTuple):
 
 
 def stage_blocks(
-    work: Workload,
-    pp: int,
-    virtual: int = 1,
-    of: Literal["model_flops", "learned", "experts"] = "model_flops",
-) -> StageBlocks:
+    work: Workload, pp: int, virtual: int = 1, of: Literal["model_flops", "learned", "experts"] = "model_flops",
+) -> StageBlocks:  # fmt: skip
     """The blocks of each of `pp` devices that hold `virtual` stages each. Those of an encoder–decoder count for what
     they have of a quantity over the mean of all: their number times that mean is what a device has of it."""
     return _stage_blocks(work.whole or work, pp, virtual, of)

@@ -306,14 +306,9 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
 
 
 def _host(
-    work: Workload,
-    rates: Rates,
-    plan: Plan,
-    launched: float,
-    share: DeviceShare,
-    device: float,
+    work: Workload, rates: Rates, plan: Plan, launched: float, share: DeviceShare, device: float,
     software: Software,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Seconds that the host adds to the device's. A CPU runs what it launches; a GPU's launches run ahead of it."""
     launches = plan.accumulate / plan.pp * launched
     matrices = orthogonal_tensors(work, plan) / plan.pp

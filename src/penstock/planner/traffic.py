@@ -34,15 +34,9 @@ LEAST_EXPOSED = 0.1
 
 
 def data_seconds(
-    work: Workload,
-    rates: Rates,
-    plan: Plan,
-    share: DeviceShare,
-    blocks: float,
-    forward: float,
-    backward: float,
-    software: Software = PENSTOCK,
-) -> float:
+    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, blocks: float, forward: float,
+    backward: float, software: Software = PENSTOCK,
+) -> float:  # fmt: skip
     """Seconds per step of gathering weights and reducing gradients over replicas, beside a stage of `blocks` blocks
     that takes `forward` and `backward` seconds for a micro-batch."""
     numerics, total = numerics_of(plan), 0.0
@@ -96,14 +90,9 @@ def data_seconds(
 
 
 def _reduction_seconds(
-    work: Workload,
-    rates: Rates,
-    plan: Plan,
-    share: DeviceShare,
-    forward: float,
-    backward: float,
+    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, forward: float, backward: float,
     software: Software,
-) -> float:
+) -> float:  # fmt: skip
     """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
     group = group_of(rates, plan.replicas, plan.tp)
     alike = group_of(rates, max(1, plan.replicas * plan.tp // plan.ep), plan.ep)

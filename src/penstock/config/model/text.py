@@ -47,12 +47,9 @@ class TextFamily(ModelFamily):
 
     def _input(self, name: str, length: int, segments: int = 0) -> TokenInput:
         return TokenInput(
-            name=name,
-            vocabulary=self.vocabulary,
-            length=length,
-            scaled=self.scale_embeddings,
+            name=name, vocabulary=self.vocabulary, length=length, scaled=self.scale_embeddings,
             segments=segments,
-        )
+        )  # fmt: skip
 
     def _words(self, run: str, *, transform: bool = False) -> WordHead:
         return WordHead(

@@ -139,9 +139,6 @@ class UniversalConfig(TextFamily):
         if name == "generating":
             return DecoderConfig(**sizes, **common)
         return EncoderConfig(
-            **sizes,
-            **common,
-            head="classes" if self.head == "classes" else "words",
-            classes=self.classes,
+            **sizes, **common, head="classes" if self.head == "classes" else "words", classes=self.classes,
             token_types=self.token_types,
-        )
+        )  # fmt: skip

@@ -147,14 +147,9 @@ _BART_MUST: dict[str, tuple[Any, ...]] = {
 _POST = Stack(norm_first=False)
 _SINE = Stack(norm_first=False, positions="sinusoidal")
 _T5_STACK = Stack(
-    norm="rms",
-    bias=False,
-    qkv_bias=False,
-    positions="relative",
-    attention_scale=1.0,
-    mlp="relu",
+    norm="rms", bias=False, qkv_bias=False, positions="relative", attention_scale=1.0, mlp="relu",
     mlp_dropout=None,
-)
+)  # fmt: skip
 
 _T5: dict[str, Option] = {
     "vocab_size": (32128, ("vocabulary",)),

@@ -66,12 +66,9 @@ class Loaded:
 
 
 def load_weights(
-    model: nn.Module,
-    source: str | Path | Mapping[str, Tensor],
-    *,
-    new_head: bool = False,
+    model: nn.Module, source: str | Path | Mapping[str, Tensor], *, new_head: bool = False,
     upcycling: Upcycling | None = None,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Load a safetensors file, a Hugging Face folder, or a state dict into `model`, in place.
 
     For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
@@ -150,12 +147,9 @@ def require_fitting(
 
 
 def fitted(
-    model: nn.Module,
-    given: Mapping[str, Tensor],
-    new_head: bool = False,
-    model_type: Any = None,
+    model: nn.Module, given: Mapping[str, Tensor], new_head: bool = False, model_type: Any = None,
     upcycling: Upcycling | None = None,
-) -> tuple[dict[str, Tensor], Loaded]:
+) -> tuple[dict[str, Tensor], Loaded]:  # fmt: skip
     """`given` in the names and shapes of `model`, if all of it fits; of weights in few bits the values. Meta tensors do
     as well as real ones, and the model may be on the meta device. `model_type` is what the config.json beside the
     weights says. Raises ConfigError as `load_weights`.
@@ -208,13 +202,9 @@ def _fitted(
 
 
 def require_as_large(
-    config: ModelConfig,
-    elements: int,
-    where: str,
-    *,
-    error: type[PenstockError] = ConfigError,
+    config: ModelConfig, elements: int, where: str, *, error: type[PenstockError] = ConfigError,
     remedy: str = "Use the configuration that the weights were trained with.",
-) -> None:
+) -> None:  # fmt: skip
     """Refuse a model that needs more than the weights that it is to be filled with can give: `elements` in all. Asked
     before the model is made, because a wrong digit in a configuration can ask for all memory there is.
 

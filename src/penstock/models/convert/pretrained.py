@@ -47,13 +47,9 @@ _BESIDE = (".json", ".txt", ".spm", ".model", ".jinja")
 
 
 def save_pretrained(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    beside: Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
+    model: nn.Module, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None,
+    beside: Path | None = None, shard_bytes: int = SHARD_BYTES,
+) -> None:  # fmt: skip
     """Write config.json and the weights, as transformers' `from_pretrained` reads them where it has such a model, else
     in Penstock's own names (`model_type` penstock_vit and so on). `from_pretrained` here reads both.
 
@@ -83,12 +79,9 @@ def save_pretrained(
 
 
 def _write_folder(
-    folder: Path,
-    values: dict[str, Any],
-    tensors: list[Pending],
-    files: Mapping[str, Path],
+    folder: Path, values: dict[str, Any], tensors: list[Pending], files: Mapping[str, Path],
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+) -> None:  # fmt: skip
     """Write weights, the config.json of these values, and copies of files under these names."""
     text = json.dumps(values, indent=2) + "\n"
 
@@ -102,13 +95,9 @@ def _write_folder(
 
 
 def save_rounded(
-    model: nn.Module,
-    folder: str | Path,
-    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
-    *,
-    source: Path,
-    extra: Mapping[str, Any] | None = None,
-) -> None:
+    model: nn.Module, folder: str | Path, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], *,
+    source: Path, extra: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write a model in Penstock's own names with the weights of some linears in few bits: by the name of each, the
     format by which it multiplies, and its weight. config.json says the formats (`quantised`), and `extra` beside them.
 
@@ -144,12 +133,9 @@ def save_values(model: nn.Module, folder: str | Path, *, source: Path) -> None:
 
 
 def save_compressed(
-    model: nn.Module,
-    folder: str | Path,
-    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
-    *,
+    model: nn.Module, folder: str | Path, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], *,
     source: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Write a model with the weights of some linears in few bits, by the name of each, as `save_rounded` does, but as
     transformers reads it through the package compressed-tensors.
 
@@ -248,12 +234,9 @@ def require_theirs(config: ModelConfig) -> None:
 
 
 def from_pretrained(
-    folder: str | Path,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     labels: Sequence[int] = (),
-) -> Model:
+) -> Model:  # fmt: skip
     """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
     `penstock.config.theirs.libraries`, wrote. With `labels`, numbers of those that choose its experts, the others'
     experts are not read: see `penstock.models.convert.upcycle`.

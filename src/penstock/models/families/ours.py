@@ -173,25 +173,18 @@ def _perceptron(sizes: FeedForward, name: str) -> Perceptron:
 def _experts(sizes: ExpertMixture) -> Experts:
     one = _perceptron(sizes.expert, "mlp")
     return Experts(
-        "mlp",
-        router=Linear("mlp.router") if sizes.learns_routes else None,
-        up=one.up,
-        down=one.down,
-        count=sizes.experts,
-        shared=_perceptron(sizes.expert, "mlp.shared") if sizes.shared_experts else None,
-    )
+        "mlp", router=Linear("mlp.router") if sizes.learns_routes else None, up=one.up, down=one.down,
+        count=sizes.experts, shared=_perceptron(sizes.expert, "mlp.shared") if sizes.shared_experts else None,
+    )  # fmt: skip
 
 
 def _attention(layer: Layer, name: str, projections: tuple[Linear, ...]) -> Attention:
     return Attention(
-        name,
-        projections=projections,
-        out=Linear(f"{name}.out", "row"),
-        heads=layer.heads,
+        name, projections=projections, out=Linear(f"{name}.out", "row"), heads=layer.heads,
         kv_heads=layer.kv_heads,
         norms=(Norm(f"{name}.q_norm"), Norm(f"{name}.k_norm")) if layer.qk_norm else (),
         cross=len(projections) == 2,
-    )
+    )  # fmt: skip
 
 
 def _recompute_scores(model: Any, name: str) -> None:

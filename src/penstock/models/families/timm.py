@@ -32,14 +32,10 @@ def vit_stack(names: Collection[str], heads: int, *, gated: bool = False) -> Sta
     joined = any(".attn.norm." in name for name in names)
     hidden = any(".mlp.norm." in name for name in names)
     attention = Attention(
-        "attn",
-        projections=(Linear("attn.qkv", "none" if joined else "column", fused=(1, 1, 1)),),
-        out=Linear("attn.proj", "none" if joined else "row"),
-        heads=heads,
-        kv_heads=heads,
-        norms=(Norm("attn.q_norm"), Norm("attn.k_norm"), Norm("attn.norm")),
-        counts=("num_heads", "attn_dim"),
-    )
+        "attn", projections=(Linear("attn.qkv", "none" if joined else "column", fused=(1, 1, 1)),),
+        out=Linear("attn.proj", "none" if joined else "row"), heads=heads, kv_heads=heads,
+        norms=(Norm("attn.q_norm"), Norm("attn.k_norm"), Norm("attn.norm")), counts=("num_heads", "attn_dim"),
+    )  # fmt: skip
     perceptron = Perceptron(
         "mlp",
         up=Linear("mlp.fc1", "none" if hidden else "column", fused=(1, 1) if gated else (1,)),

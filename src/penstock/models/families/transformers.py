@@ -101,14 +101,9 @@ def _gpt2(names: Collection[str], config: Any) -> Stacks:
 
     def attention(name: str, *projections: Linear) -> tuple[Role, ...]:
         role = Attention(
-            name,
-            projections=projections,
-            out=linear(f"{name}.c_proj", "row"),
-            heads=config.n_head,
-            kv_heads=config.n_head,
-            cross=len(projections) == 2,
-            counts=("num_heads", "split_size"),
-        )
+            name, projections=projections, out=linear(f"{name}.c_proj", "row"), heads=config.n_head,
+            kv_heads=config.n_head, cross=len(projections) == 2, counts=("num_heads", "split_size"),
+        )  # fmt: skip
         return (role, Dropout(f"{name}.attn_dropout"), Dropout(f"{name}.resid_dropout"))
 
     cross = (linear("crossattention.q_attn", "column"), linear("crossattention.c_attn", "column", (1, 1)))
@@ -157,13 +152,10 @@ def _llama(names: Collection[str], config: Any) -> Stacks:
 def _bert(names: Collection[str], config: Any) -> Stacks:
     def attention(name: str, *, cross: bool = False) -> tuple[Role, ...]:
         role = _attention(
-            f"{name}.self",
-            (f"{name}.self.query", f"{name}.self.key", f"{name}.self.value"),
-            f"{name}.output.dense",
-            config.num_attention_heads,
-            cross=cross,
+            f"{name}.self", (f"{name}.self.query", f"{name}.self.key", f"{name}.self.value"),
+            f"{name}.output.dense", config.num_attention_heads, cross=cross,
             counts=("num_attention_heads", "all_head_size"),
-        )
+        )  # fmt: skip
         dropouts = (Dropout(f"{name}.self.dropout"), Dropout(f"{name}.output.dropout"))
         return (role, *dropouts, Norm(f"{name}.output.LayerNorm"))
 
@@ -188,12 +180,9 @@ def _bert(names: Collection[str], config: Any) -> Stacks:
 def _modernbert(names: Collection[str], config: Any) -> Stacks:
     """The first block has no norm before its attention."""
     attention = Attention(
-        "attn",
-        projections=(Linear("attn.Wqkv", "column", fused=(1, 1, 1)),),
-        out=Linear("attn.Wo", "row"),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-    )
+        "attn", projections=(Linear("attn.Wqkv", "column", fused=(1, 1, 1)),), out=Linear("attn.Wo", "row"),
+        heads=config.num_attention_heads, kv_heads=config.num_attention_heads,
+    )  # fmt: skip
     perceptron = Perceptron("mlp", up=Linear("mlp.Wi", "column", fused=(1, 1)), down=Linear("mlp.Wo", "row"))
     parts = (
         Norm("attn_norm"),
@@ -216,14 +205,10 @@ def _t5(names: Collection[str], config: Any) -> Stacks:
     def attention(layer: str, name: str, *, cross: bool = False) -> tuple[Role, ...]:
         name = f"{layer}.{name}"
         role = _attention(
-            name,
-            (f"{name}.q", f"{name}.k", f"{name}.v"),
-            f"{name}.o",
-            config.num_heads,
-            relative=Embedding(f"{name}.relative_attention_bias", "relative"),
-            cross=cross,
+            name, (f"{name}.q", f"{name}.k", f"{name}.v"), f"{name}.o", config.num_heads,
+            relative=Embedding(f"{name}.relative_attention_bias", "relative"), cross=cross,
             counts=("n_heads", "inner_dim"),
-        )
+        )  # fmt: skip
         return (Norm(f"{layer}.layer_norm"), role, Dropout(f"{layer}.dropout"))
 
     def perceptron(layer: str) -> tuple[Role, ...]:

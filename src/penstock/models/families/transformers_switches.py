@@ -69,15 +69,9 @@ def _interface(backend: AttentionBackend) -> Any:
     """Penstock's attention as transformers calls it: out is (B, N, H, K), and no weights are returned."""
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, dropout: float = 0.0, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         if attention_mask is not None or dropout:
             raise ConfigError(
                 f"plan.attention {backend!r} takes neither a mask nor dropout of attention weights; set "
@@ -143,16 +137,9 @@ def _enter_lengths(model: Any) -> None:
 
 
 def _with_lengths(
-    usual: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
+    usual: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention as transformers calls it: query (B, H, N, K) gives (B, N, H, K)."""
     handed: tuple[_MaskContent, Switch | None] | None = more.pop(_CONTENT, None)
     if handed is None:

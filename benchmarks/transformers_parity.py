@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from penstock.config.model import ViTConfig
 from penstock.config.theirs.libraries import LIBRARIES
+from penstock.config.theirs.library import WindowTurns
 from penstock.models import create
 from penstock.models.convert import from_pretrained, hf_config, read_text_config, save_pretrained
 from penstock.report.record import environment
@@ -67,7 +68,7 @@ def classes() -> Iterator[tuple[str, str, dict[str, Any]]]:
             for option, (_, ours) in library.options.items()
             if (name := ours[0].rpartition(".")[2]) in SIZES
         }
-        options |= {"local_attention": 16} if library.window == "alternating" else {}
+        options |= {library.window.window[0]: 16} if isinstance(library.window, WindowTurns) else {}
         options |= dict.fromkeys(library.last_token, SIZES["vocabulary"] - 1)
         options |= MIXTURES.get(library.model_type, {})
         for head, architecture in library.architectures.items():

@@ -86,6 +86,12 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ({"model": "gpt2", "model.sequence": "0"}, "model.sequence is 0"),
         ({"model": "mixtral-8x7b", "model.experts_per_token": "9"}, "only 8 model.experts"),
         ({"model": "gpt2", "model.window": "0"}, "model.window is 0"),
+        ({"model": "gpt2", "model.global_offset": "2"}, "set it below model.global_every"),
+        ({"model": "gpt2", "model.norm_zero_centred": "true"}, "is for model.norm rms, and not layer"),
+        (
+            {"model": "bert-base", "model.sandwich_norms": "true"},
+            "model.sandwich_norms adds norms to those before",
+        ),
         ({"model": "gpt2", "model.norm_eps": "0"}, "model.norm_eps is 0.0"),
         ({"model": "gpt2", "model.unequal": _layers(2)}, "lists 2 layers, but the depth is 12"),
         ({"model": "gpt2", "model.unequal": _layers(12, kv=5)}, "[0].kv is 5, but must divide its heads, 12"),

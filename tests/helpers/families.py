@@ -79,6 +79,7 @@ ENROLLED = {
     "gpt": Enrolled(small("gpt-tiny"), "AutoModelForCausalLM"),
     "llama": Enrolled(small("llama-tiny"), "AutoModelForCausalLM"),
     "qwen": Enrolled(small("qwen-tiny"), "AutoModelForCausalLM"),
+    "gemma": Enrolled(small("gemma3-tiny"), "AutoModelForCausalLM"),
     "bert": Enrolled(small("bert-tiny"), "AutoModelForMaskedLM"),
     "bert of classes": Enrolled(
         small("bert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"

@@ -24,13 +24,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen2": {"kv_heads": 2, "qkv_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {
-        "depth": 4,
-        "window": 4,
-        "positions": "rotary",
-        "window_base": 30.0,
-        "global_every": 3,
-        "first_norm": False,
+        "depth": 4, "window": 4, "positions": "rotary", "window_base": 30.0, "global_every": 3, "first_norm": False,
     },
+    "gemma": {"depth": 4, "kv_heads": 2, "window": 4},
     "mixtral": {"kv_heads": 2, "experts": 4, "experts_per_token": 2, "shared_experts": 1},
     "pair": {"experts": 2, "experts_per_token": 1},
     "sigmoid": {
@@ -44,7 +40,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "positions": "rotary",
         "unequal": (LayerSizes(heads=4, kv=2, hidden=32), LayerSizes(heads=2, kv=2, hidden=16)),
     },
-}
+}  # fmt: skip
 BOTH = ("t5-tiny", "marian-tiny", "bart-tiny", "nllb-moe-tiny")
 _LIKE_LLAMA = ("llama", "qwen", "qwen2", "mixtral")
 
@@ -58,6 +54,7 @@ def tiny(
     """
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
+    base = "gemma3-tiny" if name == "gemma" else base
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):
         stack = replace(config.encoder, **sizes)

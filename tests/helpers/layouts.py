@@ -129,6 +129,7 @@ LAYOUT_CASES: dict[str, Case] = {
     "gpt of logits": _own(_wider("gpt-tiny")),
     "gpt with alibi": _own(_wider("gpt-tiny", positions="alibi"), summed),
     "llama": _own(_wider("llama-tiny"), summed),
+    "gemma": _own(_wider("gemma3-tiny"), summed),
     "bert": _own(_wider("bert-tiny"), summed),
     "bert of classes": _own(_wider("bert-tiny", head="classes", classes=3)),
     "modernbert": _own(_wider("modernbert-tiny"), summed),

@@ -44,11 +44,8 @@ def _mixture(dtype: torch.dtype = torch.float64, **changes: Any) -> MixtureOfExp
 
 
 def _reference(
-    mixture: MixtureOfExperts,
-    x: Tensor,
-    visits: Tensor | None = None,
-    seen: Tensor | None = None,
-) -> Tensor:
+    mixture: MixtureOfExperts, x: Tensor, visits: Tensor | None = None, seen: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Every expert computed for every token, and weighted with what the router says of it. `visits` (·, ·, E) says
     which experts a token visits, where these are not its best ones; `seen` is what a router reads in place of x."""
     assert mixture.router is not None

@@ -281,10 +281,8 @@ def _cut(original: nn.Module, block: Block, part: Any, index: int) -> nn.Module:
     split = [role for role in roles.walk(part) if isinstance(role, roles.Linear | roles.Embedding)]
     for role in split:
         _replace(
-            half,
-            role.name.removeprefix(f"{block.name}."),
-            partial(_share, role, index),
-        )
+            half, role.name.removeprefix(f"{block.name}."), partial(_share, role, index),
+        )  # fmt: skip
     for role in roles.walk(part):
         column = isinstance(role, roles.Attention) or (
             isinstance(role, roles.Linear) and role.split == "column"

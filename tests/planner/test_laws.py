@@ -38,23 +38,19 @@ def plans(draw: st.DrawFn, *, devices: bool = True) -> Plan:
     precision = draw(st.sampled_from(("O0", "O1", "O2", "O3")))
     attention = draw(st.sampled_from(("plain", "efficient", *(("flash",) if precision != "O0" else ()))))
     plan = Plan(
-        precision=precision,
-        attention=attention,
+        precision=precision, attention=attention,
         optimizer=draw(st.sampled_from(("loop", "foreach", "fused", "contiguous"))),
         compile=draw(st.sampled_from(("none", "blocks", "whole"))),
-        micro_batch=draw(st.sampled_from((1, 2, 8))),
-        accumulate=draw(st.sampled_from((1, 2, 8))),
+        micro_batch=draw(st.sampled_from((1, 2, 8))), accumulate=draw(st.sampled_from((1, 2, 8))),
         recompute=draw(st.sampled_from(("none", "selective", "operators", "early", "full"))),
-    )
+    )  # fmt: skip
     if not devices:
         return plan
     return replace(
-        plan,
-        dp=draw(st.sampled_from((1, 2, 8, 64))),
-        sharding=draw(st.sampled_from(("ddp", "zero1", "zero2", "fsdp"))),
-        tp=draw(st.sampled_from((1, 2, 4))),
+        plan, dp=draw(st.sampled_from((1, 2, 8, 64))),
+        sharding=draw(st.sampled_from(("ddp", "zero1", "zero2", "fsdp"))), tp=draw(st.sampled_from((1, 2, 4))),
         pp=draw(st.sampled_from((1, 2, 4))),
-    )
+    )  # fmt: skip
 
 
 def figures(prediction: Prediction) -> dict[str, object]:

@@ -26,15 +26,8 @@ CPU = replace(load_machine("a100-80g"), device="cpu", kernels=(), gemm=())
 LORA = Recipe(lora=Lora(rank=8))
 INT4 = Recipe(lora=Lora(rank=8, base="int4"))
 QWEN = replace(
-    PRESETS["qwen2-0.5b"],
-    width=128,
-    depth=4,
-    heads=4,
-    kv_heads=2,
-    mlp_width=352,
-    vocabulary=512,
-    sequence=128,
-)
+    PRESETS["qwen2-0.5b"], width=128, depth=4, heads=4, kv_heads=2, mlp_width=352, vocabulary=512, sequence=128,
+)  # fmt: skip
 
 
 def _measured(plan: Plan, recipe: Recipe, model: DecoderConfig = MODEL) -> int:

@@ -386,10 +386,8 @@ def test_an_odd_micro_batch_comes_first_only_if_it_wins_by_more_than_the_error(
 ) -> None:
     even = one("gpt-22b", "tp=8 sp=true micro_batch=4 recompute=full")
     odd = replace(
-        even,
-        plan=replace(even.plan, micro_batch=3),
-        iteration_seconds=even.iteration_seconds / (1 + lead),
-    )
+        even, plan=replace(even.plan, micro_batch=3), iteration_seconds=even.iteration_seconds / (1 + lead),
+    )  # fmt: skip
     single = replace(
         even, plan=replace(even.plan, micro_batch=1), iteration_seconds=2 * even.iteration_seconds
     )

@@ -20,6 +20,7 @@ from penstock.compress.calibrate import InputRecord
 from penstock.config.graph import Run
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Block, anatomy_of
+from penstock.models.block import ZeroCentredNorm
 from penstock.models.model import Model
 from penstock.models.roles import Attention, Experts, Norm, Perceptron
 
@@ -92,8 +93,10 @@ def smooth(model: nn.Module, records: Mapping[str, InputRecord], strength: float
         columns = torch.stack([weight.abs().flatten(0, -2).amax(0) for weight in weights]).amax(0)
         scale = inputs.to(columns).clamp(min=_LEAST) ** strength / columns.clamp(min=_LEAST) ** (1 - strength)
         scale = torch.where(inputs.to(columns) > 0, scale, torch.ones_like(scale)).clamp(min=_LEAST)
-        for parameter in model.get_submodule(norm).parameters(recurse=False):
-            parameter.div_(scale)
+        module = model.get_submodule(norm)
+        offset = 1.0 if isinstance(module, ZeroCentredNorm) else 0.0
+        for parameter in module.parameters(recurse=False):
+            parameter.add_(offset).div_(scale).sub_(offset)
         for weight in weights:
             weight *= scale
         for name in names:

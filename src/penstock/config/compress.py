@@ -189,11 +189,9 @@ _NOT_OF_RECIPE: dict[str, str] = {
 
 
 def load_compression(
-    cls: type[Any] = CompressConfig,
-    *,
-    file: Path | str | None = None,
+    cls: type[Any] = CompressConfig, *, file: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> CompressConfig:
+) -> CompressConfig:  # fmt: skip
     """A compression from general defaults, then task, data, recipe and Plan of the run whose folder the model is, then
     `file`, then `overrides`. Raises ConfigError as `penstock.config.load.load` does."""
     stored = read_file(file) if file is not None else {}

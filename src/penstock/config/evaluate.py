@@ -40,11 +40,9 @@ class EvaluateConfig(Checked):
 
 
 def load_evaluation(
-    cls: type[Any] = EvaluateConfig,
-    *,
-    file: Path | str | None = None,
+    cls: type[Any] = EvaluateConfig, *, file: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> EvaluateConfig:
+) -> EvaluateConfig:  # fmt: skip
     """An evaluation from general defaults, then the run or compression that the model is of, then `file`, then
     `overrides`. Raises ConfigError as `penstock.config.load.load` does, and where nothing says which data."""
     stored = read_file(file) if file is not None else {}

@@ -46,6 +46,7 @@ class NormKind:
     eps: float
     bias: bool
     """Whether it has a shift."""
+    zero_centred: bool = False
 
     @property
     def tensors(self) -> int:

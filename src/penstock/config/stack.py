@@ -70,6 +70,8 @@ class Stack:
     norm follows its embeddings (Warner et al., 2024, section 2.1)."""
     norm_bias: bool = True
     """Whether layer norms have a shift; RMS norms have none."""
+    norm_zero_centred: bool = False
+    """Whether RMS norms multiply by 1 + their weight, which begins at 0 (Gemma), instead of by their weight."""
     bias: bool = True
     """Whether linear layers have biases, except the projections to queries, keys and values."""
     qkv_bias: bool = True
@@ -95,7 +97,9 @@ class Stack:
     """Tokens that a token attends to (sliding window), itself counted; without a causal mask, half of them on each
     side. None: all."""
     global_every: Annotated[int, Range(0, 1 << 14)] = 0
-    """Every n-th block, from the first, attends to all tokens in spite of `window`; 0: none does."""
+    """Every n-th block attends to all tokens in spite of `window`; 0: none does."""
+    global_offset: Annotated[int, Range(0, 1 << 14)] = 0
+    """The first of these blocks, counted from 0."""
     dropout: Probability = 0.0
     """Dropout probability of the embeddings and of both residual branches."""
     attention_dropout: Probability | None = None
@@ -197,7 +201,10 @@ class Stack:
     @cached_property
     def norm_kind(self) -> NormKind:
         """The kind of its norms."""
-        return NormKind(kind=self.norm, eps=self.norm_eps, bias=self.norm_bias and self.norm == "layer")
+        return NormKind(
+            kind=self.norm, eps=self.norm_eps, bias=self.norm_bias and self.norm == "layer",
+            zero_centred=self.norm_zero_centred,
+        )  # fmt: skip
 
     @cached_property
     def mixture(self) -> ExpertMixture:
@@ -220,7 +227,9 @@ class Stack:
         sparse = block >= self.dense_layers and block % self.expert_every == self.expert_every - 1
         mixture = self.experts > 0 and sparse
         routed = mixture and self.experts_in == "block"
-        sees_all = self.window is None or (self.global_every and block % self.global_every == 0)
+        sees_all = self.window is None or (
+            self.global_every and block % self.global_every == self.global_offset
+        )
         sizes = LayerSizes(
             heads=self.heads, kv=self.kv_heads or self.heads,
             hidden=(self.expert_width if mixture else None) or self.mlp_width, mixture=mixture and not routed,
@@ -292,6 +301,13 @@ class Stack:
                 f"{where}.window_base is for blocks with rotary positions and a window; set {where}.positions to "
                 f"rotary and {where}.window to a number of tokens, or leave it out."
             )
+        if self.global_offset >= max(1, self.global_every):
+            yield (
+                f"{where}.global_offset is {self.global_offset}, but blocks that attend to all tokens come every "
+                f"{self.global_every}; set it below {where}.global_every, from 0 on."
+            )
+        if self.norm_zero_centred and self.norm != "rms":
+            yield f"{where}.norm_zero_centred is for {where}.norm rms, and not {self.norm}; leave it out."
         if self.parallel and not self.norm_first:
             yield (
                 f"{where}.parallel blocks read one norm before both branches; set {where}.norm_first to true."

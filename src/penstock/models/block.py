@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.layer import Layer, NormKind
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
+from penstock.dtypes import widened
 from penstock.kernels.attention import (
     Scores,
     Sight,
@@ -107,12 +108,24 @@ class OneCall(Protocol):
     def __call__(self, block: Block, x: Tensor, context: Context) -> Tensor | None: ...
 
 
+class ZeroCentredNorm(nn.RMSNorm):
+    """An RMS norm that multiplies by 1 + its weight, in fp32 at least."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(widened(x), self.normalized_shape, 1.0 + widened(self.weight), self.eps)
+        return normed.to(x.dtype)
+
+
 def make_norm(
     norm: NormKind, features: int, *, affine: bool = True, **where: Any
 ) -> nn.LayerNorm | nn.RMSNorm:
     """A norm over n features; unless `affine`, without weights."""
     if norm.kind == "rms":
-        return nn.RMSNorm(features, eps=norm.eps, elementwise_affine=affine, **where)
+        kind = ZeroCentredNorm if norm.zero_centred and affine else nn.RMSNorm
+        return kind(features, eps=norm.eps, elementwise_affine=affine, **where)
     return nn.LayerNorm(features, eps=norm.eps, elementwise_affine=affine, bias=norm.bias, **where)
 
 
@@ -412,9 +425,10 @@ class Block(nn.Module):
         """Whether what it norms are sums that it makes, by norms with weights alone."""
         norms = [self.norm2, *([] if self.norm_first else [self.norm1])]
         norms += [] if self.cross is None else [self.cross_norm]
-        return self.modulation is None and all(isinstance(norm, nn.LayerNorm | nn.RMSNorm) for norm in norms)
+        plain = [isinstance(norm, nn.LayerNorm | nn.RMSNorm) for norm in norms]
+        return self.modulation is None and all(plain) and not isinstance(self.norm2, ZeroCentredNorm)
 
-    def _add(self, x: Tensor, part: Branch, branch: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+    def _add(self, x: Tensor, part: Branch, branch: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """The tokens with a branch added, and the norm of them; where norms come after, twice the norm."""
         if not self.fused_norms or norm is None:
             x = x + part(branch)

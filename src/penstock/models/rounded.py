@@ -207,11 +207,9 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
         if offsets is not None:
             numbers = unpacked_numbers(numbers, torch.int8)
         rounded[name] = RoundedWeight(
-            numbers,
-            scales.float(),
-            None if offsets is None else offsets.float(),
+            numbers, scales.float(), None if offsets is None else offsets.float(),
             None if one is None else one.float(),
-        )
+        )  # fmt: skip
     return rounded
 
 

@@ -224,10 +224,8 @@ class TokenStack(nn.Module):
 
         return Context(
             mask=seen(None) if 0 in self.windows else None,
-            near=seen(sizes.window) if any(self.windows) else None,
-            causal=causal if batches else None,
-            **turns,
-        )
+            near=seen(sizes.window) if any(self.windows) else None, causal=causal if batches else None, **turns,
+        )  # fmt: skip
 
     def _sight(
         self, tokens: int, window: int | None, bias: Tensor | None, documents: Tensor | Unpadded | None = None,

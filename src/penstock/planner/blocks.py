@@ -39,7 +39,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
     if block.modulated:
         modulation(to, "modulation", stack, 6, share=block.share)
     fuses = t.fuses_as("residual_norm", f"{layer.norm.kind}_norm")
-    fuses = fuses and layer.normed and not (block.modulated or layer.parallel)
+    fuses = fuses and layer.normed and not (block.modulated or layer.parallel or layer.norm.zero_centred)
     before = not fuses or layer.placement != "after"
     if layer.normed and before:
         to.norm("norm1", stream_rows, d, layer.norm, modulated=block.modulated)

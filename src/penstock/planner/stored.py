@@ -93,6 +93,7 @@ def in_one_call(block: BlockKind) -> bool:
     more = (
         block.modulated
         or layer.placement == "both"
+        or layer.norm.zero_centred
         or layer.parallel
         or layer.qk_norm
         or layer.layer_scale is not None

@@ -18,7 +18,7 @@ from penstock.kernels.documents import Documents
 from penstock.kernels.native import direct
 from penstock.kernels.native_blocks import VECTOR, BlockKernel, computes_blocks
 from penstock.kernels.native_integers import InputScale, PackedInt8
-from penstock.models.block import Block, Context
+from penstock.models.block import Block, Context, ZeroCentredNorm
 from penstock.models.perceptron import MLP
 from penstock.products.integers import Int8
 from penstock.products.rounded import RoundedInt8
@@ -76,7 +76,7 @@ def _kernel_of(block: Block) -> BlockKernel | None:
 
 def _norms_fp32(norm: nn.Module | None, *, first: bool) -> bool:
     """Whether the kernel has a norm: the `first` of a block may be missing."""
-    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or isinstance(norm, ZeroCentredNorm):
         return first and isinstance(norm, nn.Identity)
     tensors = [one for one in (norm.weight, getattr(norm, "bias", None)) if one is not None]
     return all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)

@@ -80,13 +80,9 @@ def test_a_name_is_read_from_the_cache_without_a_network_and_another_refused(tmp
     hub_cache(tmp_path)
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT + REFUSED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", SCRIPT + REFUSED], env=environment, capture_output=True, text=True, timeout=120,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # 17 tokens of the 16-pixel grid become 5 of the 8-pixel one, and the head of 7 classes one of 10, drawn anew.
     *told, said, seconds = done.stdout.splitlines()
@@ -100,13 +96,9 @@ def test_a_name_in_no_cache_is_a_sentence_with_the_remedy_and_quick(tmp_path: Pa
     nowhere = dict.fromkeys(("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"), "http://127.0.0.1:9")
     environment = os.environ | nowhere | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "NO_PROXY": ""}
     done = subprocess.run(
-        [sys.executable, "-c", REFUSED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
+        [sys.executable, "-c", REFUSED], env=environment, capture_output=True, text=True, timeout=200,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said, seconds = done.stdout.strip().splitlines()
     refused_at_once(said, seconds, tmp_path)

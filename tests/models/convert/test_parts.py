@@ -99,15 +99,9 @@ def test_both_towers_of_a_clip_make_the_vectors_that_transformers_does(tmp_path:
     theirs = _clip(tmp_path)
     stack = Stack(width=16, depth=2, heads=4, mlp_width=32, mlp="gelu_quick")
     clip = replace(
-        MODEL,
-        channels=3,
-        embedding_norm=False,
-        vision_norm=True,
-        text_causal=True,
-        vision=stack,
-        text=stack,
+        MODEL, channels=3, embedding_norm=False, vision_norm=True, text_causal=True, vision=stack, text=stack,
         writer=stack,
-    )
+    )  # fmt: skip
     model = create(clip).eval()
     load_part(model, "vision", tmp_path)
     load_part(model, "text", tmp_path)

@@ -86,6 +86,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     ),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 16}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {**LLAMA, "num_hidden_layers": 7, "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4},
+    ),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.02}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, **MOE, "norm_topk_prob": True}),
     "qwen3-moe-by-turns": ("Qwen3MoeForCausalLM", {**LLAMA, **MOE, "decoder_sparse_step": 2}),
@@ -303,6 +307,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"sliding_window": 4}, "sliding_window 4"),
     ("llama", {"sliding_window": None, "use_sliding_window": True}, "use_sliding_window True"),
     ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differ in rope_theta alone"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("mixtral", {"num_experts_per_tok": 1}, "router_normalised"),
     ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype 'bfloat16'"),
@@ -404,6 +410,7 @@ HELD = {
         (
             "gpt2",
             "llama",
+            "gemma3",
             "qwen",
             "bert",
             "modernbert",

@@ -53,14 +53,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_other_shapes_and_types_are_named_before_anything_is_read(
-    saved: Path,
-    preset: str,
-    name: str,
-    wrong: Tensor,
-    words: str,
-    tmp_path: Path,
+    saved: Path, preset: str, name: str, wrong: Tensor, words: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     state = {**read_state_dict(saved / preset), name: wrong}
     save_file(state, tmp_path / "model.safetensors")
     model = create(PRESETS[preset])

@@ -85,6 +85,16 @@ def _qwen(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **c
     )  # fmt: skip
 
 
+def _gemma(width: int, depth: int, mlp_width: int, **changes: Any) -> DecoderConfig:
+    """Norms around each part, and of queries and keys; the last of six blocks sees all tokens."""
+    config = _llama(
+        width, depth, 4, 1, mlp_width, mlp="geglu_tanh", head_features=256, vocabulary=262144, sequence=32768,
+        rotary=Rotary(base=1e6), window_base=1e4, window=512, global_every=6, global_offset=5, qk_norm=True,
+        sandwich_norms=True, norm_zero_centred=True, norm_eps=1e-6, scale_embeddings=True, tied=True,
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
 def _qwen_moe(
     width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any
 ) -> DecoderConfig:
@@ -252,6 +262,9 @@ PRESETS |= {
     # Qwen Team 2024, "Qwen2.5", Table 1; Yang et al. 2025, "Qwen3", Table 1.
     "qwen2-0.5b": _qwen(896, 24, 14, 2, 4864, qkv_bias=True),
     "qwen3-0.6b": _qwen(1024, 28, 16, 8, 3072, head_features=128, qk_norm=True),
+    # Gemma Team 2025, "Gemma 3 Technical Report", and the published config.json of the two.
+    "gemma3-270m": _gemma(640, 18, 2048),
+    "gemma3-1b": _gemma(1152, 26, 6912),
     # BigScience Workshop 2022, section 3.2.
     "bloom-176b": DecoderConfig(
         width=14336, depth=70, heads=112, mlp_width=57344, vocabulary=250880, sequence=2048, positions="alibi",
@@ -305,6 +318,10 @@ PRESETS |= {
     "llama-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
     "qwen-tiny": replace(_qwen(128, 4, 4, 2, 352, qk_norm=True), vocabulary=2048, sequence=128),
     "mixtral-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, **{**_MIXTRAL, "experts": 4}),
+    "gemma3-tiny": _gemma(
+        128, 4, 352, kv_heads=2, head_features=None, window=32, global_every=3, global_offset=2, vocabulary=2048,
+        sequence=128,
+    ),
     "qwen3-moe-tiny": _qwen_moe(
         128, 4, 4, 2, 352, vocabulary=2048, sequence=128, head_features=32, experts=8, experts_per_token=2,
         expert_width=96,

@@ -6,90 +6,18 @@ refused by name unless it is off, so that no model is read as another. Off are f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from penstock.config.activations import GATED_NAMES, PLAIN_NAMES, Mlp
 from penstock.config.layer import Rotary
-from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig, TextConfig
+from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from penstock.config.stack import Stack
 from penstock.config.theirs import names as tables
+from penstock.config.theirs.library import Library, Option, WindowTurns
 
-FREE = frozenset({
-    "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens",
-    "bos_token_id", "chunk_size_feed_forward", "classif_dropout", "classifier_dropout", "decoder_start_token_id",
-    "directionality", "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "eos_token_ids",
-    "exponential_decay_length_penalty", "extra_pos_embeddings", "finetuning_task", "force_bos_token_to_be_generated",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "init_std",
-    "initializer_factor", "initializer_range", "is_llama_config", "label2id", "length_penalty", "max_length",
-    "max_window_layers", "min_length", "model_type", "n_ctx", "n_positions", "n_special", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_hidden_layers", "num_labels", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_past", "output_scores", "pad_token_id", "penstock", "pooler_fc_size",
-    "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
-    "predict_special_tokens", "prefix", "pretraining_tp", "qa_dropout", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "seq_classif_dropout",
-    "sinusoidal_pos_embds", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_weights_",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
-    "attn_implementation", "dense_act_fn", "is_gated_act",
-})  # fmt: skip
-"""Options that change nothing that a model computes: names, tokens, how weights are drawn, defaults of generation, and
-what stands in files on the hub though transformers' models do not read it. So do those that begin with an underscore.
-"""
 FEED_FORWARD: dict[str, Mlp] = {**PLAIN_NAMES, "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
 """T5's, whose `gated-gelu` is the tanh approximation."""
-Option = tuple[Any, tuple[str, ...]]
-"""transformers' default, and our fields; the default names another option behind a `=`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
-    """One family of transformers' models."""
-
-    model_type: str
-    architectures: Mapping[str, str]
-    """Classes with a head, by ours: `words`, or what an encoder has."""
-    base: ModelConfig
-    """Configuration that holds for all of theirs, where no option says otherwise."""
-    options: Mapping[str, Option]
-    must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Options that must have one of these values; the first is written."""
-    activation: tuple[str, Mapping[str, Mlp]]
-    """The option that names the activation, and what its values are."""
-    names: Callable[[TextConfig], tables.Names]
-    prefix: str
-    """Prefix of the base model's weights where there is a head."""
-    heads: tuple[str, ...]
-    """How names of other weights begin."""
-    ignored: str = r"(?!)"
-    """Weights that may be left out: a regular expression."""
-    rotary: bool = False
-    last_token: tuple[str, ...] = ()
-    """Options that name a token, written as the vocabulary's last: defaults of theirs may lie outside it."""
-    own: tuple[str, ...] = ()
-    """Fields of ours that config.json keeps under `penstock`, because transformers has one value for all."""
-    default: str = ""
-    """Activation where the option is absent."""
-    of_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The same of options that change nothing but a head of classes."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Options that some versions of transformers call otherwise, with the names in `options`."""
-    free: frozenset[str] = frozenset()
-    """Options besides `FREE` that change nothing that its models compute."""
-    window: Literal["none", "flagged", "always", "alternating"] = "none"
-    """Whether models have the `sliding_window` that config.json names: with `use_sliding_window` alone, or always; or
-    all blocks but every n-th have a `local_attention`, and with it other rotary positions."""
-    mixtures: Mapping[str, str] = field(default_factory=dict)
-    """Options that count the blocks with mixtures out of those that another option counts. Ours say every how many."""
-    shift: int = 0
-    """Difference between `max_position_embeddings` and the positions that are ever used."""
-    written: bool = True
-    """Whether our models are written as this one. What is only read is written as the one that it computes the same
-    as."""
-
-
 _ROPED: dict[str, Any] = {
     "norm": "rms", "bias": False, "qkv_bias": False, "positions": "rotary", "mlp": "swiglu",
 }  # fmt: skip
@@ -254,6 +182,33 @@ LIBRARIES: tuple[Library, ...] = (
         **_LIKE_LLAMA, window="flagged",
     ),
     Library(
+        model_type="gemma3_text",
+        architectures={"words": "Gemma3ForCausalLM"},
+        base=DecoderConfig(
+            **_ROPED, qk_norm=True, sandwich_norms=True, norm_zero_centred=True, scale_embeddings=True,
+        ),
+        options={
+            **_LLAMA, "vocab_size": (262208, ("vocabulary",)), "hidden_size": (2304, ("width",)),
+            "intermediate_size": (9216, ("mlp_width",)), "num_hidden_layers": (26, ("depth",)),
+            "num_attention_heads": (8, ("heads",)), "num_key_value_heads": (4, ("kv_heads",)),
+            "head_dim": (256, ("head_features",)), "max_position_embeddings": (131072, ("sequence",)),
+            "tie_word_embeddings": (True, ("tied",)),
+        },
+        must={
+            **_CAUSAL, "attention_bias": (False,), "use_bidirectional_attention": (False, None),
+            "final_logit_softcapping": (None,), "attn_logit_softcapping": (None,),
+        },
+        free=frozenset({"cache_implementation"}),
+        **{
+            **_LIKE_LLAMA, "activation": ("hidden_activation", GATED_NAMES), "default": "gelu_pytorch_tanh",
+            "names": tables.gemma_names, "rotary": False,
+        },
+        window=WindowTurns(
+            window=("sliding_window", 4096), every=("sliding_window_pattern", 6), last=True, base=("rope_theta", 1e6),
+            near_base=("rope_local_base_freq", 1e4), scale=("query_pre_attn_scalar", 256),
+        ),
+    ),
+    Library(
         model_type="mixtral",
         architectures={"words": "MixtralForCausalLM"},
         # transformers divides the weight of a token's only expert by itself, of which we say that it cannot learn.
@@ -359,7 +314,11 @@ LIBRARIES: tuple[Library, ...] = (
         }),
         activation=("hidden_activation", {"gelu": "geglu"}), default="gelu",
         names=tables.modernbert_names, prefix="model.", heads=("head.", "decoder.", "classifier."),
-        ignored=r"^head\.|^decoder\.", window="alternating",
+        ignored=r"^head\.|^decoder\.",
+        window=WindowTurns(
+            window=("local_attention", 128), every=("global_attn_every_n_layers", 3),
+            base=("global_rope_theta", 160000.0), near_base=("local_rope_theta", 10000.0),
+        ),
         last_token=("pad_token_id",),
     ),
     Library(

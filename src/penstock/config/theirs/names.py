@@ -73,6 +73,17 @@ def llama_names(config: TextConfig) -> Names:
     }
 
 
+def gemma_names(config: TextConfig) -> Names:
+    """Llama's, with a norm after each part."""
+    here, block = "model.layers.{i}.", "decoder.blocks.{i}."
+    return {
+        **llama_names(config),
+        block + "branch1.norm": _one(here + "post_attention_layernorm"),
+        block + "norm2": _one(here + "pre_feedforward_layernorm"),
+        block + "branch2.norm": _one(here + "post_feedforward_layernorm"),
+    }
+
+
 def mixtral_names(config: TextConfig) -> Names:
     here = "model.layers.{i}.block_sparse_moe."
     return {**llama_names(config), **_mixtures(config, "decoder", here, "gate", "{e}", ("w1", "w3"), "w2")}

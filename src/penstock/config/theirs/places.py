@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, shown_value
 from penstock.config.layer import Rotary, Scaling
-from penstock.config.theirs.libraries import Library
+from penstock.config.theirs.library import Library, WindowTurns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +52,27 @@ _WINDOWED: dict[str, tuple[Any, Any]] = {
     "layer_types": (tuple[Literal["full_attention", "sliding_attention"], ...] | None, None),
 }
 """Options of libraries where a flag turns windows on."""
-_ALTERNATING: dict[str, tuple[Any, Any]] = {
-    "local_attention": (Count, 128),
-    "global_attn_every_n_layers": (Count, 3),
-    "layer_types": _WINDOWED["layer_types"],
-    "global_rope_theta": (Positive, 160000.0),
-    "local_rope_theta": (Positive, 10000.0),
-    "rope_parameters": (_Ropes | None, None),
-}
-"""Options of libraries whose blocks have a window by turns."""
 _WINDOW: dict[str, tuple[Any, Any]] = {"sliding_window": (Count | None, 4096)}
 """Options of libraries whose blocks always have a window."""
 
 
 def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
     """The options on positions and windows in a config.json of this library, each with its type and its default."""
-    windows = {"none": {}, "flagged": _WINDOWED, "always": _WINDOW, "alternating": _ALTERNATING}
+    if isinstance(turns := library.window, WindowTurns):
+        kinds: list[tuple[Any, tuple[str, Any]]] = [(Count, turns.window), (Count, turns.every)]
+        kinds += [(Positive, turns.base), (Positive, turns.near_base)]
+        kinds += [(Count, turns.scale)] if turns.scale else []
+        own = {name: (kind, default) for kind, (name, default) in kinds}
+        scaling = {"rope_scaling": _TURNING["rope_scaling"], "rope_parameters": (_Ropes | None, None)}
+        return {**own, **scaling, "layer_types": _WINDOWED["layer_types"]}
+    windows = {"none": {}, "flagged": _WINDOWED, "always": _WINDOW}
     return (_TURNING if library.rotary else {}) | windows[library.window]
 
 
 def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
     """Our fields; why they cannot be is added to `problems`."""
-    if library.window == "alternating":
-        return _alternating(given, problems)
+    if isinstance(library.window, WindowTurns):
+        return _by_turns(given, library.window, problems)
     if not library.rotary:
         return {}
     settings: dict[str, Any] = {"rotary": _rotary(given, library, problems)}
@@ -123,13 +122,11 @@ def _turning(given: _Rope, base: float, positions: int, problems: list[str]) -> 
     low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     trained = given.original_max_position_embeddings or positions
     return Rotary(
-        base=base,
-        scaling=cast(Scaling, kind),
-        factor=given.factor,
+        base=base, scaling=cast(Scaling, kind), factor=given.factor,
         trained=trained if kind != "linear" else Rotary.trained,
         low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
         high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
-    )
+    )  # fmt: skip
 
 
 def _window(given: Any, problems: list[str]) -> int | None:
@@ -150,28 +147,40 @@ def _window(given: Any, problems: list[str]) -> int | None:
     return None
 
 
-def _alternating(given: Any, problems: list[str]) -> dict[str, Any]:
-    """Which blocks have a window, and rotary positions of both kinds."""
+def _by_turns(given: Any, turns: WindowTurns, problems: list[str]) -> dict[str, Any]:
+    """Which blocks have a window, rotary positions of both kinds, and the scale of scores."""
     ropes, length = given.rope_parameters or _Ropes(), given.max_position_embeddings
-    rotary = _turning(ropes.full_attention or _Rope(), given.global_rope_theta, length, problems)
-    near = _turning(ropes.sliding_attention or _Rope(), given.local_rope_theta, length, problems)
+    bases = getattr(given, turns.base[0]), getattr(given, turns.near_base[0])
+    rotary = _turning(ropes.full_attention or given.rope_scaling or _Rope(), bases[0], length, problems)
+    near = _turning(ropes.sliding_attention or _Rope(), bases[1], length, problems)
     if near != replace(rotary, base=near.base):
         problems.append(
             "config.json has rope_parameters of two kinds, but Penstock's blocks differ in rope_theta alone."
         )
-    depth, every = given.num_hidden_layers, given.global_attn_every_n_layers
-    kinds = given.layer_types or tuple(_kind(i % every > 0) for i in range(depth))
-    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-    if len(full) == depth:
-        return {"rotary": rotary, "window": None}
-    every = 0 if not full else full[1] if len(full) > 1 else depth
-    if kinds != tuple(_kind(not every or i % every > 0) for i in range(depth)):
+    depth, every = given.num_hidden_layers, getattr(given, turns.every[0])
+    offset = every - 1 if turns.last else 0
+    kinds = given.layer_types or tuple(_kind(i % every != offset) for i in range(depth))
+    settings: dict[str, Any] = {"rotary": rotary, "window": None}
+    if turns.scale is not None:
+        settings["attention_scale"] = getattr(given, turns.scale[0]) ** -0.5
+    if "sliding_attention" not in kinds:
+        return settings
+    found = global_turns([kind == "sliding_attention" for kind in kinds])
+    every, offset = found.values()
+    if kinds != tuple(_kind(not every or i % every != offset) for i in range(depth)):
         problems.append(
-            "config.json has layer_types in no regular turn, but Penstock reads models in which every n-th block, from "
-            "the first, has full_attention."
+            "config.json has layer_types in no regular turn, but Penstock reads models in which every n-th block has "
+            "full_attention."
         )
     base = None if near.base == rotary.base else near.base
-    return {"rotary": rotary, "window": given.local_attention, "global_every": every, "window_base": base}
+    return {**settings, **found, "window": getattr(given, turns.window[0]), "window_base": base}
+
+
+def global_turns(windowed: Sequence[bool]) -> dict[str, int]:
+    """Our fields for the blocks that have no window, by which of all blocks have one."""
+    full = [number for number, one in enumerate(windowed) if not one]
+    every = 0 if not full else full[1] - full[0] if len(full) > 1 else len(windowed)
+    return {"global_every": every, "global_offset": full[0] if full else 0}
 
 
 def _kind(windowed: bool) -> str:
@@ -180,8 +189,8 @@ def _kind(windowed: bool) -> str:
 
 def written_places(stack: Any, library: Library) -> dict[str, Any]:
     """The entries on a stack's positions and windows in a config.json of this library."""
-    if library.window == "alternating":
-        return _written_alternating(stack)
+    if isinstance(library.window, WindowTurns):
+        return _written_by_turns(stack, library.window)
     if not library.rotary:
         return {}
     values = _written_rotary(stack.rotary)
@@ -194,21 +203,22 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
     return values
 
 
-def _written_alternating(stack: Any) -> dict[str, Any]:
+def _written_by_turns(stack: Any, turns: WindowTurns) -> dict[str, Any]:
     """As version 5 of transformers has it, and what version 4 reads of it besides."""
     near = replace(stack.rotary, base=stack.window_base or stack.rotary.base)
     ropes = {}
     for kind, rotary in (("full_attention", stack.rotary), ("sliding_attention", near)):
         written = _written_rotary(rotary)
         ropes[kind] = {"rope_type": "default", **written.pop("rope_scaling", {}), **written}
-    return {
-        "local_attention": stack.window or _ALTERNATING["local_attention"][1],
+    values: dict[str, Any] = {
+        turns.window[0]: stack.window or turns.window[1],
         "layer_types": [_kind(layer.window > 0) for layer in stack.layers],
-        "global_attn_every_n_layers": max(1, stack.global_every if stack.window else 1),
-        "rope_parameters": ropes,
-        "global_rope_theta": stack.rotary.base,
-        "local_rope_theta": near.base,
-    }
+        turns.every[0]: max(1, stack.global_every if stack.window else 1),
+        "rope_parameters": ropes, turns.base[0]: stack.rotary.base, turns.near_base[0]: near.base,
+    }  # fmt: skip
+    if turns.scale is not None:
+        values[turns.scale[0]] = round((stack.attention_scale or stack.layers[0].head_width ** -0.5) ** -2)
+    return values
 
 
 def _written_rotary(rotary: Rotary) -> dict[str, Any]:

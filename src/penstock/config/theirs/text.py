@@ -17,8 +17,9 @@ from penstock.config.graph import Init
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
 from penstock.config.model import EncoderConfig, Seq2SeqConfig, TextConfig, Tokens, Words, stacks
-from penstock.config.theirs.libraries import FREE, LIBRARIES, Library
-from penstock.config.theirs.places import options_of, read_places, written_places
+from penstock.config.theirs.libraries import LIBRARIES
+from penstock.config.theirs.library import FREE, Library
+from penstock.config.theirs.places import global_turns, options_of, read_places, written_places
 from penstock.errors import ConfigError
 
 _OWN = ("init", "sequence", "decoder_sequence")
@@ -238,9 +239,11 @@ def _settled(stack: Any) -> Any:
     if stack.head_features and stack.head_features * stack.heads == stack.width:
         changes["head_features"] = None
     if not any(layer.window for layer in stack.layers):
-        changes |= {"window": None, "window_base": None, "global_every": 0}
-    elif stack.global_every > stack.depth:
-        changes["global_every"] = stack.depth
+        changes |= {"window": None, "window_base": None, "global_every": 0, "global_offset": 0}
+    elif not changes.get("unequal", stack.unequal):
+        changes |= global_turns([layer.window > 0 for layer in stack.layers])
+    if stack.attention_scale == stack.layers[0].head_width ** -0.5:
+        changes["attention_scale"] = None
     if stack.router_normalised == (stack.experts_per_token > 1):
         changes["router_normalised"] = None
     if stack.expert_width == stack.mlp_width:

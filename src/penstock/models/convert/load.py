@@ -316,11 +316,9 @@ def _resized(
 
 
 def _check(
-    expected: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    head: tuple[str, ...],
+    expected: Mapping[str, Tensor], state: Mapping[str, Tensor], head: tuple[str, ...],
     misfits: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+) -> None:  # fmt: skip
     """Every name, shape and type that does not fit, at once; `misfits` are known to be such, and not in `state`."""
     problems = []
     missing = [name for name in expected if name not in state and name not in misfits]

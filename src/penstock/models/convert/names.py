@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.model import EncoderConfig, TextConfig, stacks
-from penstock.config.theirs.libraries import Library
+from penstock.config.theirs.library import Library
 from penstock.config.theirs.names import Names, WeightPlaces, stack_of
 from penstock.config.theirs.text import library_of, write_text_config
 from penstock.dtypes import FLOATS

@@ -109,12 +109,10 @@ def save_rounded(
 
 
 def _in_few_bits(
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]],
-    more: Mapping[str, Any],
+    config: ModelConfig, weights: Mapping[str, Tensor],
+    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], more: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], list[Pending]]:
+) -> tuple[dict[str, Any], list[Pending]]:  # fmt: skip
     """The config.json, with `more` in it, and the weights of a model that has some in few bits."""
     state = {name: tensor for name, tensor in weights.items() if name not in config.graph.tied}
     for name, (_, weight) in rounded.items():

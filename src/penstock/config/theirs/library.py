@@ -1,0 +1,99 @@
+"""The form in which a family of transformers' text models is data: `Library`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.config.activations import Mlp
+from penstock.config.model import ModelConfig, TextConfig
+from penstock.config.theirs.names import Names
+
+FREE = frozenset({
+    "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+    "bos_token_id", "chunk_size_feed_forward", "classif_dropout", "classifier_dropout", "decoder_start_token_id",
+    "directionality", "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "eos_token_ids",
+    "exponential_decay_length_penalty", "extra_pos_embeddings", "finetuning_task", "force_bos_token_to_be_generated",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "init_std",
+    "initializer_factor", "initializer_range", "is_llama_config", "label2id", "length_penalty", "max_length",
+    "max_window_layers", "min_length", "model_type", "n_ctx", "n_positions", "n_special", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_hidden_layers", "num_labels", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_past", "output_scores", "pad_token_id", "penstock", "pooler_fc_size",
+    "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
+    "predict_special_tokens", "prefix", "pretraining_tp", "qa_dropout", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "seq_classif_dropout",
+    "sinusoidal_pos_embds", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_weights_",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "attn_implementation", "dense_act_fn", "is_gated_act",
+})  # fmt: skip
+"""Options that change nothing that a model computes: names, tokens, how weights are drawn, defaults of generation, and
+what stands in files on the hub though transformers' models do not read it. So do those that begin with an underscore.
+"""
+Option = tuple[Any, tuple[str, ...]]
+"""transformers' default, and our fields; the default names another option behind a `=`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowTurns:
+    """The options of models in which every n-th block sees all tokens and the others have a window, and with it other
+    rotary positions; each with its default."""
+
+    window: tuple[str, int]
+    every: tuple[str, int]
+    base: tuple[str, float]
+    """Rotary base of blocks that see all tokens."""
+    near_base: tuple[str, float]
+    """Rotary base of blocks with a window."""
+    last: bool = False
+    """Whether the last of n blocks sees all tokens, and not the first."""
+    scale: tuple[str, int] | None = None
+    """The number by whose square root scores are divided; none: the features of a head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """One family of transformers' models."""
+
+    model_type: str
+    architectures: Mapping[str, str]
+    """Classes with a head, by ours: `words`, or what an encoder has."""
+    base: ModelConfig
+    """Configuration that holds for all of theirs, where no option says otherwise."""
+    options: Mapping[str, Option]
+    must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Options that must have one of these values; the first is written."""
+    activation: tuple[str, Mapping[str, Mlp]]
+    """The option that names the activation, and what its values are."""
+    names: Callable[[TextConfig], Names]
+    prefix: str
+    """Prefix of the base model's weights where there is a head."""
+    heads: tuple[str, ...]
+    """How names of other weights begin."""
+    ignored: str = r"(?!)"
+    """Weights that may be left out: a regular expression."""
+    rotary: bool = False
+    last_token: tuple[str, ...] = ()
+    """Options that name a token, written as the vocabulary's last: defaults of theirs may lie outside it."""
+    own: tuple[str, ...] = ()
+    """Fields of ours that config.json keeps under `penstock`, because transformers has one value for all."""
+    default: str = ""
+    """Activation where the option is absent."""
+    of_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The same of options that change nothing but a head of classes."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Options that some versions of transformers call otherwise, with the names in `options`."""
+    free: frozenset[str] = frozenset()
+    """Options besides `FREE` that change nothing that its models compute."""
+    window: Literal["none", "flagged", "always"] | WindowTurns = "none"
+    """Whether models have the `sliding_window` that config.json names: with `use_sliding_window` alone, or always; or
+    all blocks have one but every n-th."""
+    mixtures: Mapping[str, str] = field(default_factory=dict)
+    """Options that count the blocks with mixtures out of those that another option counts. Ours say every how many."""
+    shift: int = 0
+    """Difference between `max_position_embeddings` and the positions that are ever used."""
+    written: bool = True
+    """Whether our models are written as this one. What is only read is written as the one that it computes the same
+    as."""

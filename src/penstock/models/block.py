@@ -412,7 +412,7 @@ class Block(nn.Module):
         if self.norm2 is None:
             x = x + self.branch1(self.attention(seen, context))
             return x + self.branch2(self._feed(seen, context))  # type: ignore[no-any-return]
-        norms = [self.norm2, None] if self.cross is None else [self.cross_norm, self.norm2, None]
+        norms: list[Any] = [self.norm2, None] if self.cross is None else [self.cross_norm, self.norm2, None]
         if not self.norm_first:
             norms = [self.norm1, *norms[:-1]]  # each sum has its own part's norm, and not the next one's
         x, seen = self._add(x, self.branch1, self.attention(seen, context), norms[0])

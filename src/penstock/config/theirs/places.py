@@ -65,8 +65,8 @@ def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
         own = {name: (kind, default) for kind, (name, default) in kinds}
         scaling = {"rope_scaling": _TURNING["rope_scaling"], "rope_parameters": (_Ropes | None, None)}
         return {**own, **scaling, "layer_types": _WINDOWED["layer_types"]}
-    windows = {"none": {}, "flagged": _WINDOWED, "always": _WINDOW}
-    return (_TURNING if library.rotary else {}) | windows[library.window]
+    windowed = {"flagged": _WINDOWED, "always": _WINDOW}.get(str(library.window), {})
+    return (_TURNING if library.rotary else {}) | windowed
 
 
 def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:

@@ -35,9 +35,7 @@ def files_for(config: DeployConfig, machine: Machine, layout: Layout) -> dict[st
     model = config.weights or config.called
     files: dict[str, str] = {}
     # Each rank of ours has whole KV heads.
-    whole_heads = all(
-        layer.kv_heads % layout.tp == 0 for stack in stacks(config.model) for layer in stack.kinds
-    )
+    whole_heads = all(one.kv_heads % layout.tp == 0 for stack in stacks(config.model) for one in stack.kinds)
     split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
     if machine.device == "other":
         return {}

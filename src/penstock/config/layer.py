@@ -1,4 +1,4 @@
-"""What one block of a Transformer is: `Layer`, which says everything about it.
+"""A block of a Transformer as data: `Layer` says everything about it.
 
 Whoever builds, splits, prices or prunes a block asks its layer alone. A `Stack` is what users write; it makes layers.
 """
@@ -123,12 +123,11 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One block, whole. Blocks of equal layers are of one kind."""
+    """One block, whole. Blocks of equal layers are of one kind. Fields are as those of `Stack` of the same names, of
+    this block alone."""
 
     heads: int
-    """Attention heads."""
     kv_heads: int
-    """KV heads."""
     head_width: int
     """Features of one head."""
     feed: FeedForward | ExpertMixture
@@ -139,21 +138,15 @@ class Layer:
     normed: bool = True
     """Whether attention has such a norm."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised per head."""
     attention_scale: float | None = None
-    """Factor of the scores; none: 1 / √(features of a head)."""
     rotary: Rotary | None = None
     """How queries and keys are turned; none: they are not."""
     window: int = 0
     """Tokens that a token attends to; 0 is all."""
     parallel: bool = False
-    """Whether attention and feed-forward read the same norm."""
     bias: bool = True
-    """Whether linears have biases, except the projections to queries, keys and values."""
     qkv_bias: bool = True
-    """Whether those projections have biases."""
     layer_scale: float | None = None
-    """Initial value of LayerScale; none: no LayerScale."""
     routed: bool = False
     """Whether it computes the samples of one expert alone."""
 

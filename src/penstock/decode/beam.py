@@ -146,13 +146,9 @@ class _Sight:
 
 @torch.no_grad()
 def search(
-    model: Generating,
-    prompts: Prompts,
-    decoding: Decoding,
-    *,
-    ends: Sequence[int],
+    model: Generating, prompts: Prompts, decoding: Decoding, *, ends: Sequence[int],
     compiled: Compiled | None = None,
-) -> BeamTexts:
+) -> BeamTexts:  # fmt: skip
     """The best texts that beam search finds for each prompt. `ends` are the tokens that end a text.
 
     Ranks that share a model's weights must all call this with as many tokens to make; they take all steps together.

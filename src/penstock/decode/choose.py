@@ -22,13 +22,9 @@ _NUCLEUS = 1024
 
 
 def adjust_logits(
-    logits: Tensor,
-    settings: Decoding,
-    history: Tensor | None,
-    new: Tensor | int,
-    ends: Tensor | None,
+    logits: Tensor, settings: Decoding, history: Tensor | None, new: Tensor | int, ends: Tensor | None,
     prompt: Tensor | int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Logits (R, V), or log-probabilities, after bias, penalties, blocked n-grams, least and forced tokens.
 
     history (R, L): needed where `settings.looks_back`. `new` of them have been generated, after `prompt`: a number, or

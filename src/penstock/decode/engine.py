@@ -100,20 +100,10 @@ class Engine:
     """Slots of one model. Use it from one thread; `admit`, `step` and `release` never wait for each other."""
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        slots: int = 8,
-        context: int | None = None,
-        cache: CacheKind = "slots",
-        tokens: int | None = None,
-        block: int = 16,
-        chunk: int = 512,
-        start: int | None = None,
-        ends: Sequence[int] = (),
-        source: int | None = None,
-        compiled: Compiled | None = None,
-    ) -> None:
+        self, model: Model, *, slots: int = 8, context: int | None = None, cache: CacheKind = "slots",
+        tokens: int | None = None, block: int = 16, chunk: int = 512, start: int | None = None,
+        ends: Sequence[int] = (), source: int | None = None, compiled: Compiled | None = None,
+    ) -> None:  # fmt: skip
         """`context` are the most tokens of one text, prompt and new ones; none: as many as the model has positions. The
         last token of a text needs none, for the model is not given it. `source` are the most tokens of a source.
         With `cache=paged` all texts together have room for `tokens` (none: every slot's `context`) in blocks of `block`

@@ -122,15 +122,9 @@ class _Look:
 
 
 def mask_of(
-    places: Tensor,
-    column_places: Tensor,
-    *,
-    dtype: torch.dtype,
-    seen: Tensor | None = None,
-    window: int | None = None,
-    biases: Tensor | None = None,
-    itself: bool = False,
-) -> Tensor:
+    places: Tensor, column_places: Tensor, *, dtype: torch.dtype, seen: Tensor | None = None,
+    window: int | None = None, biases: Tensor | None = None, itself: bool = False,
+) -> Tensor:  # fmt: skip
     """Numbers to add to scores, (R, H or 1, N, W): −∞ where a token sees nothing.
 
     A token at one of `places` (R, N) sees the columns whose positions, `column_places` (R, W), are not after its own,

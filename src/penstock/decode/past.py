@@ -149,15 +149,9 @@ class Past(Continuing):
     """
 
     def __init__(
-        self,
-        store: Columns | Pages,
-        *,
-        rows: int,
-        columns: int,
-        positions: int | None = None,
-        memory: int = 0,
+        self, store: Columns | Pages, *, rows: int, columns: int, positions: int | None = None, memory: int = 0,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`rows` and `columns` are those of the cache. `positions` are the most that a text can have, where columns are
         not the positions of the tokens in them. `memory` are tokens of a source, where texts come at different times.
         """
@@ -178,17 +172,9 @@ class Past(Continuing):
         self.tables: dict[str, Any] = {}
 
     def at(
-        self,
-        places: Tensor,
-        *,
-        columns: int | Tensor,
-        width: int,
-        rows: slice = slice(None),
-        key_places: Tensor | None = None,
-        seen: Tensor | None = None,
-        first: bool = False,
-        alone: bool = False,
-    ) -> None:
+        self, places: Tensor, *, columns: int | Tensor, width: int, rows: slice = slice(None),
+        key_places: Tensor | None = None, seen: Tensor | None = None, first: bool = False, alone: bool = False,
+    ) -> None:  # fmt: skip
         """Set where the next pass's tokens stand.
 
         `places` (N,) or (r, N) are their positions, `columns` where their keys go: the first of N, or (r, N). They look
@@ -213,15 +199,9 @@ class Past(Continuing):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
-        self,
-        layer: int,
-        mask: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        backend: AttentionBackend,
+        self, layer: int, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend,
         scores: Scores,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See `Continuing.attend`."""
         keys, values = self.store.keep(layer, k, v, self)
         if self.causal:
@@ -313,14 +293,9 @@ class Past(Continuing):
 
 
 def run_pass(
-    model: Any,
-    past: Any,
-    tokens: Tensor,
-    rows: Tensor | None = None,
-    source: Tensor | None = None,
-    lengths: Tensor | None = None,
-    routes: Tensor | None = None,
-) -> Tensor:
+    model: Any, past: Any, tokens: Tensor, rows: Tensor | None = None, source: Tensor | None = None,
+    lengths: Tensor | None = None, routes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) of the tokens numbered by `rows` (M,). An
     encoder–decoder is given its source (R, S) in the first pass, with the `lengths` (R,) of its texts. A model whose
     experts are chosen by the label of a text takes these `routes` (R,)."""

@@ -19,14 +19,9 @@ from penstock.decode.texts import ASK, Prompts, eagerly, remaining, sharded
 
 @torch.no_grad()
 def sample(
-    model: Any,
-    prompts: Prompts,
-    decoding: Decoding,
-    *,
-    ends: Sequence[int],
-    seeds: Sequence[int | None] = (),
+    model: Any, prompts: Prompts, decoding: Decoding, *, ends: Sequence[int], seeds: Sequence[int | None] = (),
     compiled: Compiled | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """New tokens of each text, (B, steps) int64: up to the first of `ends`, which is left out, and then −1.
 
     `seeds` are those of the texts, where tokens are drawn. Ranks that share a model's weights must all call this with
@@ -43,13 +38,9 @@ def sample(
 
 
 def _sample(
-    model: Any,
-    prompts: Prompts,
-    decoding: Decoding,
-    ends: Sequence[int],
-    seeds: Sequence[int | None],
+    model: Any, prompts: Prompts, decoding: Decoding, ends: Sequence[int], seeds: Sequence[int | None],
     compiled: Compiled | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     together, steps, device = sharded(model), decoding.max_tokens, prompts.tokens.device
     engine = _filled_engine(model, prompts, decoding, ends, seeds, compiled)
     stops = None if decoding.ignore_end or not ends else torch.tensor(list(ends), device=device)
@@ -73,13 +64,9 @@ def _sample(
 
 
 def _filled_engine(
-    model: Any,
-    prompts: Prompts,
-    decoding: Decoding,
-    ends: Sequence[int],
-    seeds: Sequence[int | None],
+    model: Any, prompts: Prompts, decoding: Decoding, ends: Sequence[int], seeds: Sequence[int | None],
     compiled: Compiled | None,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """An engine with a slot for each prompt, which reads them all in its first step."""
     rows, most, start = prompts.rows(), prompts.tokens.shape[1], None
     routed = model.graph.routed and prompts.routes is not None

@@ -113,14 +113,9 @@ class Draft:
     """Guesses of a smaller model, which chooses by the same settings as the larger one."""
 
     def __init__(
-        self,
-        model: Generating,
-        decoding: Decoding,
-        prompt: int,
-        columns: int,
-        source: Sequence[int],
+        self, model: Generating, decoding: Decoding, prompt: int, columns: int, source: Sequence[int],
         route: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.reading = DraftedText(model, columns, source, route)
         self.chooser = Chooser(decoding, prompt, (), self.reading.device)
         # Guesses drawn by the numbers that they are then checked with would not be independent of the checks.
@@ -151,15 +146,9 @@ class Draft:
 
 @torch.no_grad()
 def speculate(
-    model: Generating,
-    ids: Sequence[int],
-    decoding: Decoding,
-    guessing: Guessing,
-    *,
-    ends: Sequence[int],
-    source: Sequence[int] = (),
-    route: int | None = None,
-) -> list[int]:
+    model: Generating, ids: Sequence[int], decoding: Decoding, guessing: Guessing, *, ends: Sequence[int],
+    source: Sequence[int] = (), route: int | None = None,
+) -> list[int]:  # fmt: skip
     """New tokens after the decoder's `ids`, without the one that ends the text. `source` is an encoder–decoder's,
     `route` the label of the text, where it chooses experts."""
     text = list(ids)

@@ -135,14 +135,9 @@ class Compiled:
         return self._record is not None
 
     def __call__(
-        self,
-        past: Past,
-        tokens: Tensor,
-        places: Tensor,
-        columns: Tensor,
-        width: int,
+        self, past: Past, tokens: Tensor, places: Tensor, columns: Tensor, width: int,
         seen: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Logits (R·N, V) of one step, and the past with its keys and values. `width` is of a bucket, and the other
         tensors are as in `StepTensors`. The next call may write over the logits.
         """

@@ -49,13 +49,9 @@ class Prompts:
 
     @classmethod
     def of(
-        cls,
-        ids: Sequence[Sequence[int]],
-        *,
-        start: int | None,
-        device: torch.device,
+        cls, ids: Sequence[Sequence[int]], *, start: int | None, device: torch.device,
         routes: Sequence[int | None] = (),
-    ) -> Prompts:
+    ) -> Prompts:  # fmt: skip
         """Prompts of a decoder; with a `start`, what the decoder begins with, sources of an encoder–decoder. `routes`
         are the labels of all, or of none."""
         labels = None if not routes or None in routes else torch.tensor(routes, device=device)

@@ -85,14 +85,9 @@ def form_on(form: Form, device: torch.device) -> Form:
 
 @torch.no_grad()
 def adamw_(
-    batch: Batch,
-    hyper: Hyper,
-    *,
-    form: Form,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    average_part: float = 0.0,
-) -> None:
+    batch: Batch, hyper: Hyper, *, form: Form, grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None, average_part: float = 0.0,
+) -> None:  # fmt: skip
     """One AdamW step (Loshchilov and Hutter, ICLR 2019, algorithm 2) on a batch, in place.
 
     Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, counters included; both are 0-d

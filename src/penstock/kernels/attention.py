@@ -240,14 +240,9 @@ def packed_attention(packed: Tensor, head_width: int, *, sequence_first: bool, s
 
 
 def token_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    backend: AttentionBackend,
-    *,
-    sequence_first: bool,
+    q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, *, sequence_first: bool,
     scores: Scores = _PLAIN,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention over heads still in token order: q (B, N, H, K), or (N, B, H, K) sequence first; k and v alike.
 
     Returns (B, N, D), or (N, B, D). Sequence first, nothing is transposed: all samples' heads are taken for

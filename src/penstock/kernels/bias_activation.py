@@ -224,13 +224,8 @@ _DirectActivation = direct_function("_DirectActivation", _forward, _save, _backw
 
 
 def bias_activation(
-    product: Tensor,
-    bias: Tensor | None,
-    activation: Mlp,
-    *,
-    gated: bool = False,
-    second: Tensor | None = None,
-) -> Tensor:
+    product: Tensor, bias: Tensor | None, activation: Mlp, *, gated: bool = False, second: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """activation(product + bias), (…, N), in the type of the product: (…, N), or (…, 2N) where it is `gated`; bias:
     as many features as the product, or None. `second`: the factor of the activation where it is another product, in
     shape and type like the first, without biases. Differentiable in all three. Raises ConfigError for other shapes."""

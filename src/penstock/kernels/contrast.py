@@ -25,14 +25,9 @@ ContrastForm = Literal["softmax", "sigmoid"]
 
 
 def contrast(
-    rows: Tensor,
-    others: Tensor,
-    groups: Tensor,
-    other_groups: Tensor,
-    *,
-    form: ContrastForm = "softmax",
+    rows: Tensor, others: Tensor, groups: Tensor, other_groups: Tensor, *, form: ContrastForm = "softmax",
     chunk: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The loss of each row, (B,): rows (B, E) and others (M, E) in fp32 or fp64, groups (B,) and (M,) int64. With
     `chunk`, logits of so many others are held at a time. A row without another of its group counts as if its mean were
     0."""

@@ -58,18 +58,11 @@ by this factor."""
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    smoothing: float = 0.0,
-    budget: int | None = None,
-    share: Share | None = None,
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
-    taught: Taught | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, smoothing: float = 0.0,
+    budget: int | None = None, share: Share | None = None,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear, taught: Taught | None = None,
     z_loss: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
 
     x: (…, D), weight: (V, D), bias: (V), targets: (…) int64, of which −100 counts nothing. `budget` are the bytes that
@@ -98,15 +91,10 @@ def linear_cross_entropy(
 
 
 def plain_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    smoothing: float = 0.0,
-    share: Share | None = None,
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0,
+    share: Share | None = None, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
     z_loss: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
     if share is None:
         columns = len(weight)
@@ -132,14 +120,9 @@ def _squared_sums(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def plain_student_loss(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    smoothing: float,
-    taught: Taught,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, taught: Taught,
     z_loss: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """All logits of a student and its teacher at once: the reference of the chunked form."""
     logits, meant = widened(F.linear(x, weight, bias)), widened(F.linear(*taught[:3]))
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
@@ -275,17 +258,10 @@ class _Sums(NamedTuple):
         if self.taught is not None:
             taught, (w, temperature) = self._taught_logits(here), self.taught[3:]
         losses, _ = logit_rows_(
-            logits,
-            targets,
-            taught=taught,
-            row_weights=None if self.row_weights is None else self.row_weights[here],
-            smoothing=self.smoothing,
-            z_loss=self.z_loss,
-            share=w,
-            temperature=temperature,
-            scale=self.scale,
-            gradient=wanted,
-        )
+            logits, targets, taught=taught,
+            row_weights=None if self.row_weights is None else self.row_weights[here], smoothing=self.smoothing,
+            z_loss=self.z_loss, share=w, temperature=temperature, scale=self.scale, gradient=wanted,
+        )  # fmt: skip
         self.loss.add_(losses.sum())
         return logits
 

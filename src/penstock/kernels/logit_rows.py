@@ -38,18 +38,10 @@ from penstock.kernels.native_losses import has_rows, native_gradients_, native_l
 
 
 def logit_rows_(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    taught: Tensor | None = None,
-    row_weights: Tensor | None = None,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    share: float = 0.0,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    gradient: bool = True,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, targets: Tensor, *, taught: Tensor | None = None, row_weights: Tensor | None = None,
+    smoothing: float = 0.0, z_loss: float = 0.0, share: float = 0.0, temperature: float = 1.0,
+    scale: float = 1.0, gradient: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss of each row and its log Σ exp, both (R,), 0 where the target is −100, in fp32 (fp64 of fp64 logits).
 
     logits: (R, V), whose rows lie in one piece; with `gradient` they become that of Σ_rows scale · row_weights · loss.

@@ -95,15 +95,9 @@ class BlockKernel:
     """
 
     def __init__(
-        self,
-        layers: Sequence[tuple[PackedInt8, InputScale]],
-        norms: Sequence[nn.Module],
-        *,
-        width: int,
-        scale: float | None,
-        norm_first: bool,
-        activation: str,
-    ) -> None:
+        self, layers: Sequence[tuple[PackedInt8, InputScale]], norms: Sequence[nn.Module], *, width: int,
+        scale: float | None, norm_first: bool, activation: str,
+    ) -> None:  # fmt: skip
         settings: dict[str, Any] = {
             "width": width,
             "scale": scale,

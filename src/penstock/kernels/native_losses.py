@@ -48,14 +48,9 @@ def native_losses(logits: Tensor, targets: Tensor, smoothing: float, z_loss: flo
 
 
 def native_gradients_(
-    out: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    sums: Tensor,
-    factors: Tensor,
-    smoothing: float,
+    out: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, factors: Tensor, smoothing: float,
     z_loss: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Write the gradient of Σ_rows factor · loss by the logits to `out`, which may be the logits, and return it.
 
     sums: (R,) as from `native_losses`; factors: (R,). Rows whose target is −100 become 0.

@@ -265,13 +265,9 @@ _DirectNorm = direct_function("_DirectNorm", _forward, _save, _backward, outputs
 
 
 def residual_norm(
-    x: Tensor,
-    branch: Tensor,
-    norm: nn.LayerNorm | nn.RMSNorm,
-    *,
-    dropout: float = 0.0,
+    x: Tensor, branch: Tensor, norm: nn.LayerNorm | nn.RMSNorm, *, dropout: float = 0.0,
     for_products: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x + dropout(branch), and its `norm` over the last dimension, in one pass forward and one backward.
 
     x and branch: (…, D) of one shape; norm: over D features. `dropout` is a probability, 0 in evaluation, whose mask is
@@ -301,17 +297,9 @@ def residual_norm(
 
 
 def add_norm(
-    x: Tensor,
-    branch: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    rms: bool = False,
-    out: torch.dtype | None = None,
-    kept: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, rms: bool = False,
+    out: torch.dtype | None = None, kept: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`residual_norm` with the norm's weights, (D,), and with what dropout keeps, bool like x or a seed (1,) int64 on
     the device (see `drawn`), and its factor. The branch is no wider than x."""
     inputs = (x, branch, kept, scale, weight, bias, eps, rms, out or x.dtype)

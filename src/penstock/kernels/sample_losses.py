@@ -25,14 +25,9 @@ from penstock.kernels.linear_cross_entropy import FP16_SCALE, in_chunks, padded_
 
 
 def sample_losses(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    smoothing: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, smoothing: float = 0.0,
     budget: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The sum over each sample's rows of the cross entropy of x Wᵀ + b against the targets, (B,), in fp32 (fp64 of
     fp64 inputs).
 

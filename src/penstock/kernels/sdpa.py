@@ -32,17 +32,10 @@ from penstock.kernels.choices import auto_attention
 
 
 def own_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
     backend: AttentionBackend = "plain",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` by a kernel of ours: (…, L, E), (…, S, E), (…, S, V) → (…, L, V). The plain one,
     two products and a softmax in the type of its inputs, keeps the scores, (…, L, S), for the backward pass.
     """

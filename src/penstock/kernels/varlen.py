@@ -33,15 +33,9 @@ class Varlen:
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(
-        cls,
-        documents: Tensor | None,
-        *,
-        samples: int,
-        tokens: int,
-        device: torch.device,
-        causal: bool,
+        cls, documents: Tensor | None, *, samples: int, tokens: int, device: torch.device, causal: bool,
         window: int | None,
-    ) -> Varlen:
+    ) -> Varlen:  # fmt: skip
         """Sequences are the runs of one number in `documents` (B, N), else whole samples. Waits for the device."""
         first = torch.zeros(samples, tokens, dtype=torch.bool, device=device)
         first[:, 0] = True
@@ -58,14 +52,9 @@ class Varlen:
 
 
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: tuple[Tensor, int],
-    keys: tuple[Tensor, int],
-    reach: tuple[int, int],
-    scale: float | None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, queries: tuple[Tensor, int], keys: tuple[Tensor, int],
+    reach: tuple[int, int], scale: float | None,
+) -> Tensor:  # fmt: skip
     """Attention of each sequence of queries to the same one of keys: q (B, H, M, K), k and v (B', G, T, K), whose
     samples are taken for one; returns (B, H, M, K). `queries` and `keys` say where sequences begin and how long the
     longest is; `reach`, how many tokens before and after its own a query sees, −1 for all.

@@ -112,14 +112,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    share: Share,
-    *,
-    smoothing: float = 0.0,
-    ignored: int = -100,
+    logits: Tensor, targets: Tensor, share: Share, *, smoothing: float = 0.0, ignored: int = -100,
     z_loss: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The sum of the cross entropy of rows, 0-d, the same on all ranks. logits: (R, C) fp32 or fp64 of this rank's
     entries, targets: (R) int64 within the whole vocabulary, of which `ignored` counts nothing. `z_loss` is the factor
     of (log Σ exp z)².

@@ -36,17 +36,9 @@ class Windows(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        window: int,
-        *,
-        causal: bool,
-        samples: int,
-        tokens: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        lengths: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Windows | None:
+        cls, window: int, *, causal: bool, samples: int, tokens: int, device: torch.device, dtype: torch.dtype,
+        lengths: Tensor | None = None, documents: Tensor | None = None,
+    ) -> Windows | None:  # fmt: skip
         """The blocks of a window, or None where they would compute no less than all tokens together. The arguments are
         those of `penstock.models.positions.visible`.
         """

@@ -161,9 +161,8 @@ class _Attending(nn.Module):
         self.head_width = layer.head_width
         self.scale = layer.attention_scale
         self.rate = sizes.weights_dropout
-        self.causal = False
+        self.causal, self.sequence_first = False, False
         self.backend: AttentionBackend = "sdpa"
-        self.sequence_first = False
         self.scores_again = False
         """Whether the backward pass computes scores again, where they would be kept for it."""
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
@@ -176,15 +175,18 @@ class _Attending(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sight | None, causal: bool | None = None
     ) -> Tensor:
         """Heads in token order to the mean of the values that each token attends to: (·, ·, H·K)."""
-        dropout = self.rate if self.training else 0.0
-        causal = self.causal if causal is None else causal
-        scores = Scores(mask, causal and mask is None, dropout, self.scale)
+        scores = self.scores(mask, causal)
         attend = partial(token_attention, sequence_first=self.sequence_first, scores=scores)
         tokens = q.shape[0 if self.sequence_first else 1]
         again = self.scores_again and torch.is_grad_enabled()
         if again and keeps_scores(self.backend, q, tokens, scores):
             return checkpoint(attend, q, k, v, self.backend, use_reentrant=False)  # type: ignore[no-any-return]
         return attend(q, k, v, self.backend)
+
+    def scores(self, mask: Tensor | Sight | None, causal: bool | None) -> Scores:
+        """How scores are made and masked in one pass."""
+        causal = self.causal if causal is None else causal
+        return Scores(mask, causal and mask is None, self.rate if self.training else 0.0, self.scale)
 
     def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norms, if they have any."""
@@ -248,9 +250,7 @@ class Attention(_Attending):
         return plain and whole and (context.mask is None or isinstance(context.mask, Tensor))
 
     def _mix_packed(self, packed: Tensor, context: Context) -> Tensor:
-        causal = self.causal if context.causal is None else context.causal
-        dropout = self.rate if self.training else 0.0
-        scores = Scores(context.mask, causal and context.mask is None, dropout, self.scale)
+        scores = self.scores(context.mask, context.causal)
         return packed_attention(packed, self.head_width, sequence_first=self.sequence_first, scores=scores)
 
 
@@ -288,8 +288,7 @@ class Branch(nn.Module):
 
     def __init__(self, sizes: Stack, layer: Layer, drop_path: float | None = None, **where: Any) -> None:
         super().__init__()
-        self.sequence_first = False
-        self.rate = drop_path
+        self.sequence_first, self.rate = False, drop_path
         self.initial_scale = layer.layer_scale
         self.norm = make_norm(layer.norm, sizes.width, **where) if layer.placement == "both" else None
         self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
@@ -354,8 +353,7 @@ class Block(nn.Module):
         cross: int = 0, modulated: bool = False, expert: int | None = None, **where: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        affine = not modulated
-        self.expert, self.sequence_first = expert, False
+        self.expert, self.sequence_first, affine = expert, False, not modulated
         self.joins = False
         """Whether other ranks take part in it, so that it computes even where none of its samples are here."""
         self.norm_first = layer.placement != "after"

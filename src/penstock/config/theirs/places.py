@@ -165,15 +165,15 @@ def _by_turns(given: Any, turns: WindowTurns, problems: list[str]) -> dict[str, 
         settings["attention_scale"] = getattr(given, turns.scale[0]) ** -0.5
     if "sliding_attention" not in kinds:
         return settings
-    found = global_turns([kind == "sliding_attention" for kind in kinds])
-    every, offset = found.values()
+    regular = global_turns([kind == "sliding_attention" for kind in kinds])
+    every, offset = regular.values()
     if kinds != tuple(_kind(not every or i % every != offset) for i in range(depth)):
         problems.append(
             "config.json has layer_types in no regular turn, but Penstock reads models in which every n-th block has "
             "full_attention."
         )
     base = None if near.base == rotary.base else near.base
-    return {**settings, **found, "window": getattr(given, turns.window[0]), "window_base": base}
+    return {**settings, **regular, "window": getattr(given, turns.window[0]), "window_base": base}
 
 
 def global_turns(windowed: Sequence[bool]) -> dict[str, int]:

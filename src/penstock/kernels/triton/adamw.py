@@ -167,24 +167,12 @@ def launch(
             blocks, table = _tables([arrays[i] for i in members], device)
             addresses = _on_device(tuple(gradients[i].data_ptr() for i in members), device)
             adamw_kernel[(len(blocks),)](
-                table,
-                addresses,
-                blocks,
-                grad_scale if grad_scale is not None else table,
-                found_inf if found_inf is not None else table,
-                *_numbers(**numbers),
-                average_part,
-                GRADIENT=format_of(dtype),
-                COPY="none" if copy is None else format_of(copy.dtype),
-                AVERAGES=average is not None,
-                HAS_SCALE=grad_scale is not None,
-                HAS_FOUND=found_inf is not None,
-                MAXIMIZE=maximize,
-                ALIGNED=aligned,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
+                table, addresses, blocks, grad_scale if grad_scale is not None else table,
+                found_inf if found_inf is not None else table, *_numbers(**numbers), average_part,
+                GRADIENT=format_of(dtype), COPY="none" if copy is None else format_of(copy.dtype),
+                AVERAGES=average is not None, HAS_SCALE=grad_scale is not None, HAS_FOUND=found_inf is not None,
+                MAXIMIZE=maximize, ALIGNED=aligned, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
     python benchmarks/step_parts.py --output benchmarks/results/step_parts_cpu.json
     python benchmarks/step_parts.py --model gpt2 --plan 'precision=O1 compile=blocks optimizer=fused loss=chunked'
+    python benchmarks/step_parts.py --model vit-b16 --samples 256 --device cuda --output FILE
 
 Each cell is a model, a batch and a Plan: one of those that the ladder finds fastest on such machines, unless --plan
 names others. The step of `generation` is a whole call: GPT-2 reads a batch of prompts and continues each by as many
@@ -16,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,9 +68,10 @@ def stepper(model: ModelConfig, samples: int, plan: Plan, device: torch.device) 
     """One optimizer step on random samples."""
     recipe = Recipe(clip_norm=None)
     if model.graph.vision:
-        size = model.graph.inputs[0].image_size  # type: ignore[union-attr]
+        pixels = model.graph.inputs[0]
         generator = torch.Generator().manual_seed(0)
-        images = torch.randn(samples, 3, size, size, generator=generator).to(device)
+        shape = samples, pixels.channels, pixels.image_size, pixels.image_size  # type: ignore[union-attr]
+        images = torch.randn(shape, generator=generator).to(device)
         targets = torch.arange(samples, device=device)
         built = build(model, plan, device=device, recipe=recipe, seed=0)
         return lambda: built.step([(images, targets)])
@@ -119,12 +122,23 @@ def profiled(step: Callable[[], Any], device: torch.device, trace: Path) -> floa
     return statistics.median(seconds)
 
 
+def kernels(trace: Path) -> dict[str, float]:
+    """Milliseconds a step of the ten kernels that take longest on a GPU; none on a CPU."""
+    took: Counter[str] = Counter()
+    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+        if event.get("cat") == "kernel":
+            took[event["name"][:120]] += event["dur"] / 1e3 / PROFILED
+    return dict(took.most_common(10))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = *CELLS, GENERATION
-    parser.add_argument("--model", action="append", choices=every, help="all by default; may be given again")
+    parser.add_argument("--model", nargs="+", choices=sorted({*every, *PRESETS}), help="all cells by default")
+    parser.add_argument("--samples", type=int, help="of a batch, instead of the cell's")
+    parser.add_argument("--sequence", type=int, default=0, help="tokens of a sample, instead of the cell's")
     parser.add_argument("--plan", action="append", help="a Plan to profile; may be given again")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, help="other cells in it stay")
@@ -140,7 +154,13 @@ def main() -> None:
             trace = Path(folder) / "trace.json"
             seconds = profiled(step, device, trace)
             rows = step_table(trace, least)
-        cells[key] = {"step_ms": 1e3 * seconds, "parts": rows, "environment": environment()}
+            longest = kernels(trace)
+        cells[key] = {
+            "step_ms": 1e3 * seconds,
+            "parts": rows,
+            "kernels": longest,
+            "environment": environment(),
+        }
         print(f"{key}: {1e3 * seconds:.1f} ms a step\n{as_text(rows)}", flush=True)
         if options.output:
             options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +173,8 @@ def main() -> None:
                 key = f"{name}, gpt2, {PROMPTS} x {PROMPT} + {NEW} tokens, {plan.line()}, {machine.name}"
                 keep(key, *generation(plan, machine, device))
             continue
-        samples, sequence = CELLS[name]
+        samples, sequence = CELLS.get(name, (1, 0))
+        samples, sequence = options.samples or samples, options.sequence or sequence
         model = PRESETS[name] if not sequence else sized(PRESETS[name], sequence)
         for plan in (replace(one, micro_batch=samples) for one in given or plans(machine, model)):
             words = MASKED if name.startswith("bert") else 1.0

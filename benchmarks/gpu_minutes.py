@@ -269,9 +269,11 @@ def run(part: Part, limit: float, device: str, output: Path, *, small: bool) -> 
             code = process.wait(limit)
             status = "done" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             status = "stopped"
+        finally:  # also where this process itself is told to end
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     found = next(iter(folder.glob("*.json")), None) if not target.exists() else target
     if found is not None and found != target:
         shutil.copy(found, target)  # of commands that name their files themselves
@@ -319,6 +321,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     output = options.output.absolute()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     output.mkdir(parents=True, exist_ok=True)
     kept, start = output / "gpu_minutes.json", time.monotonic()
     stored = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {"parts": {}, "results": {}}

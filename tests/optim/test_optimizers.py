@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
 from penstock.optim import learning_rate, make_optimizer
 from penstock.optim.muon import Muon
+from penstock.parallel import ALONE, dims_of
 from penstock.planner.describe import describe
 from penstock.planner.memory import memory
 from penstock.planner.orthogonal import newton_schulz, update_operators
@@ -218,22 +220,35 @@ LINES = [
 MIXED = ["dp=2 ep=2 micro_batch=2 sharding=fsdp", "tp=2 ep=2 micro_batch=2"]
 
 
-def _weights(model: ModelConfig, line: str, shape: Any) -> dict[str, Tensor]:
-    """Whole weights and moments after two steps in fp64, of which one process takes all samples at once."""
-    from penstock.parallel import ALONE, dims_of
-
+def _weights(
+    model: ModelConfig, line: str, folder: Path, *, saves: bool = False, resumes: bool = False
+) -> Any:
+    """Whole weights and moments after two steps in fp64. Between them ranks save a checkpoint, or one process goes on
+    from theirs."""
     plan = Plan.parse(f"{line} algorithm=muon")
     dims = dims_of(plan, "cpu") if plan.gpus > 1 else ALONE
     torch.manual_seed(0)
-    built = build(lambda: create(model).double(), plan, recipe=recipe("muon"), dims=dims, loss=shape)
-    for step in range(2):
-        batch = _batch(model, step)
+    built = build(lambda: create(model).double(), plan, recipe=recipe("muon"), dims=dims, loss=_loss)
+    if resumes:
+        stored = checkpoint.find(folder)
+        assert stored is not None
+        snapshot = stored.load(dict(built.model.named_parameters()), rank=0, world=1)
+        built.model.load_state_dict(snapshot.weights["weights"])
+        state = checkpoint.by_index(snapshot.state["optimizer"], built.optimizer.state_dict())
+        built.optimizer.load_state_dict(state)
+    for step in range(int(resumes), 2):
         at = dims.data_rank * plan.micro_batch
-        built.step([tuple(one[at : at + plan.micro_batch] for one in batch)])
+        built.step([tuple(one[at : at + plan.micro_batch] for one in _batch(model, step))])
+        if saves and step == 0:
+            state = {"optimizer": checkpoint.by_name(built.optimizer.state_dict())}
+            weights = {"weights": built.model.state_dict()}
+            checkpoint.save(
+                folder, checkpoint.Snapshot(step=1, weights=weights, state=state, config={}, plan=plan.line())
+            )
     found = {name: whole_of(value).detach() for name, value in built.model.state_dict().items()}
     names = {p: n for n, p in built.model.named_parameters()}
-    for parameter, state in built.optimizer.state.items():
-        found |= {f"{names[parameter]} {key}": whole_of(value) for key, value in state.items()}  # type: ignore[index]
+    for parameter, moments in built.optimizer.state.items():
+        found |= {f"{names[parameter]} {key}": whole_of(value) for key, value in moments.items()}  # type: ignore[index]
     return found
 
 
@@ -253,22 +268,26 @@ def _loss(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return loss, (batch[1] != IGNORED).sum()
 
 
-def _both(cases: list[tuple[ModelConfig, str]]) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
+def _both(cases: list[tuple[ModelConfig, str]], folder: Path) -> list[tuple[str, Any, Any]]:
     found = []
-    for model, line in cases:
-        got = _weights(model, line, _loss)
+    for number, (model, line) in enumerate(cases):
+        got = _weights(model, line, folder, saves=number == 0)
         if torch.distributed.get_rank() == 0:
             plan = Plan.parse(line)
             alone = f"micro_batch={plan.global_batch} optimizer={plan.optimizer}"
-            found.append((line, got, _weights(model, alone, _loss)))
+            found.append((line, got, _weights(model, alone, folder)))
     return found
 
 
-def test_two_ranks_orthogonalise_what_one_process_does() -> None:
+def test_two_ranks_orthogonalise_what_one_process_does(tmp_path: Path) -> None:
     """Owners get whole updates, so that in fp64 nothing differs but sums of gradients: what is cast to bf16 is the
-    same, and a weight differs by 1e-14."""
+    same, and a weight differs by 1e-14. One process goes on from what two ranks have saved."""
     cases = [*((TINY, line) for line in LINES), *((MIXTURE, line) for line in MIXED)]
-    for line, got, expected in pool(2).run(_both, cases, timeout=120.0)[0]:
+    results = pool(2).run(_both, cases, tmp_path, timeout=120.0)[0]
+    resumed = _weights(TINY, "micro_batch=4", tmp_path, resumes=True)
+    results.append(("one process goes on from two ranks' checkpoint", resumed, results[0][2]))
+    assert len(results) == len(cases) + 1
+    for line, got, expected in results:
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
